@@ -14,6 +14,7 @@ import inspect
 import math
 import numbers
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -221,7 +222,39 @@ def array(shape: str) -> Check:
 
 def tensor(shape: str) -> Check:
     """A torch tensor, and not what could become one: gradients have to find their way back."""
-    return instance(f"be a tensor {shape}", "torch.Tensor")
+
+    def check(name: str, value: Any) -> Any:
+        if not is_a(value, "torch.Tensor"):
+            raise refused(name, f"be a tensor {shape}", value)
+        check_numbers(name, value)
+        return value
+
+    return check
+
+
+def check_numbers(name: str, given: Any) -> None:
+    """Refuse tensors that are not themselves an array of numbers.
+
+    Raises:
+        InputError: the tensor is a meta, nested or fake one, or of another class that keeps its
+            numbers elsewhere, such as a distributed or a masked tensor.
+    """
+    if given.is_meta:
+        raise InputError(
+            f"{name} is on the device meta, where tensors have no numbers; make it on the CPU or a "
+            "GPU"
+        )
+    if given.is_nested:
+        raise InputError(
+            f"{name} is a nested tensor; pass one of its parts at a time, from its unbind()"
+        )
+    kind, plain = type(given), sys.modules["torch"].Tensor
+    ours = is_a(given, "otdd_flash.features.file_features.FileFeatures")
+    if kind.__torch_dispatch__ != plain.__torch_dispatch__ and not ours:
+        whole = ", such as its full_tensor()" if hasattr(given, "full_tensor") else ""
+        raise InputError(
+            f"{name} is a {kind.__name__}, which keeps its numbers elsewhere; pass a tensor{whole}"
+        )
 
 
 def tensors(shape: str) -> Check:
@@ -232,6 +265,8 @@ def tensors(shape: str) -> Check:
         given = value if isinstance(value, list | tuple) else [value]
         if not all(is_a(one, "torch.Tensor") for one in given):
             raise refused(name, accepted, value)
+        for one in given:
+            check_numbers(name, one)
         return value
 
     return check

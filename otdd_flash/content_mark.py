@@ -16,6 +16,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.real_numbers import in_one_row
 
 if TYPE_CHECKING:
     from otdd_flash.samples import LabeledSamples
@@ -87,9 +88,5 @@ def _mark(part: Tensor) -> int:
 
 
 def _checksum(block: Tensor) -> int:
-    rows = block.contiguous()
-    if rows.ndim == 0 or rows.stride(-1) != 1:
-        # One column of a matrix may have any stride and be contiguous.
-        rows = rows.as_strided((rows.numel(),), (1,))
     # As bytes, as NumPy lacks bfloat16.
-    return zlib.crc32(rows.view(torch.uint8).numpy().data)
+    return zlib.crc32(in_one_row(block).view(torch.uint8).numpy().data)

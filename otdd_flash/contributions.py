@@ -129,6 +129,7 @@ def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> 
     return slopes
 
 
+@torch.enable_grad()
 def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor | None:
     """Sum over W of dS / dW times dW / da (n,), or None where W is held."""
     source, target = problem.request.seen
@@ -139,13 +140,12 @@ def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor 
     pairs = all_pairs(len(clouds))
     scale = float(problem.table.abs().max())
     for metric in _metrics(method):
-        with torch.enable_grad():
-            values = _measured(clouds, pairs, metric)
-            table = symmetric_table(values, pairs, len(clouds)).to(by_table.device)
-            if float((table.detach() - problem.table).abs().max()) > SAME_TABLE * scale:
-                # Of other rows, as with labels.full, or of other settings.
-                continue
-            (found,) = torch.autograd.grad((table * by_table).sum(), masses)
+        values = _measured(clouds, pairs, metric)
+        table = symmetric_table(values, pairs, len(clouds)).to(by_table.device)
+        if float((table.detach() - problem.table).abs().max()) > SAME_TABLE * scale:
+            # Of other rows, as with labels.full, or of other settings.
+            continue
+        (found,) = torch.autograd.grad((table * by_table).sum(), masses)
         return found
     return None
 

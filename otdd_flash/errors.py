@@ -7,7 +7,13 @@ Any other exception is a defect of this package.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+
 from otdd_flash.shown import display, sentence
+
+HERE = os.path.join(os.path.dirname(__file__), "")
 
 
 class InputError(ValueError):
@@ -68,3 +74,15 @@ def choose(kind: str, name: str, known: tuple[str, ...]) -> str:
     if name not in known:
         raise InputError(f"unknown {kind} {display(repr(name))}; choose one of: {', '.join(known)}")
     return name
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the line that called this package, however deep inside of it this is called."""
+    torch = sys.modules.get("torch")
+    # Torch calls back, and stands between: decorators, backward passes.
+    there = [] if torch is None else [os.path.join(os.path.dirname(str(torch.__file__)), "")]
+    inner = (HERE, *there)
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

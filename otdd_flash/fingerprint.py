@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.real_numbers import in_one_row
 
 # Bytes of features that are looked at together, and the modulus.
 BLOCK_BYTES = 1 << 24
@@ -117,5 +118,5 @@ def _read(features: Tensor, rows: slice) -> Tensor:
 
 def _bytes(part: Tensor) -> NDArray[np.uint8]:
     """The bytes of each row, (k, bytes)."""
-    found: NDArray[np.uint8] = part.contiguous().view(len(part), -1).view(torch.uint8).numpy()
+    found: NDArray[np.uint8] = in_one_row(part).view(len(part), -1).view(torch.uint8).numpy()
     return found

@@ -17,6 +17,7 @@ from otdd_flash.arguments.comparisons import DATASET_DISTANCE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
 from otdd_flash.distributed.ranks import shared_since, sharing_from_here
+from otdd_flash.eager import computes
 from otdd_flash.labels import (
     ClassDistances,
     Given,
@@ -44,6 +45,7 @@ from otdd_flash.solver.term.result import Progress
 logger = logging.getLogger(__name__)
 
 
+@computes
 @takes_shards("source", "target")
 @takes(DATASET_DISTANCE)
 def dataset_distance(

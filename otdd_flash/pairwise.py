@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -18,7 +17,8 @@ from itertools import combinations
 from otdd_flash.arguments.comparisons import PAIRWISE_DISTANCES
 from otdd_flash.checks import takes
 from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
-from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.eager import computes
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.labels import (
     JointClassDistances,
     LabelMetric,
@@ -43,6 +43,7 @@ from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.term.epsilon import epsilon_given_as
 
 
+@computes
 @takes(PAIRWISE_DISTANCES)
 def pairwise_distances(
     datasets: Sequence[Samples],
@@ -181,7 +182,7 @@ class _Solves:
             self._keep(i, j, solved)
         late = [pair for pair, divergence in self.found.items() if not divergence.converged]
         if late:
-            warnings.warn(self._message(late), NotConvergedWarning, stacklevel=4)
+            warn(self._message(late), NotConvergedWarning)
         return self.found
 
     def _solved(self, pairs: Sequence[Pair]) -> Iterator[Divergence | None]:

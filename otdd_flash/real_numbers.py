@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.checks import shown
+from otdd_flash.checks import check_numbers, shown
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import is_missing, rows_shown
 from otdd_flash.table_columns import Column, columns_of, is_complete
@@ -40,6 +40,7 @@ def real_tensor(what: str, values: Any) -> Tensor:
             some.
     """
     if isinstance(values, Tensor):
+        check_numbers(what, values)
         tensor = values
     else:
         try:
@@ -57,6 +58,14 @@ def real_tensor(what: str, values: Any) -> Tensor:
     if tensor.layout != torch.strided:
         raise InputError(f"{what} must be dense, got {tensor.layout}; give them as .to_dense()")
     return tensor.dequantize() if tensor.is_quantized else tensor
+
+
+def in_one_row(tensor: Tensor) -> Tensor:
+    """All entries in order, (numel,) with stride 1, to read their bits; a view where it can be.
+
+    One row or column is contiguous at any stride, and a view of another type needs that of 1.
+    """
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def in_floating_point(what: str, values: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from otdd_flash.content_mark import Unchanged
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.labels import ClassDistances
@@ -134,6 +135,7 @@ class DistanceResult:
         """
         return self._settled.f, self._settled.g
 
+    @computes
     def apply_plan(self, values: Any) -> Tensor:
         """P V for V (m,) or (m, k), streamed: the n x m plan is never stored.
 
@@ -152,6 +154,7 @@ class DistanceResult:
         applied = self._applied(matrix).values
         return applied.squeeze(1) if columns.ndim == 1 else applied
 
+    @computes
     def class_coupling(self) -> Tensor:
         """Mass transported from each source class to each target class, (V_x, V_y) float64.
 
@@ -162,6 +165,7 @@ class DistanceResult:
         coupling = self._one_hot(self.source).double().to(per_row.device).T @ per_row
         return (coupling / coupling.sum()).cpu()
 
+    @computes
     def barycentric_map(self) -> Tensor:
         """Where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
 
@@ -177,6 +181,7 @@ class DistanceResult:
 
         return self._with_plan(means, weighted=False)
 
+    @computes
     def contributions(self) -> Contributions:
         """How much of the distance every source row carries: s (n,), in units of the cost.
 

@@ -19,6 +19,7 @@ from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.content_mark import Mark, mark_of
 from otdd_flash.devices import moved
+from otdd_flash.eager import own_settings, untraced
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
@@ -37,6 +38,8 @@ BLOCK_BYTES = 1 << 24
 
 # Between them a `mass` is known.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
+
+NO_MASS = "weights must not all be zero"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,7 +72,15 @@ class LabeledSamples:
     subset_hash: str | None = field(default=None, kw_only=True)
     mass: float = field(default=1.0, kw_only=True)
 
+    @untraced
     def __post_init__(self) -> None:
+        # Numbers of lists are those of any default type, and memory that is shared is no inference
+        # tensor.
+        with own_settings():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Check the parts, and convert them."""
         if self.labels is None:
             object.__setattr__(self, "class_names", ())
         check_fields(self, LABELED_SAMPLES)
@@ -104,6 +115,8 @@ class LabeledSamples:
             InputError: as for the parts of samples.
         """
         if isinstance(given, LabeledSamples):
+            if given.without_mass:
+                raise InputError(f"{name}: {NO_MASS}")
             return given.detached()
         try:
             if isinstance(given, tuple):
@@ -146,6 +159,11 @@ class LabeledSamples:
         return torch.full((n,), 1.0 / n, dtype=torch.float64, device=self.features.device)
 
     @property
+    def without_mass(self) -> bool:
+        """Whether all weights are 0, as those of one shard of several may be."""
+        return self.weights is not None and self.mass == LEAST_MASS and not self.weights.any()
+
+    @property
     def class_total(self) -> int:
         """The number of classes V; unlabelled data are one class."""
         return 1 if self.labels is None else len(self.class_names)
@@ -173,10 +191,18 @@ class LabeledSamples:
         return found
 
     def detached(self) -> LabeledSamples:
-        """The same samples outside of autograd; these ones if no feature requires a gradient."""
-        if not self.features.requires_grad:
+        """The same samples outside of autograd and inference mode; these ones if they are."""
+        parts = {"features": self.features, "labels": self.labels, "weights": self.weights}
+        # Autograd cannot save what was made in inference mode. Files make plain tensors.
+        copied: dict[str, Any] = {
+            name: part.clone()
+            for name, part in parts.items()
+            if part is not None and part.is_inference() and not isinstance(part, FileFeatures)
+        }
+        if not copied and not self.features.requires_grad:
             return self
-        return replace(self, features=self.features.detach())
+        changed: dict[str, Any] = {"features": self.features.detach()} | copied
+        return replace(self, **changed)
 
     @takes({"device": values.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
@@ -301,9 +327,12 @@ def _as_features(values: Any) -> Tensor:
     elif features.dtype not in (torch.float32, torch.float64):
         features = in_floating_point("features", features)
     if features.ndim != 2:
+        way_out = "; flatten each row, as by features.reshape(len(features), -1)"
+        if features.ndim == 3:
+            way_out += ", unless these are several clouds, which are compared one pair at a time"
         raise InputError(
-            f"features must be a matrix (n, d), got shape {tuple(features.shape)}; "
-            "flatten each row, as by features.reshape(len(features), -1)"
+            f"features must be a matrix (n, d), got shape {tuple(features.shape)}"
+            + (way_out if features.ndim else ", a single number")
         )
     if features.shape[0] == 0 or features.shape[1] == 0:
         raise InputError(f"the dataset is empty: features have shape {tuple(features.shape)}")
@@ -396,7 +425,9 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
         raise InputError(f"weights must have shape ({n},) as features, got {tuple(weights.shape)}")
     check_masses(weights.detach().cpu().numpy())
     if float(weights.max()) == 0:
-        raise InputError("weights must not all be zero")
+        if not _may_be_shard():
+            raise InputError(NO_MASS)
+        return weights, 0.0
     unit = 1.0
     if not bool(torch.isfinite(weights.sum())):
         # In units of the largest they are the same masses, and their sum is finite.
@@ -408,6 +439,15 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
     # Nothing can be divided by subnormal ones.
     subnormal = (masses > 0) & (masses < torch.finfo(masses.dtype).tiny)
     return torch.where(subnormal, 0, masses) if bool(subnormal.any()) else masses, total * unit
+
+
+def _may_be_shard() -> bool:
+    """Whether this is one of several processes, in which rows without mass may be all of a shard.
+
+    An error here would leave the others waiting for it.
+    """
+    ranks = torch.distributed
+    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:

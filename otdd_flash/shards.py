@@ -14,7 +14,7 @@ import torch
 from otdd_flash.distributed.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.samples import LEAST_MASS, MOST_MASS, LabeledSamples, Samples
+from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples, Samples
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,7 +69,13 @@ def _whole_datasets(
     """
 
     def made() -> dict[str, LabeledSamples]:
-        return {name: LabeledSamples.of(side, name) for name, side in given.items()}
+        return {
+            # A shard may be without mass where others have some.
+            name: side.detached()
+            if isinstance(side, LabeledSamples)
+            else LabeledSamples.of(side, name)
+            for name, side in given.items()
+        }
 
     check_versions(ranks)
     # Functions are called something else in every process.
@@ -87,7 +93,7 @@ def _whole_datasets(
 def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     def check() -> None:
         ranks.device_of(shard.features.device)
-        if not LEAST_MASS < shard.mass < MOST_MASS:
+        if not (LEAST_MASS < shard.mass < MOST_MASS or shard.without_mass):
             raise InputError(
                 f"{name}: the weights of a shard add up to {shard.mass:.0e} or beyond; bring those "
                 "of all shards to another unit"
@@ -115,6 +121,8 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
         # In units of the heaviest shard, so that their sum is finite.
         heaviest = max(ranks.all_gathered_objects(shard.mass))
         weights = ranks.concatenated(shard.weights * (shard.mass / heaviest))
+        if not weights.any():
+            raise InputError(f"{name}: {NO_MASS}, as they are in all shards")
     return replace(
         shard, features=features, labels=labels, weights=weights, subset_hash=None, mass=1.0
     )

@@ -25,6 +25,7 @@ from otdd_flash.arguments.values import (
     scalar,
     solver,
     start,
+    traced_tensor,
 )
 from otdd_flash.checks import (
     Declaration,
@@ -56,13 +57,13 @@ SINKHORN_DIVERGENCE: Declaration = {
 }
 SINKHORN_LOSS: Declaration = {
     "options": solver,
-    "x": tensor("(n, d)"),
-    "y": tensor("(m, d)"),
-    "a": optional(tensor("(n,)")),
-    "b": optional(tensor("(m,)")),
+    "x": tensor("(n, d) or (B, n, d)"),
+    "y": tensor("(m, d) or (B, m, d)"),
+    "a": optional(tensor("(n,) or (B, n)")),
+    "b": optional(tensor("(m,) or (B, m)")),
     "epsilon": positive,
-    "labels_x": optional(tensor("(n,)")),
-    "labels_y": optional(tensor("(m,)")),
+    "labels_x": optional(tensor("(n,) or (B, n)")),
+    "labels_y": optional(tensor("(m,) or (B, m)")),
     "class_table": optional(tensor("(V_x + V_y, V_x + V_y)")),
     "class_totals": optional(sequence(count, length=2)),
     "lambda_x": scalar,
@@ -77,14 +78,24 @@ CG_OPTIONS: Declaration = {
     "max_iterations": count,
     "damping": not_negative,
 }
+OF_ONE_PAIR: Declaration = {
+    "x": tensor("(n, d)"),
+    "y": tensor("(m, d)"),
+    "a": optional(tensor("(n,)")),
+    "b": optional(tensor("(m,)")),
+    "labels_x": optional(tensor("(n,)")),
+    "labels_y": optional(tensor("(m,)")),
+}
 SINKHORN_HESSIAN: Declaration = {
     **{name: check for name, check in SINKHORN_LOSS.items() if name != "ground"},
+    **OF_ONE_PAIR,
     "lambda_x": not_negative,
     "lambda_y": not_negative,
     "cg": instance("be otdd.CGOptions()", CG_CLASS),
 }
 SINKHORN_POTENTIALS: Declaration = {
     **{name: check for name, check in SINKHORN_LOSS.items() if name not in ("ground", "debias")},
+    **OF_ONE_PAIR,
     "cg": instance("be otdd.CGOptions()", CG_CLASS),
 }
 TRANSPORT_MAP: Declaration = {**SINKHORN_POTENTIALS, "values": optional(tensor("(m, k)"))}
@@ -99,7 +110,7 @@ SINKHORN_LOSSES: Declaration = {
 }
 
 DOUBLY_STOCHASTIC: Declaration = {
-    "logits": tensor("(..., n, n)"),
+    "logits": traced_tensor("(..., n, n)"),
     "iterations": optional(count),
     "tolerance": optional(positive),
     "max_iterations": count,

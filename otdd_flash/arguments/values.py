@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from otdd_flash.checks import (
+    Check,
     Declaration,
     array,
     flag,
@@ -32,6 +33,8 @@ PRECISIONS = ("fast", "high", "double")
 BATCHED_GRADIENTS = ("unrolled", "implicit", "none")
 GROUNDS = ("sqeuclidean", "cosine", "inner")
 
+TENSOR_CLASS = "torch.Tensor"
+FAKE_CLASS = "torch._subclasses.fake_tensor.FakeTensor"
 # Where the classes that arguments may be of are defined.
 SAMPLES_CLASS = "otdd_flash.samples.LabeledSamples"
 DATASET_CLASS = "otdd_flash.data.dataset.LabeledDataset"
@@ -182,6 +185,17 @@ joint_table = optional(
 start = optional(mapping("be potentials by term, {'xy': g}"))
 
 PAIR: Declaration = {"source": samples, "target": samples}
+
+
+def traced_tensor(shape: str) -> Check:
+    """A tensor, or what stands for one in traces: a fake one, which has a shape alone."""
+    plain = tensor(shape)
+
+    def check(name: str, value: Any) -> Any:
+        fake = is_a(value, FAKE_CLASS) or (is_a(value, TENSOR_CLASS) and value.is_meta)
+        return value if fake else plain(name, value)
+
+    return check
 
 
 def matrix(name: str, value: Any) -> Any:

@@ -14,6 +14,7 @@ from otdd_flash.batched.checking import (
     placement,
 )
 from otdd_flash.checks import takes
+from otdd_flash.eager import check_transforms
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
 
@@ -66,6 +67,8 @@ def doubly_stochastic(
             iterations and a tolerance, or what the arguments above exclude; in a backward pass, a
             second derivative.
     """
+    if not torch.compiler.is_compiling():
+        check_transforms("doubly_stochastic", (logits, temperature))
     check_matrices("logits", logits)
     if logits.shape[-1] != logits.shape[-2]:
         raise InputError(

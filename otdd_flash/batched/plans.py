@@ -10,6 +10,7 @@ from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.small_plans import SmallPlans, Solved
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
 
@@ -17,6 +18,7 @@ from otdd_flash.operators.build import Compute
 SUM_SLACK = 1e-4
 
 
+@computes
 @takes(SINKHORN_PLANS)
 def sinkhorn_plans(
     costs: Tensor,
@@ -63,9 +65,8 @@ def sinkhorn_plans(
     """
     checking.check_matrices("costs", costs)
     if costs.ndim != 3:
-        raise InputError(
-            f"costs must be (B, n, m), got shape {tuple(costs.shape)}; pass costs[None] of one"
-        )
+        one = "pass costs[None] of one" if costs.ndim == 2 else "pass costs.flatten(0, -3)"
+        raise InputError(f"costs must be (B, n, m), got shape {tuple(costs.shape)}; {one}")
     if gradient == "unrolled" and max_iterations > checking.MOST_UNROLLED and costs.requires_grad:
         raise InputError(
             f"{max_iterations} iterations are too many to differentiate one by one, which goes up "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otdd_flash.data.lazy_items import LazyItems
-from otdd_flash.errors import DataNotice, InputError, prefixed
+from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 from otdd_flash.raw_labels import (
     check_one_dimensional,
     encode_labels,
@@ -168,11 +167,7 @@ def _number(
     if values.dtype.kind not in "iub":
         raise InputError(f"{name}: labels must be class indices, got {values.dtype}")
     if values.size and int(values.max()) < 0:
-        warnings.warn(
-            f"{name}: all its labels are negative, and it is taken as unlabelled",
-            DataNotice,
-            stacklevel=5,
-        )
+        warn(f"{name}: all its labels are negative, and it is taken as unlabelled", DataNotice)
         return None, ()
     # Before their type could turn the largest ones into others.
     _check_range(values, class_names, name)
@@ -205,11 +200,7 @@ def _labelled_rows(
                 "source.drop_unlabelled or target.drop_unlabelled)"
             )
         raise InputError(f"{name}: {missing_rows(missing)}; {way_out}")
-    warnings.warn(
-        f"{name}: {int(missing.sum())} of {count} rows have no label and are left out",
-        DataNotice,
-        stacklevel=6,
-    )
+    warn(f"{name}: {int(missing.sum())} of {count} rows have no label and are left out", DataNotice)
     return np.flatnonzero(~missing)
 
 

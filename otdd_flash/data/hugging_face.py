@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otdd_flash.checks import shown
 from otdd_flash.data.array_inputs import as_inputs
 from otdd_flash.data.columns import choose_columns
 from otdd_flash.data.dataset import LabeledDataset
@@ -68,6 +69,7 @@ def read_hugging_face(
         raise InputError(f"{path} is empty: it has no rows in split={request.split}")
     columns = choose_columns(table.features, input, label, request.weights, path)
     labels = None if columns.label is None else _values(table, columns.label)
+    _check_single_labels(labels, columns.label, path)
     label_feature = None if columns.label is None else table.features[columns.label]
     inputs: NDArray[Any] | LazyItems
     if columns.modality == "array":
@@ -178,6 +180,20 @@ def _values(table: Any, column: str) -> list[Any]:
     # As Arrow holds it: nothing is decoded, or fetched, to be a label.
     values: list[Any] = table.select_columns([column]).with_format("arrow")[:][column].to_pylist()
     return values
+
+
+def _check_single_labels(labels: list[Any] | None, column: str | None, path: str) -> None:
+    """Refuse labels that are lists, arrays or records.
+
+    Raises:
+        InputError: as said; the first such row is named.
+    """
+    for row, label in enumerate(labels or ()):
+        if isinstance(label, list | tuple | dict) or getattr(label, "ndim", 0) > 0:
+            raise InputError(
+                f"label={column} of {path} has several values in a row, {shown(label)} in row "
+                f"{row}, and a row is of one class; name a column of single labels, or make one"
+            )
 
 
 def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:

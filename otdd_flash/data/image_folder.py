@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.images import extensions, open_image
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 
 
 def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDataset:
@@ -122,7 +121,7 @@ def _classes(folder: Path) -> dict[str, list[str]]:
         if paths:
             message = f"{folder.name}: {len(paths)} {what}, such as "
             message += os.path.relpath(paths[0], folder)
-            warnings.warn(message, DataNotice, stacklevel=4)
+            warn(message, DataNotice)
     return {name: sorted(scan.images, key=os.path.split) for name, scan in scans.items()}
 
 

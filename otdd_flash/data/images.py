@@ -18,7 +18,6 @@ in [0, 1], with alpha as the last of 2 or 4 channels.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from io import BytesIO
@@ -32,7 +31,7 @@ from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from otdd_flash.data.request import reading
-from otdd_flash.errors import DataNotice, InputError, prefixed
+from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 
 # Part of the key of cached features: a change of what an image decodes to must raise it.
 DECODING = 2
@@ -240,7 +239,7 @@ def _on_white(values: NDArray[Any]) -> NDArray[Any]:
             "it is drawn in white on a transparent ground, so that nothing is seen of it on white; "
             "lay it on another colour and save it without transparency"
         )
-    warnings.warn("images with transparency are laid on white", DataNotice, stacklevel=2)
+    warn("images with transparency are laid on white", DataNotice)
     return (laid if values.dtype.kind == "f" else np.rint(laid)).astype(values.dtype)
 
 

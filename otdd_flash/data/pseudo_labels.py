@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.samples import LabeledSamples
 
 
@@ -48,11 +47,7 @@ def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[Labe
     samples = parts[0]
     n = len(samples)
     if samples.labels is not None:
-        warnings.warn(
-            f"{samples.name}: its labels are replaced by those of {k} clusters",
-            DataNotice,
-            stacklevel=3,
-        )
+        warn(f"{samples.name}: its labels are replaced by those of {k} clusters", DataNotice)
     if not 1 <= k <= n:
         raise InputError(
             f"pseudo_labels needs k from 1 to {n}, the rows of {samples.name}; got {k}"

@@ -21,6 +21,7 @@ from otdd_flash.data.request import DEFAULT_ROOT, Request
 from otdd_flash.data.subset import subset
 from otdd_flash.data.torchvision_class import read_torchvision
 from otdd_flash.data.usps import read_usps
+from otdd_flash.eager import computes
 from otdd_flash.errors import choose
 
 SOURCES: dict[str, Callable[..., LabeledDataset]] = {
@@ -37,6 +38,7 @@ SOURCES: dict[str, Callable[..., LabeledDataset]] = {
 }
 
 
+@computes
 @takes(LOAD)
 def load(
     name: str,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash import checks
-from otdd_flash.errors import DataNotice, InputError, choose
+from otdd_flash.errors import DataNotice, InputError, choose, warn
 from otdd_flash.offline import RefusedAddress, is_address
 
 DEFAULT_ROOT = Path("~/.cache/otdd_flash/datasets")
@@ -107,7 +106,7 @@ def chosen(where: str, choices: Sequence[str], way_out: str) -> tuple[str, ...]:
     """
     if choices:
         said = "; ".join(choices)
-        warnings.warn(f"{where}: {said}; choose with {way_out}", DataNotice, stacklevel=6)
+        warn(f"{where}: {said}; choose with {way_out}", DataNotice)
     return tuple(choices)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.data.dataset import LabeledDataset
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.samples import HOW_TO_LABEL
 from otdd_flash.shown import display, listing
 
@@ -79,10 +78,9 @@ def _draw(dataset: LabeledDataset, max_samples: int | None, seed: int) -> Labele
     if max_samples is None or max_samples == n:
         return dataset
     if max_samples > n:
-        warnings.warn(
+        warn(
             f"{dataset.name} has {n} rows, fewer than max_samples={max_samples}: all are taken",
             DataNotice,
-            stacklevel=5,
         )
         return dataset
     generator = np.random.default_rng(seed)
@@ -138,11 +136,10 @@ def _without_empty_classes(dataset: LabeledDataset) -> LabeledDataset:
     if len(present) == len(dataset.class_names):
         return dataset
     absent = [name for c, name in enumerate(dataset.class_names) if c not in set(present.tolist())]
-    warnings.warn(
+    warn(
         f"{dataset.name}: {len(absent)} of {len(dataset.class_names)} classes have no rows and are "
         f"left out: {listing(absent, 10)}",
         DataNotice,
-        stacklevel=5,
     )
     names = tuple(dataset.class_names[c] for c in present.tolist())
     return replace(dataset, labels=labels.astype(np.int64), class_names=names)

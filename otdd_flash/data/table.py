@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.data.request import chosen, reading, some
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, inexact
 from otdd_flash.shown import listing
 from otdd_flash.table_columns import columns_of
@@ -60,10 +60,9 @@ def read_table(
     table.columns = [str(column) for column in table.columns]
     if table.columns[0] == NAMELESS:
         table = table.drop(columns=NAMELESS)
-        warnings.warn(
+        warn(
             f"{path}: its first column has no name, is taken for row numbers and left out",
             DataNotice,
-            stacklevel=5,
         )
     columns, choices = tuple(table.columns), []
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
@@ -217,11 +216,10 @@ def find_label(
             f"label=COLUMN; {listed(columns)}"
         )
     if not candidates:
-        warnings.warn(
+        warn(
             f"{where} has no column that looks like labels and is taken as unlabelled; name "
             f"one with label=COLUMN; {listed(columns)}",
             DataNotice,
-            stacklevel=6,
         )
         return None, ""
     return candidates[0], "by its name" if named else f"the only one of {kind}"

@@ -21,6 +21,7 @@ from otdd_flash.data.images import plain_item
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.ranks import Progress, Ranks
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.by_ranks import Ways, features_of_ranks, is_shared
@@ -44,6 +45,7 @@ SUITABLE = {
 }
 
 
+@computes
 @takes(EMBED)
 def embed(
     dataset: LabeledDataset,

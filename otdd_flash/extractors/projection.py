@@ -9,10 +9,12 @@ import torch
 from otdd_flash.arguments.datasets import REDUCE_PCA
 from otdd_flash.checks import takes
 from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 
 
+@computes
 @takes(REDUCE_PCA)
 def reduce_pca(
     source: Samples, target: Samples, k: int, seed: int

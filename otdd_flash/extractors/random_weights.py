@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from otdd_flash.errors import DataNotice
+from otdd_flash.errors import DataNotice, warn
 
 
 @contextmanager
@@ -24,9 +23,8 @@ def seeded_weights(seed: int) -> Iterator[None]:
 
 def notice_random_features(model: str, seed: int, trained: str) -> None:
     """Warn that `model` was not trained; `trained` is the setting that would give weights."""
-    warnings.warn(
+    warn(
         f"{model} has random weights (seed {seed}), so its features are random; for trained ones "
         f"give {trained} or extractor.checkpoint=FILE",
         DataNotice,
-        stacklevel=4,
     )

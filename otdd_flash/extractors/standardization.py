@@ -11,6 +11,7 @@ from torch import Tensor
 from otdd_flash.arguments.datasets import STANDARDIZE
 from otdd_flash.checks import takes
 from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.eager import computes
 from otdd_flash.samples import LabeledSamples, Samples
 
 ROWS_AT_ONCE = 4096
@@ -19,6 +20,7 @@ ROWS_AT_ONCE = 4096
 HUGE = 1e100
 
 
+@computes
 @takes(STANDARDIZE)
 def standardize(source: Samples, target: Samples) -> tuple[LabeledSamples, LabeledSamples]:
     """Shift and scale every feature to mean 0 and deviation 1 over the n + m rows of both sides.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.datasets import FEATURES_FILE
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.features.feature_file import FeatureFile
 
@@ -128,6 +129,7 @@ class ScatteredFeatures(FileFeatures):
         return function(*args, **kwargs)
 
 
+@computes
 @takes(FEATURES_FILE)
 def features_file(path: str | os.PathLike[str] | Dataset, *, key: str | None = None) -> Tensor:
     """Features (n, d) in files, to be given wherever features are, that are not read at once.

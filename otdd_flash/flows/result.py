@@ -13,6 +13,7 @@ from torch import Tensor
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, choose
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
@@ -100,6 +101,8 @@ class FlowResult:
         """Whether every solve of the flow reached its tolerance."""
         return all(record.converged for record in self.evaluations)
 
+    @computes
+    @torch.enable_grad()
     def map(self, kind: str = "nearest", **options: Any) -> FlowMap:
         """The flow as a map of new points: a callable from samples to samples.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,7 +24,8 @@ from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
-from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.eager import computes
+from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.departure import on_host, ready
@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 FOLLOWED, MOMENTS = 200, 32
 
 
+@computes
+@torch.enable_grad()
 @takes(GRADIENT_FLOW, elsewhere=GRADIENT_FLOW_ELSEWHERE)
 def gradient_flow(
     source: Samples,
@@ -234,4 +236,4 @@ def report_convergence(
             lambda some: f"{len(some)} of {len(evaluations)} evaluations",
             compute.dtype,
         )
-        warnings.warn(message, NotConvergedWarning, stacklevel=4)
+        warn(message, NotConvergedWarning)

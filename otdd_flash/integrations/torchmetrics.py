@@ -5,14 +5,15 @@ Its state is the rows seen, which torchmetrics gathers from all processes before
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.arguments.values import count
+from otdd_flash.checks import shown
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.real_numbers import in_double
 from otdd_flash.samples import LabeledSamples
@@ -58,9 +59,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if max_rows < 1:
-            raise InputError(f"max_rows must be at least 1, got {max_rows}")
-        self.max_rows = max_rows
+        self.max_rows = count("max_rows", max_rows)
         self.settings = {
             **{"labels": labels, "epsilon": epsilon, "epsilon_relative": epsilon_relative},
             **(options or {}),
@@ -87,6 +86,13 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         Raises:
             InputError: shapes that do not fit, or labels given for some rows only.
         """
+        self._check("source", source, source_labels)
+        self._check("target", target, target_labels)
+        if source.shape[1] != target.shape[1]:
+            raise InputError(
+                f"source has rows of {source.shape[1]} features and target of {target.shape[1]}; "
+                "both sides need the same"
+            )
         self._add("source", source, source_labels)
         self._add("target", target, target_labels)
 
@@ -104,36 +110,63 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             for name, number in numbers.items()
         }
 
-    def _add(self, side: str, rows: Tensor, labels: Tensor | None) -> None:
+    def _check(self, side: str, rows: Tensor, labels: Tensor | None) -> None:
+        """Refuse rows that do not fit those of before.
+
+        Raises:
+            InputError: as `update`.
+        """
+        for name, given in ((side, rows), (f"{side}_labels", labels)):
+            if given is not None and not isinstance(given, Tensor):
+                raise InputError(f"{name} must be a tensor, got {shown(given)}; torch.as_tensor()")
         if rows.ndim != 2:
             raise InputError(f"{side} must be (rows, features), got {tuple(rows.shape)}")
         if labels is not None and labels.shape != rows.shape[:1]:
             raise InputError(
                 f"{side}_labels must be ({len(rows)},), one for each row, got {tuple(labels.shape)}"
             )
-        kept, known = getattr(self, f"{side}_rows"), getattr(self, f"{side}_labels")
-        if kept and bool(known) != (labels is not None):
+        seen, labelled = getattr(self, f"{side}_rows"), bool(getattr(self, f"{side}_labels"))
+        if seen and labelled != (labels is not None):
             raise InputError(f"{side}_labels must be given with every update, or with none")
+        for other in (*self.source_rows[:1], *self.target_rows[:1]):
+            if other.shape[1] != rows.shape[1]:
+                raise InputError(
+                    f"{side} has rows of {rows.shape[1]} features, and rows of before have "
+                    f"{other.shape[1]}; both sides need the same features in every update, and "
+                    "reset() forgets the rows seen"
+                )
+            if other.device != rows.device:
+                raise InputError(
+                    f"{side} is on {rows.device}, and rows of before are on {other.device}; move "
+                    "all to one device"
+                )
+
+    def _add(self, side: str, rows: Tensor, labels: Tensor | None) -> None:
+        kept, known = getattr(self, f"{side}_rows"), getattr(self, f"{side}_labels")
         room = self.max_rows - sum(map(len, kept))
         if len(rows) > room:
-            warnings.warn(
+            warn(
                 f"max_rows={self.max_rows} of the {side} are kept; {len(rows) - room} more are "
                 "left out",
                 DataNotice,
-                stacklevel=3,
             )
         if min(len(rows), room) < 1:
             return
         # Copies: loops write the next batch into the same memory.
         kept.append(rows[:room].detach().clone())
         if labels is not None:
-            known.append(labels[:room].detach().clone())
+            known.append(labels[:room].detach().to(rows.device, copy=True))
 
     def _samples(self, side: str) -> LabeledSamples:
         rows, labels = (
-            _joined(getattr(self, f"{side}_rows")),
-            _joined(getattr(self, f"{side}_labels")),
+            _joined(side, getattr(self, f"{side}_rows")),
+            _joined(side, getattr(self, f"{side}_labels")),
         )
+        if rows is not None and labels is not None and len(rows) != len(labels):
+            raise InputError(
+                f"{len(labels)} of {len(rows)} rows of the {side} have labels; give them with all "
+                "updates of all metrics that are merged, or with none"
+            )
         if rows is None:
             raise InputError(f"no rows of the {side} yet: call update before compute")
         if labels is None:
@@ -141,10 +174,16 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         return LabeledSamples.from_arrays(rows, labels.cpu().numpy(), name=side)
 
 
-def _joined(parts: list[Tensor] | Tensor) -> Tensor | None:
+def _joined(side: str, parts: list[Tensor] | Tensor) -> Tensor | None:
     """A state, which is a list before processes are gathered and a tensor afterwards."""
     if isinstance(parts, Tensor):
         return parts if len(parts) else None
+    widths = sorted({part.shape[1:] for part in parts})
+    if len(widths) > 1:
+        raise InputError(
+            f"metrics were merged whose rows of the {side} have {widths[0][0]} and {widths[1][0]} "
+            "features; merge those of the same features"
+        )
     if len({part.dtype for part in parts}) > 1:
         # Of integers and float32 torch would make float32.
         parts = [in_double("what was seen", part) for part in parts]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.errors import NotConvergedWarning, warn
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
 from otdd_flash.labels.metrics.base import Measured
@@ -57,7 +57,7 @@ class _MeasuredByRanks(LabelMetric):
         listed = None if is_complete(pairs, len(clouds)) else pairs
         numbers, late = ranks.order(_measure, number, self.metric, listed)
         for message in late:
-            warnings.warn(message, NotConvergedWarning, stacklevel=2)
+            warn(message, NotConvergedWarning)
         return PairDistances(*numbers)
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:

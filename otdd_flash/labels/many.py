@@ -16,6 +16,7 @@ from otdd_flash.arguments.comparisons import BETWEEN, CLASS_DISTANCES
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.devices import moved
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.classes import merge_identical, pool
@@ -55,6 +56,7 @@ class JointClassDistances:
         """K + 1 row numbers: dataset k has the rows offsets[k] to offsets[k + 1]."""
         return (0, *accumulate(len(names) for names in self.class_names))
 
+    @computes
     @takes(BETWEEN)
     def between(self, first: int, second: int) -> ClassDistances:
         """The table of two of the datasets, by their places in the list.
@@ -156,6 +158,7 @@ class JointClassDistances:
         return cls(full, datasets, groups, lower, upper)
 
 
+@computes
 @takes(CLASS_DISTANCES)
 def class_distances(
     datasets: Sequence[Samples],

@@ -9,7 +9,6 @@ pairs; `transport_terms` does both. A point has one potential for each class it 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.run import Finished, SegmentTerms
-from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.errors import NotConvergedWarning, warn
 from otdd_flash.labels.classes import ClassCloud, merge_identical
 from otdd_flash.labels.pair_chunks import named_classes
 from otdd_flash.labels.pairs import PairDistances, Progress
@@ -165,11 +164,7 @@ def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: 
             if which is by_rounding:
                 largest = float(rounding[which].max())
                 message += f", whose marginal errors stay at up to {largest:.1e}"
-            warnings.warn(
-                f"{message}; the bounds still hold. Raise labels.epsilon",
-                NotConvergedWarning,
-                stacklevel=3,
-            )
+            warn(f"{message}; the bounds still hold. Raise labels.epsilon", NotConvergedWarning)
 
 
 def _name(clouds: Sequence[ClassCloud], i: int, j: int) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.labels.metrics import LabelMetric
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import display
@@ -40,11 +39,10 @@ def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetri
         shown = ", ".join(single[:SHOWN]) + f" and {len(single) - SHOWN} more" * (
             len(single) > SHOWN
         )
-        warnings.warn(
+        warn(
             f"classes of one sample are points, with covariance 0: {shown}; min_class_size=2 drops "
             "them",
             DataNotice,
-            stacklevel=4,
         )
 
 
@@ -74,10 +72,9 @@ def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledS
             f"positive weight, {listing}; lower it, or take more samples"
         )
     if dropped:
-        warnings.warn(
+        warn(
             f"dropped classes of {samples.name} with fewer than {needed} samples of positive "
             f"weight: {listing}",
             DataNotice,
-            stacklevel=2,
         )
     return samples if len(keep) == count else samples.keep_classes(keep)

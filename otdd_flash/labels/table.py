@@ -14,6 +14,7 @@ from torch import Tensor
 from otdd_flash.arguments.comparisons import CLASS_DISTANCES_FIELDS, FROM_FULL
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import check_fields, takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.real_numbers import in_double, real_tensor
@@ -86,6 +87,7 @@ class ClassDistances:
                 object.__setattr__(self, key, _as_bounds(key, getattr(self, key), self.full))
 
     @classmethod
+    @computes
     @takes(FROM_FULL)
     def from_full(
         cls,

@@ -12,7 +12,7 @@ from torch import Tensor
 from otdd_flash.arguments.transport import COST_BLOCKS
 from otdd_flash.checks import check_fields, shown
 from otdd_flash.errors import InputError, UserCodeError
-from otdd_flash.real_numbers import in_double
+from otdd_flash.real_numbers import in_double, in_one_row
 
 # Entries to ask for at once: functions may take many times as much memory on the way.
 BLOCK_ENTRIES_CPU, BLOCK_ENTRIES_GPU = 1 << 20, 1 << 24
@@ -79,7 +79,7 @@ class AskedCosts:
         columns = slice(0, self.shape[1])
         block = self._exactly(rows, columns)
         # Bounds are of one matrix. Integers add up to the same in any order.
-        mark = int(block.contiguous().view(BITS[self.dtype]).sum())
+        mark = int(in_one_row(block).view(BITS[self.dtype]).sum())
         if self._marks.setdefault((rows.start, rows.stop), mark) != mark:
             raise InputError(
                 f"{_called(rows, columns)} returned other costs than before; it must return the "

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import ranks_of
-from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
+from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
 from otdd_flash.labels import (
     ClassDistances,
     Given,
@@ -117,7 +117,7 @@ class Comparison:
                 lambda some: f"{len(some)} of {count} distances between parts of the data",
                 self.unconverged[0].xy.f.dtype,
             )
-            warnings.warn(message, NotConvergedWarning, stacklevel=4)
+            warn(message, NotConvergedWarning)
 
     def _fixed_table(self, metric: LabelMetric, request: Request) -> ClassDistances | None:
         statistics = self._settings.pop("class_statistics", None)

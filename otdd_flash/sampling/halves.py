@@ -14,6 +14,7 @@ import numpy as np
 
 from otdd_flash.arguments.comparisons import NOISE_FLOOR
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.labels import LabelMetric
 from otdd_flash.result import DistanceResult
@@ -60,6 +61,7 @@ class NoiseFloor:
         return asdict(self)
 
 
+@computes
 @takes(NOISE_FLOOR)
 def noise_floor(
     source: Samples,

@@ -21,7 +21,6 @@ would cover neither. A bootstrap draws rows twice, at distance 0 from each other
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,7 +30,8 @@ import numpy as np
 from otdd_flash.arguments.comparisons import SUBSAMPLE_INTERVAL
 from otdd_flash.checks import takes
 from otdd_flash.distributed.ranks import Ranks, restored, saved
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.eager import computes
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.labels import LabelMetric
 from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.sampling.comparison import Comparison, drawable
@@ -76,6 +76,7 @@ class SubsampleInterval:
         return asdict(self)
 
 
+@computes
 @takes(SUBSAMPLE_INTERVAL)
 def subsample_interval(
     source: Samples,
@@ -226,11 +227,10 @@ def subsample_sizes(
 def _notice_few_per_class(comparison: Comparison, sizes: tuple[int, int]) -> None:
     for samples, rows in zip((comparison.source, comparison.target), sizes, strict=True):
         if rows < FEW_PER_CLASS * samples.class_total:
-            warnings.warn(
+            warn(
                 f"subsamples of {samples.name} hold {rows} rows for {samples.class_total} classes: "
                 "class distances between them are crude, and so is the interval",
                 DataNotice,
-                stacklevel=4,
             )
 
 

@@ -18,6 +18,7 @@ from otdd_flash.arguments.comparisons import SLICED_DISTANCES
 from otdd_flash.checks import takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.eager import computes
 from otdd_flash.labels.many import as_datasets, distinct_names
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 from otdd_flash.sliced.draws import Draws, draw_all
@@ -34,6 +35,7 @@ WORK_BYTES = 2**29
 BUFFERS = 6
 
 
+@computes
 @takes(SLICED_DISTANCES)
 def sliced_distances(
     datasets: Sequence[Samples],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import DataNotice
+from otdd_flash.errors import DataNotice, warn
 
 # Quantile of the normal distribution for an interval of 95%.
 NORMAL_95 = 1.96
@@ -111,13 +110,12 @@ class SlicedResult:
             return
         i, j = found[0]
         more = f" and {len(found) - 1} more pairs" if len(found) > 1 else ""
-        warnings.warn(
+        warn(
             f"the largest {HEAVY_DRAWS:.0%} of draws carry more than half of the sliced distance "
             f"between {self.names[i]} and {self.names[j]}{more}: its mean is no better known than "
             "those few, and no interval is given; standardize the features, such as with "
             "extractor.standardize=true",
             DataNotice,
-            stacklevel=5,
         )
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import SINKHORN, SINKHORN_DIVERGENCE
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples, Samples
@@ -17,6 +18,7 @@ from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term_solves import Potentials
 
 
+@computes
 @takes(SINKHORN)
 def sinkhorn(
     source: Samples,
@@ -66,6 +68,7 @@ def sinkhorn(
     return problem.cross_term(divergence)
 
 
+@computes
 @takes(SINKHORN_DIVERGENCE)
 def sinkhorn_divergence(
     source: Samples,

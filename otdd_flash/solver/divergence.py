@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from otdd_flash.errors import ConvergenceError, NotConvergedWarning
+from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.solver.bound_width import relative_width, solve_to_width
@@ -279,4 +278,4 @@ def report_convergence(divergence: Divergence, options: Schedule) -> None:
     message = divergence.shortfall(options)
     if options.require_convergence:
         raise ConvergenceError(message)
-    warnings.warn(message, NotConvergedWarning, stacklevel=4)
+    warn(message, NotConvergedWarning)

@@ -33,7 +33,6 @@ where potentials are asked for, and in no solve that only wants a value:
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -46,7 +45,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree, shortest_path
 from torch import Tensor
 
-from otdd_flash.errors import ConvergenceError, NotConvergedWarning
+from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.matrix import CostSource
 from otdd_flash.samples import LabeledSamples
@@ -658,7 +657,7 @@ def report_groups(
     )
     if required:
         raise ConvergenceError(message)
-    warnings.warn(message, NotConvergedWarning, stacklevel=4)
+    warn(message, NotConvergedWarning)
 
 
 def _named(groups: Groups, samples: LabeledSamples | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import SINKHORN_HESSIAN
 from otdd_flash.checks import shown, takes
-from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.eager import computes
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import all_finite
@@ -31,6 +31,7 @@ from otdd_flash.solver.units import largest
 USUAL = 1e6
 
 
+@computes
 @takes(SINKHORN_HESSIAN)
 def sinkhorn_hessian(
     x: Tensor,
@@ -157,6 +158,7 @@ class SinkhornHessian:
         """The divergence, in units of the cost."""
         return self.divergence.value
 
+    @computes
     def product(self, v: Tensor) -> HessianProduct:
         """T v for a direction v (n, d), or for each of v (s, n, d), which share all passes.
 
@@ -290,7 +292,7 @@ def report_residual(found: Along, options: Schedule, way_out: str) -> None:
     )
     if options.require_convergence:
         raise ConvergenceError(message)
-    warnings.warn(message, NotConvergedWarning, stacklevel=3)
+    warn(message, NotConvergedWarning)
 
 
 def or_in_double(compute: ComputeOptions) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.eager import check_transforms, own_settings
 from otdd_flash.errors import InputError
 
 # second(along): what the gradients change by, of every input, where the inputs move along these
@@ -46,7 +47,8 @@ class KnownGradient(torch.autograd.Function):
         if again and ctx.second is not None:
             scaled = _Moving.apply(ctx.second, ctx.saved_tensors, scale, *ctx.inputs)
         else:
-            scaled = _scaled(scale.detach(), ctx.saved_tensors, ctx.inputs)
+            with torch.no_grad():
+                scaled = _scaled(scale, ctx.saved_tensors, ctx.inputs)
             if again:
                 ties = scale, *ctx.inputs
                 scaled = tuple(OnceDifferentiable.apply(part, *ties) for part in scaled)
@@ -69,10 +71,11 @@ class _Moving(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
         """By the scale and by every input."""
+        check_transforms("a second derivative of a loss", along)
         scale, *gradients = ctx.saved_tensors
         if all(one is None for one in along):
             return (None,) * (3 + len(ctx.inputs))
-        with torch.no_grad():
+        with torch.no_grad(), own_settings():
             given = [None if one is None else one.detach() for one in along]
             pairs = [
                 (one * gradient).sum()

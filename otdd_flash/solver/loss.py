@@ -9,6 +9,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import SINKHORN_LOSS
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
@@ -19,11 +20,17 @@ from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.second_derivatives import SecondDerivatives
-from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
+from otdd_flash.solver.tensor_problem import (
+    check_batch,
+    class_totals_of,
+    problem_of_tensors,
+    type_of,
+)
 from otdd_flash.solver.term_gradient import Gradient, Input, Needs
 from otdd_flash.solver.term_solves import Potentials
 
 
+@computes
 @takes(SINKHORN_LOSS)
 def sinkhorn_loss(
     x: Tensor,
@@ -46,6 +53,9 @@ def sinkhorn_loss(
 ) -> Tensor:
     """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2, for autograd.
 
+    Of clouds (n, d) it is one number, and of B pairs (B, n, d) and (B, m, d) it is (B,), each by
+    itself; `sinkhorn_losses` also takes clouds of different sizes.
+
     Differentiable in x, y, a, b, class_table, lambda_x and lambda_y, and twice in x and y where no
     other of them requires a gradient (`create_graph=True`). The forward pass solves to
     `options.tolerance` and computes what the inputs that require a gradient need; the backward pass
@@ -62,13 +72,14 @@ def sinkhorn_loss(
     masses decides about that.
 
     Args:
-        x: (n, d) points of any real type and strides; half types are computed in float32.
-        y: (m, d) points on the same device.
-        a: (n,) non-negative masses that sum to 1; uniform by default.
-        b: (m,) masses, likewise.
-        epsilon: regularisation, in units of the cost.
-        labels_x: (n,) class indices in [0, V_x); None is one class.
-        labels_y: (m,) class indices in [0, V_y), which are not those of `labels_x`.
+        x: (n, d) or (B, n, d) points of any real type and strides; half types are computed in
+            float32.
+        y: (m, d) or (B, m, d) points on the same device.
+        a: (n,) or (B, n) non-negative masses that sum to 1; uniform by default.
+        b: (m,) or (B, m) masses, likewise.
+        epsilon: regularisation, in units of the cost, of all pairs.
+        labels_x: (n,) or (B, n) class indices in [0, V_x); None is one class.
+        labels_y: (m,) or (B, m) class indices in [0, V_y), which are not those of `labels_x`.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes, which labels
             need and which needs labels. The blocks [x, y], [x, x] and [y, y] are read, the block
             [y, x] is not and gets the gradient 0. The last two must be symmetric but for rounding,
@@ -78,13 +89,13 @@ def sinkhorn_loss(
         lambda_y: weight of W, likewise.
         ground: `sqeuclidean`, `cosine` or `inner`, as in `GroundCost`.
         debias: False leaves both self terms out.
-        start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}.
+        start: potentials by term to start from, {"xy": g, "xx": f, "yy": g}, of one pair.
         options: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device; by default on the device of the
             points, in double precision if a cloud is float64.
 
     Returns:
-        0-dim tensor in units of the cost, float64 if a cloud is and float32 otherwise.
+        0-dim tensor, or (B,), in units of the cost, float64 if a cloud is and float32 otherwise.
 
     Raises:
         InputError: points that are not finite, clouds on two devices or of two dimensions, masses
@@ -97,6 +108,32 @@ def sinkhorn_loss(
     Warns:
         NotConvergedWarning: one of both.
     """
+    if x.ndim == 3 and y.ndim == 3:
+        if start is not None:
+            raise InputError(
+                "start holds potentials of one pair, and x is a batch (B, n, d); leave it out"
+            )
+        check_batch((x, a, labels_x), (y, b, labels_y))
+        # It calls this for single pairs.
+        from otdd_flash.solver.losses import sinkhorn_losses
+
+        return sinkhorn_losses(
+            x,
+            y,
+            a,
+            b,
+            epsilon=epsilon,
+            labels_x=labels_x,
+            labels_y=labels_y,
+            class_table=class_table,
+            class_totals=class_totals_of(labels_x, labels_y, class_table, class_totals),
+            lambda_x=lambda_x,
+            lambda_y=lambda_y,
+            ground=ground,
+            debias=debias,
+            options=options,
+            compute=compute,
+        )
     problem = problem_of_tensors(
         (x, a, labels_x),
         (y, b, labels_y),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import SINKHORN_LOSSES
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
 from otdd_flash.operators.score_pool import Room
@@ -28,6 +29,7 @@ Clouds = Tensor | Sequence[Tensor]
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
+@computes
 @takes(SINKHORN_LOSSES)
 def sinkhorn_losses(
     x: Clouds,
@@ -82,19 +84,36 @@ def sinkhorn_losses(
     sides: dict[str, Clouds | None] = {
         **{"y": y, "a": a, "b": b, "labels_x": labels_x, "labels_y": labels_y}
     }
+    for name, clouds in (("x", x), ("y", y)):
+        if isinstance(clouds, Tensor) and clouds.ndim == 2:
+            raise InputError(
+                f"{name} must be B clouds, got one of shape {tuple(clouds.shape)}; "
+                f"give it as [{name}], or call otdd.sinkhorn_loss"
+            )
+        for k, cloud in enumerate(clouds):
+            # A batch in a batch would be solved, and mixed with others.
+            if cloud.ndim == 3:
+                raise InputError(
+                    f"pair {k}: {name} must be a cloud (n, d), got shape {tuple(cloud.shape)}; "
+                    f"{name} is one tensor (B, n, d) or B clouds"
+                )
     for name, parts in sides.items():
         if parts is not None and len(parts) != count:
             raise InputError(f"x holds {count} clouds and {name} is for {len(parts)}")
     if class_table is not None and class_totals is None:
         class_totals = len(class_table) // 2, len(class_table) // 2
 
+    # Of which gradients come together at once; those of x[k] would each be as large as x.
+    each = {
+        name: part.unbind() if isinstance(part, Tensor) else part
+        for name, part in {"x": x, **sides}.items()
+        if part is not None
+    }
+
     def one(k: int) -> Tensor:
-        parts: dict[str, Any] = {
-            name: None if part is None else part[k] for name, part in sides.items()
-        }
+        parts: dict[str, Any] = {name: part[k] for name, part in each.items()}
         try:
             return sinkhorn_loss(
-                x[k],
                 **parts,
                 epsilon=epsilon,
                 class_table=class_table,
@@ -110,7 +129,10 @@ def sinkhorn_losses(
             raise prefixed(f"pair {k}", error) from error
 
     if count == 0:
-        return torch.zeros(0)
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+            return torch.zeros(0)
+        # Of their type and device, and with a gradient as of other batches.
+        return x.flatten(1).sum(1) + y.flatten(1).sum(1)
     others = (a, b, class_table, lambda_x, lambda_y)
     options, labelled = options or Converged(), not (labels_x is None and labels_y is None)
     simple = ground == "sqeuclidean" and not any(map(_asks_for_gradient, others))

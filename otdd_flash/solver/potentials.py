@@ -24,6 +24,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import SINKHORN_POTENTIALS
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.solver.adjoint import Entries, potentials_everywhere
@@ -41,6 +42,7 @@ from otdd_flash.solver.term_solves import Potentials
 from otdd_flash.solver.units import largest
 
 
+@computes
 @takes(SINKHORN_POTENTIALS)
 def sinkhorn_potentials(
     x: Tensor,

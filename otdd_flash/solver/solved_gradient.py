@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.content_mark import mark_of_tensors
-from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.eager import check_transforms, own_settings
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.solver.known_gradient import OnceDifferentiable
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import Solution
@@ -75,9 +75,10 @@ class Solved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         """By every input."""
+        check_transforms(f"the gradient of {ctx.name}", cotangents)
         ctx.inputs.check_unchanged()
         tensors = ctx.inputs.tensors
-        with torch.no_grad():
+        with torch.no_grad(), own_settings():
             found = ctx.solve([cotangent.detach() for cotangent in cotangents])
             parts = [found[key].to(given).reshape(given.shape) for key, given in tensors.items()]
         if torch.is_grad_enabled():
@@ -123,4 +124,4 @@ def report_system(solution: Solution, options: Schedule) -> None:
     )
     if options.require_convergence:
         raise ConvergenceError(message)
-    warnings.warn(message, NotConvergedWarning, stacklevel=2)
+    warn(message, NotConvergedWarning)

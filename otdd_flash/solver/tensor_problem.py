@@ -33,9 +33,9 @@ def problem_of_tensors(
 ) -> Problem:
     """What `sinkhorn_loss` solves; arguments and errors as there, `resident` as of requests."""
     (x, a, labels_x), (y, b, labels_y) = of_x, of_y
+    _check_clouds(x, y)
     _check_one_device(x, y)
-    _check_classes(labels_x, labels_y, class_table)
-    totals = _class_totals(labels_x, labels_y, class_table, class_totals)
+    totals = class_totals_of(labels_x, labels_y, class_table, class_totals)
     source = _samples(("x", "a"), x, labels_x, totals[0], a)
     target = _samples(("y", "b"), y, labels_y, totals[1], b)
     if compute is None:
@@ -53,6 +53,58 @@ def type_of(problem: Problem) -> torch.dtype:
     x, y = (side.features.dtype for side in problem.request.given)
     # Files may hold half types, which points in memory have left.
     return torch.promote_types(torch.promote_types(x, y), torch.float32)
+
+
+def check_batch(of_x: TensorSide, of_y: TensorSide) -> None:
+    """Refuse B pairs (B, n, d) and (B, m, d) whose parts do not fit.
+
+    Raises:
+        InputError: another B or d on one side, or masses or labels that are not one a point.
+    """
+    x, y = of_x[0], of_y[0]
+    if len(x) != len(y):
+        raise InputError(
+            f"x is a batch of {len(x)} clouds and y of {len(y)}; give one of each to a pair"
+        )
+    for side, (points, masses, labels) in zip("xy", (of_x, of_y), strict=True):
+        for name, part in (("a" if side == "x" else "b", masses), (f"labels_{side}", labels)):
+            if part is not None and part.shape != points.shape[:2]:
+                wanted = tuple(points.shape[:2])
+                alike = f"; {name}.expand{wanted} is the same in all pairs"
+                raise InputError(
+                    f"{name} must have shape {wanted}, one entry for each point of the batch "
+                    f"{side}, got {tuple(part.shape)}"
+                    + (alike if part.shape == points.shape[1:2] else "")
+                )
+
+
+def _check_clouds(x: Tensor, y: Tensor) -> None:
+    """Refuse what is no cloud (n, d), and say what it may be instead."""
+    for name, one, other in (("x", x, y), ("y", y, x)):
+        shape = tuple(one.shape)
+        if one.ndim == 3 and other.ndim == 2:
+            raise InputError(
+                f"{name} is a batch of clouds, {shape}, and the other side one cloud, "
+                f"{tuple(other.shape)}; expand that to a batch, as by "
+                f"{'y' if name == 'x' else 'x'}.expand({len(one)}, -1, -1), for sinkhorn_loss, or "
+                "give clouds (n, d) one pair at a time"
+            )
+        if one.ndim == 3:
+            raise InputError(
+                f"{name} must be a cloud (n, d), got shape {shape}; give pairs of a batch one at a "
+                "time, or to otdd.sinkhorn_loss, which takes (B, n, d)"
+            )
+        if one.ndim > 3:
+            raise InputError(
+                f"{name} must be a cloud (n, d), or a batch (B, n, d) in sinkhorn_loss, got shape "
+                f"{shape}; {name}.flatten(1) makes points of images, {name}.flatten(0, -3) one "
+                "batch of nested ones"
+            )
+        if one.ndim < 2:
+            raise InputError(
+                f"{name} must be a cloud (n, d), got shape {shape}; {name}.reshape(-1, 1) makes "
+                "points of numbers"
+            )
 
 
 def _check_one_device(x: Tensor, y: Tensor) -> None:
@@ -103,24 +155,35 @@ def _samples(
     return samples
 
 
-def _class_totals(
+def class_totals_of(
     labels_x: Tensor | None,
     labels_y: Tensor | None,
     table: Tensor | None,
     given: tuple[int, int] | None,
 ) -> tuple[int, int]:
-    """(V_x, V_y): as given, or as the labels tell if that fits the table."""
+    """(V_x, V_y): as given, or as the labels tell if that fits the table.
+
+    Raises:
+        InputError: labels without a table, a table without labels, or they do not fit.
+    """
+    _check_classes(labels_x, labels_y, table)
     if given is not None:
         return given
     seen_x, seen_y = (
-        1 if labels is None or not len(labels) else int(labels.max()) + 1
+        1 if labels is None or not labels.numel() else int(labels.max()) + 1
         for labels in (labels_x, labels_y)
     )
     # Labels can only tell too few classes, so what fits the table is right.
-    if table is not None and table.shape != (seen_x + seen_y, seen_x + seen_y):
+    seen = seen_x + seen_y
+    if table is not None and table.shape != (seen, seen):
+        larger = table.ndim == 2 and table.shape[0] == table.shape[1] > seen
         raise InputError(
             f"class_table has shape {tuple(table.shape)}, but the labels tell of {seen_x} + "
-            f"{seen_y} classes; if the last class of a side has no point here, pass "
-            "class_totals=(V_x, V_y)"
+            f"{seen_y} classes; "
+            + (
+                "if the last class of a side has no point here, pass class_totals=(V_x, V_y)"
+                if larger
+                else f"pass distances between all of them, ({seen}, {seen})"
+            )
         )
     return seen_x, seen_y

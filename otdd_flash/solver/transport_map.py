@@ -29,6 +29,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import TRANSPORT_MAP
 from otdd_flash.checks import shown, takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import Compute, build_operator
@@ -52,6 +53,7 @@ from otdd_flash.solver.term_solves import Potentials
 from otdd_flash.solver.units import largest
 
 
+@computes
 @takes(TRANSPORT_MAP)
 def transport_map(
     x: Tensor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otdd_flash.errors import NotConvergedWarning
+from otdd_flash.errors import NotConvergedWarning, warn
 from otdd_flash.shown import display, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
@@ -284,12 +283,11 @@ def _warn_unconverged(result: StudyResult) -> None:
     late = [row for row in result.pairs() if not row.converged]
     if late:
         first = late[0]
-        warnings.warn(
+        warn(
             f"{len(late)} of {len(result.pairs())} numbers rest on transport that stopped before "
             f"its tolerance, the first {first.measure} of {first.source} and {first.target}; raise "
             "solver.max_iterations or solver.tolerance",
             NotConvergedWarning,
-            stacklevel=5,
         )
 
 

@@ -20,6 +20,7 @@ import torch
 from otdd_flash.arguments.studies import RUN_STUDY, STUDY
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.devices import resolve_device
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.labels import LabelMetric, metric_of, notice_single_samples
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
@@ -114,6 +115,8 @@ class Study:
             )
         cost.check_labels(metric.name)
 
+    @computes
+    @torch.enable_grad()
     @takes(RUN_STUDY)
     def run(
         self,

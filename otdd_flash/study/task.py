@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from otdd_flash.arguments.values import samples
-from otdd_flash.errors import DataNotice, InputError, prefixed
+from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 from otdd_flash.labels import drop_small_classes
 from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.shown import listing
@@ -132,11 +131,10 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
     task = Task(name, kept, test)
     trained, tested = task.part_hashes
     if transfer and trained & tested:
-        warnings.warn(
+        warn(
             f"task {name}: {len(trained & tested)} of {len(tested)} different test rows are "
             "training rows as well, so that errors are lower than on new rows; give it other ones",
             DataNotice,
-            stacklevel=5,
         )
     return task
 
@@ -172,10 +170,9 @@ def _tested(name: str, train: LabeledSamples, test: LabeledSamples) -> LabeledSa
     order = [test.class_names.index(label) for label in train.class_names]
     kept = test if order == list(range(len(test.class_names))) else test.keep_classes(order)
     if len(kept) < len(test):
-        warnings.warn(
+        warn(
             f"task {name}: {len(test) - len(kept)} test rows are of classes without training rows "
             "and are left out",
             DataNotice,
-            stacklevel=5,
         )
     return replace(kept, name=f"{name} test")

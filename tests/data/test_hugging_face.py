@@ -302,3 +302,10 @@ def test_unsigned_integers_and_labels_are_exact(tmp_path: Path) -> None:
     found = load("huggingface", path=str(tmp_path / "a.parquet"), input="x", label="label")
     assert found.inputs.tolist() == [[2.0**63], [1.0]]
     assert found.class_names == (str(ODD - 1), str(ODD))
+
+
+@pytest.mark.parametrize("label", [[[0], [1, 2]], [[], [1]], [["a", "b"], ["c"]], [{"k": 1}] * 2])
+def test_several_labels_in_a_row_are_refused(tmp_path: Path, label: list[Any]) -> None:
+    path = _parquet(tmp_path, {"text": TEXTS[:2], "label": label})
+    with pytest.raises(InputError, match=r"label=label of .* in row 0, and a row is of one class"):
+        load("huggingface", path=path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 from typing import Any
 
@@ -138,3 +139,63 @@ def test_two_processes_agree_with_one_within_its_bounds():
     assert one["lower"] <= upper
     assert lower <= one["upper"]
     assert lower <= one["value"] <= upper
+
+
+def _metric(features: int = 4, labels: torch.Tensor | None = None) -> DatasetDistance:
+    """Fed once."""
+    metric = DatasetDistance(epsilon=0.5, labels="none")
+    rows = torch.arange(6.0 * features).reshape(6, features)
+    metric.update(rows, rows + 1, labels, labels)
+    return metric
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((torch.zeros(2, 5), torch.zeros(2, 5)), "source has rows of 5 features, .* before have 4"),
+        ((torch.zeros(2, 4), torch.zeros(2, 3)), "target has rows of 3 features, .* before have 4"),
+        ((torch.zeros(0, 5), torch.zeros(2, 4)), "source has rows of 5 feat"),
+        ((torch.zeros(2, 4, device="meta"), torch.zeros(2, 4)), "source is on meta, .* on cpu"),
+        (
+            (torch.zeros(2, 4).numpy(), torch.zeros(2, 4)),
+            r"a tensor, got ndarray of shape \(2, 4\)",
+        ),
+        ((torch.zeros(4), torch.zeros(2, 4)), r"must be \(rows, features\), got \(4,\)"),
+        ((torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(1)), "every update, or with none"),
+    ],
+)
+def test_rows_unlike_those_before_are_refused_when_they_come(given: Any, said: str) -> None:
+    metric = _metric()
+    before = metric.compute()["value"]
+    with pytest.raises(InputError, match=said):
+        metric.update(*given)
+    # Nothing is left of them.
+    assert metric.compute()["value"] == before
+    metric.reset()
+    metric.update(torch.zeros(2, 5), torch.ones(2, 5))
+    assert metric.compute()["value"].item() == pytest.approx(2.5, rel=1e-6)
+
+
+def test_both_sides_of_the_first_update_have_the_same_features() -> None:
+    with pytest.raises(InputError, match="of 4 features and target of 3; both"):
+        DatasetDistance(labels="none").update(torch.zeros(2, 4), torch.zeros(2, 3))
+
+
+def test_merged_metrics_have_the_same_features_and_labels() -> None:
+    whole = _metric()
+    whole.merge_state(_metric())
+    assert whole.compute()["value"].item() == pytest.approx(_metric().compute()["value"].item())
+    for other, said in (
+        (_metric(3), "source have 3 and 4 features"),
+        (_metric(4, torch.zeros(6).long()), "6 of 12 rows of the source have labels"),
+    ):
+        metric = _metric()
+        metric.merge_state(other)
+        with pytest.raises(InputError, match=said):
+            metric.compute()
+
+
+def test_a_pickled_metric_fed_in_inference_mode_goes_on() -> None:
+    with torch.inference_mode():
+        metric = _fed(DatasetDistance(epsilon=0.5))
+    assert pickle.loads(pickle.dumps(metric)).compute()["value"].item() == _expected().value

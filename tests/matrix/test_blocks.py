@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import matrix_cases as cases
 import pytest
@@ -172,3 +173,43 @@ def test_functions_that_change_their_mind(change: float, calls: int) -> None:
 
     with pytest.raises(otdd.InputError, match="returned other costs than before"):
         otdd.matrix_transport(otdd.CostBlocks(9, 8, block), epsilon=0.01, compute=STREAMED)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "strided": lambda block: torch.stack([block] * 5, 2)[:, :, 2],
+    "transposed": lambda block: block.T.contiguous().T,
+    "one column of a wide matrix": lambda block: torch.cat([block, block], 1)[:, : block.shape[1]],
+    "with a gradient": lambda block: block.clone().requires_grad_(block.is_floating_point()),
+    "turned": lambda block: torch.from_numpy(block.numpy()[::-1, ::-1].copy()).flip(0, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
+@pytest.mark.parametrize("size", [(6, 1), (1, 6), (1, 1), (4, 5)])
+def test_blocks_may_be_laid_out_in_any_way(size: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = (8 * torch.rand(size, generator=cases.generator(*size))).to(dtype)
+    expected = otdd.matrix_transport(matrix, epsilon=1.0)
+    for layout in LAYOUTS.values():
+        blocks = otdd.CostBlocks(*size, lambda r, c, layout=layout: layout(matrix[r, c]))
+        found = otdd.matrix_transport(blocks, epsilon=1.0)
+        assert found.value == pytest.approx(expected.value, rel=1e-6, abs=1e-9)
+        low, high = found.bounds
+        assert low <= expected.value + 1e-6
+        assert high >= expected.value - 1e-6
+
+
+def test_blocks_that_repeat_one_number_may_share_it() -> None:
+    blocks = otdd.CostBlocks(
+        3, 1, lambda r, c: torch.ones(1, 1).double().expand(r.stop - r.start, c.stop - c.start)
+    )
+    assert otdd.matrix_transport(blocks, epsilon=1.0).value == pytest.approx(1.0, rel=1e-12)
+
+
+def test_one_column_of_any_stride_has_one_fingerprint(tmp_path: Path) -> None:
+    wide = torch.rand(5, 6, dtype=torch.float64, generator=cases.generator(5, 6))
+    column = otdd.LabeledSamples(wide[:, 2:3], None, ())
+    assert column.fingerprint == otdd.LabeledSamples(wide[:, 2:3].clone(), None, ()).fingerprint
+    # As one row, whose stride is none of its neighbours'.
+    row = otdd.matrix_transport(wide.T[2:3], epsilon=1.0)
+    row.save(tmp_path / "row.npz")
+    assert otdd.MatrixTransport.load(tmp_path / "row.npz", wide.T[2:3]).value == row.value

@@ -226,6 +226,26 @@ def test_masses_of_shards_add_up(way: str) -> None:
     assert torch.allclose(found["coupling"], alone.class_coupling(), atol=1e-5)
 
 
+def without_mass_on_one() -> Any:
+    """Rank 1 has rows of both sides that count nothing."""
+    rank, shards = torch.distributed.get_rank(), []
+    for side in datasets():
+        weights = torch.ones(len(side)) if rank == 0 else torch.zeros(len(side))
+        shards.append(
+            otdd.LabeledSamples(side.features + rank, side.labels, side.class_names, weights)
+        )
+    compute = otdd.ComputeOptions("cpu", group="world")
+    if rank == 1:
+        with pytest.raises(otdd.InputError, match="source: weights must not all be zero"):
+            otdd.dataset_distance(*shards, epsilon=EPSILON, compute="cpu")
+    return otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute).value
+
+
+def test_a_shard_may_be_without_mass() -> None:
+    alone = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute="cpu")
+    assert pool(2).run(without_mass_on_one) == [pytest.approx(alone.value, rel=1e-6)] * 2
+
+
 def refused(given: str) -> Any:
     """Shards or calls that ranks cannot agree on."""
     rank = torch.distributed.get_rank()
@@ -255,6 +275,12 @@ def refused(given: str) -> Any:
                 )
                 for side in (one, other)
             )
+        case "massless":
+            one = otdd.LabeledSamples(
+                one.features, one.labels, one.class_names, torch.zeros(len(one))
+            )
+        case "type" if rank == 1:
+            return otdd.dataset_distance(one, [["a"]] * 3, compute=compute)
         case "values" if rank == 1:
             return otdd.dataset_distance(one.features * torch.nan, other, compute=compute)
         case "tensors":
@@ -267,6 +293,8 @@ def refused(given: str) -> Any:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ("massless", "source: weights must not all be zero, as they are in all shards"),
+        ("type", "rank 1: target: features must be real numbers, got list of 3 items"),
         ("names", "ranks disagree on class names of source"),
         ("dimension", "ranks disagree on the number of features of source"),
         ("labels", "ranks disagree on whether there are labels of source"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import dense_cost, sinkhorn_divergence
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -173,3 +174,121 @@ def test_bad_requests_name_the_pair(wrong: dict[str, Any], message: str) -> None
     given = {"x": clouds(0), "y": clouds(1, side=1), "epsilon": EPSILON} | wrong
     with pytest.raises(InputError, match=message):
         otdd.sinkhorn_losses(**given)
+
+
+def batch() -> dict[str, Tensor]:
+    """Four pairs of clouds (B, n, d), with masses and labels of each."""
+    draw = torch.Generator().manual_seed(3)
+    a, b = (torch.rand(4, size, generator=draw, dtype=torch.float64) + 0.1 for size in (7, 5))
+    a[1, 2] = 0
+    return {
+        "x": torch.randn(4, 7, 3, generator=draw, dtype=torch.float64),
+        "y": torch.randn(4, 5, 3, generator=draw, dtype=torch.float64) + 1,
+        "a": a / a.sum(1, keepdim=True),
+        "b": b / b.sum(1, keepdim=True),
+        "labels_x": torch.arange(28).reshape(4, 7) % 2,
+        "labels_y": torch.arange(20).reshape(4, 5) % 3,
+    }
+
+
+def truths(given: dict[str, Tensor], epsilon: float, labelled: bool) -> Tensor:
+    """By dense float64 solves of every pair."""
+    found = []
+    classes = 0.5 * table().cpu().double() if labelled else None
+    for k in range(len(given["x"])):
+        x, y, a, b = (given[name][k] for name in ("x", "y", "a", "b"))
+        one, two = given["labels_x"][k], given["labels_y"][k] + 2
+        costs = (
+            dense_cost(*points, 0.5, classes, *labels)
+            for points, labels in (((x, y), (one, two)), ((x, x), (one, one)), ((y, y), (two, two)))
+        )
+        found.append(sinkhorn_divergence(tuple(costs), a, b, epsilon))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_batch_of_clouds_has_the_values_and_gradients_of_its_pairs(labelled: bool) -> None:
+    given = batch()
+    true = truths(given, EPSILON, labelled)
+    if labelled:
+        # As for one pair, the labels say how many classes there are.
+        given["class_table"] = table().cpu().double()
+    else:
+        del given["labels_x"], given["labels_y"]
+    leaves = [given[name].requires_grad_() for name in ("x", "y", "a", "b")]
+    options = {"epsilon": EPSILON, "options": otdd.Converged(tolerance=1e-10)}
+    found = otdd.sinkhorn_loss(**given, **options)
+    assert found.shape == (4,)
+    torch.testing.assert_close(found.detach(), true, rtol=1e-9, atol=1e-9)
+    shared = {"class_table"} & given.keys()
+    alone = torch.stack(
+        [
+            otdd.sinkhorn_loss(
+                **{name: part if name in shared else part[k] for name, part in given.items()},
+                **options | ({"class_totals": (2, 3)} if labelled else {}),
+            )
+            for k in range(4)
+        ]
+    )
+    for mine, wanted in zip(gradients(found, leaves), gradients(alone, leaves), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 2), (1, 6, 2), (3, 5, 1), (0, 5, 2)])
+def test_batches_of_any_size(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y = torch.ones(shape[0], 3, shape[2])
+    found = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, debias=False)
+    pairs = zip(x.detach(), y, strict=True)
+    expected = [otdd.sinkhorn_loss(*pair, epsilon=EPSILON, debias=False) for pair in pairs]
+    assert found.dtype == torch.float32
+    assert found.tolist() == [float(value) for value in expected]
+    found.sum().backward()
+    assert x.grad is not None
+
+
+X, Y = torch.zeros(4, 7, 3), torch.ones(4, 5, 3)
+BATCHES: list[tuple[dict[str, Any], str]] = [
+    ({"x": X[0]}, r"one cloud, \(7, 3\); expand that to a batch, as by x.expand\(4, -1, -1\)"),
+    ({"y": Y[0]}, r"expand that to a batch, as by y.expand\(4, -1, -1\)"),
+    ({"x": X[:3]}, "batch of 3 clouds and y of 4"),
+    ({"x": X[None], "y": Y[None]}, r"got shape \(1, 4, 7, 3\); .* x.flatten\(0, -3\)"),
+    ({"x": X[0, 0], "y": Y[0]}, r"got shape \(3,\); x.reshape\(-1, 1\)"),
+    ({"a": torch.full((7,), 1 / 7)}, r"\(4, 7\), one entry for each .* a.expand\(4, 7\)"),
+    ({"b": torch.full((4, 7), 1 / 7)}, r"b must have shape \(4, 5\).*got \(4, 7\)$"),
+    ({"labels_x": torch.zeros(4).long()}, r"labels_x must have shape \(4, 7\)"),
+    ({"labels_x": torch.zeros(4, 7).long()}, "labels need class_table"),
+    ({"start": {"xy": torch.zeros(4, 5)}}, "start holds potentials of one pair"),
+    ({"y": Y[:, :, :2]}, "pair 0: x has 3 features and y has 2"),
+    ({"y": Y.where(torch.arange(4)[:, None, None] != 2, torch.nan)}, "pair 2: y: features hold"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), BATCHES)
+def test_batches_that_do_not_fit_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        otdd.sinkhorn_loss(**{"x": X, "y": Y, **changed}, epsilon=1.0)
+
+
+def test_what_takes_one_pair_says_what_takes_batches() -> None:
+    for function in (otdd.transport_map, otdd.sinkhorn_potentials, otdd.sinkhorn_hessian):
+        with pytest.raises(InputError, match=r"otdd\.sinkhorn_loss, which takes"):
+            function(X, Y, epsilon=1.0)
+    with pytest.raises(InputError, match=r"unless these are several clouds"):
+        otdd.sinkhorn_divergence(X, Y, epsilon=1.0)
+    with pytest.raises(InputError, match=r"give it as \[x\]"):
+        otdd.sinkhorn_losses(X[0], Y[0], epsilon=1.0)
+    # Solved, a batch in a batch would be B x B numbers.
+    with pytest.raises(InputError, match=r"pair 0: x must be a cloud"):
+        otdd.sinkhorn_losses([X], [Y], epsilon=1.0)
+
+
+def test_what_errors_advise_is_accepted() -> None:
+    images = torch.rand(6, 1, 2, 2)
+    assert otdd.sinkhorn_loss(images.flatten(1), images.flatten(1), epsilon=1.0) == 0
+    nested = torch.rand(2, 2, 7, 3)
+    assert otdd.sinkhorn_loss(nested.flatten(0, -3), Y, epsilon=1.0).shape == (4,)
+    assert otdd.sinkhorn_loss(X[0].expand(4, -1, -1), Y, epsilon=1.0).shape == (4,)
+    assert otdd.sinkhorn_plans(torch.rand(2, 2, 3, 3).flatten(0, -3), epsilon=1.0).value.shape == (
+        4,
+    )

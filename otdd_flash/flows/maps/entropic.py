@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from otdd_flash.devices import resolve_device
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.flows.maps.base import check_dimension
 from otdd_flash.flows.maps.nearest import in_classes_of
@@ -192,6 +193,7 @@ class EntropicMap:
         if self.mass is not None and not 0 <= self.mass < 1:
             raise InputError(f"mass of a new point must lie in [0, 1), got {self.mass}")
 
+    @computes
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
         """The samples after all steps.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.flows.maps.base import check_dimension, check_same_particles, class_indices
 from otdd_flash.samples import LabeledSamples
@@ -35,6 +36,7 @@ class NearestParticleMap:
     def __post_init__(self) -> None:
         check_same_particles(self.before, self.after)
 
+    @computes
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
         """The samples moved, their labels matched by class name; without labels, by place alone.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.devices import resolve_device
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import (
     DamagedFileError,
@@ -111,6 +112,7 @@ class ResidualMap:
         return fitted
 
     @torch.no_grad()
+    @computes
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
         """The samples moved, their labels matched by class name.
 

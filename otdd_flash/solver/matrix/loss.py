@@ -21,6 +21,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import MATRIX_LOSS
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import Compute
@@ -41,6 +42,7 @@ MASSES = {"a": ("xy", "xx"), "b": ("xy", "yy")}
 SHARES = {"xy": 1.0, "xx": -0.5, "yy": -0.5}
 
 
+@computes
 @takes(MATRIX_LOSS)
 def matrix_loss(
     costs: Tensor | CostBlocks,

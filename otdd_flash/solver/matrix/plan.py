@@ -19,6 +19,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import MATRIX_PLAN
 from otdd_flash.checks import takes
+from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.adjoint import Entries, held_plan
@@ -40,6 +41,7 @@ Weights = Tensor | float
 Tiles = Callable[[], Iterator[tuple[slice, Tensor]]]
 
 
+@computes
 @takes(MATRIX_PLAN)
 def matrix_plan(
     costs: Tensor,

@@ -15,11 +15,12 @@ from torch import Tensor
 from otdd_flash.arguments.transport import APPLY_PLAN, LOAD_MATRIX
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import shown, takes
+from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
-from otdd_flash.real_numbers import real_tensor
+from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import convergence_text, interval
 from otdd_flash.solver.groups import report_groups, settled_matrix
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
@@ -122,6 +123,7 @@ class MatrixTransport:
         """What ended the solve."""
         return self.term.stopped_by
 
+    @computes
     def plan(self) -> Tensor:
         """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon), (n, m), of the type of the potentials.
 
@@ -130,6 +132,7 @@ class MatrixTransport:
         problem = self._problem
         return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
 
+    @computes
     @takes(APPLY_PLAN)
     def apply(self, values: Any) -> Tensor:
         """P V (n, k) for V (m, k), or (n,) for (m,); of the type of the potentials.
@@ -139,6 +142,7 @@ class MatrixTransport:
         """
         return self._applied(values, transposed=False)
 
+    @computes
     @takes(APPLY_PLAN)
     def apply_transposed(self, values: Any) -> Tensor:
         """P^T U (m, k) for U (n, k), or (m,) for (n,).
@@ -269,5 +273,5 @@ def fingerprint(source: CostSource) -> str:
     """SHA-256 of type, shape and values, row by row."""
     digest = hashlib.sha256(f"{source.dtype}{tuple(source.shape)}".encode())
     for _, block in exact_blocks(source):
-        digest.update(block.cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(in_one_row(block.cpu()).view(torch.uint8).numpy().data)
     return digest.hexdigest()

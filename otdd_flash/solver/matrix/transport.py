@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import MATRIX_TRANSPORT
 from otdd_flash.checks import takes
-from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
+from otdd_flash.eager import computes
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.operators.build import Compute
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.matrix.forbidden import short_rows, upper_bound
@@ -28,6 +28,7 @@ from otdd_flash.solver.term_solves import Potentials, Solved
 INFEASIBLE_ITERATIONS, NAMED = 1, 5
 
 
+@computes
 @takes(MATRIX_TRANSPORT)
 def matrix_transport(
     costs: Costs,
@@ -149,4 +150,4 @@ def report_infeasible(short: Tensor, options: Schedule) -> None:
     )
     if options.require_convergence:
         raise ConvergenceError(message)
-    warnings.warn(message, NotConvergedWarning, stacklevel=4)
+    warn(message, NotConvergedWarning)

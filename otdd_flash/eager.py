@@ -1,0 +1,140 @@
+"""What PyTorch may be doing around a public call, which changes no number of it.
+
+A solve reads its iterates to decide when to stop, so it is neither traced nor transformed: a graph
+of `torch.compile` breaks at the call and goes on with its result, and `torch.func`, forward-mode
+derivatives, `torch.jit.trace` and fake tensors are refused in one sentence. Autocast, the default
+type, the default device and inference mode end at the call.
+
+`computes` marks every entry point that computes; backward passes run under `own_settings` too, as
+they may be called inside of such a context after the forward pass was outside.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from otdd_flash.errors import InputError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What autocast can be enabled for, where this package computes.
+CASTING = ("cpu", "cuda", "mps")
+
+BY_AUTOGRAD = "call it outside and take gradients by .backward() or torch.autograd.grad"
+# By the name of the innermost transform of torch.func.
+INSTEAD = {
+    "Vmap": "loop over the batch and torch.stack the results, or pass it whole where that is taken",
+    "Grad": BY_AUTOGRAD,
+    "Jvp": f"{BY_AUTOGRAD}; along a direction v that is (gradient * v).sum()",
+    "Functionalize": "call it outside",
+}
+
+
+def computes(function: Callable[P, R]) -> Callable[P, R]:
+    """Run an entry point eagerly and under PyTorch's own settings.
+
+    Raises:
+        InputError: when called, inside of a transform or a trace that it cannot be part of.
+    """
+    name = function.__qualname__
+
+    @wraps(function)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_transforms(name, (*args, *kwargs.values()))
+        _check_eager(name)
+        with own_settings():
+            return function(*args, **kwargs)
+
+    return untraced(alone)
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep `torch.compile` out of a function, without the seconds that its import takes."""
+    disabled: list[Callable[P, R]] = []
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Nothing is compiled before the compiler was imported.
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return disabled[0](*args, **kwargs)
+
+    # The compiler breaks its graph at calls of what has this attribute, and so does not enter.
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    run._torchdynamo_disable_msg = "otdd_flash solves to a tolerance"  # type: ignore[attr-defined]
+    return run
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Leave inference mode, without gradients, and autocast; defaults are float32 and the CPU."""
+    with ExitStack() as settings:
+        if torch.is_inference_mode_enabled():
+            settings.enter_context(torch.inference_mode(False))
+            settings.enter_context(torch.no_grad())
+        for kind in CASTING:
+            if torch.is_autocast_enabled(kind):
+                settings.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_dtype() != torch.float32:
+            settings.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float32)
+        # By an example: torch.get_default_device takes ten times as long.
+        if torch.empty(0).device.type != "cpu":
+            settings.enter_context(torch.device("cpu"))
+        yield
+
+
+def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
+    """Raise an `InputError` inside of a transform or a trace; `name` is of the function."""
+    transform: Any = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None:
+        kind = transform.key().name
+        raise InputError(
+            f"{name} cannot run inside of torch.func transforms such as {kind.lower()}; "
+            f"{INSTEAD.get(kind, BY_AUTOGRAD)}"
+        )
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise InputError(
+            f"{name} cannot be traced by torch.jit.trace, which would keep numbers of this call as "
+            "constants; call it outside"
+        )
+    for value in arguments:
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(part, Tensor):
+                _check_one(name, part)
+
+
+def _check_eager(name: str) -> None:
+    """Raise an `InputError` where operations are recorded, or tensors are fake."""
+    # Imported by whoever records.
+    fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    # An example: modes make tensors of a class of their own.
+    if type(torch.empty(0)) is not Tensor or (fx is not None and fx.get_proxy_mode() is not None):
+        raise InputError(
+            f"{name} computes with numbers, which tensors have not inside of FakeTensorMode, "
+            "make_fx or torch.export; call it outside"
+        )
+
+
+def _check_one(name: str, tensor: Tensor) -> None:
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        raise InputError(
+            f"{name} is not computed for a batch of cotangents; leave vectorize=True or "
+            "is_grads_batched=True out"
+        )
+    dual = torch.autograd.forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    if dual.tangent is not None:
+        raise InputError(
+            f"{name} has no forward-mode derivative, and an argument is a dual tensor; "
+            f"{INSTEAD['Jvp']}"
+        )
