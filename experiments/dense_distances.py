@@ -72,11 +72,17 @@ def softmin(cost: Tensor, g: Tensor, epsilon: float) -> Tensor:
     return out
 
 
+def _largest(cost: Tensor) -> float:
+    largest = float(cost.amax())
+    assert math.isfinite(largest), "costs overflow"
+    return largest
+
+
 def between(cost: Tensor, epsilon: float) -> Tensor:
     """OT_epsilon (B,) float64 of costs (B, R, M)."""
     turned = cost.transpose(1, 2).contiguous()
     g = cost.new_zeros(len(cost), cost.shape[2])
-    current = float(cost.amax())
+    current = _largest(cost)
     while current > epsilon:
         g = softmin(turned, softmin(cost, g, current), current)
         current /= 4
@@ -93,7 +99,7 @@ def between(cost: Tensor, epsilon: float) -> Tensor:
 def within(cost: Tensor, epsilon: float) -> Tensor:
     """OT_epsilon (B,) float64 of a cloud and itself, by averaged updates, of costs (B, n, n)."""
     f = cost.new_zeros(cost.shape[:2])
-    current = float(cost.amax())
+    current = _largest(cost)
     while current > epsilon:
         f = (f + softmin(cost, f, current)) / 2
         current /= 4
@@ -119,23 +125,30 @@ def moments(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return means, torch.stack(parts, 1)
 
 
+def root(s: Tensor) -> Tensor:
+    """The roots of semidefinite matrices (..., d, d), by Newton and Schulz's iteration."""
+    scale = s.square().sum((-1, -2), keepdim=True).sqrt().clamp_min(1e-30)
+    eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
+    near, inverse = s / scale, eye.expand_as(s)
+    for _ in range(MOST_ROOT):
+        step = 1.5 * eye - 0.5 * (inverse @ near)
+        near, inverse = near @ step, step @ inverse
+        # Rounding that is not symmetric would grow where an eigenvalue is 0.
+        near, inverse = (near + near.mT) / 2, (inverse + inverse.mT) / 2
+    return near * scale.sqrt()
+
+
 def trace_of_root(s: Tensor, t: Tensor) -> Tensor:
-    """The trace of (s^1/2 t s^1/2)^1/2, by Newton and Schulz's iteration for the root of s t."""
+    """The trace of (s^1/2 t s^1/2)^1/2."""
     dim = s.shape[-1]
     if dim == 1:
         return (s * t).sqrt()[..., 0, 0]
-    product = s @ t
     if dim == 2:
         determinant = torch.linalg.det(s).clamp_min(0) * torch.linalg.det(t).clamp_min(0)
-        trace = product.diagonal(dim1=-2, dim2=-1).sum(-1)
+        trace = (s * t).sum((-1, -2))
         return (trace + 2 * determinant.sqrt()).clamp_min(0).sqrt()
-    scale = product.square().sum((-1, -2), keepdim=True).sqrt().clamp_min(1e-30)
-    eye = torch.eye(dim, dtype=s.dtype, device=s.device)
-    root, inverse = product / scale, eye.expand_as(product)
-    for _ in range(MOST_ROOT):
-        step = 1.5 * eye - 0.5 * (inverse @ root)
-        root, inverse = root @ step, step @ inverse
-    return root.diagonal(dim1=-2, dim2=-1).sum(-1) * scale.sqrt()[..., 0, 0]
+    half = root(s)
+    return root(half @ t @ half).diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def class_table(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:

@@ -50,7 +50,7 @@ from otdd_flash.sampling.subsampling import (
 from otdd_flash.sampling.tails import tail_excess
 from otdd_flash.sliced.distances import chunk_distances, prepare
 from otdd_flash.sliced.draws import DRAWS_PER_CHUNK, Draws, draw_chunk
-from otdd_flash.sliced.result import intervals
+from otdd_flash.sliced.result import LEAST_DRAWS, intervals
 from otdd_flash.study.statistics.jackknife import (
     LEVEL,
     Replicates,
@@ -371,9 +371,9 @@ def agreement(device: str) -> dict[str, float]:
     return {"distance": off, "end": off_ends}
 
 
-LINES = (20, 50, 100, 1000, 10_000)
+LINES = (LEAST_DRAWS, 50, 100, 1000, 10_000)
 # Draws that are taken as all of them, and pairs: rows a side, dimension, scale of one side.
-POOL = 400_000
+POOL = 100_000
 LINE_PAIRS = [
     (rows, dim, scale, shift)
     for rows in (24, 100)
@@ -413,7 +413,7 @@ def sliced_coverage(draws: int, seed: int, device: str) -> Iterator[dict[str, An
             }
 
 
-def correlations(draws: int, seed: int, _: str) -> dict[str, Any]:
+def correlations(draws: int, seed: int, _: str) -> Iterator[dict[str, Any]]:
     """The section on correlations."""
     rows: list[dict[str, Any]] = []
     for number, design in enumerate(designs()):
@@ -424,27 +424,21 @@ def correlations(draws: int, seed: int, _: str) -> dict[str, Any]:
         told = ", ".join(f"{way} {row[way][0]:.1%} to {row[way][1]:.1%}" for way in WAYS)
         print(f"{units:14} {told}", flush=True)
     reached = all(row["jackknife"][0] >= AIM for row in summary if row["tasks"] > 8)
-    return {"level": LEVEL, "ranges": summary, "aim_reached": reached, "rows": rows}
+    yield {"level": LEVEL, "ranges": summary, "aim_reached": reached, "rows": rows}
 
 
-def subsamples(draws: int, seed: int, device: str) -> dict[str, Any]:
-    """The section on intervals by subsamples."""
-    rows: list[dict[str, Any]] = []
-    for number, (pair, size) in enumerate(product(PAIRS, SIZES)):
-        started = time.perf_counter()
-        for row in sampling_coverage(pair, size, draws, seed + number, device):
-            rows.append(row)
-        print(
-            f"{pair} {size}: {row['coverage']:.1%}, {time.perf_counter() - started:.1f} s",
-            flush=True,
-        )
-    return {"agreement": agreement(device), **over_all(rows), "rows": rows}
+def subsamples(draws: int, seed: int, device: str) -> Iterator[dict[str, Any]]:
+    """The section on intervals by subsamples, as it grows."""
+    agreeing, rows = agreement(device), list[dict[str, Any]]()
+    for number, (size, pair) in enumerate(product(SIZES, PAIRS)):
+        rows += sampling_coverage(pair, size, draws, seed + number, device)
+        yield {"agreement": agreeing, **over_all(rows), "rows": rows}
 
 
-def sliced(draws: int, seed: int, device: str) -> dict[str, Any]:
+def sliced(draws: int, seed: int, device: str) -> Iterator[dict[str, Any]]:
     """The section on sliced distances."""
     rows = list(sliced_coverage(draws, seed, device))
-    return {"pool": POOL, **over_all(rows), "rows": rows}
+    yield {"pool": POOL, **over_all(rows), "rows": rows}
 
 
 def over_all(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -471,14 +465,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content = json.loads(path.read_text()) if path.exists() else {}
     for part in given.part or PARTS:
         started = time.perf_counter()
-        content[part] = {
-            "draws": given.draws,
-            "seed": given.seed,
-            **PARTS[part](given.draws, given.seed, given.device),
-            "seconds": time.perf_counter() - started,
-            **environment("torch", "scipy", "triton"),
-        }
-        write_result(NAME, content, given.output)
+        for section in PARTS[part](given.draws, given.seed, given.device):
+            content[part] = {
+                "draws": given.draws,
+                "seed": given.seed,
+                **section,
+                "seconds": time.perf_counter() - started,
+                **environment("torch", "scipy", "triton"),
+            }
+            write_result(NAME, content, given.output)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def sliced_distances(
     Args:
         datasets: K >= 2 labelled datasets of one dimension, as samples or as arrays (features,
             labels). Weights count; classes need not be the same.
-        projections: L, how many draws to take the mean over, at least 2; intervals need 20. Draw k
+        projections: L, how many draws to take the mean over, at least 2; intervals need 30. Draw k
             is the same whatever L is.
         seed: of the draws.
         device: where to compute; everything is float64.

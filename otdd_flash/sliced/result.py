@@ -4,7 +4,7 @@ W_2^2 has a heavy tail over draws, the heavier the larger the features are: a dr
 in the power 2 l of a projection. Means of L draws are skewed, and what a symmetric interval misses
 it misses below the mean. With the tail of the draws (`otdd_flash.sampling.tails`) the interval is
 
-    [mean - q se, mean exp(q se / mean (1 + 4 excess))],
+    [mean - q se, mean exp(q se / mean (1 + 6 excess))],
 
 q Student's quantile of L - 1 degrees of freedom and se the deviation over draws over sqrt(L). An
 interval is never withheld for what the draws show: where a few of them carry the sum, those that
@@ -28,8 +28,8 @@ from otdd_flash.errors import DataNotice
 from otdd_flash.sampling.tails import tail_excess
 
 LEVEL = 0.95
-# By simulation, from 20 draws on: how much longer the tail of the draws makes an interval above.
-LEAST_DRAWS, LONGER = 20, 4.0
+# By simulation, from 30 draws on: how much longer the tail of the draws makes an interval above.
+LEAST_DRAWS, LONGER = 30, 6.0
 # Where so large a share of the draws carries so much of the sum, the interval is of little use.
 HEAVY_DRAWS, HEAVY_SHARE = 0.01, 0.5
 
@@ -42,7 +42,7 @@ class SlicedPair(NamedTuple):
         target: the name of the later one.
         value: mean of W_2^2 over the draws.
         standard_error: s / sqrt(L), s the deviation over draws.
-        lower: lower end of a 95% interval for the mean over all draws; None below 20 draws.
+        lower: lower end of a 95% interval for the mean over all draws; None below 30 draws.
         upper: its upper end, farther from the value the heavier the tail of the draws, or None.
         root: the square root of the value.
         root_lower: that of the interval's lower end, 0 below 0.
@@ -68,7 +68,7 @@ class SlicedResult:
         values: (K, K) float64, means of W_2^2 over the draws; symmetric, 0 on the diagonal.
         standard_errors: (K, K) s / sqrt(L), s the deviation over draws.
         lower: (K, K) lower ends of 95% intervals for means over all draws, which may be below 0;
-            NaN below 20 draws.
+            NaN below 30 draws.
         upper: (K, K) upper ends.
         names: the datasets, in the order of rows and columns.
         projections: L.
