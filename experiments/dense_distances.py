@@ -23,13 +23,15 @@ except ImportError:
 
 CLASSES = 2
 TOLERANCE, MOST, MOST_SELF, MOST_ROOT = 1e-3, 300, 200, 22
+# Rows (B, n, d) of B datasets and their labels (B, n).
+Sides = tuple[Tensor, Tensor]
 # Entries of the costs that are held at once.
 ENTRIES = 2**29
 
 if triton is not None:
 
-    @triton.jit
-    def _softmin_rows(
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _softmin_rows(  # type: ignore[no-untyped-def]
         cost_ptr,  # (B, R, M)
         g_ptr,  # (B, M)
         out_ptr,  # (B, R)
@@ -144,9 +146,9 @@ def trace_of_root(s: Tensor, t: Tensor) -> Tensor:
     if dim == 1:
         return (s * t).sqrt()[..., 0, 0]
     if dim == 2:
-        determinant = torch.linalg.det(s).clamp_min(0) * torch.linalg.det(t).clamp_min(0)
+        determinants: list[Tensor] = [torch.linalg.det(part).clamp_min(0) for part in (s, t)]
         trace = (s * t).sum((-1, -2))
-        return (trace + 2 * determinant.sqrt()).clamp_min(0).sqrt()
+        return (trace + 2 * (determinants[0] * determinants[1]).sqrt()).clamp_min(0).sqrt()
     half = root(s)
     return root(half @ t @ half).diagonal(dim1=-2, dim2=-1).sum(-1)
 
@@ -165,7 +167,8 @@ def class_table(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Ten
 
 def own_table(one: tuple[Tensor, Tensor]) -> Tensor:
     """W (B, 2, 2) within one side."""
-    first, second = (tuple(part[:, v : v + 1] for part in one) for v in range(CLASSES))
+    means, covariances = one
+    first, second = ((means[:, v : v + 1], covariances[:, v : v + 1]) for v in range(CLASSES))
     table = one[0].new_zeros(len(one[0]), CLASSES, CLASSES)
     table[:, 0, 1] = table[:, 1, 0] = class_table(first, second)[:, 0, 0]
     return table
@@ -178,8 +181,9 @@ def costs(x: Tensor, labels_x: Tensor, y: Tensor, labels_y: Tensor, table: Tenso
     return (torch.cdist(x, y).square() + torch.gather(rows, 2, places)) / 2
 
 
-def distances(x: Tensor, labels_x: Tensor, y: Tensor, labels_y: Tensor, epsilon: float) -> Tensor:
-    """S (B,) float64 of B pairs, x (B, n, d) and y (B, m, d) float64 with labels 0 and 1."""
+def distances(source: Sides, target: Sides, epsilon: float) -> Tensor:
+    """S (B,) float64 of B pairs: rows (B, n, d) and (B, m, d) float64 with labels 0 and 1."""
+    (x, labels_x), (y, labels_y) = source, target
     largest = max(x.shape[1], y.shape[1]) ** 2
     size = max(1, ENTRIES // max(largest, 24 * x.shape[2] ** 2))
     values = []

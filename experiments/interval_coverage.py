@@ -26,7 +26,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 import otdd_flash as otdd
-from experiments.dense_distances import class_table, costs, distances, moments
+from experiments.dense_distances import Sides, class_table, costs, distances, moments
 from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.draws import subsample
@@ -71,8 +71,6 @@ WAYS = ("jackknife", "fisher", "independent_dyads")
 AIM = 0.90
 
 Numbers = NDArray[np.float64]
-# Features (B, n, d) of B datasets and their labels (B, n).
-Sides = tuple[Tensor, Tensor]
 NORMAL = 1.96
 
 
@@ -282,9 +280,9 @@ def sampling_coverage(
         )
 
     # Where S has no variance, its mean takes more.
-    others = distances(*chain(*some((4 if rows.law == "normal" else 10) * draws)), epsilon)
+    others = distances(*some((4 if rows.law == "normal" else 10) * draws), epsilon)
     one, other = some(draws)
-    values = distances(*one, *other, epsilon)
+    values = distances(one, other, epsilon)
     everything = torch.cat((others, values))
     truth, error = float(everything.mean()), float(everything.std() / len(everything) ** 0.5)
     parts = [max(4, round(n * DEFAULT_FRACTION)) for n in sizes]
@@ -298,7 +296,7 @@ def sampling_coverage(
             )
             for (x, kinds), m in zip((one, other), parts, strict=True)
         ]
-        found.append(distances(*few[0], *few[1], epsilon).reshape(-1, most))
+        found.append(distances(few[0], few[1], epsilon).reshape(-1, most))
     deviations, whole = torch.cat(found).cpu().numpy(), values.cpu().numpy()
     lengths = [(x - x.mean(1, keepdim=True)).square().sum(2) for x, _ in (one, other)]
     excess = torch.maximum(*map(tail_excess, lengths)).clamp_max(MOST_EXCESS).cpu().numpy()
@@ -339,6 +337,12 @@ def _mirrored(values: Numbers, subsamples: Numbers, rate: float) -> Numbers:
     return np.stack((values - high, values - low), 1)
 
 
+def kinds_of(samples: LabeledSamples) -> Tensor:
+    """Its labels."""
+    assert samples.labels is not None
+    return samples.labels
+
+
 def agreement(device: str) -> dict[str, float]:
     """The largest differences to `dataset_distance` and to the ends of `subsample_interval`.
 
@@ -349,20 +353,23 @@ def agreement(device: str) -> dict[str, float]:
     for rows in PAIRS:
         epsilon = fixed_epsilon(rows, device)
         sides = [drawn(rows, 3, 40, generator, target=target) for target in (False, True)]
-        values = distances(*sides[0], *sides[1], epsilon)
+        values = distances(sides[0], sides[1], epsilon)
         for k in range(3):
             one, other = (LabeledSamples(x[k], kinds[k], ("0", "1")) for x, kinds in sides)
             expected = otdd.dataset_distance(one, other, epsilon=epsilon).value
             off = max(off, abs(float(values[k]) / expected - 1))
         exact = otdd.subsample_interval(one, other, expected, count=39, epsilon=epsilon)
-        draws, pieces = np.random.default_rng(0), []
-        for _ in range(39):
-            few = [subsample(side, 10, draws) for side in (one, other)]
-            pieces.append([part[None] for side in few for part in (side.features, side.labels)])
-        stacked = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-        own = deviation_interval(
-            expected, distances(*stacked, epsilon).cpu().numpy(), exact.rate, excess=exact.excess
-        )
+        draws = np.random.default_rng(0)
+        pieces = [[subsample(side, 10, draws) for side in (one, other)] for _ in range(39)]
+        stacked = [
+            (
+                torch.stack([part.features for part in parts]),
+                torch.stack([kinds_of(part) for part in parts]),
+            )
+            for parts in zip(*pieces, strict=True)
+        ]
+        values_of_parts = distances(stacked[0], stacked[1], epsilon).cpu().numpy()
+        own = deviation_interval(expected, values_of_parts, exact.rate, excess=exact.excess)
         length = exact.upper - exact.lower
         off_ends = max(
             off_ends,

@@ -37,7 +37,8 @@ def tail_excess(numbers: Tensor) -> Tensor:
     largest = max(2, round(math.sqrt(numbers.shape[-1])))
     logs = numbers.topk(largest + 1, -1).values.log()
     index = (logs[..., :largest] - logs[..., largest:]).mean(-1)
-    return (index * (1 + largest**-0.5) - LIGHT).clamp_min(0).nan_to_num(0, posinf=math.inf)
+    excess = index * (1 + 1 / math.sqrt(largest)) - LIGHT
+    return excess.clamp_min(0).nan_to_num(0, posinf=math.inf)
 
 
 def rows_excess(*datasets: LabeledSamples) -> float:

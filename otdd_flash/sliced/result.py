@@ -94,10 +94,10 @@ class SlicedResult:
         means, errors = draws.mean(1), draws.std(1) / math.sqrt(count)
         lower, upper = intervals(draws)
         of_little_use = (heavy(draws) | upper.isnan()).double()
-        *tables, wide = (
+        values, spread, lower, upper, wide = (
             _symmetric(part, len(names)) for part in (means, errors, lower, upper, of_little_use)
         )
-        result = cls(*tables, tuple(names), count, seed)
+        result = cls(values, spread, lower, upper, tuple(names), count, seed)
         result._warn(wide)
         return result
 
