@@ -171,6 +171,9 @@ class HostPoints:
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
         """Some points (k, d) on the device."""
+        if isinstance(rows, slice) and rows.step not in (None, 1):
+            # Blocks are read as ranges.
+            rows = torch.arange(self.shape[0], device=self.device)[rows]
         host = rows if isinstance(rows, slice) else rows.cpu()
         (points,) = self.stream([Block(rows, host)])
         return points

@@ -88,6 +88,15 @@ def test_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert points.streaming.tally.moved == 8 * (8 + 11 + 4)
 
 
+@pytest.mark.parametrize("rows", [slice(3, 70, 9), slice(None, None, 32), slice(5, 20), slice(0)])
+def test_every_kind_of_slice_is_of_the_rows_that_a_tensor_gives(rows: slice) -> None:
+    features = torch.randn(70, 3, generator=torch.Generator().manual_seed(0))
+    points = HostPoints(features, Streaming(torch.device("cpu"), 1))
+    assert torch.equal(points[rows], features[rows])
+    chosen = torch.tensor([4, 60, 7, 31])
+    assert torch.equal(points.part(chosen)[::2], features[chosen][::2])
+
+
 def test_what_was_found_of_all_points_is_found_again_when_they_or_the_numbers_change() -> None:
     points, masses = on_cpu(), torch.ones(50)
 
