@@ -140,25 +140,26 @@ def without_fractions(values: NDArray[Any]) -> NDArray[Any]:
     whole = values.dtype.kind == "f" and bool((values == np.floor(values)).all())
     if not whole or not bool(np.isfinite(values).all()):
         return values
-    check_unrounded(values, int(2 / np.finfo(values.dtype).eps))
+    check_unrounded(values, values.dtype)
     return values.astype(np.int64)
 
 
-def check_unrounded(values: NDArray[Any], limit: int, kind: str | None = None) -> None:
+def check_unrounded(values: NDArray[Any], kind: np.dtype[Any] | torch.dtype) -> None:
     """Refuse whole numbers in floats that may be several integers, rounded to one.
 
     Args:
-        values: the numbers.
-        limit: from which on not every integer is one of the type.
-        kind: the type, where it is another than that of the values.
+        values: the numbers, in any type.
+        kind: the floating-point type in which they were given.
 
     Raises:
-        InputError: as said; the message names the rows.
+        InputError: some are so large that the type lacks integers; the message names the rows.
     """
+    ends = torch.finfo(kind) if isinstance(kind, torch.dtype) else np.finfo(kind)
+    limit = int(2 / ends.eps)
     if (large := np.abs(values) >= limit).any():
         raise InputError(
             f"labels must be integers or text, got {values[large][0]:.0f} {rows_shown(large)} as "
-            f"{kind or values.dtype}, which rounds integers beyond {limit}, so that classes may "
+            f"{kind}, which rounds integers beyond {limit}, so that classes may "
             "have become one; give them as integers"
         )
 
@@ -186,8 +187,7 @@ def is_missing(value: Any) -> bool:
 def _of_tensor(labels: Tensor) -> NDArray[Any]:
     if labels.dtype.is_floating_point and labels.dtype not in NUMPY_FLOATS:
         values = np.asarray(labels.float().numpy())
-        limit = int(2 / torch.finfo(labels.dtype).eps)
-        check_unrounded(np.nan_to_num(values), limit, str(labels.dtype))
+        check_unrounded(np.nan_to_num(values), labels.dtype)
         return values
     return np.asarray(labels.numpy())
 
@@ -232,17 +232,19 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
             return np.array(list(map(float, objects))).reshape(values.shape)
         for kind in kinds:
             if issubclass(kind, float | np.floating):
-                own: np.dtype[Any] = np.dtype(kind)
-                limit = int(2 / float(np.finfo(own).eps))
                 floats = [n if isinstance(n, kind) else 0.0 for n in objects]
-                check_unrounded(np.array(floats, np.float64), limit, str(own))
-    integers = np.array(list(map(int, objects)), dtype=object)
-    for whole in (np.int64, np.uint64):
-        low, high = np.iinfo(whole).min, np.iinfo(whole).max
-        if all(low <= number <= high for number in integers):
-            integers = integers.astype(whole)
-            break
-    return integers.reshape(values.shape)
+                check_unrounded(np.array(floats, np.float64), np.dtype(kind))
+    return of_integers(list(map(int, objects))).reshape(values.shape)
+
+
+def of_integers(integers: list[int]) -> NDArray[Any]:
+    """Return integers as an array of 64 bits, signed if it can be; as objects if neither can."""
+    array = np.array(integers, dtype=object)
+    for kind in (np.int64, np.uint64):
+        ends = np.iinfo(kind)
+        if all(ends.min <= number <= ends.max for number in integers):
+            return array.astype(kind)
+    return array
 
 
 def _is_whole(number: Any) -> bool:

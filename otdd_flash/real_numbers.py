@@ -20,7 +20,7 @@ from torch import Tensor
 
 from otdd_flash.checks import check_numbers, shown
 from otdd_flash.errors import InputError
-from otdd_flash.raw_labels import is_missing, rows_shown
+from otdd_flash.raw_labels import is_missing, of_integers, rows_shown
 from otdd_flash.table_columns import Column, columns_of, is_complete
 
 # float32 and float64 hold every integer up to these.
@@ -61,7 +61,7 @@ def real_tensor(what: str, values: Any) -> Tensor:
 
 
 def in_one_row(tensor: Tensor) -> Tensor:
-    """All entries in order, (numel,) with stride 1, to read their bits; a view where it can be.
+    """Return all entries in order, (numel,) with stride 1, to read their bits; a view if possible.
 
     One row or column is contiguous at any stride, and a view of another type needs that of 1.
     """
@@ -243,10 +243,9 @@ def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArra
             _refuse_missing(what, Column(column and column.name, array, missing))
         return array
     if all(issubclass(kind, numbers.Integral | np.bool_) for kind in kinds):
-        for kind in (np.int64, np.uint64):
-            low, high = np.iinfo(kind).min, np.iinfo(kind).max
-            if all(low <= number <= high for number in map(int, objects)):
-                return np.array(list(map(int, objects)), kind).reshape(array.shape)
+        integers = of_integers(list(map(int, objects)))
+        if integers.dtype != object:
+            return integers.reshape(array.shape)
     doubles = np.array([_nearest(number) for number in objects], np.float64)
     decisive = (np.abs(doubles) >= LARGEST_IN_DOUBLE) | (np.longdouble in kinds)
     for place in np.flatnonzero(decisive).tolist():

@@ -74,8 +74,8 @@ class LabeledSamples:
 
     @untraced
     def __post_init__(self) -> None:
-        # Numbers of lists are those of any default type, and memory that is shared is no inference
-        # tensor.
+        # The default type does not change numbers of lists, and no inference tensor is made of
+        # shared memory.
         with own_settings():
             self._prepare()
 
@@ -191,7 +191,7 @@ class LabeledSamples:
         return found
 
     def detached(self) -> LabeledSamples:
-        """The same samples outside of autograd and inference mode; these ones if they are."""
+        """Return these samples outside of autograd and inference mode; themselves if they are."""
         parts = {"features": self.features, "labels": self.labels, "weights": self.weights}
         # Autograd cannot save what was made in inference mode. Files make plain tensors.
         copied: dict[str, Any] = {
@@ -386,8 +386,8 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
             f"labels must lie in [0, {len(class_names)}), one per class name, got {low} to {high}; "
             "LabeledSamples.from_arrays numbers labels in any scheme"
         )
-    if given.is_floating_point and high >= (limit := int(2 / torch.finfo(given).eps)):
-        check_unrounded(labels.cpu().numpy(), limit, str(given))
+    if given.is_floating_point:
+        check_unrounded(labels.cpu().numpy(), given)
     return labels
 
 
