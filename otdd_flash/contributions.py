@@ -107,7 +107,7 @@ def contributions_of(
 
 
 def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> Tensor:
-    """Least and most s_c of each class, (2, V)."""
+    """Return the least and the most s_c of each class, (2, V)."""
     masses = source.masses.cpu()
     count = max(1, source.class_total)
     labels = torch.zeros(len(masses), dtype=torch.int64)

@@ -58,7 +58,7 @@ def trusted_configurations() -> Iterator[None]:
 
 
 def untrusted(config: DictConfig) -> str | None:
-    """Why a configuration with Hydra's part is refused; None where it is not."""
+    """Say why a configuration with Hydra's part is refused; return None if it is not."""
     given = [*config.hydra.overrides.hydra, *config.hydra.overrides.task]
     named = {override.lstrip("+~").partition("=")[0] for override in given} - {*GROUPS}
     for key, value in _leaves(OmegaConf.to_container(config), ""):
@@ -98,7 +98,7 @@ def _logs_elsewhere(last: str, value: str) -> bool:
 
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """All values by their dotted keys."""
+    """Yield all values with their dotted keys."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _leaves(value, f"{key}.{name}" if key else str(name))

@@ -111,7 +111,7 @@ def _read_npz(
     NDArray[Any] | None,
     tuple[str, ...],
 ]:
-    """Inputs, labels, weights, class names and what was chosen beside the usual keys x and y."""
+    """Read inputs, labels, weights, class names, and what was chosen beside the keys x and y."""
     if features is not None and not isinstance(features, str):
         raise InputError(f"features={list(features)}: an npz file has its inputs under one key")
     with reading(path), np.load(path, allow_pickle=False) as archive:

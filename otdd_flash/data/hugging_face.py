@@ -186,7 +186,7 @@ def _check_single_labels(labels: list[Any] | None, column: str | None, path: str
     """Refuse labels that are lists, arrays or records.
 
     Raises:
-        InputError: as said; the first such row is named.
+        InputError: a row has such a label; the message names the first.
     """
     for row, label in enumerate(labels or ()):
         if isinstance(label, list | tuple | dict) or getattr(label, "ndim", 0) > 0:

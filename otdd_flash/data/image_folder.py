@@ -95,7 +95,7 @@ class _Scan:
 
 
 def _classes(folder: Path) -> dict[str, list[str]]:
-    """The images of each class by path; classes, folders and files are in the order of names."""
+    """List the images of each class by path; classes, folders and files in the order of names."""
     with os.scandir(folder) as entries:
         shown = [e for e in entries if e.is_dir() and not e.name.startswith(".")]
     if not shown:

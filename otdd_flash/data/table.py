@@ -142,7 +142,7 @@ def _csv(path: Path) -> Any:
 
 
 def _texts(path: Path, place: int) -> Any:
-    """A column as the file spells it."""
+    """Read a column as the file spells it."""
     import pandas as pd
 
     return pd.read_csv(path, index_col=False, usecols=[place], dtype="string").iloc[:, 0]
@@ -168,11 +168,11 @@ def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
 
     Args:
         path: the file.
-        table: what pandas, or who reads by it, made of it: all rows.
-        columns: which of them to look at.
+        table: all its rows as pandas, or a reader that uses pandas, converted them.
+        columns: those to check.
 
     Raises:
-        InputError: as said; the message names the row.
+        InputError: there is such an integer; the message names its row.
     """
     import pandas as pd
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from otdd_flash.checks import path
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
 
-# Where commands keep entries unless they are told where.
+# Where commands keep entries by default.
 USUAL_FOLDER = "~/.cache/otdd_flash"
 
 # Part of every file name: entries of another layout are never read.
