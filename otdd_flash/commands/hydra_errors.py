@@ -156,7 +156,7 @@ def _unreadable(argument: str, message: str) -> str:
     # Within quotes, backslashes count as such but before a quote.
     quoted = re.sub(r"(\\*)('|$)", lambda run: run[1] * 2 + ("\\'" if run[2] else ""), value)
     return (
-        f"cannot read {shown}; close what is open of quotes and brackets, or where they and other "
+        f"cannot read {shown}; close open quotes and brackets, or where they and other "
         f"signs belong to a text, write {key}='{quoted[:LONGEST]}', all of it within quotes of the "
         "shell"
     )

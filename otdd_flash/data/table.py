@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.data.request import chosen, reading, some
+from otdd_flash.data.request import chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, inexact
 from otdd_flash.shown import listing
@@ -84,7 +84,7 @@ def read_table(
     inputs = list(features) if features else [c for c in columns if c not in (label, weight_column)]
     if not features:
         others = "other column" if len(inputs) == 1 else f"{len(inputs)} other columns"
-        choices.append(f"inputs are its {others}: {some(inputs)}")
+        choices.append(f"inputs are its {others}: {listing(inputs, 10)}")
     if not inputs:
         raise InputError(f"{path} has no input column besides {label!r}; {listed(columns)}")
     for column in inputs:

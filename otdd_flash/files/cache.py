@@ -88,7 +88,7 @@ class TensorCache:
 
     def _step_aside(self, action: str, error: OSError) -> None:
         logger.warning(
-            "cannot %s the cache in %s (%s); going on without it. Mend that, or choose "
+            "cannot %s the cache in %s (%s); going on without it. Correct that, or choose "
             "another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
             action,
             self._folder,
