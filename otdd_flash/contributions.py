@@ -77,13 +77,13 @@ def contributions_of(
         divergence: the solved terms.
         method: how class distances were measured; those of `gaussian` and `means` move with the
             masses, unless the table is one of other rows.
-        required: whether potentials that are not determined are an error.
+        required: whether potentials that the masses do not determine are an error.
 
     Raises:
-        ConvergenceError: they are.
+        ConvergenceError: potentials are not determined, and `required`.
 
     Warns:
-        NotConvergedWarning: they are not determined, and need not be.
+        NotConvergedWarning: potentials are not determined, and not `required`.
     """
     debias = divergence.xx is not None
     moved = any(True for _ in _metrics(method))

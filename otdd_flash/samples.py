@@ -442,7 +442,7 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
 
 
 def _may_be_shard() -> bool:
-    """Whether this is one of several processes, in which rows without mass may be all of a shard.
+    """Whether this is one of several processes, whose shard may consist of rows without mass.
 
     An error here would leave the others waiting for it.
     """

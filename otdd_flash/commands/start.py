@@ -78,7 +78,7 @@ def concealed_variable(name: str, *default: str | None) -> str | None:
 
 def run_command(main: Callable[[], None]) -> None:
     """Call an entry point and leave the process with its jobs' exit code."""
-    # What a notebook or a desktop asks for is not to be had here, nor in worker processes.
+    # The backends of notebooks and desktops exist neither here nor in worker processes.
     os.environ["MPLBACKEND"] = "agg"
     with guarded_streams():
         try:

@@ -40,7 +40,7 @@ def guarded_streams() -> Iterator[None]:
     before = sys.stdin, sys.stdout, sys.stderr
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    # A closed standard error has nobody to miss anything.
+    # Nobody reads a closed standard error, so nothing is lost there.
     missing = OSError(errno.EBADF, os.strerror(errno.EBADF)) if "stdout" in closed else None
     try:
         with _guarded("stdout", missing), _guarded("stderr", None):

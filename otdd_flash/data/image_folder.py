@@ -71,7 +71,7 @@ def _split_folder(folder: Path, split: str) -> Path:
 
 @dataclass
 class _Scan:
-    """What lies below a folder, with links and whatever else is there apart, in order of names."""
+    """The content of a folder by kind: images, folders, links and other files, in name order."""
 
     images: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)

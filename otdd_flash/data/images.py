@@ -116,7 +116,7 @@ def plain_image(image: Image.Image) -> Image.Image:
     if 0 in image.size:
         raise InputError(f"an image of {image.width} x {image.height} has no pixels; leave it out")
     image.load()
-    # PIL fills 16 bits from below with 12, and tells so by the tag BitsPerSample alone.
+    # PIL puts 12 bits into the low bits of 16; only the tag BitsPerSample says so.
     levels = 4095 if kind == "TIFF" and getattr(image, "tag_v2", {}).get(258) == (12,) else 65535
     deep = image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM"))
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
