@@ -77,7 +77,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Exchange inference mode for `no_grad`, end autocast, and make float32 and the CPU defaults."""
+    """Turn inference mode into `no_grad`, end autocast, and make float32 and the CPU defaults."""
     with ExitStack() as settings:
         if torch.is_inference_mode_enabled():
             settings.enter_context(torch.inference_mode(False))
