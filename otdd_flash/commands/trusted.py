@@ -58,7 +58,7 @@ def trusted_configurations() -> Iterator[None]:
 
 
 def untrusted(config: DictConfig) -> str | None:
-    """Say why a configuration with Hydra's part is refused; return None if it is not."""
+    """Why a configuration with Hydra's part is refused; None where it is not."""
     given = [*config.hydra.overrides.hydra, *config.hydra.overrides.task]
     named = {override.lstrip("+~").partition("=")[0] for override in given} - {*GROUPS}
     for key, value in _leaves(OmegaConf.to_container(config), ""):
