@@ -1,19 +1,28 @@
-"""Do the intervals of a study's correlations hold the true one?
+"""Do intervals hold the true number as often as they say?
 
-    python -m experiments.interval_coverage [--draws 1000] [--output DIR]
+    python -m experiments.interval_coverage [--part PART] [--draws 1000] [--device DEVICE]
 
-Random pairs of datasets with effects of their own, whose measure and gains correlate by a known
-amount: 8, 12 and 20 datasets, and 12 tasks in four families, with an interval over families (a
-study gives none below five; here it is asked for all the same). A measure is either one with a
-direction or, as a distance, the same both ways. For Spearman's and Pearson's correlation the table
-says how often the interval of the jackknife over datasets holds the truth, how often Fisher's for
-as many independent pairs does, and how often the jackknife with the factor (K - 2) / (2 K) of
-independent dyads in place of (G - 1) / G.
+`correlations`: intervals of a study's correlations over random pairs of datasets with effects of
+their own, whose measure and gains correlate by a known amount: 8, 12 and 20 datasets, and 12 tasks
+in four families, with an interval over families (a study gives none below five; here it is asked
+for all the same). A measure is either one with a direction or, as a distance, the same both ways.
+For Spearman's and Pearson's correlation the table says how often the interval of the jackknife over
+datasets holds the truth, how often Fisher's for as many independent pairs does, and how often the
+jackknife with the factor (K - 2) / (2 K) of independent dyads in place of (G - 1) / G.
+
+`subsamples`: intervals of `subsample_interval` for the mean distance of datasets of n rows, at the
+fewest subsamples that are accepted, the default and more. Distances are those of
+`dense_distances`, thousands at a time; how far they are from `dataset_distance`, and ends from
+`subsample_interval`, stands beside them. The mean distance comes from other datasets besides.
+
+`sliced`: intervals of `sliced_distances` for the mean over a pool of draws, of which every interval
+sees some. What is rarer than one of the pool is not simulated.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -22,10 +31,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.stats import norm, t
+from torch import Tensor
 
+import otdd_flash as otdd
+from experiments.dense_distances import Sides, class_table, costs, distances, moments
 from experiments.environment import RESULTS, environment, write_result
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.sampling.draws import subsample
+from otdd_flash.sampling.subsampling import (
+    DEFAULT_FRACTION,
+    MOST_EXCESS,
+    deviation_interval,
+    sampling_rate,
+)
+from otdd_flash.sampling.tails import tail_excess
+from otdd_flash.sliced.distances import chunk_distances, prepare
+from otdd_flash.sliced.draws import DRAWS_PER_CHUNK, Draws, draw_chunk
+from otdd_flash.sliced.result import LEAST_DRAWS, intervals
 from otdd_flash.study.statistics.jackknife import (
     LEVEL,
     Replicates,
@@ -46,6 +71,7 @@ WAYS = ("jackknife", "fisher", "independent_dyads")
 AIM = 0.90
 
 Numbers = NDArray[np.float64]
+NORMAL = 1.96
 
 
 class Design(NamedTuple):
@@ -164,32 +190,297 @@ def ranges(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="coverage of intervals of correlations")
-    parser.add_argument("--draws", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    started = time.perf_counter()
+class Rows(NamedTuple):
+    """What pairs of datasets of two classes are simulated.
+
+    Attributes:
+        law: of rows about their class mean: `normal`, `lognormal`, or `t3`, Student's of three
+            degrees of freedom, one denominator a row; all of variance 1.
+        dim: their features.
+        shift: of the target's last feature.
+        scale: of the target.
+        ratio: rows of the target to one of the source.
+    """
+
+    law: str
+    dim: int
+    shift: float = 0.0
+    scale: float = 1.0
+    ratio: int = 1
+
+
+LAWS = ("normal", "lognormal", "t3")
+PAIRS = [
+    *(Rows("normal", dim, 0.0) for dim in (2, 20)),
+    *(Rows(law, dim, 1.0) for law in LAWS for dim in (2, 20)),
+    *(Rows(law, dim, 0.0, 2.0) for law in LAWS for dim in (2, 20)),
+    *(Rows("normal", dim, 0.0, 4.0) for dim in (2, 20)),
+    *(Rows(law, 2, 1.0, 1.0, 2) for law in ("normal", "t3")),
+]
+SIZES, COUNTS = (20, 60, 200, 500), (39, 50, 200)
+# Of the mean cost between two large datasets; the number itself is one for all datasets.
+EPSILON = 0.05
+FEWEST, OVER_ALL = 0.915, 0.93
+
+
+def drawn(rows: Rows, count: int, size: int, generator: torch.Generator, *, target: bool) -> Sides:
+    """`count` datasets of `size` rows: features (B, n, d) float64 and labels, at random 0 or 1."""
+    options: Any = {"device": generator.device, "generator": generator}
+    shape = (count, size, rows.dim)
+    labels = torch.randint(0, 2, shape[:2], **options)
+    x = torch.randn(shape, dtype=torch.float64, **options)
+    if rows.law == "t3":
+        squares = torch.randn((*shape[:2], 3), dtype=torch.float64, **options).square()
+        x = x / squares.sum(-1, keepdim=True).sqrt()
+    elif rows.law == "lognormal":
+        x = (x.exp() - math.exp(0.5)) / math.sqrt((math.e - 1) * math.e)
+    x[..., 0] += 2.0 * labels
+    if target:
+        x = rows.scale * x
+        x[..., -1] += rows.shift
+    return x, labels
+
+
+def subsampled(data: Sides, size: int, count: int, generator: torch.Generator) -> Sides:
+    """`count` subsamples of each of B datasets, drawn as by `draws.subsample`, (B count, size)."""
+    x, labels = data
+    (pairs, rows), shape = labels.shape, (len(labels), count, labels.shape[1])
+    order = torch.rand(shape, device=x.device, generator=generator).argsort(2)
+    kinds = torch.gather(labels[:, None].expand(shape), 2, order)
+    first = torch.arange(rows, device=x.device).repeat(pairs, count, 1)
+    for kind in (0, 1):
+        own = kinds == kind
+        first[own & (own.cumsum(2) <= 2)] -= rows
+    chosen = torch.gather(order, 2, first.argsort(2)[..., :size])
+    places = torch.arange(pairs, device=x.device)[:, None, None]
+    return x[places, chosen].flatten(0, 1), labels[places, chosen].flatten(0, 1)
+
+
+def fixed_epsilon(rows: Rows, device: str) -> float:
+    """The epsilon of all datasets of a law."""
+    generator = torch.Generator(device).manual_seed(0)
+    (x, kinds), (y, other) = (
+        drawn(rows, 1, 4000, generator, target=target) for target in (False, True)
+    )
+    table = class_table(moments(x, kinds), moments(y, other))
+    return float(f"{EPSILON * float(costs(x, kinds, y, other, table).mean()):.3g}")
+
+
+def sampling_coverage(
+    rows: Rows, size: int, draws: int, seed: int, device: str
+) -> Iterator[dict[str, Any]]:
+    """How often intervals by subsamples hold the mean distance of datasets of that size."""
+    epsilon, sizes = fixed_epsilon(rows, device), (size, size * rows.ratio)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def some(count: int) -> tuple[Sides, Sides]:
+        return (
+            drawn(rows, count, sizes[0], generator, target=False),
+            drawn(rows, count, sizes[1], generator, target=True),
+        )
+
+    # Where S has no variance, its mean takes more.
+    others = distances(*some((4 if rows.law == "normal" else 10) * draws), epsilon)
+    one, other = some(draws)
+    values = distances(one, other, epsilon)
+    everything = torch.cat((others, values))
+    truth, error = float(everything.mean()), float(everything.std() / len(everything) ** 0.5)
+    parts = [max(4, round(n * DEFAULT_FRACTION)) for n in sizes]
+    most = max(COUNTS)
+    at_once = max(1, int(1e8 // (most * sizes[1] * (rows.dim + 2))))
+    found = []
+    for start in range(0, draws, at_once):
+        few = [
+            subsampled(
+                (x[start : start + at_once], kinds[start : start + at_once]), m, most, generator
+            )
+            for (x, kinds), m in zip((one, other), parts, strict=True)
+        ]
+        found.append(distances(few[0], few[1], epsilon).reshape(-1, most))
+    deviations, whole = torch.cat(found).cpu().numpy(), values.cpu().numpy()
+    lengths = [(x - x.mean(1, keepdim=True)).square().sum(2) for x, _ in (one, other)]
+    excess = torch.maximum(*map(tail_excess, lengths)).clamp_max(MOST_EXCESS).cpu().numpy()
+    rate = sampling_rate(sum(parts) / sum(sizes))
+    for count in COUNTS:
+        few_values = deviations[:, :count]
+        ends = np.stack(deviation_interval(whole, few_values, rate, excess=excess), 1)
+        yield {
+            **rows._asdict(),
+            "size": list(sizes),
+            "subsample_size": parts,
+            "count": count,
+            "epsilon": epsilon,
+            "truth": truth,
+            "truth_error": error,
+            **held(ends, truth),
+            "mirrored_quantiles": held(_mirrored(whole, few_values, rate), truth),
+        }
+
+
+def held(ends: Numbers, truth: float) -> dict[str, float]:
+    """How many of the intervals (R, 2) hold a number, lie below or above it; those that are NaN."""
+    given = ends[~np.isnan(ends[:, 0])]
+    below, above = float((given[:, 1] < truth).mean()), float((given[:, 0] > truth).mean())
+    return {
+        "coverage": 1 - below - above,
+        "below": below,
+        "above": above,
+        "median_width": float(np.median(given[:, 1] - given[:, 0])),
+        "refused": 1 - len(given) / len(ends),
+    }
+
+
+def _mirrored(values: Numbers, subsamples: Numbers, rate: float) -> Numbers:
+    """Ends of another way: the value less upper and lower quantiles of the scaled deviations."""
+    scaled = rate * (subsamples - subsamples.mean(1, keepdims=True))
+    high, low = np.quantile(scaled, (0.975, 0.025), axis=1, method="weibull")
+    return np.stack((values - high, values - low), 1)
+
+
+def kinds_of(samples: LabeledSamples) -> Tensor:
+    """Its labels."""
+    assert samples.labels is not None
+    return samples.labels
+
+
+def agreement(device: str) -> dict[str, float]:
+    """The largest differences to `dataset_distance` and to the ends of `subsample_interval`.
+
+    Of three pairs of every law at 40 rows a side, distances in units of the value, ends in units of
+    the interval's length.
+    """
+    generator, off, off_ends = torch.Generator(device).manual_seed(9), 0.0, 0.0
+    for rows in PAIRS:
+        epsilon = fixed_epsilon(rows, device)
+        sides = [drawn(rows, 3, 40, generator, target=target) for target in (False, True)]
+        values = distances(sides[0], sides[1], epsilon)
+        for k in range(3):
+            one, other = (LabeledSamples(x[k], kinds[k], ("0", "1")) for x, kinds in sides)
+            expected = otdd.dataset_distance(one, other, epsilon=epsilon).value
+            off = max(off, abs(float(values[k]) / expected - 1))
+        exact = otdd.subsample_interval(one, other, expected, count=39, epsilon=epsilon)
+        draws = np.random.default_rng(0)
+        pieces = [[subsample(side, 10, draws) for side in (one, other)] for _ in range(39)]
+        stacked = [
+            (
+                torch.stack([part.features for part in parts]),
+                torch.stack([kinds_of(part) for part in parts]),
+            )
+            for parts in zip(*pieces, strict=True)
+        ]
+        values_of_parts = distances(stacked[0], stacked[1], epsilon).cpu().numpy()
+        own = deviation_interval(expected, values_of_parts, exact.rate, excess=exact.excess)
+        length = exact.upper - exact.lower
+        off_ends = max(
+            off_ends,
+            *(abs(a - b) / length for a, b in zip(own, (exact.lower, exact.upper), strict=True)),
+        )
+    return {"distance": off, "end": off_ends}
+
+
+LINES = (LEAST_DRAWS, 50, 100, 1000, 10_000)
+# Draws that are taken as all of them, and pairs: rows a side, dimension, scale of one side.
+POOL = 100_000
+LINE_PAIRS = [
+    (rows, dim, scale, shift)
+    for rows in (24, 100)
+    for dim in (2, 20)
+    for scale, shift in ((1.0, 0.0), (1.0, 1.0), (2.0, 0.0), (4.0, 0.0))
+]
+
+
+def sliced_coverage(draws: int, seed: int, device: str) -> Iterator[dict[str, Any]]:
+    """How often intervals of sliced distances hold the mean over a pool of draws."""
+    generator = np.random.default_rng(seed)
+    for number, (size, dim, scale, shift) in enumerate(LINE_PAIRS):
+        sides = []
+        for factor, move in ((1.0, 0.0), (scale, shift)):
+            x, kinds = factor * generator.normal(size=(size, dim)), np.arange(size) % 2
+            sides.append(
+                LabeledSamples(torch.from_numpy(x + move), torch.from_numpy(kinds), ("a", "b"))
+            )
+        chunks = [draw_chunk(k, POOL, dim, seed + number) for k in range(POOL // DRAWS_PER_CHUNK)]
+        everything = Draws(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+        pool = chunk_distances(prepare(sides, device), everything)[0]
+        truth = float(pool.mean())
+        for lines in LINES:
+            places = generator.integers(0, POOL, (draws, lines))
+            some = pool[torch.from_numpy(places)]
+            means, errors = some.mean(1), some.std(1) / math.sqrt(lines)
+            normal = torch.stack((means - NORMAL * errors, means + NORMAL * errors), 1)
+            yield {
+                "size": size,
+                "dim": dim,
+                "scale": scale,
+                "shift": shift,
+                "projections": lines,
+                "truth": truth,
+                **held(torch.stack(intervals(some), 1).numpy(), truth),
+                "normal": held(normal.numpy(), truth),
+            }
+
+
+def correlations(draws: int, seed: int, _: str) -> Iterator[dict[str, Any]]:
+    """The section on correlations."""
     rows: list[dict[str, Any]] = []
     for number, design in enumerate(designs()):
-        rows += coverage(design, given.draws, given.seed + number)
+        rows += coverage(design, draws, seed + number)
     summary = ranges(rows)
     for row in summary:
         units = f"{row['tasks']} tasks" + (f" in {row['families']}" if row["families"] else "")
         told = ", ".join(f"{way} {row[way][0]:.1%} to {row[way][1]:.1%}" for way in WAYS)
         print(f"{units:14} {told}", flush=True)
-    content = {
-        "draws": given.draws,
-        "seed": given.seed,
-        "level": LEVEL,
-        "ranges": summary,
-        "aim_reached": all(row["jackknife"][0] >= AIM for row in summary if row["tasks"] > 8),
-        "rows": rows,
-        "seconds": time.perf_counter() - started,
-        **environment("scipy"),
-    }
-    write_result(NAME, content, given.output)
+    reached = all(row["jackknife"][0] >= AIM for row in summary if row["tasks"] > 8)
+    yield {"level": LEVEL, "ranges": summary, "aim_reached": reached, "rows": rows}
+
+
+def subsamples(draws: int, seed: int, device: str) -> Iterator[dict[str, Any]]:
+    """The section on intervals by subsamples, as it grows."""
+    agreeing, rows = agreement(device), list[dict[str, Any]]()
+    for number, (size, pair) in enumerate(product(SIZES, PAIRS)):
+        rows += sampling_coverage(pair, size, draws, seed + number, device)
+        yield {"agreement": agreeing, **over_all(rows), "rows": rows}
+
+
+def sliced(draws: int, seed: int, device: str) -> Iterator[dict[str, Any]]:
+    """The section on sliced distances."""
+    rows = list(sliced_coverage(draws, seed, device))
+    yield {"pool": POOL, **over_all(rows), "rows": rows}
+
+
+def over_all(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The worst cell and the mean of all."""
+    held_by = [row["coverage"] for row in rows]
+    lowest, mean = min(held_by), float(np.mean(held_by))
+    print(f"{len(rows)} cells: lowest {lowest:.1%}, mean {mean:.1%}", flush=True)
+    reached = lowest >= FEWEST and mean >= OVER_ALL
+    return {"lowest": lowest, "mean": mean, "aim_reached": reached}
+
+
+PARTS = {"correlations": correlations, "subsamples": subsamples, "sliced": sliced}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="how often intervals hold the true number")
+    parser.add_argument("--part", choices=PARTS, action="append", help="one or more; default: all")
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    path = given.output / f"{NAME}.json"
+    content = json.loads(path.read_text()) if path.exists() else {}
+    for part in given.part or PARTS:
+        started = time.perf_counter()
+        for section in PARTS[part](given.draws, given.seed, given.device):
+            content[part] = {
+                "draws": given.draws,
+                "seed": given.seed,
+                **section,
+                "seconds": time.perf_counter() - started,
+                **environment("torch", "scipy", "triton"),
+            }
+            write_result(NAME, content, given.output)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Comparison:
         metric = metric_of(labels) if given is None else Given(given)
         minimum = self._settings.pop("min_class_size", None)
         sides = drawable(source, metric, minimum), drawable(target, metric, minimum)
-        cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
+        self._cost = cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
         compute = ComputeOptions.of(self._settings.get("compute"))
         self.ranks = ranks_of(compute.group)
         # Rows are drawn where they are compared.
@@ -81,6 +81,10 @@ class Comparison:
     def __getstate__(self) -> dict[str, Any]:
         # They are of this process.
         return {**self.__dict__, "ranks": None}
+
+    def sides_of_cost(self) -> tuple[LabeledSamples, LabeledSamples]:
+        """Both datasets as the ground cost sees their rows."""
+        return self._cost.seen(self.source), self._cost.seen(self.target)
 
     def between(self, source: LabeledSamples, target: LabeledSamples) -> DistanceResult:
         """The distance of some rows of the source from some of the target."""

@@ -1,21 +1,29 @@
 """A confidence interval of the distance from subsamples drawn without replacement.
 
 With S_n the distance between n and n' samples and S_m that between m of the n and, in proportion,
-m' of the n', drawn without replacement, the interval consists of
+m' of the n', drawn without replacement, the deviations of K draws of S_m from their mean give the
+standard error of S_n,
 
-    S_n - (tau_m / tau_n) (S_m - mean of S_m),    tau_m / tau_n = sqrt((m / n) / (1 - m / n)),
+    se = (tau_m / tau_n) sd(S_m),    tau_m / tau_n = sqrt((m / n) / (1 - m / n)).
 
-between two quantiles. Away from distance 0 the divergence fluctuates as 1 / sqrt(n) about its mean
-(del Barrio, Gonzalez-Sanz, Loubes & Niles-Weed 2023, An improved central limit theorem and fast
-convergence rates for entropic transportation costs), which is all that subsampling asks for
-(Politis & Romano 1994, Large sample confidence regions based on subsamples under minimal
-assumptions). The factor 1 - m / n is that of draws from a finite set, as in the delete-d jackknife
-(Shao & Wu 1989, A general theory for jackknife variance estimation): m may be a good part of n.
+Away from distance 0 the divergence fluctuates as 1 / sqrt(n) about its mean (del Barrio,
+Gonzalez-Sanz, Loubes & Niles-Weed 2023, An improved central limit theorem and fast convergence
+rates for entropic transportation costs), which is all that subsampling asks for (Politis & Romano
+1994, Large sample confidence regions based on subsamples under minimal assumptions). The factor
+1 - m / n is that of draws from a finite set, as in the delete-d jackknife (Shao & Wu 1989, A
+general theory for jackknife variance estimation): m may be a good part of n. Near distance 0 it
+fluctuates as 1 / n, and se is too large.
 
 At the small epsilon of practice S_m lies above S_n by several of its deviations, a bias that
 shrinks at another rate. Deviations are therefore taken from the mean of S_m, and the interval is
 one for E S_n, the mean distance between so many samples, not for its limit in n. Centred at S_n it
 would cover neither. A bootstrap draws rows twice, at distance 0 from each other, and biases S.
+
+The interval is [S_n - q se, S_n + q se (1 + 3 excess)], q Student's quantile of K - 1 degrees of
+freedom. S_n is skewed to the right and its spread grows with it: where S_n is low se is too small,
+and all that an interval misses it misses below the mean. Quantiles of S_n - S_m would be mirrored
+besides, short above where the law is long. How much longer the upper part has to be depends on the
+tail of the rows: see `tails`.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from scipy.stats import t
 
 from otdd_flash.arguments.comparisons import SUBSAMPLE_INTERVAL
 from otdd_flash.checks import takes
@@ -36,6 +45,7 @@ from otdd_flash.labels import LabelMetric
 from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import least_rows, subsample
+from otdd_flash.sampling.tails import rows_excess
 from otdd_flash.solver.divergence import Divergence
 
 # progress(distances computed, their total).
@@ -45,6 +55,9 @@ Progress = Callable[[int, int], None]
 DEFAULT_FRACTION = 0.25
 FEW_PER_CLASS = 5
 LEVEL = 0.95
+# By simulation of normal, lognormal and Student's t rows of three degrees of freedom, 20 to 500 a
+# side: the excess beyond which another tail needs no longer interval, and how much longer each is.
+MOST_EXCESS, LONGER = 1.7, 3.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,9 @@ class SubsampleInterval:
         size: (m, m'), the rows of each subsample of the source and of the target.
         rate: tau_m / tau_n, by which deviations of subsamples were multiplied.
         values: (K,) the distances between subsamples; in the mean above the whole's.
+        excess: how heavy the tail of the rows is; the upper part of the interval is 1 + 3 excess
+            times as long as the lower. About 0 for many normal rows, above 0.2 where squared
+            distances between rows have no variance.
         identical: both datasets are one: the distance is 0 and nothing was drawn.
     """
 
@@ -69,6 +85,7 @@ class SubsampleInterval:
     size: tuple[int, int]
     rate: float
     values: tuple[float, ...]
+    excess: float = 0.0
     identical: bool = False
 
     def summary(self) -> dict[str, Any]:
@@ -96,7 +113,8 @@ def subsample_interval(
     every class (one, if it has no more) are always there. Weights go with their rows, renormalised.
     The interval is about sampling alone: add the bounds of `value` for the error of the solve. It
     is too wide, not too narrow, where samples had their class proportions fixed and where both
-    datasets come from one distribution.
+    datasets come from one distribution. Its upper part is the longer one where rows have a heavy
+    tail, of which a sample shows too little.
 
     Args:
         source: the n samples that were compared; independent of the target's.
@@ -138,8 +156,9 @@ def subsample_interval(
             _values_of_ranks, saved(comparison), sizes, count, seed
         )
     comparison.warn_unconverged(count)
-    lower, upper = deviation_interval(value, np.array(values), rate, level)
-    return SubsampleInterval(lower, upper, level, count, sizes, rate, tuple(values))
+    excess = min(rows_excess(*comparison.sides_of_cost()), MOST_EXCESS)
+    lower, upper = map(float, deviation_interval(value, values, rate, level, excess))
+    return SubsampleInterval(lower, upper, level, count, sizes, rate, tuple(values), excess)
 
 
 def _values(
@@ -180,7 +199,10 @@ def _values_of_ranks(
 
 
 def check_count(count: int, level: float) -> None:
-    """Raise an `InputError` where so few subsamples have no quantiles of that level."""
+    """Raise an `InputError` where subsamples are too few for that level.
+
+    There are as many as a tail needs to hold one of them.
+    """
     if not 0 < level < 1:
         raise InputError(f"the confidence level must lie in (0, 1), got {level}")
     least = math.ceil(2 / (1 - level) - 1e-9) - 1
@@ -240,13 +262,17 @@ def sampling_rate(fraction: float) -> float:
 
 
 def deviation_interval(
-    value: float, values: Any, rate: float, level: float = LEVEL
-) -> tuple[float, float]:
-    """The value minus upper and lower quantiles of the scaled deviations.
+    value: Any, values: Any, rate: float, level: float = LEVEL, excess: Any = 0.0
+) -> tuple[Any, Any]:
+    """The value less and plus a number of standard errors, more of them above by `excess`.
 
-    A further draw exceeds the i-th smallest of K with probability 1 - i / (K + 1) exactly, hence
-    quantiles at these positions.
+    Args:
+        value: of all rows; a number, or (R,) numbers.
+        values: of subsamples, (K,) or (R, K).
+        rate: of `sampling_rate`.
+        level: the confidence level.
+        excess: of the tail of the rows, for distances; 0 for what has no tail of theirs.
     """
-    tails = ((1 + level) / 2, (1 - level) / 2)
-    high, low = np.quantile(rate * (values - values.mean()), tails, method="weibull")
-    return value - float(high), value - float(low)
+    errors = rate * np.std(values, axis=-1, ddof=1)
+    reach = t.ppf((1 + level) / 2, np.shape(values)[-1] - 1) * errors
+    return value - reach, value + (1 + LONGER * excess) * reach

@@ -50,8 +50,8 @@ def sliced_distances(
     Args:
         datasets: K >= 2 labelled datasets of one dimension, as samples or as arrays (features,
             labels). Weights count; classes need not be the same.
-        projections: L, how many draws to take the mean over, at least 2. Draw k is the same
-            whatever L is.
+        projections: L, how many draws to take the mean over, at least 2; intervals need 30. Draw k
+            is the same whatever L is.
         seed: of the draws.
         device: where to compute; everything is float64.
         progress: called as progress(draws done, their total).
@@ -60,7 +60,7 @@ def sliced_distances(
         InputError: a dataset has no labels, dimensions differ, or powers of features overflow.
 
     Warns:
-        DataNotice: few draws carry most of a mean, which then has no interval.
+        DataNotice: there are too few draws for intervals, or few of them carry most of a mean.
     """
     given = as_datasets(datasets, at_least=2)
     check_same_space(given)

@@ -1,4 +1,15 @@
-"""What sliced distances return: means over draws, their errors and intervals."""
+"""What sliced distances return: means over draws, their errors and intervals.
+
+W_2^2 has a heavy tail over draws, the heavier the larger the features are: a draw of order l brings
+in the power 2 l of a projection. Means of L draws are skewed, and what a symmetric interval misses
+it misses below the mean. With the tail of the draws (`otdd_flash.sampling.tails`) the interval is
+
+    [mean - q se, mean exp(q se / mean (1 + 6 excess))],
+
+q Student's quantile of L - 1 degrees of freedom and se the deviation over draws over sqrt(L). An
+interval is never withheld for what the draws show: where a few of them carry the sum, those that
+lack such draws look harmless, and to withhold the others would leave intervals that miss.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +20,16 @@ from itertools import combinations
 from typing import NamedTuple
 
 import torch
+from scipy.stats import t
 from torch import Tensor
 
 from otdd_flash.errors import DataNotice, warn
+from otdd_flash.sampling.tails import tail_excess
 
-# Quantile of the normal distribution for an interval of 95%.
-NORMAL_95 = 1.96
-# Where so large a share of the draws carries so much of the sum, their mean is not near normal.
+LEVEL = 0.95
+# By simulation, from 30 draws on: how much longer the tail of the draws makes an interval above.
+LEAST_DRAWS, LONGER = 30, 6.0
+# Where so large a share of the draws carries so much of the sum, the interval is of little use.
 HEAVY_DRAWS, HEAVY_SHARE = 0.01, 0.5
 
 
@@ -27,8 +41,8 @@ class SlicedPair(NamedTuple):
         target: the name of the later one.
         value: mean of W_2^2 over the draws.
         standard_error: s / sqrt(L), s the deviation over draws.
-        lower: value - 1.96 standard errors; None where few draws carry most of the sum.
-        upper: value + 1.96 standard errors, or None.
+        lower: lower end of a 95% interval for the mean over all draws; None below 30 draws.
+        upper: its upper end, farther from the value the heavier the tail of the draws, or None.
         root: the square root of the value.
         root_lower: that of the interval's lower end, 0 below 0.
         root_upper: that of the upper end.
@@ -52,7 +66,8 @@ class SlicedResult:
     Attributes:
         values: (K, K) float64, means of W_2^2 over the draws; symmetric, 0 on the diagonal.
         standard_errors: (K, K) s / sqrt(L), s the deviation over draws.
-        lower: (K, K) lower ends of 95% intervals; NaN where a pair has none.
+        lower: (K, K) lower ends of 95% intervals for means over all draws, which may be below 0;
+            NaN below 30 draws.
         upper: (K, K) upper ends.
         names: the datasets, in the order of rows and columns.
         projections: L.
@@ -72,16 +87,17 @@ class SlicedResult:
         """From W_2^2 of every pair along every draw, (K (K - 1) / 2, L).
 
         Warns:
-            DataNotice: few draws carry most of a mean, which then has no interval.
+            DataNotice: there are too few draws for intervals, or few of them carry most of a mean.
         """
         count = draws.shape[1]
         means, errors = draws.mean(1), draws.std(1) / math.sqrt(count)
-        reach = torch.where(heavy(draws), math.nan, NORMAL_95 * errors)
-        values, spread, lower, upper = (
-            _symmetric(part, len(names)) for part in (means, errors, means - reach, means + reach)
+        lower, upper = intervals(draws)
+        of_little_use = (heavy(draws) | upper.isnan()).double()
+        values, spread, lower, upper, wide = (
+            _symmetric(part, len(names)) for part in (means, errors, lower, upper, of_little_use)
         )
         result = cls(values, spread, lower, upper, tuple(names), count, seed)
-        result._warn_heavy()
+        result._warn(wide)
         return result
 
     @property
@@ -104,19 +120,42 @@ class SlicedResult:
         names = self.names[i], self.names[j]
         return SlicedPair(*names, value, error, lower, upper, math.sqrt(value), *roots)
 
-    def _warn_heavy(self) -> None:
-        found = self.lower.isnan().triu().nonzero().tolist()
+    def _warn(self, wide: Tensor) -> None:
+        """Report why there are no intervals, or why those of some pairs (K, K) are wide."""
+        if self.projections < LEAST_DRAWS:
+            message = (
+                f"{self.projections} draws are too few for intervals of sliced distances, which "
+                f"need at least {LEAST_DRAWS}"
+            )
+            warn(message, DataNotice)
+            return
+        found = wide.triu().nonzero().tolist()
         if not found:
             return
         i, j = found[0]
         more = f" and {len(found) - 1} more pairs" if len(found) > 1 else ""
         warn(
             f"the largest {HEAVY_DRAWS:.0%} of draws carry more than half of the sliced distance "
-            f"between {self.names[i]} and {self.names[j]}{more}: its mean is no better known than "
-            "those few, and no interval is given; standardize the features, such as with "
-            "extractor.standardize=true",
+            f"between {self.names[i]} and {self.names[j]}{more}: its mean is hardly known, and the "
+            "interval is as wide as that, or not given where it has no end; standardize the "
+            "features, such as with extractor.standardize=true",
             DataNotice,
         )
+
+
+def intervals(draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Both ends (P,) of 95% intervals for means over all draws, of draws (P, L); else NaN."""
+    count = draws.shape[1]
+    means = draws.mean(1)
+    if count < LEAST_DRAWS:
+        return torch.full_like(means, math.nan), torch.full_like(means, math.nan)
+    reach = float(t.ppf((1 + LEVEL) / 2, count - 1)) * draws.std(1) / math.sqrt(count)
+    ratios = reach / means * (1 + LONGER * tail_excess(draws))
+    # Of a dataset and itself all draws are 0.
+    upper = torch.where(means > 0, means * ratios.exp(), means)
+    return (means - reach).where(upper.isfinite(), math.nan), upper.where(
+        upper.isfinite(), math.nan
+    )
 
 
 def heavy(draws: Tensor) -> Tensor:

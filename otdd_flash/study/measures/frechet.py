@@ -17,7 +17,14 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import gaussian_distances
 from otdd_flash.samples import LabeledSamples, same_content
 from otdd_flash.sampling.draws import subsample
-from otdd_flash.sampling.subsampling import deviation_interval, sampling_rate, subsample_sizes
+from otdd_flash.sampling.subsampling import (
+    LEVEL,
+    MOST_EXCESS,
+    deviation_interval,
+    sampling_rate,
+    subsample_sizes,
+)
+from otdd_flash.sampling.tails import rows_excess
 from otdd_flash.study.measures.base import Measure, Pair, Reading
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.units.unit import Bench, Content, Unit
@@ -102,5 +109,6 @@ class WholeClouds(Unit):
             for _ in range(settings.subsample)
         ]
         rate = sampling_rate(sum(sizes) / (len(source) + len(target)))
-        lower, upper = deviation_interval(value, np.array(values), rate)
-        return {"sample_lower": lower, "sample_upper": upper}
+        excess = min(rows_excess(source, target), MOST_EXCESS)
+        lower, upper = deviation_interval(value, values, rate, LEVEL, excess)
+        return {"sample_lower": float(lower), "sample_upper": float(upper)}

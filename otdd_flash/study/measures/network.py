@@ -101,7 +101,7 @@ class Score(Unit):
             ]
             rate = sampling_rate(size / len(drawn[0]))
             ends = deviation_interval(facts["value"], np.array(values), rate)
-            facts |= dict(zip(("sample_lower", "sample_upper"), ends, strict=True))
+            facts |= dict(zip(("sample_lower", "sample_upper"), map(float, ends), strict=True))
         return Content(facts)
 
     def _sources(self) -> list[TrainedSource]:

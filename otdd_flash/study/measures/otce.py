@@ -88,5 +88,5 @@ class CouplingSampling(PairSampling):
         ):
             drawn = np.array(values)[:, place]
             lower, upper = deviation_interval(conditional_entropy(masses), drawn, rate)
-            facts[side] = {"sample_lower": lower, "sample_upper": upper}
+            facts[side] = {"sample_lower": float(lower), "sample_upper": float(upper)}
         return Content(facts)
