@@ -264,7 +264,7 @@ def sampling_rate(fraction: float) -> float:
 def deviation_interval(
     value: Any, values: Any, rate: float, level: float = LEVEL, excess: Any = 0.0
 ) -> tuple[Any, Any]:
-    """The value less and plus a number of standard errors, more of them above by `excess`.
+    """Return the value less and plus some standard errors, more of them above by `excess`.
 
     Args:
         value: of all rows; a number, or (R,) numbers.

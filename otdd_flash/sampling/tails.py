@@ -27,7 +27,7 @@ LIGHT = 0.3
 
 
 def tail_excess(numbers: Tensor) -> Tensor:
-    """By how much tail indices exceed that of a light tail, (...) of numbers (..., n), n >= 3.
+    """Return by how much tail indices exceed a light one, (...) of numbers (..., n), n >= 3.
 
     It is 0 where all numbers are, and infinite where but a few are not.
 
@@ -42,7 +42,7 @@ def tail_excess(numbers: Tensor) -> Tensor:
 
 
 def rows_excess(*datasets: LabeledSamples) -> float:
-    """The heaviest `tail_excess` of the rows' squared distances from the mean of their dataset."""
+    """Return the heaviest `tail_excess` of squared distances of rows from their dataset's mean."""
     found = []
     for samples in datasets:
         points, masses = samples.features, samples.masses

@@ -144,7 +144,7 @@ class SlicedResult:
 
 
 def intervals(draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Both ends (P,) of 95% intervals for means over all draws, of draws (P, L); else NaN."""
+    """Return both ends (P,) of 95% intervals for means over all draws, of draws (P, L), or NaN."""
     count = draws.shape[1]
     means = draws.mean(1)
     if count < LEAST_DRAWS:
