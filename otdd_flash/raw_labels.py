@@ -65,11 +65,18 @@ def one_label_a_row(labels: Any, values: NDArray[Any]) -> str:
         values: the same as an array, not one-dimensional.
     """
     if values.ndim == 0:
-        return "give an array of them"
-    array = isinstance(labels, np.ndarray | Tensor)
+        return f"give {'labels.toarray()' if hasattr(labels, 'toarray') else 'an array of them'}"
+    # A matrix of NumPy's stays one.
+    array = isinstance(labels, np.ndarray | Tensor) and not isinstance(labels, np.matrix)
+    given = "labels"
+    # Of one column, whose entries are lists.
+    if hasattr(labels, "iloc") and not hasattr(labels, "columns"):
+        given = "labels.tolist()"
+    elif hasattr(labels, "to_pylist") and not hasattr(labels, "schema"):
+        given = "labels.to_pylist()"
     if values.size == max(values.shape):
-        return f"take {'labels.ravel()' if array else 'np.ravel(labels)'}"
-    argmax = "labels.argmax(axis=1)" if array else "np.argmax(labels, axis=1)"
+        return f"take {'labels.ravel()' if array else f'np.ravel({given})'}"
+    argmax = "labels.argmax(axis=1)" if array else f"np.argmax({given}, axis=1)"
     advice = "several labels for one row are not supported: choose one of its columns"
     if values.ndim != 2 or values.dtype.kind not in "iubf":
         return advice
@@ -193,13 +200,14 @@ def _of_tensor(labels: Tensor) -> NDArray[Any]:
 
 
 def _of_sequence(labels: Any) -> NDArray[Any]:
-    """Return a list or an array; integers and floats together stay the objects that they are."""
+    """Return a list or an array; in lists, what NumPy would bring to one type stays objects."""
     try:
         values = np.asarray(labels)
     except ValueError:
         raise InputError("labels must be one for each row, got lists of several lengths") from None
-    lists = isinstance(labels, list | tuple) and values.dtype.kind == "f"
-    return np.asarray(labels, dtype=object) if lists else values
+    # Of floats and integers NumPy makes floats, of text and anything text.
+    lists = isinstance(labels, list | tuple) and values.dtype.kind in "fUS"
+    return np.asarray(labels, dtype=object) if lists or values.dtype.kind == "T" else values
 
 
 def _decoded(values: NDArray[Any]) -> NDArray[Any]:
@@ -219,10 +227,15 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
     def all_are(*accepted: type) -> bool:
         return all(issubclass(kind, accepted) for kind in kinds)
 
-    if all_are(str):
-        return values.astype(str)
-    if all_are(bytes):
-        return _decoded(values.astype(bytes))
+    if objects and all_are(list, tuple, np.ndarray):
+        # Of a column whose entries are lists.
+        rows = _of_sequence(objects)
+        return _unboxed(rows) if rows.dtype.kind == "O" else rows
+    if all_are(str) or all_are(bytes):
+        text = values.astype(bytes if all_are(bytes) else str)
+        if text.ravel().tolist() != objects:
+            raise InputError("labels must not end in NUL characters, which NumPy drops; strip them")
+        return text if all_are(str) else _decoded(text)
     if all_are(bool, np.bool_):
         return values.astype(bool)
     if not all_are(numbers.Real, Decimal, np.bool_) or any(map(is_missing, objects)):

@@ -106,7 +106,10 @@ def exact_array(what: str, values: Any) -> NDArray[Any]:
     if not is_complete(values) and (columns := columns_of(values)) is not None:
         for column in columns:
             _refuse_missing(what, column)
-            if column.name is not None and _plain(what, column.values, column).dtype.kind in "OUM":
+            if (
+                column.name is not None
+                and _plain(what, column.values, column).dtype.kind not in "fiubc"
+            ):
                 raise InputError(
                     f"{what} must be real numbers, and column {column.name!r} holds "
                     f"{shown(column.values.flat[0])}; leave it out or encode it as numbers"
@@ -235,14 +238,15 @@ def _plain(what: str, array: NDArray[Any], column: Column | None = None) -> NDAr
 
 def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArray[Any]:
     """Return Python's numbers as integers of 64 bits, or else as float64."""
-    objects = array.ravel().tolist()
+    # NumPy's own numbers compare with others in floating point.
+    objects = [n.item() if isinstance(n, np.generic) else n for n in array.ravel().tolist()]
     kinds = set(map(type, objects))
-    if not all(issubclass(kind, numbers.Real | Decimal | np.bool_) for kind in kinds):
+    if not all(issubclass(kind, numbers.Real | Decimal) for kind in kinds):
         missing = np.fromiter(map(is_missing, objects), bool, len(objects)).reshape(array.shape)
         if missing.any():
             _refuse_missing(what, Column(column and column.name, array, missing))
         return array
-    if all(issubclass(kind, numbers.Integral | np.bool_) for kind in kinds):
+    if all(issubclass(kind, numbers.Integral) for kind in kinds):
         integers = of_integers(list(map(int, objects)))
         if integers.dtype != object:
             return integers.reshape(array.shape)

@@ -370,7 +370,7 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
     labels = real_tensor("labels", values)
     if labels.shape != (n,):
         advice = ""
-        if labels.ndim == 2:
+        if labels.ndim != 1:
             advice = f"; {one_label_a_row(values, labels.detach().cpu().double().numpy())}"
         raise InputError(
             f"labels must have shape ({n},) as features, got {tuple(labels.shape)}{advice}"

@@ -174,6 +174,10 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "lists with a fraction": lambda rows: [*rows, [0.5]],
     "objects": lambda rows: np.array(rows, object),
     "decimals": lambda rows: [[Decimal(value) for value in row] for row in rows],
+    "numbers of NumPy's": lambda rows: [
+        *([np.int64(v) for v in row] for row in rows),
+        [np.half(1)],
+    ],
     "fractions": lambda rows: [[Fraction(value) for value in row] for row in rows],
     "objects of longdouble": lambda rows: np.array([[np.longdouble(ODD - 1) + 1]], object),
     "a table": lambda rows: pd.DataFrame({"a": int64(rows)[:, 0], "b": [0.5] * len(rows)}),
@@ -210,6 +214,7 @@ def test_integers_that_float64_rounds_are_refused_whatever_holds_them(held: str)
         ([[Decimal(2**53) + Decimal("0.5")]], "got 9007199254740992.5 at row 0"),
         ([["1"]], "must be real numbers, got list of 1 items"),
         ([[1], [2, 3]], "must be real numbers, got list of 2 items"),
+        (pd.DataFrame({"a": pd.to_timedelta(["1D"])}), "and column 'a' holds .*; leave it out"),
         (pd.DataFrame({"a": [1.0], "b": ["x"]}), "and column 'b' holds 'x'; leave it out"),
     ],
 )
