@@ -106,10 +106,8 @@ def exact_array(what: str, values: Any) -> NDArray[Any]:
     if not is_complete(values) and (columns := columns_of(values)) is not None:
         for column in columns:
             _refuse_missing(what, column)
-            if (
-                column.name is not None
-                and _plain(what, column.values, column).dtype.kind not in "fiubc"
-            ):
+            kind = _plain(what, column.values, column).dtype.kind
+            if column.name is not None and kind not in "fiubc":
                 raise InputError(
                     f"{what} must be real numbers, and column {column.name!r} holds "
                     f"{shown(column.values.flat[0])}; leave it out or encode it as numbers"

@@ -174,10 +174,7 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "lists with a fraction": lambda rows: [*rows, [0.5]],
     "objects": lambda rows: np.array(rows, object),
     "decimals": lambda rows: [[Decimal(value) for value in row] for row in rows],
-    "numbers of NumPy's": lambda rows: [
-        *([np.int64(v) for v in row] for row in rows),
-        [np.half(1)],
-    ],
+    "NumPy's numbers": lambda rows: [[np.int64(row[0])] for row in rows] + [[np.half(1)]],
     "fractions": lambda rows: [[Fraction(value) for value in row] for row in rows],
     "objects of longdouble": lambda rows: np.array([[np.longdouble(ODD - 1) + 1]], object),
     "a table": lambda rows: pd.DataFrame({"a": int64(rows)[:, 0], "b": [0.5] * len(rows)}),

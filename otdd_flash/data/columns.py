@@ -115,4 +115,4 @@ def _kind(feature: Any) -> Kind:
     dtype = str(getattr(feature, "dtype", ""))
     if isinstance(feature, datasets.Value) and "string" in dtype:
         return "text"
-    return "number" if dtype.startswith(("int", "uint", "float", "bool")) else "other"
+    return "number" if dtype.startswith(("int", "uint", "float", "bool", "decimal")) else "other"
