@@ -36,9 +36,9 @@ def tail_excess(numbers: Tensor) -> Tensor:
     """
     largest = max(2, round(math.sqrt(numbers.shape[-1])))
     logs = numbers.topk(largest + 1, -1).values.log()
-    index = (logs[..., :largest] - logs[..., largest:]).mean(-1)
-    excess = index * (1 + 1 / math.sqrt(largest)) - LIGHT
-    return excess.clamp_min(0).nan_to_num(0, posinf=math.inf)
+    # Two numbers that are 0 are as far apart as any that are equal.
+    apart = (logs[..., :largest] - logs[..., largest:]).nan_to_num(0, posinf=math.inf)
+    return (apart.mean(-1) * (1 + 1 / math.sqrt(largest)) - LIGHT).clamp_min(0)
 
 
 def rows_excess(*datasets: LabeledSamples) -> float:
