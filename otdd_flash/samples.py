@@ -74,8 +74,8 @@ class LabeledSamples:
 
     @untraced
     def __post_init__(self) -> None:
-        # The default type does not change numbers of lists, and no inference tensor is made of
-        # shared memory.
+        # Numbers of lists are those of any default type, and memory that is shared is no inference
+        # tensor.
         with own_settings():
             self._prepare()
 
