@@ -29,7 +29,7 @@ lint: .venv/.installed  ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fuzz: .venv/.installed  ## thousands of random commands, calls, damaged files and kills
+fuzz: .venv/.installed  ## thousands of random commands, calls, damaged files, images and kills
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.fuzz
 
 check-install: .venv/.installed  ## build the package and run the demonstration from what was built

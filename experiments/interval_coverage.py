@@ -47,10 +47,10 @@ from otdd_flash.sampling.subsampling import (
     deviation_interval,
     sampling_rate,
 )
-from otdd_flash.sampling.tails import tail_excess
 from otdd_flash.sliced.distances import chunk_distances, prepare
 from otdd_flash.sliced.draws import DRAWS_PER_CHUNK, Draws, draw_chunk
 from otdd_flash.sliced.result import LEAST_DRAWS, intervals
+from otdd_flash.sliced.tails import tail_excess
 from otdd_flash.study.statistics.jackknife import (
     LEVEL,
     Replicates,

@@ -88,8 +88,7 @@ def refused(name: str, accepted: str, value: object) -> InputError:
 def shown(value: object) -> str:
     """A value as messages show it: in full where it is short, else what it is."""
     if value is None or isinstance(value, bool | numbers.Number | str | os.PathLike):
-        text = display(repr(value) if isinstance(value, str) else str(value), None)
-        return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+        return display(repr(value) if isinstance(value, str) else str(value), LONGEST_SHOWN)
     kind = type(value).__qualname__
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple):
@@ -158,7 +157,7 @@ def text(name: str, value: Any) -> str:
 
 
 def path(name: str, value: Any) -> Any:
-    """A path, as text or as an object, not empty; a leading `~` is expanded.
+    """Return a path, as text or as an object, with a leading `~` expanded; refuse empty ones.
 
     The only place where paths that users give are made ready for the file system.
     """
@@ -178,7 +177,7 @@ def path(name: str, value: Any) -> Any:
 
 
 def word(name: str, value: Any) -> str:
-    """Text that is not empty."""
+    """Return text that is not empty."""
     if not text(name, value).strip():
         raise InputError(f"{name} must not be empty, got {value!r}; leave it out instead")
     return str(value)

@@ -77,13 +77,13 @@ def contributions_of(
         divergence: the solved terms.
         method: how class distances were measured; those of `gaussian` and `means` move with the
             masses, unless the table is one of other rows.
-        required: whether potentials that are not determined are an error.
+        required: whether potentials that the masses do not determine are an error.
 
     Raises:
-        ConvergenceError: they are.
+        ConvergenceError: potentials are not determined, and `required`.
 
     Warns:
-        NotConvergedWarning: they are not determined, and need not be.
+        NotConvergedWarning: potentials are not determined, and not `required`.
     """
     debias = divergence.xx is not None
     moved = any(True for _ in _metrics(method))
@@ -107,7 +107,7 @@ def contributions_of(
 
 
 def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> Tensor:
-    """Least and most s_c of each class, (2, V)."""
+    """Return the least and the most s_c of each class, (2, V)."""
     masses = source.masses.cpu()
     count = max(1, source.class_total)
     labels = torch.zeros(len(masses), dtype=torch.int64)

@@ -77,7 +77,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Leave inference mode, without gradients, and autocast; defaults are float32 and the CPU."""
+    """Turn inference mode into `no_grad`, end autocast, and make float32 and the CPU defaults."""
     with ExitStack() as settings:
         if torch.is_inference_mode_enabled():
             settings.enter_context(torch.inference_mode(False))
@@ -116,7 +116,7 @@ def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
 
 def _check_eager(name: str) -> None:
     """Raise an `InputError` where operations are recorded, or tensors are fake."""
-    # Imported by whoever records.
+    # Imported by what records operations.
     fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
     # An example: modes make tensors of a class of their own.
     if type(torch.empty(0)) is not Tensor or (fx is not None and fx.get_proxy_mode() is not None):

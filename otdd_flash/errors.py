@@ -79,7 +79,7 @@ def choose(kind: str, name: str, known: tuple[str, ...]) -> str:
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the line that called this package, however deep inside of it this is called."""
     torch = sys.modules.get("torch")
-    # Torch calls back, and stands between: decorators, backward passes.
+    # Frames of PyTorch lie between ours and the caller: decorators, backward passes.
     there = [] if torch is None else [os.path.join(os.path.dirname(str(torch.__file__)), "")]
     inner = (HERE, *there)
     level, frame = 2, sys._getframe(1)

@@ -62,22 +62,19 @@ def fingerprint(
     return hashlib.sha256(header + (total % MODULUS).to_bytes(32, "little")).hexdigest()
 
 
-def digest_of_rows(
-    features: Tensor, labels: Tensor | None, weights: Tensor | None, *, first: int = 0
-) -> int:
-    """The sum of the digests of rows as they are stored, modulo 2^256; sums of parts add up.
+def digest_of_rows(features: Tensor, *, first: int = 0) -> int:
+    """Sum the digests of rows as they are stored, modulo 2^256; sums of parts add up.
 
     Args:
         features: (n, d).
-        labels: (n,) or None.
-        weights: (n,) or None.
-        first: number of the first row in the whole dataset.
+        first: number of the first row in the whole matrix.
     """
     total = 0
     for rows in _blocks(features):
         numbers = torch.arange(first + rows.start, first + rows.stop)
-        parts = [numbers, _read(features, rows)]
-        total += _sum([*parts, *(p[rows].cpu() for p in (labels, weights) if p is not None)])
+        total += _sum_of_digests(
+            np.concatenate([_bytes(numbers), _bytes(_read(features, rows))], 1)
+        )
     return total % MODULUS
 
 
@@ -88,7 +85,7 @@ def _blocks(features: Tensor) -> Iterator[slice]:
 
 
 def _sum_of_values(columns: Sequence[NDArray[Any]], dtype: str) -> int:
-    """The sum of the digests of rows: numbers (k,), features (k, d) in a type, labels, weights."""
+    """Sum the digests of rows: numbers (k,), features (k, d) in a type, labels, weights."""
     numbers, values, *others = columns
     kinds = [(dtype, values.shape[1:]), *(other.dtype.newbyteorder("<") for other in others)]
     places = [f"{place}" for place in range(len(columns))]
@@ -99,11 +96,6 @@ def _sum_of_values(columns: Sequence[NDArray[Any]], dtype: str) -> int:
         if place != "1":
             content[place] = column
     return _sum_of_digests(content.view(np.uint8).reshape(len(content), content.itemsize))
-
-
-def _sum(parts: Sequence[Tensor]) -> int:
-    """The sum of the digests of rows, of which each part holds some bytes."""
-    return _sum_of_digests(np.concatenate([_bytes(part) for part in parts], 1))
 
 
 def _sum_of_digests(content: NDArray[np.uint8]) -> int:

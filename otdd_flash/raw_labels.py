@@ -65,11 +65,18 @@ def one_label_a_row(labels: Any, values: NDArray[Any]) -> str:
         values: the same as an array, not one-dimensional.
     """
     if values.ndim == 0:
-        return "give an array of them"
-    array = isinstance(labels, np.ndarray | Tensor)
+        return f"give {'labels.toarray()' if hasattr(labels, 'toarray') else 'an array of them'}"
+    # A matrix of NumPy's stays one.
+    array = isinstance(labels, np.ndarray | Tensor) and not isinstance(labels, np.matrix)
+    given = "labels"
+    # Of one column, whose entries are lists.
+    if hasattr(labels, "iloc") and not hasattr(labels, "columns"):
+        given = "labels.tolist()"
+    elif hasattr(labels, "to_pylist") and not hasattr(labels, "schema"):
+        given = "labels.to_pylist()"
     if values.size == max(values.shape):
-        return f"take {'labels.ravel()' if array else 'np.ravel(labels)'}"
-    argmax = "labels.argmax(axis=1)" if array else "np.argmax(labels, axis=1)"
+        return f"take {'labels.ravel()' if array else f'np.ravel({given})'}"
+    argmax = "labels.argmax(axis=1)" if array else f"np.argmax({given}, axis=1)"
     advice = "several labels for one row are not supported: choose one of its columns"
     if values.ndim != 2 or values.dtype.kind not in "iubf":
         return advice
@@ -140,25 +147,26 @@ def without_fractions(values: NDArray[Any]) -> NDArray[Any]:
     whole = values.dtype.kind == "f" and bool((values == np.floor(values)).all())
     if not whole or not bool(np.isfinite(values).all()):
         return values
-    check_unrounded(values, int(2 / np.finfo(values.dtype).eps))
+    check_unrounded(values, values.dtype)
     return values.astype(np.int64)
 
 
-def check_unrounded(values: NDArray[Any], limit: int, kind: str | None = None) -> None:
+def check_unrounded(values: NDArray[Any], kind: np.dtype[Any] | torch.dtype) -> None:
     """Refuse whole numbers in floats that may be several integers, rounded to one.
 
     Args:
-        values: the numbers.
-        limit: from which on not every integer is one of the type.
-        kind: the type, where it is another than that of the values.
+        values: the numbers, in any type.
+        kind: the floating-point type in which they were given.
 
     Raises:
-        InputError: as said; the message names the rows.
+        InputError: some are so large that the type lacks integers; the message names the rows.
     """
+    ends = torch.finfo(kind) if isinstance(kind, torch.dtype) else np.finfo(kind)
+    limit = int(2 / ends.eps)
     if (large := np.abs(values) >= limit).any():
         raise InputError(
             f"labels must be integers or text, got {values[large][0]:.0f} {rows_shown(large)} as "
-            f"{kind or values.dtype}, which rounds integers beyond {limit}, so that classes may "
+            f"{kind}, which rounds integers beyond {limit}, so that classes may "
             "have become one; give them as integers"
         )
 
@@ -186,20 +194,20 @@ def is_missing(value: Any) -> bool:
 def _of_tensor(labels: Tensor) -> NDArray[Any]:
     if labels.dtype.is_floating_point and labels.dtype not in NUMPY_FLOATS:
         values = np.asarray(labels.float().numpy())
-        limit = int(2 / torch.finfo(labels.dtype).eps)
-        check_unrounded(np.nan_to_num(values), limit, str(labels.dtype))
+        check_unrounded(np.nan_to_num(values), labels.dtype)
         return values
     return np.asarray(labels.numpy())
 
 
 def _of_sequence(labels: Any) -> NDArray[Any]:
-    """Return a list or an array; integers and floats together stay the objects that they are."""
+    """Return a list or an array; in lists, what NumPy would bring to one type stays objects."""
     try:
         values = np.asarray(labels)
     except ValueError:
         raise InputError("labels must be one for each row, got lists of several lengths") from None
-    lists = isinstance(labels, list | tuple) and values.dtype.kind == "f"
-    return np.asarray(labels, dtype=object) if lists else values
+    # Of floats and integers NumPy makes floats, of text and anything text.
+    lists = isinstance(labels, list | tuple) and values.dtype.kind in "fUS"
+    return np.asarray(labels, dtype=object) if lists or values.dtype.kind == "T" else values
 
 
 def _decoded(values: NDArray[Any]) -> NDArray[Any]:
@@ -219,10 +227,15 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
     def all_are(*accepted: type) -> bool:
         return all(issubclass(kind, accepted) for kind in kinds)
 
-    if all_are(str):
-        return values.astype(str)
-    if all_are(bytes):
-        return _decoded(values.astype(bytes))
+    if objects and all_are(list, tuple, np.ndarray):
+        # Of a column whose entries are lists.
+        rows = _of_sequence(objects)
+        return _unboxed(rows) if rows.dtype.kind == "O" else rows
+    if all_are(str) or all_are(bytes):
+        text = values.astype(bytes if all_are(bytes) else str)
+        if text.ravel().tolist() != objects:
+            raise InputError("labels must not end in NUL characters, which NumPy drops; strip them")
+        return text if all_are(str) else _decoded(text)
     if all_are(bool, np.bool_):
         return values.astype(bool)
     if not all_are(numbers.Real, Decimal, np.bool_) or any(map(is_missing, objects)):
@@ -232,17 +245,19 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
             return np.array(list(map(float, objects))).reshape(values.shape)
         for kind in kinds:
             if issubclass(kind, float | np.floating):
-                own: np.dtype[Any] = np.dtype(kind)
-                limit = int(2 / float(np.finfo(own).eps))
                 floats = [n if isinstance(n, kind) else 0.0 for n in objects]
-                check_unrounded(np.array(floats, np.float64), limit, str(own))
-    integers = np.array(list(map(int, objects)), dtype=object)
-    for whole in (np.int64, np.uint64):
-        low, high = np.iinfo(whole).min, np.iinfo(whole).max
-        if all(low <= number <= high for number in integers):
-            integers = integers.astype(whole)
-            break
-    return integers.reshape(values.shape)
+                check_unrounded(np.array(floats, np.float64), np.dtype(kind))
+    return of_integers(list(map(int, objects))).reshape(values.shape)
+
+
+def of_integers(integers: list[int]) -> NDArray[Any]:
+    """Return integers as an array of 64 bits, signed if it can be; as objects if neither can."""
+    array = np.array(integers, dtype=object)
+    for kind in (np.int64, np.uint64):
+        ends = np.iinfo(kind)
+        if all(ends.min <= number <= ends.max for number in integers):
+            return array.astype(kind)
+    return array
 
 
 def _is_whole(number: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from otdd_flash.checks import check_numbers, shown
 from otdd_flash.errors import InputError
-from otdd_flash.raw_labels import is_missing, rows_shown
+from otdd_flash.raw_labels import is_missing, of_integers, rows_shown
 from otdd_flash.table_columns import Column, columns_of, is_complete
 
 # float32 and float64 hold every integer up to these.
@@ -61,7 +61,7 @@ def real_tensor(what: str, values: Any) -> Tensor:
 
 
 def in_one_row(tensor: Tensor) -> Tensor:
-    """All entries in order, (numel,) with stride 1, to read their bits; a view where it can be.
+    """Return all entries in order, (numel,) with stride 1, to read their bits; a view if possible.
 
     One row or column is contiguous at any stride, and a view of another type needs that of 1.
     """
@@ -106,7 +106,8 @@ def exact_array(what: str, values: Any) -> NDArray[Any]:
     if not is_complete(values) and (columns := columns_of(values)) is not None:
         for column in columns:
             _refuse_missing(what, column)
-            if column.name is not None and _plain(what, column.values, column).dtype.kind in "OUM":
+            kind = _plain(what, column.values, column).dtype.kind
+            if column.name is not None and kind not in "fiubc":
                 raise InputError(
                     f"{what} must be real numbers, and column {column.name!r} holds "
                     f"{shown(column.values.flat[0])}; leave it out or encode it as numbers"
@@ -235,18 +236,18 @@ def _plain(what: str, array: NDArray[Any], column: Column | None = None) -> NDAr
 
 def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArray[Any]:
     """Return Python's numbers as integers of 64 bits, or else as float64."""
-    objects = array.ravel().tolist()
+    # NumPy's own numbers compare with others in floating point.
+    objects = [n.item() if isinstance(n, np.generic) else n for n in array.ravel().tolist()]
     kinds = set(map(type, objects))
-    if not all(issubclass(kind, numbers.Real | Decimal | np.bool_) for kind in kinds):
+    if not all(issubclass(kind, numbers.Real | Decimal) for kind in kinds):
         missing = np.fromiter(map(is_missing, objects), bool, len(objects)).reshape(array.shape)
         if missing.any():
             _refuse_missing(what, Column(column and column.name, array, missing))
         return array
-    if all(issubclass(kind, numbers.Integral | np.bool_) for kind in kinds):
-        for kind in (np.int64, np.uint64):
-            low, high = np.iinfo(kind).min, np.iinfo(kind).max
-            if all(low <= number <= high for number in map(int, objects)):
-                return np.array(list(map(int, objects)), kind).reshape(array.shape)
+    if all(issubclass(kind, numbers.Integral) for kind in kinds):
+        integers = of_integers(list(map(int, objects)))
+        if integers.dtype != object:
+            return integers.reshape(array.shape)
     doubles = np.array([_nearest(number) for number in objects], np.float64)
     decisive = (np.abs(doubles) >= LARGEST_IN_DOUBLE) | (np.longdouble in kinds)
     for place in np.flatnonzero(decisive).tolist():

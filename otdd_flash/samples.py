@@ -191,7 +191,7 @@ class LabeledSamples:
         return found
 
     def detached(self) -> LabeledSamples:
-        """The same samples outside of autograd and inference mode; these ones if they are."""
+        """Return these samples outside of autograd and inference mode; themselves if they are."""
         parts = {"features": self.features, "labels": self.labels, "weights": self.weights}
         # Autograd cannot save what was made in inference mode. Files make plain tensors.
         copied: dict[str, Any] = {
@@ -370,7 +370,7 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
     labels = real_tensor("labels", values)
     if labels.shape != (n,):
         advice = ""
-        if labels.ndim == 2:
+        if labels.ndim != 1:
             advice = f"; {one_label_a_row(values, labels.detach().cpu().double().numpy())}"
         raise InputError(
             f"labels must have shape ({n},) as features, got {tuple(labels.shape)}{advice}"
@@ -386,8 +386,8 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
             f"labels must lie in [0, {len(class_names)}), one per class name, got {low} to {high}; "
             "LabeledSamples.from_arrays numbers labels in any scheme"
         )
-    if given.is_floating_point and high >= (limit := int(2 / torch.finfo(given).eps)):
-        check_unrounded(labels.cpu().numpy(), limit, str(given))
+    if given.is_floating_point:
+        check_unrounded(labels.cpu().numpy(), given)
     return labels
 
 
@@ -442,7 +442,7 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
 
 
 def _may_be_shard() -> bool:
-    """Whether this is one of several processes, in which rows without mass may be all of a shard.
+    """Whether this is one of several processes, whose shard may consist of rows without mass.
 
     An error here would leave the others waiting for it.
     """

@@ -69,11 +69,11 @@ def interval(value: float, lower: float, upper: float) -> str:
 
 
 def display(text: object, limit: int | None = LONGEST_NAME) -> str:
-    r"""One line of text that is safe to print: no control, invisible or undecodable characters.
+    r"""Return text in one line that is safe to print.
 
-    Those become the escapes that Python writes for them (`\x1b`, `\n`, `\u202e`). Passwords in
-    addresses and values from the environment (`conceal`) are hidden. Text that was displayed before
-    comes out as it is.
+    Control, invisible and undecodable characters become the escapes that Python writes for them
+    (`\x1b`, `\n`, `\u202e`). Passwords in addresses and values from the environment (`conceal`) are
+    hidden. Text that was displayed before comes out as it is.
 
     Args:
         text: a name, a path or a sentence; any other object as its `str`.
@@ -98,26 +98,26 @@ def display(text: object, limit: int | None = LONGEST_NAME) -> str:
 
 
 def sentence(text: object) -> str:
-    """A message in one line, lines of it joined; of a very long one the beginning and the end."""
+    """Return a message in one line; of a very long one, the beginning and the end."""
     given = str(text)
     return display(" ".join(given.splitlines()) if "\n" in given else given, LONGEST_MESSAGE)
 
 
 def listing(names: Iterable[object], most: int = 50) -> str:
-    """Names in a sentence, each displayed, and how many there are beyond the first `most`."""
+    """List names for a sentence, each displayed, and count those beyond the first `most`."""
     given = [*names]
     shown = ", ".join(display(name) for name in given[:most])
     return shown if len(given) <= most else f"{shown}, ... {len(given) - most:,} more"
 
 
 def shorten(name: str, length: int) -> str:
-    """`name` on one line in at most `length` characters, cut with an ellipsis."""
+    """Return `name` in one line of at most `length` characters, cut with an ellipsis."""
     line = display(" ".join(hidden(name).split())[: 8 * length], None)
     return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
 def csv_cell(text: str) -> str:
-    """Text as a cell of a csv file, which no spreadsheet takes for a formula.
+    """Return text as a cell of a csv file, which no spreadsheet takes for a formula.
 
     What begins like one (`=`, `+`, `-`, `@`, maybe behind spaces) gets an apostrophe in front, and
     so does what begins with an apostrophe: readers take one away. Plain numbers stay as they are.
@@ -128,12 +128,12 @@ def csv_cell(text: str) -> str:
 
 
 def html_text(text: object, limit: int | None = LONGEST_NAME) -> str:
-    """Text for HTML, between tags or in a quoted attribute."""
+    """Return text for HTML, between tags or in a quoted attribute."""
     return escape(display(text, limit))
 
 
 def hidden(text: str) -> str:
-    """Text without passwords in addresses, and without values that `conceal` was told of."""
+    """Return text without passwords in addresses and without values that were concealed."""
     # The longest first: one may be the beginning of another.
     for value, shown in sorted(_concealed.items(), key=lambda item: -len(item[0])):
         text = text.replace(value, shown)
@@ -143,7 +143,7 @@ def hidden(text: str) -> str:
 
 
 def conceal(value: str, shown: str) -> None:
-    """Have `hidden` put something else in the place of a value from now on, in this process.
+    """Make `hidden` show something else in the place of a value, from now on in this process.
 
     A value of fewer than 6 characters stays, as it would hide parts of other words; so does a
     folder that exists, which is a place and no secret.
@@ -153,7 +153,7 @@ def conceal(value: str, shown: str) -> None:
 
 
 def _seen(character: str) -> str:
-    """A character as it is if it can be seen, spaces of all widths included; else its escape."""
+    """Return a visible character or a space of any width as it is, any other as its escape."""
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return UNSEEN.sub(_escaped, character)
     return character.encode("unicode_escape").decode()

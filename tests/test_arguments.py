@@ -422,6 +422,8 @@ def test_a_flow_takes_few_arguments() -> None:
 
 
 def test_long_values_are_shown_in_short() -> None:
-    assert checks.shown("x" * 100).endswith("...")
+    text = checks.shown("x" * 100)
+    assert text.endswith("… (102 characters)")
+    assert len(text) <= checks.LONGEST_SHOWN
     assert checks.shown(np.eye(3)) == "ndarray of shape (3, 3)"
     assert checks.shown([1, 2]) == "list of 2 items"

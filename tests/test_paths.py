@@ -10,7 +10,7 @@ import pytest
 
 import otdd_flash as otdd
 from otdd_flash.checks import path
-from otdd_flash.commands.choices import refused_choice, twice_given, with_folders
+from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
 from otdd_flash.data.writing import write_npz
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.report.distance.writing import write_report
@@ -104,10 +104,10 @@ def test_folders_of_runs_before_hydra_reads_them(home: Path, key: str) -> None:
 def test_a_group_takes_one_choice(group: str) -> None:
     for given in ("[exact,means]", "[exact]", "'[exact, means]'", "means,[exact,none]", "{a:1}"):
         for prefix in ("", "+", "++"):
-            found = refused_choice(["epsilon=1", f"{prefix}{group}={given}"])
+            found = refused_argument(["epsilon=1", f"{prefix}{group}={given}"])
             assert found is not None
             assert found.startswith(f"{group} takes one choice, got {given}; write {group}=CHOICE")
-    assert refused_choice([f"{group}.key=[1,2]", "study.tasks=[{name: mnist}]"]) is None
+    assert refused_argument([f"{group}.key=[1,2]", "study.tasks=[{name: mnist}]"]) is None
 
 
 def test_a_key_that_is_given_twice_is_said() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import scipy.sparse
 import torch
 
 from otdd_flash.errors import InputError
@@ -170,6 +171,7 @@ BIG = 1 << 60
         (np.array([b"b", b"a"], object), ("a", "b")),
         (np.array([(1 << 24) - 1, 0], np.float32), ("0", f"{(1 << 24) - 1}")),
         (torch.tensor([255, 0], dtype=torch.bfloat16), ("0", "255")),
+        (np.array(["b", "a"], np.dtypes.StringDType()), ("a", "b")),
     ],
 )
 def test_labels_are_exact(labels, names):
@@ -186,6 +188,12 @@ def test_labels_are_exact(labels, names):
         ([1, np.float32(1 << 24)], "got 16777216 at row 1 as float32"),
         ([np.inf, 1.0], r"integers or strings, got float64 such as \[inf\]"),
         (np.array([1, "a"], object), r"got object such as \[1\]; bring all to one type"),
+        # NumPy makes text of these, in which two classes are one, and a missing label a class.
+        ([1, "1"], r"got object such as \[1\]; bring all to one type"),
+        ([True, "True"], r"got object such as \[True\]; bring all to one type"),
+        (["a", np.nan], "1 label is missing, at row 1"),
+        (["a", "a\0"], "NUL characters, which NumPy drops; strip them"),
+        ([b"a", b"a\0"], "NUL characters, which NumPy drops; strip them"),
         ([[1], [1, 2]], "one for each row, got lists of several lengths"),
     ],
 )
@@ -215,6 +223,12 @@ def test_class_indices_that_may_have_been_rounded_are_refused():
         (np.array([[3, 1], [2, 5]]), "several labels for one row are not supported"),
         (np.array([["a", "b"], ["a", "c"]]), "several labels for one row are not supported"),
         (np.array(3), "give an array of them"),
+        (scipy.sparse.csr_array(np.eye(3)), r"give labels\.toarray\(\)$"),
+        (np.matrix([[0], [1], [1]]), r"take np\.ravel\(labels\)$"),
+        (pd.Series([[0], [1], [1]]), r"take np\.ravel\(labels\.tolist\(\)\)$"),
+        (pd.Series(list(np.eye(3))), r"take np\.argmax\(labels\.tolist\(\), axis=1\)$"),
+        (pa.array([[0], [1], [1]]), r"take np\.ravel\(labels\.to_pylist\(\)\)$"),
+        (pa.table({"y": [0, 1, 1]}), r"take np\.ravel\(labels\)$"),
     ],
 )
 def test_advice_for_labels_of_another_shape_is_right_for_them(labels, advice):
@@ -223,10 +237,15 @@ def test_advice_for_labels_of_another_shape_is_right_for_them(labels, advice):
         encode_labels(labels)
 
 
-@pytest.mark.parametrize("one_hot", [False, True])
-def test_advice_for_class_indices_of_another_shape_is_right_for_them(one_hot):
-    labels = torch.eye(3) if one_hot else torch.tensor([[0], [1], [2]])
-    advice = r"labels\.argmax\(axis=1\)" if one_hot else r"labels\.ravel\(\)"
+@pytest.mark.parametrize(
+    ("labels", "advice"),
+    [
+        (torch.eye(3), r"labels\.argmax\(axis=1\)"),
+        (torch.tensor([[0], [1], [2]]), r"labels\.ravel\(\)"),
+        (torch.tensor([[[0]], [[1]], [[2]]]), r"labels\.ravel\(\)"),
+    ],
+)
+def test_advice_for_class_indices_of_another_shape_is_right_for_them(labels, advice):
     with pytest.raises(InputError, match=rf"must have shape \(3,\) as features, .*{advice}"):
         LabeledSamples(FEATURES[:3], labels, NAMES)
 

@@ -10,6 +10,7 @@ from otdd_flash.shown import (
     LONGEST_MESSAGE,
     csv_cell,
     display,
+    hidden,
     html_text,
     interval,
     listing,
@@ -139,3 +140,17 @@ def test_what_a_session_shows_holds_no_control() -> None:
         otdd.dataset_distance(hostile, otdd.LabeledSamples(torch.zeros(3, 5), None, ()))
     shown.append(str(refused.value))
     assert all(text.isprintable() for text in shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:pa@ss@host/x", "https://***@host/x"),
+        ("s3://token@bucket/key", "s3://***@bucket/key"),
+        ("https://h/x?a=1&X-Amz-Signature=abc", "https://h/x?a=1&X-Amz-Signature=***"),
+        ("https://h/x?access_token=abc&b=2", "https://h/x?access_token=***&b=2"),
+        ("mail me@home", "mail me@home"),
+    ],
+)
+def test_addresses_are_shown_without_passwords(text: str, shown: str) -> None:
+    assert hidden(text) == shown

@@ -188,7 +188,7 @@ PAIR: Declaration = {"source": samples, "target": samples}
 
 
 def traced_tensor(shape: str) -> Check:
-    """A tensor, or what stands for one in traces: a fake one, which has a shape alone."""
+    """Accept a tensor, or a fake one, which stands for it in traces and has a shape alone."""
     plain = tensor(shape)
 
     def check(name: str, value: Any) -> Any:

@@ -131,7 +131,7 @@ class SmallPlans:
 
     @property
     def marginal_error(self) -> Tensor:
-        """The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 (B,), as measured but for rounding.
+        """The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 (B,), exact but for rounding.
 
         It is that of rows: columns have their masses after the last update. Plans that are given
         back in float16 or bfloat16 are rounded after it was measured.

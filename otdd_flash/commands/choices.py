@@ -22,7 +22,7 @@ NO_NAME = re.compile(
 
 
 def refused_argument(arguments: Iterable[str]) -> str | None:
-    """Why an argument such as source=null, source=[3] or ~epsilon is none; None where all are."""
+    """Say why an argument such as source=null, source=[3] or ~epsilon is refused, if it is."""
     for argument in arguments:
         if len(argument) > 2 and RERUN.startswith(argument.partition("=")[0]):
             return (
@@ -47,7 +47,7 @@ def refused_argument(arguments: Iterable[str]) -> str | None:
 
 
 def with_folders(arguments: Iterable[str]) -> list[str]:
-    """The arguments with `~` expanded in the folders of runs, which Hydra takes as they are.
+    """Return the arguments with `~` expanded in folders of runs, which Hydra does not do.
 
     Raises:
         InputError: such a folder is empty, or of no user.
@@ -68,7 +68,7 @@ def with_folders(arguments: Iterable[str]) -> list[str]:
 
 
 def twice_given(arguments: Iterable[str]) -> list[str]:
-    """A sentence for every key that is given more than once; its last value counts."""
+    """Return a sentence for every key that is given more than once; its last value counts."""
     given: dict[str, list[str]] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")

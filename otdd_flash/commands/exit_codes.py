@@ -33,7 +33,7 @@ WORDS = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE, 
 
 
 def limit_of_the_system(error: BaseException) -> str | None:
-    """Which limit of the system an error comes from, and the way out; None for any other error.
+    """Say which limit of the system an error comes from, and the way out; None for other errors.
 
     Libraries raise errors of their own for it, such as an ImportError, with the system's words.
     """

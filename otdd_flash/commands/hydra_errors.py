@@ -42,7 +42,7 @@ OURS, HYDRAS = "otdd_flash", ("hydra", "omegaconf")
 
 
 def sentence(error: Exception, arguments: Sequence[str]) -> str | None:
-    """What is wrong, in one line; None for an error that arguments and files have no part in."""
+    """Say what is wrong in one line; return None if arguments and files have no part in it."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if (limit := exit_codes.limit_of_the_system(error)) is not None:
         return limit
@@ -91,7 +91,7 @@ def sentence(error: Exception, arguments: Sequence[str]) -> str | None:
 
 
 def unresolved(error: InterpolationResolutionError, config: Any) -> str:
-    """Which setting refers to something that is not there, and how.
+    """Say which setting refers to something that is not there, and how.
 
     Args:
         error: of the reference.
@@ -107,7 +107,7 @@ def unresolved(error: InterpolationResolutionError, config: Any) -> str:
 
 
 def given_at(config: Any, key: str) -> tuple[str, Any]:
-    """The key that a dotted key follows by references, and what was given there."""
+    """Follow the references of a dotted key; return the last key, and what was given there."""
     plain = None if config is None else OmegaConf.to_container(config, resolve=False)
     followed, written = [key], _entry(plain, key)
     while reference := REFERENCE.fullmatch(str(written)):
@@ -120,7 +120,7 @@ def given_at(config: Any, key: str) -> tuple[str, Any]:
 
 
 def _entry(plain: Any, key: str) -> Any:
-    """The entry of nested dictionaries and lists under a dotted key; None if there is none."""
+    """Return the entry of nested dictionaries and lists under a dotted key, or None."""
     for part in re.findall(r"[^.\[\]]+", key):
         try:
             plain = plain[int(part) if isinstance(plain, list) else part]
@@ -140,7 +140,7 @@ def check_references(config: Any) -> None:
 
 
 def _unreadable(argument: str, message: str) -> str:
-    """Why Hydra cannot parse an argument, and what is meant."""
+    """Say why Hydra cannot parse an argument, and what may be meant."""
     key, equals, value = argument.partition("=")
     shown = repr(argument if len(argument) <= LONGEST else f"{argument[:LONGEST]}...")
     if not equals:
@@ -156,14 +156,14 @@ def _unreadable(argument: str, message: str) -> str:
     # Within quotes, backslashes count as such but before a quote.
     quoted = re.sub(r"(\\*)('|$)", lambda run: run[1] * 2 + ("\\'" if run[2] else ""), value)
     return (
-        f"cannot read {shown}; close what is open of quotes and brackets, or where they and other "
+        f"cannot read {shown}; close open quotes and brackets, or where they and other "
         f"signs belong to a text, write {key}='{quoted[:LONGEST]}', all of it within quotes of the "
         "shell"
     )
 
 
 def _ended_hydra(error: Exception, arguments: Sequence[str]) -> str | None:
-    """What a setting of Hydra's own has led to; None if the error was raised elsewhere."""
+    """Say which of Hydra's own settings led to an error; None if it was raised elsewhere."""
     modules = (
         str(frame.f_globals.get("__name__")).partition(".")[0]
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -24,13 +24,13 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Parts of what is printed, whose text is safe to print."""
+        """Render an object as rich does, with text that is safe to print."""
         for part in super().render(renderable, options):
             yield part if part.control else part._replace(text=_safe(part.text))
 
 
 def _safe(text: str) -> str:
-    """Text with its line ends, but no other control."""
+    """Return text with its line ends, but no other control character."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
     return "\n".join(display(line, None) for line in text.split("\n"))
@@ -73,7 +73,7 @@ def shown(level: str) -> Iterator[None]:
         with warnings.catch_warnings():
             for said in (MissingFileNotice, NotConvergedWarning):
                 warnings.simplefilter("always", said)
-            # What holds of many rows in the same words is told once.
+            # A notice in the same words about many rows is shown once.
             warnings.simplefilter("default", DataNotice)
             warnings.showwarning = _show_warning
             yield

@@ -31,7 +31,7 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self._started = self._last_line = time.perf_counter()
         self._bars = Progress(
-            # Of characters that every encoding has where not all are to be had.
+            # Of ASCII characters if the encoding lacks others.
             SpinnerColumn("line" if messages.options.ascii_only else "dots"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),

@@ -65,7 +65,7 @@ def launched() -> bool:
 
 
 def _number(name: str, least: int, most: int | None, default: int | None = None) -> int:
-    """A variable of torchrun's as an integer in its range; without a default it must be there."""
+    """Return an integer variable of torchrun's, in its range; without a default it must be set."""
     text = os.environ.get(name, "")
     if not text and default is not None:
         return default

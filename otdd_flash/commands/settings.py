@@ -206,7 +206,7 @@ class DatasetPairSettings(RuntimeSettings):
 
 
 def recorded(settings: Any, config: DictConfig) -> dict[str, Any]:
-    """Settings as results and trackers keep them: a value from the environment as it was asked for.
+    """Return settings as results and trackers keep them: a value of the environment by its name.
 
     A key that depends on `${oc.env:NAME}`, maybe through other keys, keeps that text: the variable
     may hold a secret. Passwords in addresses are left out.
@@ -234,7 +234,7 @@ def _without_passwords(node: Any) -> Any:
 
 
 def _from_environment(config: DictConfig) -> list[tuple[tuple[Any, ...], str]]:
-    """Where the environment decides, and what is written there: paths of keys, and their texts."""
+    """Return paths of keys whose values depend on the environment, with what is written there."""
     written = [*_interpolations(OmegaConf.to_container(config))]
     before = [_resolved(config, path) for path, _ in written]
     # The same once more, every variable of the environment being another.

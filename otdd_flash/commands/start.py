@@ -58,14 +58,14 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
 
 
 def conceal_environment() -> None:
-    """Have what `${oc.env:NAME}` gives printed and kept by nothing in this process."""
+    """Make `${oc.env:NAME}` give values that nothing in this process prints or keeps."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("oc.env", concealed_variable, replace=True)
 
 
 def concealed_variable(name: str, *default: str | None) -> str | None:
-    """What `${oc.env:NAME}` stands for: its value, which nothing prints or keeps from now on."""
+    """Return the value of `${oc.env:NAME}`, which nothing prints or keeps from now on."""
     from omegaconf.resolvers import oc
 
     from otdd_flash.shown import conceal
@@ -78,7 +78,7 @@ def concealed_variable(name: str, *default: str | None) -> str | None:
 
 def run_command(main: Callable[[], None]) -> None:
     """Call an entry point and leave the process with its jobs' exit code."""
-    # What a notebook or a desktop asks for is not to be had here, nor in worker processes.
+    # The backends of notebooks and desktops exist neither here nor in worker processes.
     os.environ["MPLBACKEND"] = "agg"
     with guarded_streams():
         try:

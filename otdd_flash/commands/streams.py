@@ -40,7 +40,7 @@ def guarded_streams() -> Iterator[None]:
     before = sys.stdin, sys.stdout, sys.stderr
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    # A closed standard error has nobody to miss anything.
+    # Nobody reads a closed standard error, so nothing is lost there.
     missing = OSError(errno.EBADF, os.strerror(errno.EBADF)) if "stdout" in closed else None
     try:
         with _guarded("stdout", missing), _guarded("stderr", None):
@@ -50,7 +50,7 @@ def guarded_streams() -> Iterator[None]:
 
 
 def unheard() -> str | None:
-    """Which stream has not written all that it was given, and why; None if both have."""
+    """Return which stream has not written all that it was given, and why; None if both have."""
     for key, name in NAMES.items():
         stream = getattr(sys, key)
         if isinstance(stream, Guarded):
@@ -62,7 +62,7 @@ def unheard() -> str | None:
 
 @contextmanager
 def dispensable() -> Iterator[None]:
-    """Make no loss of what is not written to standard error, as of progress."""
+    """Count nothing as lost that is not written to standard error here, such as progress."""
     stream = sys.stderr
     before = stream.lost if isinstance(stream, Guarded) else None
     yield

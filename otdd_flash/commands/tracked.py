@@ -79,7 +79,7 @@ def track_study(result: StudyResult, log: str | None, config: Settings, director
 
 
 def _label(name: str) -> str:
-    """A name as part of the name of a run or a metric, in which slashes would make groups."""
+    """Return a name without slashes, which would make groups of runs or metrics."""
     return re.sub(r"[/\\]", "_", display(name, LONGEST_LABEL))
 
 

@@ -98,7 +98,7 @@ def _logs_elsewhere(last: str, value: str) -> bool:
 
 
 def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """All values by their dotted keys."""
+    """Yield all values with their dotted keys."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from _leaves(value, f"{key}.{name}" if key else str(name))

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from otdd_flash.data.array_inputs import as_inputs
 from otdd_flash.data.dataset import LabeledDataset
-from otdd_flash.data.request import Request, chosen, reading, some
+from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.data.table import find_weights, read_table
 from otdd_flash.errors import InputError
+from otdd_flash.shown import listing
 
 
 def read_arrays(
@@ -111,7 +112,7 @@ def _read_npz(
     NDArray[Any] | None,
     tuple[str, ...],
 ]:
-    """Inputs, labels, weights, class names and what was chosen beside the usual keys x and y."""
+    """Read inputs, labels, weights, class names, and what was chosen beside the keys x and y."""
     if features is not None and not isinstance(features, str):
         raise InputError(f"features={list(features)}: an npz file has its inputs under one key")
     with reading(path), np.load(path, allow_pickle=False) as archive:
@@ -132,7 +133,7 @@ def _read_npz(
         if label is None and not skip_label:
             choices.append("it is taken as unlabelled, as it has no key 'y'")
         if unread := [key for key in keys if key not in taken]:
-            choices.append(f"not read: {some(unread)}")
+            choices.append(f"not read: {listing(unread, 10)}")
         return (
             inputs,
             labels,

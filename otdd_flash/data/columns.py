@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from otdd_flash.data.dataset import Modality
-from otdd_flash.data.request import chosen, some
+from otdd_flash.data.request import chosen
 from otdd_flash.data.table import find_label, find_weights, listed
 from otdd_flash.errors import InputError
+from otdd_flash.shown import listing
 
 Kind = Literal["image", "text", "number", "class", "other"]
 
@@ -59,7 +60,7 @@ def choose_columns(
     taken = named or _find_inputs({c: kinds[c] for c in free if c != label}, where)
     if not named:
         others = "column" if len(taken) == 1 else f"{len(taken)} columns"
-        choices.append(f"inputs are its {others} of kind {kinds[taken[0]]}: {some(taken)}")
+        choices.append(f"inputs are its {others} of kind {kinds[taken[0]]}: {listing(taken, 10)}")
     return Columns(
         tuple(taken),
         label,
@@ -114,4 +115,4 @@ def _kind(feature: Any) -> Kind:
     dtype = str(getattr(feature, "dtype", ""))
     if isinstance(feature, datasets.Value) and "string" in dtype:
         return "text"
-    return "number" if dtype.startswith(("int", "uint", "float", "bool")) else "other"
+    return "number" if dtype.startswith(("int", "uint", "float", "bool", "decimal")) else "other"

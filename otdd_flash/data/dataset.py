@@ -216,7 +216,7 @@ def _check_range(labels: NDArray[Any], class_names: Sequence[str], name: str) ->
 def _as_masses(values: ArrayLike, name: str) -> NDArray[np.float64]:
     try:
         given = in_double("weights", real_tensor("weights", values)).detach().cpu()
-        # A copy, whoever else has them.
+        # A copy: the caller may write to its own array.
         masses = np.array(given.numpy())
         check_masses(masses)
     except InputError as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,10 @@ from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.images import open_image, plain_image, rgb_image
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
-from otdd_flash.data.table import check_rounded_text
+from otdd_flash.data.table import check_rounded_text, check_spelled
 from otdd_flash.errors import InputError
 from otdd_flash.offline import ALLOW, is_address, network
-from otdd_flash.real_numbers import doubles_of_columns, side_by_side
+from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, side_by_side
 from otdd_flash.table_columns import columns_of
 
 FILE_FORMATS = {
@@ -31,6 +33,8 @@ FILE_FORMATS = {
     ".jsonl": "json",
     ".arrow": "arrow",
 }
+# Those whose numbers are digits.
+TEXT_FORMATS = ("csv", "json")
 
 
 def read_hugging_face(
@@ -64,19 +68,22 @@ def read_hugging_face(
     if not path:
         raise InputError("huggingface needs path=PATH or path=HUB_NAME")
     path = str(path)
-    table = _one_split(_open(request, path, config), request.split, path)
+    opened, texts = _open(request, path, config)
+    table = _one_split(opened, request.split, path)
     if len(table) == 0:
         raise InputError(f"{path} is empty: it has no rows in split={request.split}")
     columns = choose_columns(table.features, input, label, request.weights, path)
     labels = None if columns.label is None else _values(table, columns.label)
+    if labels is not None and any(text.lower().endswith(".csv") for text in texts):
+        # Of integers beyond 64 bits pandas makes text, and of what is missing beside them "".
+        labels = [None if label == "" else label for label in labels]
     _check_single_labels(labels, columns.label, path)
     label_feature = None if columns.label is None else table.features[columns.label]
     inputs: NDArray[Any] | LazyItems
+    if columns.modality == "array" or columns.weights:
+        numbers = columns.inputs if columns.modality == "array" else ()
+        _check_rounded(table, [*numbers, *([columns.weights] if columns.weights else [])], texts)
     if columns.modality == "array":
-        if Path(path).suffix.lower() == ".csv":
-            read = [*columns.inputs, *([columns.weights] if columns.weights else [])]
-            only = table.select_columns(read).to_pandas()
-            check_rounded_text(request.locate("path", path), only, read)
         inputs, modality = as_inputs(_numbers(table, columns.inputs, path), path)
     else:
         column = columns.inputs[0]
@@ -97,16 +104,17 @@ def read_hugging_face(
     )
 
 
-def _open(request: Request, path: str, config: str | None) -> Any:
+def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[str]]:
+    """The dataset or its splits, and the files of text on this machine that were read for it."""
     import datasets
 
     suffix = Path(path).suffix.lower()
     if is_address(path):
-        return _from_hub(request, path, config)
+        return _from_hub(request, path, config), []
     local = suffix in FILE_FORMATS or path.startswith(("/", "."))
     places = (Path(path), request.root / path)
     if not local and not any(place.exists() for place in places):
-        return _from_hub(request, path, config)
+        return _from_hub(request, path, config), []
     found = request.locate("path", path)
     with reading(found), network(allowed=request.download):
         saved = any((found / mark).exists() for mark in ("state.json", "dataset_dict.json"))
@@ -115,23 +123,29 @@ def _open(request: Request, path: str, config: str | None) -> Any:
             there = f"its configurations are: {', '.join(known)}" if known else "it has none"
             raise InputError(f"{found} has no configuration {config!r}, {there}; leave config out")
         if saved:
-            return datasets.load_from_disk(str(found))
+            return datasets.load_from_disk(str(found)), []
         if not found.is_file():
-            _check_inside(found, config)
-            return datasets.load_dataset(str(found), config)
+            texts = _texts_inside(found, config)
+            return datasets.load_dataset(str(found), config), texts
         if suffix not in FILE_FORMATS:
             raise InputError(f"{found} must end in one of: {', '.join(FILE_FORMATS)}")
-        return datasets.load_dataset(FILE_FORMATS[suffix], data_files=str(found))
+        file_format = FILE_FORMATS[suffix]
+        texts = [str(found)] if file_format in TEXT_FORMATS else []
+        return datasets.load_dataset(file_format, data_files=str(found)), texts
 
 
-def _check_inside(folder: Path, config: str | None) -> None:
+def _texts_inside(folder: Path, config: str | None) -> list[str]:
     """Refuse a folder whose README names data files elsewhere, such as ../../secret.csv.
+
+    Returns:
+        Its files that hold numbers as text.
 
     Links inside the folder lead where they lead: what the hub caches consists of them.
     """
     import datasets
 
-    named = datasets.load_dataset_builder(str(folder), config).config.data_files or {}
+    builder = datasets.load_dataset_builder(str(folder), config)
+    named = builder.config.data_files or {}
     # The library resolves the folder itself, and nothing in it.
     inside = tuple(os.path.join(kind(folder), "") for kind in (os.path.abspath, os.path.realpath))
     for file in (str(file) for files in named.values() for file in files):
@@ -140,6 +154,9 @@ def _check_inside(folder: Path, config: str | None) -> None:
                 f"{folder} names a data file outside of it, {file}; give that file as path, if it "
                 "is meant"
             )
+    if builder.name not in TEXT_FORMATS:
+        return []
+    return [str(file) for files in named.values() for file in files]
 
 
 def _from_hub(request: Request, path: str, config: str | None) -> Any:
@@ -186,7 +203,7 @@ def _check_single_labels(labels: list[Any] | None, column: str | None, path: str
     """Refuse labels that are lists, arrays or records.
 
     Raises:
-        InputError: as said; the first such row is named.
+        InputError: a row has such a label; the message names the first.
     """
     for row, label in enumerate(labels or ()):
         if isinstance(label, list | tuple | dict) or getattr(label, "ndim", 0) > 0:
@@ -196,14 +213,68 @@ def _check_single_labels(labels: list[Any] | None, column: str | None, path: str
             )
 
 
+def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> None:
+    """Refuse numbers that files of text spell out and their readers rounded.
+
+    Raises:
+        InputError: as said; the message names the file and its row.
+    """
+    found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
+    assert found is not None
+    floats = [column.values for column in found if column.values.dtype.kind == "f"]
+    if not any(bool((np.abs(values) >= LARGEST_IN_DOUBLE).any()) for values in floats):
+        return
+    for file in texts:
+        with reading(Path(file)):
+            if file.lower().endswith(".csv"):
+                import pandas as pd
+
+                rows = pd.read_csv(file)
+                check_rounded_text(Path(file), rows, [c for c in columns if c in rows.columns])
+            elif file.lower().endswith((".json", ".jsonl")):
+                for row, record in enumerate(_records(Path(file))):
+                    for column in columns:
+                        for number in _decimals(record.get(column)):
+                            check_spelled(f"column {column!r} of {file}", number, row)
+            else:
+                raise InputError(
+                    f"{file} holds numbers beyond 2^53 and is not read again to see whether they "
+                    "were rounded; save it as parquet"
+                )
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The rows of a json file, an array or a row a line, with all numbers as they are spelled."""
+    text = path.read_text(encoding="utf-8")
+    as_spelled = {"parse_int": Decimal, "parse_float": Decimal}
+    try:
+        found = json.loads(text, **as_spelled)
+    except json.JSONDecodeError:
+        found = [json.loads(line, **as_spelled) for line in text.splitlines() if line.strip()]
+    return found if isinstance(found, list) else [found]
+
+
+def _decimals(value: Any) -> Iterator[Decimal]:
+    for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, Decimal):
+            yield part
+        elif isinstance(part, list):
+            yield from _decimals(part)
+
+
 def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:
     """One column as it is shaped, or several side by side as a matrix."""
     # By itself the library makes float32 of float64, and wraps the largest integers.
     found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
     assert found is not None
-    what, gaps = f"{path}: inputs", any(column.missing.any() for column in found)
-    plain = all(column.values.dtype.kind in "fiub" for column in found)
-    return (doubles_of_columns if gaps and plain else side_by_side)(what, found)
+    for column in found:
+        if any(isinstance(value, list) for value in column.values[:1].flat):
+            raise InputError(
+                f"{path}: rows of its column {column.name!r} have different numbers of entries; "
+                "pad or cut them to one length"
+            )
+    gaps = any(column.missing.any() for column in found)
+    return (doubles_of_columns if gaps else side_by_side)(f"{path}: inputs", found)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def _split_folder(folder: Path, split: str) -> Path:
 
 @dataclass
 class _Scan:
-    """What lies below a folder, with links and whatever else is there apart, in order of names."""
+    """The content of a folder by kind: images, folders, links and other files, in name order."""
 
     images: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class _Scan:
 
 
 def _classes(folder: Path) -> dict[str, list[str]]:
-    """The images of each class by path; classes, folders and files are in the order of names."""
+    """List the images of each class by path; classes, folders and files in the order of names."""
     with os.scandir(folder) as entries:
         shown = [e for e in entries if e.is_dir() and not e.name.startswith(".")]
     if not shown:

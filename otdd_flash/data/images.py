@@ -47,7 +47,7 @@ GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")
 
 
 def extensions() -> tuple[str, ...]:
-    """How the names of image files end, in lower case and with the dot."""
+    """Return the endings of names of image files, in lower case and with the dot."""
     known = Image.registered_extensions()
     return tuple(
         sorted(end for end, form in known.items() if form in Image.OPEN and form not in NO_PICTURES)
@@ -55,7 +55,7 @@ def extensions() -> tuple[str, ...]:
 
 
 def open_image(source: str | Path | bytes, where: str | Path | None = None) -> Image.Image:
-    """The image of a file, in one of the modes L, RGB, I;16 and F.
+    """Open the image of a file, in one of the modes L, RGB, I;16 and F.
 
     Args:
         source: its path, or its content.
@@ -84,7 +84,7 @@ def _file(source: str | Path | bytes) -> BinaryIO:
 
 
 def plain_item(item: Any, place: str) -> Any:
-    """One raw input; if it is an image of PIL, then in one of the modes L, RGB, I;16 and F.
+    """Return a raw input, an image of PIL in one of the modes L, RGB, I;16 and F.
 
     Raises:
         InputError: as for `plain_image`, with the place, such as its row.
@@ -99,7 +99,7 @@ def plain_item(item: Any, place: str) -> Any:
 
 
 def plain_image(image: Image.Image) -> Image.Image:
-    """The image upright and in one of the modes L, RGB, I;16 and F; see the table above.
+    """Return an image upright and in one of the modes L, RGB, I;16 and F; see the table above.
 
     Raises:
         InputError: it has several frames or no pixels, what it shows vanishes on white, floats are
@@ -116,7 +116,7 @@ def plain_image(image: Image.Image) -> Image.Image:
     if 0 in image.size:
         raise InputError(f"an image of {image.width} x {image.height} has no pixels; leave it out")
     image.load()
-    # PIL fills 16 bits from below with 12, and tells so by the tag BitsPerSample alone.
+    # PIL puts 12 bits into the low bits of 16; only the tag BitsPerSample says so.
     levels = 4095 if kind == "TIFF" and getattr(image, "tag_v2", {}).get(258) == (12,) else 65535
     deep = image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM"))
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
@@ -161,7 +161,7 @@ def _without_alpha(image: Image.Image) -> Image.Image:
 
 
 def image_array(item: Any) -> NDArray[Any]:
-    """One raw image as an array (h, w) or (h, w, c), of which `unit_images` takes a batch.
+    """Return a raw image as an array (h, w) or (h, w, c), of which `unit_images` takes a batch.
 
     Raises:
         InputError: as for `plain_image`.
@@ -170,7 +170,7 @@ def image_array(item: Any) -> NDArray[Any]:
 
 
 def unit_images(values: NDArray[Any]) -> Tensor:
-    """Images (b, h, w) or (b, h, w, c) as float32 (b, 1 or 3, h, w) with values in [0, 1].
+    """Scale images (b, h, w) or (b, h, w, c) to float32 (b, 1 or 3, h, w) with values in [0, 1].
 
     Raises:
         InputError: the shape or the type is not that of images, floats lie outside [0, 1], or what
@@ -191,7 +191,7 @@ def unit_images(values: NDArray[Any]) -> Tensor:
 
 
 def rgb_image(item: Any) -> Image.Image:
-    """One raw image as an 8-bit RGB image of PIL; grey values are repeated in the three channels.
+    """Return a raw image as an 8-bit RGB image of PIL, grey values in all three channels.
 
     Raises:
         InputError: as for `plain_image` and `unit_images`.
@@ -224,7 +224,7 @@ def _file_has_colour(path: str) -> bool:
 
 
 def _on_white(values: NDArray[Any]) -> NDArray[Any]:
-    """An image (h, w, c + 1), of which alpha is the last channel, laid on white: (h, w, c).
+    """Lay an image (h, w, c + 1), whose last channel is alpha, on white: (h, w, c).
 
     Raises:
         InputError: only alpha showed something, as of a white drawing.
@@ -244,7 +244,7 @@ def _on_white(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _full_scale(values: NDArray[Any]) -> float:
-    """The value that stands for white.
+    """Return the value that stands for white.
 
     Raises:
         InputError: there is none, or floats lie outside [0, 1].

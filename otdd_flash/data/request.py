@@ -110,11 +110,6 @@ def chosen(where: str, choices: Sequence[str], way_out: str) -> tuple[str, ...]:
     return tuple(choices)
 
 
-def some(names: Sequence[str]) -> str:
-    """The first ten of some names."""
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-
-
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn whatever a file reader raises for an unreadable or damaged file into an `InputError`.

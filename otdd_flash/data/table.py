@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
-from decimal import Decimal
+from decimal import Context, Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.data.request import chosen, reading, some
+from otdd_flash.checks import shown
+from otdd_flash.data.request import chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, inexact
 from otdd_flash.shown import listing
@@ -22,7 +23,8 @@ from otdd_flash.table_columns import columns_of
 NAMELESS = "Unnamed: 0"
 # By types that have missing values of their own, integers stay integers beside them.
 NULLABLE = "numpy_nullable"
-INTEGER, LONG_INTEGER = r"\s*[+-]?\d+\s*", r"\s*[+-]?\d{19,}\s*"
+LONG_INTEGER = r"\s*[+-]?\d{19,}\s*"
+NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
 
 
@@ -84,15 +86,19 @@ def read_table(
     inputs = list(features) if features else [c for c in columns if c not in (label, weight_column)]
     if not features:
         others = "other column" if len(inputs) == 1 else f"{len(inputs)} other columns"
-        choices.append(f"inputs are its {others}: {some(inputs)}")
+        choices.append(f"inputs are its {others}: {listing(inputs, 10)}")
     if not inputs:
         raise InputError(f"{path} has no input column besides {label!r}; {listed(columns)}")
-    for column in inputs:
+    for column in [*inputs, *([weight_column] if weight_column else [])]:
         if column in text and not _holds_numbers(table, column, is_text=is_text):
-            raise InputError(
-                f"column {column!r} of {path} holds text, not numbers; name the inputs with "
-                f"features=[...]; {listed(columns)}"
-            )
+            first = next(iter(table[column].dropna()), "")
+            what = "text" if isinstance(first, str) else shown(first)
+            way_out = f"name the inputs with features=[...]; {listed(columns)}"
+            if column == weight_column:
+                way_out = f"name another with weights=COLUMN; {listed(columns)}"
+            elif isinstance(first, list | np.ndarray):
+                way_out = f"read it with huggingface, which takes lists, or {way_out}"
+            raise InputError(f"column {column!r} of {path} holds {what}, not numbers; {way_out}")
     if is_text:
         read = [*inputs, *([weight_column] if weight_column else [])]
         check_rounded_text(path, table, read)
@@ -142,7 +148,7 @@ def _csv(path: Path) -> Any:
 
 
 def _texts(path: Path, place: int) -> Any:
-    """A column as the file spells it."""
+    """Read a column as the file spells it."""
     import pandas as pd
 
     return pd.read_csv(path, index_col=False, usecols=[place], dtype="string").iloc[:, 0]
@@ -151,28 +157,28 @@ def _texts(path: Path, place: int) -> Any:
 def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
     """Whether a column that pandas takes for text holds decimals or integers beyond 64 bits.
 
-    In a file of text pandas leaves these as text: they become integers in the table.
+    In a file of text pandas leaves these as text: they become numbers in the table.
     """
     present = table[column].dropna()
     if len(present) and all(isinstance(value, Decimal) for value in present):
         return True
     texts = present.astype(str)
-    if not is_text or not len(texts) or not bool(texts.str.fullmatch(INTEGER).all()):
+    if not is_text or not len(texts) or not bool(texts.str.fullmatch(NUMBER).all()):
         return False
-    table[column] = table[column].astype(object).map(int, na_action="ignore")
+    table[column] = table[column].astype(object).map(Decimal, na_action="ignore")
     return True
 
 
 def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
-    """Refuse integers that a csv file spells out and pandas rounded, being among fractions.
+    """Refuse numbers that a csv file spells out and pandas rounded.
 
     Args:
         path: the file.
-        table: what pandas, or who reads by it, made of it: all rows.
-        columns: which of them to look at.
+        table: all its rows as pandas, or a reader that uses pandas, converted them.
+        columns: those to check.
 
     Raises:
-        InputError: as said; the message names the row.
+        InputError: there is such an integer; the message names its row.
     """
     import pandas as pd
 
@@ -185,9 +191,24 @@ def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
         names = pd.read_csv(path, index_col=False, nrows=0).columns
         texts = _texts(path, names.get_loc(column))
         for row in np.flatnonzero(large).tolist():
-            value = float(table[column].iloc[row])
-            if re.fullmatch(INTEGER, texts.iloc[row]) and int(texts.iloc[row]) != value:
-                raise inexact(f"column {column!r} of {path}", int(texts.iloc[row]), (row,), None)
+            if re.fullmatch(NUMBER, texts.iloc[row]):
+                check_spelled(f"column {column!r} of {path}", Decimal(texts.iloc[row].strip()), row)
+
+
+def check_spelled(what: str, number: Decimal, row: int) -> None:
+    """Refuse digits of a text that are those of no number of float64, from 2^53 on.
+
+    As many digits as the text has say which number of float64 is meant, as they do of one that was
+    written with the digits that tell it apart.
+
+    Raises:
+        InputError: they are such digits.
+    """
+    nearest = float(number)
+    if LARGEST_IN_DOUBLE <= abs(nearest) < np.inf:
+        digits = len(number.as_tuple().digits)
+        if Context(prec=digits).create_decimal_from_float(nearest) != number:
+            raise inexact(what, int(number) if number == int(number) else number, (row,), None)
 
 
 def find_label(

@@ -203,7 +203,7 @@ def _autocast_type(wanted: bool | str, device: torch.device) -> torch.dtype | No
 
 
 def _sound(entry: dict[str, Tensor] | None, dataset: LabeledDataset) -> Tensor | None:
-    """The features (n, d) that an entry of the cache holds, if they can be those of the dataset."""
+    """Return the features (n, d) of a cache entry; None if they cannot be those of the dataset."""
     features = None if entry is None else entry.get("features")
     if features is None:
         return None

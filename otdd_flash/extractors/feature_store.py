@@ -70,11 +70,11 @@ class Note:
         """Whether these (n, d) are the rows."""
         alike = tuple(features.shape) == (self.rows, self.columns)
         alike = alike and _name(features.dtype) == self.dtype
-        return alike and f"{digest_of_rows(features, None, None):x}" == self.digest
+        return alike and f"{digest_of_rows(features):x}" == self.digest
 
     def followed_by(self, part: Tensor) -> Note:
         """What is known with more rows (k, d) behind these."""
-        digest = int(self.digest, 16) + digest_of_rows(part, None, None, first=self.rows)
+        digest = int(self.digest, 16) + digest_of_rows(part, first=self.rows)
         return replace(self, rows=self.rows + len(part), digest=f"{digest % MODULUS:x}")
 
 

@@ -40,7 +40,7 @@ class PixelValues:
         return f"pixels size={self.size} grayscale={self.grayscale}"
 
     def suited_to(self, inputs: Any) -> PixelValues:
-        """The same for all images of a dataset: in three channels if one of them has colour."""
+        """Return this extractor for all images of a dataset: three channels if one has colour."""
         alike = self.grayscale or (isinstance(inputs, np.ndarray) and inputs.dtype != object)
         return self if alike else replace(self, three_channels=any_colour(inputs))
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from otdd_flash.checks import path
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
 
-# Where commands keep entries unless they are told where.
+# Where commands keep entries by default.
 USUAL_FOLDER = "~/.cache/otdd_flash"
 
 # Part of every file name: entries of another layout are never read.
@@ -88,7 +88,7 @@ class TensorCache:
 
     def _step_aside(self, action: str, error: OSError) -> None:
         logger.warning(
-            "cannot %s the cache in %s (%s); going on without it. Mend that, or choose "
+            "cannot %s the cache in %s (%s); going on without it. Correct that, or choose "
             "another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
             action,
             self._folder,

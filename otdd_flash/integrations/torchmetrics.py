@@ -171,7 +171,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             raise InputError(f"no rows of the {side} yet: call update before compute")
         if labels is None:
             return LabeledSamples.of(rows, side)
-        return LabeledSamples.from_arrays(rows, labels.cpu().numpy(), name=side)
+        return LabeledSamples.from_arrays(rows, labels.cpu(), name=side)
 
 
 def _joined(side: str, parts: list[Tensor] | Tensor) -> Tensor | None:

@@ -154,7 +154,7 @@ class PairCache:
     def _step_aside(self, action: str, error: Exception) -> None:
         reason = f"held by another process for {BUSY_SECONDS:g} s" if is_busy(error) else error
         logger.warning(
-            "cannot %s the class distances in %s (%s); going on without them. Mend that, or "
+            "cannot %s the class distances in %s (%s); going on without them. Correct that, or "
             "choose another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
             action,
             self._path,

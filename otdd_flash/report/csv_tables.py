@@ -90,7 +90,7 @@ def summary_csv(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """None as an empty cell, yes and no as JSON writes them, a list as words, text as csv_cell."""
+    """Write None as an empty cell, booleans as in JSON, lists as words, text by `csv_cell`."""
     if value is None:
         return ""
     if isinstance(value, bool):

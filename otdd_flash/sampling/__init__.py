@@ -1,8 +1,7 @@
 """What a distance owes to the samples: its sampling interval, and the distance of like from like.
 
 Concepts, one file each: `draws` chooses rows without replacement; `comparison` is the distance as a
-function of the rows drawn; `subsampling` repeats it on subsamples; `tails` says how heavy rows are,
-and how much longer an interval has to be above; `halves` compares halves.
+function of the rows drawn; `subsampling` repeats it on subsamples; `halves` compares halves.
 """
 
 from otdd_flash.sampling.halves import NoiseFloor, noise_floor

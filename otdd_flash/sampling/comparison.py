@@ -83,7 +83,7 @@ class Comparison:
         return {**self.__dict__, "ranks": None}
 
     def sides_of_cost(self) -> tuple[LabeledSamples, LabeledSamples]:
-        """Both datasets as the ground cost sees their rows."""
+        """Return both datasets as the ground cost sees their rows."""
         return self._cost.seen(self.source), self._cost.seen(self.target)
 
     def between(self, source: LabeledSamples, target: LabeledSamples) -> DistanceResult:

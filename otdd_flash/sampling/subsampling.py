@@ -23,7 +23,7 @@ The interval is [S_n - q se, S_n + q se (1 + 3 excess)], q Student's quantile of
 freedom. S_n is skewed to the right and its spread grows with it: where S_n is low se is too small,
 and all that an interval misses it misses below the mean. Quantiles of S_n - S_m would be mirrored
 besides, short above where the law is long. How much longer the upper part has to be depends on the
-tail of the rows: see `tails`.
+tail of the rows: see `sliced.tails`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from otdd_flash.labels import LabelMetric
 from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import least_rows, subsample
-from otdd_flash.sampling.tails import rows_excess
+from otdd_flash.sliced.tails import rows_excess
 from otdd_flash.solver.divergence import Divergence
 
 # progress(distances computed, their total).
@@ -264,7 +264,7 @@ def sampling_rate(fraction: float) -> float:
 def deviation_interval(
     value: Any, values: Any, rate: float, level: float = LEVEL, excess: Any = 0.0
 ) -> tuple[Any, Any]:
-    """The value less and plus a number of standard errors, more of them above by `excess`.
+    """Return the value less and plus some standard errors, more of them above by `excess`.
 
     Args:
         value: of all rows; a number, or (R,) numbers.

@@ -2,7 +2,7 @@
 
 W_2^2 has a heavy tail over draws, the heavier the larger the features are: a draw of order l brings
 in the power 2 l of a projection. Means of L draws are skewed, and what a symmetric interval misses
-it misses below the mean. With the tail of the draws (`otdd_flash.sampling.tails`) the interval is
+it misses below the mean. With the tail of the draws (`otdd_flash.sliced.tails`) the interval is
 
     [mean - q se, mean exp(q se / mean (1 + 6 excess))],
 
@@ -24,7 +24,7 @@ from scipy.stats import t
 from torch import Tensor
 
 from otdd_flash.errors import DataNotice, warn
-from otdd_flash.sampling.tails import tail_excess
+from otdd_flash.sliced.tails import tail_excess
 
 LEVEL = 0.95
 # By simulation, from 30 draws on: how much longer the tail of the draws makes an interval above.
@@ -144,7 +144,7 @@ class SlicedResult:
 
 
 def intervals(draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Both ends (P,) of 95% intervals for means over all draws, of draws (P, L); else NaN."""
+    """Return both ends (P,) of 95% intervals for means over all draws, of draws (P, L), or NaN."""
     count = draws.shape[1]
     means = draws.mean(1)
     if count < LEAST_DRAWS:

@@ -75,7 +75,7 @@ class DivergenceGradient:
         """Warn, or raise if `required`, where derivatives by masses are open.
 
         Raises:
-            ConvergenceError: as said.
+            ConvergenceError: they are open, and `required`.
         """
         report_groups(self.groups, what, self._problem.request.given[0], required=required)
 

@@ -161,7 +161,7 @@ def class_totals_of(
     table: Tensor | None,
     given: tuple[int, int] | None,
 ) -> tuple[int, int]:
-    """(V_x, V_y): as given, or as the labels tell if that fits the table.
+    """Return (V_x, V_y) as given, or as the labels imply if that fits the table.
 
     Raises:
         InputError: labels without a table, a table without labels, or they do not fit.
@@ -173,7 +173,7 @@ def class_totals_of(
         1 if labels is None or not labels.numel() else int(labels.max()) + 1
         for labels in (labels_x, labels_y)
     )
-    # Labels can only tell too few classes, so what fits the table is right.
+    # Labels can only imply too few classes, so what fits the table is right.
     seen = seen_x + seen_y
     if table is not None and table.shape != (seen, seen):
         larger = table.ndim == 2 and table.shape[0] == table.shape[1] > seen

@@ -169,7 +169,7 @@ class StudyResult:
         return self._findings
 
     def table(self, measure: str) -> PairTable:
-        """A measure, oriented, and gains over the ordered pairs without rows in common."""
+        """Return a measure, oriented, and gains over the ordered pairs without rows in common."""
         allowed = np.zeros(self.gains.shape, dtype=bool)
         allowed[tuple(np.array(self.setup.transferred(), dtype=int).reshape(-1, 2).T)] = True
         values = np.where(allowed, self.oriented(measure), np.nan)
@@ -177,7 +177,7 @@ class StudyResult:
         return PairTable(values, self.gains, families)
 
     def matrix(self, measure: str, part: str = "value") -> Numbers:
-        """(K, K) values of a measure over all ordered pairs, NaN where there is none.
+        """Return the (K, K) values of a measure over all ordered pairs, NaN where there is none.
 
         Args:
             measure: its name.
@@ -190,7 +190,7 @@ class StudyResult:
         return values
 
     def oriented(self, measure: str) -> Numbers:
-        """(K, K) the measure such that the larger predicts more gain, ties made equal.
+        """Return the measure (K, K) such that larger values predict more gain, ties made equal.
 
         Values are tied that are equal up to rounding, or that their proven bounds do not tell
         apart.

@@ -11,7 +11,6 @@ import pytest
 
 from otdd_flash.distance import main as distance
 from otdd_flash.flow import main as flow
-from otdd_flash.shown import hidden
 from otdd_flash.study.__main__ import main as study
 
 SECRET = "hunter2-s3cr3t-token"
@@ -97,17 +96,3 @@ def test_a_sweep_and_a_study_name_the_variable(ended: Callable) -> None:
     assert ended(study, *given, *settings, "measures=[otdd]", "study.resume=true").code == 0
     for place in ("sweep", "study"):
         _assert_nowhere(Path(place), said.out, said.err)
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("https://me:pa@ss@host/x", "https://***@host/x"),
-        ("s3://token@bucket/key", "s3://***@bucket/key"),
-        ("https://h/x?a=1&X-Amz-Signature=abc", "https://h/x?a=1&X-Amz-Signature=***"),
-        ("https://h/x?access_token=abc&b=2", "https://h/x?access_token=***&b=2"),
-        ("mail me@home", "mail me@home"),
-    ],
-)
-def test_addresses_are_shown_without_passwords(text: str, shown: str) -> None:
-    assert hidden(text) == shown

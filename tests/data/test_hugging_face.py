@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -280,20 +281,56 @@ ODD = (1 << 60) + 1
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "json"])
 @pytest.mark.parametrize("other", [1, None, 0.5])
-def test_integers_that_float64_rounds_are_refused(tmp_path: Path, suffix: str, other: Any) -> None:
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_integers_that_float64_rounds_are_refused(
+    tmp_path: Path, suffix: str, other: Any, *, in_folder: bool
+) -> None:
     """Beside a missing one or a fraction the library's own readers make float64 of them."""
     rows = [{"x": 1, "z": 0.5, "label": 0}, {"x": ODD, "z": 0.5, "label": 1}]
     # A text has no types of columns.
-    rows.append({"x": other if suffix == "csv" else 3, "z": other, "label": 0})
-    table, path = pd.DataFrame(rows, dtype=object), tmp_path / f"a.{suffix}"
+    rows.append({"x": 3 if suffix == "parquet" else other, "z": other, "label": 0})
+    table, path = pd.DataFrame(rows, dtype=object), tmp_path / "folder" / f"a.{suffix}"
+    path.parent.mkdir()
     if suffix == "parquet":
         pd.DataFrame(rows).astype({"x": "Int64"}).to_parquet(path)
     elif suffix == "csv":
         table.to_csv(path, index=False)
     else:
         path.write_text("\n".join(map(json.dumps, rows)))
+    named = str(path.parent if in_folder else path)
     with pytest.raises(InputError, match=f"float64 holds, got {ODD} at row 1"):
-        load("huggingface", path=str(path), input=["x", "z"], label="label")
+        load("huggingface", path=named, input=["x", "z"], label="label")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"x": [%d, 0.5], "label": 0}', f"got {ODD} at row 0"),
+        ("a.json", '[{"x": 0.5, "label": 0}, {"x": %d, "label": 1}]', f"got {ODD} at row 1"),
+        ("a.jsonl", '{"x": 1180591620717411303425, "label": 0}', "got 1180591620717411303425 at"),
+        ("a.csv", "x,label\n%d.0,0\n0.5,1\n", f"got {ODD} at row 0"),
+        ("a.csv", "x,label\n1,a\n1.152921504606846977e18,b\n", f"got {ODD} at row 1"),
+        ("a.jsonl", '{"x": [1, 2], "label": 0}\n{"x": [1], "label": 1}', "different numbers of"),
+    ],
+)
+def test_digits_of_no_number_of_float64_are_refused(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text.replace("%d", str(ODD)))
+    with pytest.raises(InputError, match=message):
+        load("huggingface", path=str(tmp_path / name))
+
+
+def test_decimals_and_labels_beyond_64_bits_beside_a_missing_one_are_read(tmp_path: Path) -> None:
+    """Pandas makes text of such labels, and a class "" of what is missing."""
+    (tmp_path / "a.csv").write_text(f"x,label\n1,{(1 << 64) - 1}\n2,{(1 << 64) - 2}\n3,\n")
+    with pytest.warns(DataNotice, match="1 of 3 rows have no label"):
+        found = load("huggingface", path=str(tmp_path / "a.csv"), drop_unlabelled=True)
+    assert found.class_names == (str((1 << 64) - 2), str((1 << 64) - 1))
+    prices = pd.DataFrame({"x": [Decimal("0.10"), None], "label": [0, 1]})
+    prices.to_parquet(tmp_path / "a.parquet")
+    found = load("huggingface", path=str(tmp_path / "a.parquet"))
+    np.testing.assert_array_equal(found.inputs, [[0.1], [np.nan]])
 
 
 def test_unsigned_integers_and_labels_are_exact(tmp_path: Path) -> None:

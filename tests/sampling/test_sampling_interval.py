@@ -17,7 +17,7 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling import comparison, subsample_interval
-from otdd_flash.sampling.tails import tail_excess
+from otdd_flash.sliced.tails import tail_excess
 from otdd_flash.solver.schedules.converged import Converged
 
 FEWEST = 39

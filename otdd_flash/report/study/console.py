@@ -18,7 +18,7 @@ SHOWN = ("spearman", "spearman_over_sources", "regret")
 
 
 def study_table(result: StudyResult) -> Table:
-    """One line per measure where there are correlations, else one per pair of tasks.
+    """Make a table of one line per measure if there are correlations, else one per pair of tasks.
 
     `StudyResult.notes` says why a measure has no correlation.
     """
@@ -56,11 +56,8 @@ def _pairs(result: StudyResult) -> Table:
     table = Table(title=f"{len(result.names)} tasks", title_justify="left")
     for column in ("measure", "source", "target", "value"):
         table.add_column(column)
-    places, scores = (
-        list(result.readings),
-        {name: result.oriented(name) for name in result.readings},
-    )
-    names = list(result.names)
+    places, names = list(result.readings), list(result.names)
+    scores = {name: result.oriented(name) for name in places}
 
     def key(row: MeasuredPair) -> tuple[int, float]:
         score = scores[row.measure][names.index(row.source), names.index(row.target)]

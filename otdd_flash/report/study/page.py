@@ -105,9 +105,8 @@ def _pairs(result: StudyResult) -> str:
         for measure in measures:
             reading = result.readings[measure].get((i, j))
             late = "" if reading is None or reading.converged else ' class="late"'
-            known = reading is not None and np.isfinite(reading.value)
-            value = reading.value if reading is not None and known else None
-            cells.append(_cell(value, late))
+            value = np.nan if reading is None else reading.value
+            cells.append(_cell(value if np.isfinite(value) else None, late))
         if transfers:
             cells += _gain(transfers.get(names))
         rows.append(cells)
@@ -137,7 +136,7 @@ def _nearest(result: StudyResult) -> str:
 
 
 def _first(names: Sequence[str], sources: Iterable[int], scores: Numbers) -> str:
-    """The first sources, joined by = where they are tied."""
+    """Name the first sources, with = between those that are tied."""
     order = sorted(sources, key=lambda i: (-scores[i], i))
     if len(order) > 1 and scores[order[0]] == scores[order[-1]]:
         return "the same for all sources"

@@ -60,7 +60,7 @@ class Converged(Schedule):
         sharers: int,
         most: int | None = None,
     ) -> Self:
-        """An equal share of the time that is left, and of the iterations all or `most`."""
+        """Allow an equal share of the time that is left, and all iterations left, or `most`."""
         limit, left = self.max_seconds, self.max_iterations - iterations
         return replace(
             self,

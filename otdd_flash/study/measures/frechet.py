@@ -24,7 +24,7 @@ from otdd_flash.sampling.subsampling import (
     sampling_rate,
     subsample_sizes,
 )
-from otdd_flash.sampling.tails import rows_excess
+from otdd_flash.sliced.tails import rows_excess
 from otdd_flash.study.measures.base import Measure, Pair, Reading
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.units.unit import Bench, Content, Unit

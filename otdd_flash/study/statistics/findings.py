@@ -127,7 +127,7 @@ def _partial(name: str, table: PairTable, sizes: Sequence[int], seed: int) -> Fi
 
 
 def _differences(name: str, one: PairTable, other: PairTable) -> list[Finding]:
-    """By pairs that both measures have; none of correlations where either has none."""
+    """Compare two measures by the pairs that both have; by no correlation that either lacks."""
     shared = one.present & other.present
     both = [
         replace(table, measure=np.where(shared, table.measure, np.nan)) for table in (one, other)
@@ -176,7 +176,7 @@ def _row(name: str, statistic: str, table: PairTable, found: Interval, p: float 
 
 
 def _why_undefined(statistic: str, table: PairTable) -> str:
-    """Why a table has no number of this name."""
+    """Say why a table has no number of this name."""
     known, gains = table.measure[table.present], table.gains[table.present]
     if table.count < FEWEST_PAIRS:
         return f"not defined: {table.count} pairs, and {FEWEST_PAIRS} are needed"

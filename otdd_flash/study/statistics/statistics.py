@@ -41,7 +41,7 @@ def spearman_over_sources(measures: Numbers, gains: Numbers, masks: Mask) -> Num
 
 
 def regret(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-    """The mean over targets of the gain of the best source less that of the chosen one.
+    """Return the mean over targets of the gain of the best source less that of the chosen one.
 
     Chosen is the source of which the measure is largest; of several, one at random, and the number
     is the expected one. Targets with fewer than two sources have no part.
@@ -78,7 +78,7 @@ def ranks(numbers: Numbers, mask: Mask) -> Numbers:
 
 
 def _centred(side: Numbers, mask: Mask, count: Numbers) -> Numbers:
-    """Less their mean, and 0 outside of the mask; exactly 0 where all are equal."""
+    """Subtract the mean, and set 0 outside of the mask; exactly 0 where all are equal."""
     known = np.where(mask, side, 0.0)
     centred = np.where(mask, side - known.sum(-1, keepdims=True) / count, 0.0)
     scale = np.abs(known).max(-1, keepdims=True, initial=0.0)

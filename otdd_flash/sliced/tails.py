@@ -27,7 +27,7 @@ LIGHT = 0.3
 
 
 def tail_excess(numbers: Tensor) -> Tensor:
-    """By how much tail indices exceed that of a light tail, (...) of numbers (..., n), n >= 3.
+    """Return by how much tail indices exceed a light one, (...) of numbers (..., n), n >= 3.
 
     It is 0 where all numbers are, and infinite where but a few are not.
 
@@ -36,13 +36,13 @@ def tail_excess(numbers: Tensor) -> Tensor:
     """
     largest = max(2, round(math.sqrt(numbers.shape[-1])))
     logs = numbers.topk(largest + 1, -1).values.log()
-    index = (logs[..., :largest] - logs[..., largest:]).mean(-1)
-    excess = index * (1 + 1 / math.sqrt(largest)) - LIGHT
-    return excess.clamp_min(0).nan_to_num(0, posinf=math.inf)
+    # Two numbers that are 0 are as far apart as any that are equal.
+    apart = (logs[..., :largest] - logs[..., largest:]).nan_to_num(0, posinf=math.inf)
+    return (apart.mean(-1) * (1 + 1 / math.sqrt(largest)) - LIGHT).clamp_min(0)
 
 
 def rows_excess(*datasets: LabeledSamples) -> float:
-    """The heaviest `tail_excess` of the rows' squared distances from the mean of their dataset."""
+    """Return the heaviest `tail_excess` of squared distances of rows from their dataset's mean."""
     found = []
     for samples in datasets:
         points, masses = samples.features, samples.masses
