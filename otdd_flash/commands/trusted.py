@@ -59,9 +59,11 @@ def trusted_configurations() -> Iterator[None]:
 
 def untrusted(config: DictConfig) -> str | None:
     """Why a configuration with Hydra's part is refused; None where it is not."""
-    given = [*config.hydra.overrides.hydra, *config.hydra.overrides.task]
+    plain: Any = OmegaConf.to_container(config)
+    # As they are written: an override whose value refers to nothing is for its own key to report.
+    given = [*plain["hydra"]["overrides"]["hydra"], *plain["hydra"]["overrides"]["task"]]
     named = {override.lstrip("+~").partition("=")[0] for override in given} - {*GROUPS}
-    for key, value in _leaves(OmegaConf.to_container(config), ""):
+    for key, value in _leaves(plain, ""):
         if _runs_code(key, value) and not _is_named(key, named):
             return (
                 f"{key}={value} names code or a place for a log, and comes from a folder of "
