@@ -24,15 +24,15 @@ NO_NAME = re.compile(
 def refused_argument(arguments: Iterable[str]) -> str | None:
     """Say why an argument such as source=null, source=[3] or ~epsilon is refused, if it is."""
     for argument in arguments:
-        if len(argument) > 2 and RERUN.startswith(argument.partition("=")[0]):
+        group, equals, value = argument.partition("=")
+        if len(group) > 2 and RERUN.startswith(group):
             return (
                 f"{RERUN} unpickles a file, which may run any code; give the arguments in the "
                 "run's .hydra/overrides.yaml again"
             )
-        group, equals, value = argument.partition("=")
         if argument.startswith("~"):
             return f"no setting can be deleted; leave {argument} out, or give KEY=VALUE"
-        group = group.lstrip("+").strip()
+        added, group = argument.startswith("+"), group.lstrip("+").strip()
         if not equals or group not in GROUPS:
             continue
         if "[" in value or "{" in value:
@@ -43,6 +43,8 @@ def refused_argument(arguments: Iterable[str]) -> str | None:
             )
         if any(NO_NAME.fullmatch(choice.strip()) for choice in value.split(",")):
             return f"{group} must be one of {', '.join(choices(group))}, got {value or 'nothing'}"
+        if added:
+            return f"{group} has a choice already; write {group}={value}, without the +"
     return None
 
 
@@ -73,7 +75,7 @@ def twice_given(arguments: Iterable[str]) -> list[str]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if equals and not key.startswith("-"):
-            given.setdefault(key.strip(), []).append(value)
+            given.setdefault(key.lstrip("+").strip(), []).append(value)
     return [
         f"{key} is given {len(values)} times: {key}={values[-1]}, the last one, is taken"
         for key, values in given.items()

@@ -21,4 +21,5 @@ def show_help(config_name: str, arguments: Sequence[str]) -> None:
     template = Template(config.hydra.help.template)
     with open_dict(config):
         del config.hydra
-    print(template.substitute(CONFIG=OmegaConf.to_yaml(config, resolve="--resolve" in arguments)))
+    settings = OmegaConf.to_yaml(config, resolve="--resolve" in arguments)
+    print(template.safe_substitute(CONFIG=settings))

@@ -21,11 +21,11 @@ from omegaconf.errors import (
 
 from otdd_flash import conf
 from otdd_flash.commands import exit_codes
+from otdd_flash.commands.choices import GROUPS
 from otdd_flash.errors import InputError
 
 # Advice of Hydra's to write +KEY=VALUE: keys are fixed here, and an added one is refused.
 ADVICE = "To append"
-TWICE = re.compile(r"Multiple values for (\S+)\.")
 SEVERAL = re.compile(r"Ambiguous value for argument '(.*)'")
 ADDED = re.compile(r"Could not append to config\. An item is already at '(\S+)'")
 # Hydra merges settings one by one, and says only at which it ended.
@@ -75,13 +75,13 @@ def sentence(error: Exception, arguments: Sequence[str]) -> str | None:
             return f"{setting} cannot be set: {str(cause).splitlines()[0]}; leave it out"
     if several := SEVERAL.match(str(error)):
         key, _, values = several[1].partition("=")
+        if key in GROUPS:
+            return f"{key} takes one choice, got {values}; write {key}=CHOICE, or -m to run each"
         return (
             f"{several[1]} has several values, of which -m runs every combination; write a number "
             f"with a point, a list as {key}=[{values}], a text as {key}='{values}' in quotes of "
             "the shell"
         )
-    if twice := TWICE.match(str(error)):
-        return f"{twice[1]} has a choice already; write {twice[1]}=CHOICE, without the +"
     if added := ADDED.match(str(error)):
         return f"{added[1]} is a setting already; write {added[1]}=VALUE, without the +"
     if isinstance(error, HydraException | OmegaConfBaseException):
@@ -112,7 +112,7 @@ def given_at(config: Any, key: str) -> tuple[str, Any]:
     followed, written = [key], _entry(plain, key)
     while reference := REFERENCE.fullmatch(str(written)):
         further = _entry(plain, reference[1])
-        if reference[1] in followed or "${" not in str(further):
+        if reference[1] in followed or not (isinstance(further, str) and "${" in further):
             break
         followed.append(reference[1])
         written = further

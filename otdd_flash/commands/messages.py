@@ -75,12 +75,20 @@ def shown(level: str) -> Iterator[None]:
                 warnings.simplefilter("always", said)
             # A notice in the same words about many rows is shown once.
             warnings.simplefilter("default", DataNotice)
-            warnings.showwarning = _show_warning
+            warnings.showwarning = show_warning
             yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
         logger.propagate = before[1]
+
+
+class SafeFormatter(logging.Formatter):
+    """Hydra's log lines, which repeat arguments, without their effects on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record, safe to print."""
+        return _safe(super().format(record).expandtabs(4))
 
 
 class _Shown(logging.Handler):
@@ -89,14 +97,8 @@ class _Shown(logging.Handler):
         say(label, record.getMessage(), STYLES.get(label, "bold red"))
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: object = None,
-    line: str | None = None,
-) -> None:
+def show_warning(message: Warning | str, category: type[Warning], *where: object) -> None:
+    """Print a warning in one line, in the place of `warnings.showwarning`."""
     match message:
         case NotConvergedWarning():
             say("warning", message, "bold red")

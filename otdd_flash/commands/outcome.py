@@ -108,6 +108,8 @@ def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
         folder = Path(str(given))
         if path(key, str(given)) != str(given):
             raise InputError(f"{key}={given}: ~ is expanded in arguments only; give the whole path")
+        if "${" in str(given):
+            raise InputError(f"{key}={given}: Hydra takes ${{ in a folder's name for a reference")
         claim(folder, key, replace=may_replace(config), worth_keeping=worth_keeping)
     except InputError as error:
         from otdd_flash.commands.messages import say_error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -44,17 +45,27 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         show_help(config_name, sys.argv[1:])
         return
     from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
-    from otdd_flash.commands.messages import say
     from otdd_flash.commands.trusted import trusted_configurations
 
     if (refusal := refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
     sys.argv[1:] = with_folders(sys.argv[1:])
     for notice in twice_given(sys.argv[1:]):
+        # Imported here: it takes as long as the rest of --version.
+        from otdd_flash.commands.messages import say
+
         say("notice", notice, "yellow")
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
-    with _errors_handed_on(), trusted_configurations():
+    with _errors_handed_on(), trusted_configurations(), warnings.catch_warnings():
+        # Hydra's own too, as they repeat what was given.
+        warnings.showwarning = _show_warning
         entry(job)()
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: object) -> None:
+    from otdd_flash.commands.messages import show_warning
+
+    show_warning(message, category)
 
 
 def conceal_environment() -> None:

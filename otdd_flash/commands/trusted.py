@@ -7,6 +7,7 @@ settings name functions. Those are the user's to name: on the command line, or n
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,10 @@ BUILT = (
     "hydra_plugins.",
     "optuna.samplers.",
 )
-LOGGERS = ("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", "colorlog.")
+LOGGERS = (
+    "otdd_flash.commands.messages.SafeFormatter",
+    *("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", "colorlog."),
+)
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 LOGGING = ("hydra.hydra_logging.", "hydra.job_logging.")
 OUTPUT = "${hydra.runtime.output_dir}/"
@@ -59,9 +63,11 @@ def trusted_configurations() -> Iterator[None]:
 
 def untrusted(config: DictConfig) -> str | None:
     """Why a configuration with Hydra's part is refused; None where it is not."""
-    given = [*config.hydra.overrides.hydra, *config.hydra.overrides.task]
+    plain: Any = OmegaConf.to_container(config)
+    # As they are written: an override whose value refers to nothing is for its own key to report.
+    given = [*plain["hydra"]["overrides"]["hydra"], *plain["hydra"]["overrides"]["task"]]
     named = {override.lstrip("+~").partition("=")[0] for override in given} - {*GROUPS}
-    for key, value in _leaves(OmegaConf.to_container(config), ""):
+    for key, value in _leaves(plain, ""):
         if _runs_code(key, value) and not _is_named(key, named):
             return (
                 f"{key}={value} names code or a place for a log, and comes from a folder of "
@@ -85,7 +91,8 @@ def _runs_code(key: str, value: Any) -> bool:
         return not str(value).startswith(BUILT)
     if key.startswith(LOGGING):
         return _logs_elsewhere(last, str(value))
-    return key.startswith(ENVIRONMENT)
+    # What the environment holds already, `hydra.job.env_copy` may give to jobs.
+    return key.startswith(ENVIRONMENT) and os.environ.get(last) != str(value)
 
 
 def _logs_elsewhere(last: str, value: str) -> bool:

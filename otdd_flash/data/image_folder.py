@@ -15,6 +15,9 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import DataNotice, InputError, warn
 
+# Names of folders that hold the classes of a part of the data.
+SPLITS = ("train", "training", "test", "testing", "val", "valid", "validation", "dev")
+
 
 def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDataset:
     """Read `path/CLASS/**/*.png` (and other image types), or `path/SPLIT/CLASS/**` if there is one.
@@ -26,8 +29,9 @@ def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDa
     the dataset is not followed.
 
     Args:
-        request: the shared options. Its split is a subfolder of `path`; without one of that name,
-            `train` and `all` mean `path` itself.
+        request: the shared options. Its split is a subfolder of `path`. Where all subfolders are
+            named like splits (`SPLITS`) and hold folders themselves, `all` reads them together;
+            elsewhere `all`, and `train` without a subfolder of that name, mean `path` itself.
         path: the folder.
 
     Raises:
@@ -36,9 +40,13 @@ def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDa
     folder = request.locate("path", path)
     if not folder.is_dir():
         raise InputError(f"image_folder: path={path} is a file; name the folder of class folders")
-    chosen = _split_folder(folder, request.split)
     with reading(folder):
-        classes = _classes(chosen)
+        chosen = _split_folders(folder, request.split)
+        classes: dict[str, list[str]] = {}
+        for part in chosen:
+            for name, members in _classes(part).items():
+                classes.setdefault(name, []).extend(members)
+        classes = dict(sorted(classes.items()))
     files = [file for members in classes.values() for file in members]
     counts = [len(members) for members in classes.values()]
     return LabeledDataset.from_raw(
@@ -46,7 +54,7 @@ def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDa
         np.repeat(np.arange(len(counts)), counts),
         class_names=list(classes),
         modality="image",
-        name=folder.name if chosen == folder else f"{folder.name} {request.split}",
+        name=folder.name if chosen == [folder] else f"{folder.name} {request.split}",
     )
 
 
@@ -60,13 +68,22 @@ class _Images:
         return open_image(self.files[row])
 
 
-def _split_folder(folder: Path, split: str) -> Path:
+def _split_folders(folder: Path, split: str) -> list[Path]:
+    """The folders whose subfolders are the classes of a split."""
     if split != "all" and (folder / split).is_dir():
-        return folder / split
-    if split in ("train", "all"):
-        return folder
-    inside = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-    raise InputError(f"unknown split {split!r}: {folder} has the folders {inside or '(none)'}")
+        return [folder / split]
+    inside = sorted(e for e in folder.iterdir() if e.is_dir() and not e.name.startswith("."))
+    # Not classes of such names, whose images lie right in them.
+    are_splits = bool(inside) and all(
+        entry.name.lower() in SPLITS and any(further.is_dir() for further in entry.iterdir())
+        for entry in inside
+    )
+    if split == "all" and are_splits:
+        return inside
+    if split in ("train", "all") and not are_splits:
+        return [folder]
+    names = ", ".join(entry.name for entry in inside) or "(none)"
+    raise InputError(f"unknown split {split!r}: {folder} has the folders {names}")
 
 
 @dataclass

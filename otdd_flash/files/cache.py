@@ -126,9 +126,12 @@ def check_owner(path: Path) -> None:
 
     Raises:
         PermissionError: what is wrong, and what to do about it.
+        NotADirectoryError: the folder is something else, such as a device.
     """
     if not hasattr(os, "getuid"):
         return
+    if path.parent.exists() and not path.parent.is_dir():
+        raise NotADirectoryError(f"{path.parent} is no folder")
     usual = path.parent == Path(USUAL_FOLDER).expanduser()
     if path.is_symlink():
         raise PermissionError(f"{path.name} is a link to elsewhere; delete it")

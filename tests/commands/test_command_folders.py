@@ -171,7 +171,7 @@ def test_a_run_folder_in_the_home_folder_is_there_and_not_beside(
         ended = command(*flags, argument)
         assert ended.code == 2, argument
         assert "Traceback" not in ended.err
-    twice = command(*flags, f"{key}=~/y", "seed=1", "seed=2")
+    twice = command(*flags, f"{key}=~/y", "seed=1", "++seed=2")
     assert "notice: seed is given 2 times: seed=2, the last one, is taken" in twice.err
 
 

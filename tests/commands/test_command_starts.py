@@ -60,7 +60,7 @@ def test_help_shows_the_settings_that_the_arguments_lead_to(command):
         ("source.pth=a.npz", "there is no setting source.pth; --help explains all of them"),
         ("runtime.device=cpu", "there is no setting runtime; --help explains all of them"),
         ("nothing_like_it=1", "there is no setting nothing_like_it; --help explains all of them"),
-        ("+labels=none", "labels has a choice already; write labels=CHOICE, without the +"),
+        ("+labels=none", "labels has a choice already; write labels=none, without the +"),
         ("hydra.runn.dir=x", "there is no setting hydra.runn (did you mean hydra.run?)"),
         ("epsilon", "'epsilon' sets nothing; write KEY=VALUE"),
     ],
@@ -93,10 +93,14 @@ def test_an_unknown_key_is_told_with_what_is_meant(command, wrong, meant, flags)
         ("epsilon=${a b}", "${KEY} is the value of another setting"),
         ("~epsilon", "no setting can be deleted; leave ~epsilon out"),
         ("~source.name", "no setting can be deleted; leave ~source.name out"),
-        ("solver=[1]", "solver must be one of converged, geomloss, got [1]"),
-        ("labels=[exact,means]", "labels must be one of exact, "),
-        ("solver={a:1}", "solver must be one of converged, geomloss, got {a:1}"),
-        ("solver=${foo}", "solver must be one of converged, geomloss, got ${foo}"),
+        ("solver=[1]", "solver takes one choice, got [1]; write solver=CHOICE with one of conver"),
+        ("labels=[exact,means]", "labels takes one choice, got [exact,means]; write labels="),
+        ("solver={a:1}", "solver takes one choice, got {a:1}"),
+        ("solver=${foo}", "solver takes one choice, got ${foo}"),
+        ("++solver=geomloss", "solver has a choice already; write solver=geomloss, without the +"),
+        ("labels=exact,means", "labels takes one choice, got exact,means; write labels=CHOICE"),
+        ("===", "cannot read '==='"),
+        ("hydra.run.dir='\\${x}'", "Hydra takes ${ in a folder's name for a reference"),
         ("hydra=null", "Hydra ends on "),
         ("hydra=3", "Hydra ends on "),
         ("hydra/launcher=[1]", "Hydra ends on "),
@@ -124,6 +128,12 @@ def test_the_way_out_of_an_unreadable_text_keeps_it(command):
     assert yaml.safe_load(command("--cfg=job", way_out).out)["data_root"] == text
 
 
+def test_help_takes_a_template_as_it_is(command):
+    shown = command("--help", "hydra.help.template='$X $CONFIG'").out
+    assert shown.startswith("$X ")
+    assert "epsilon: 0.1" in shown
+
+
 def test_several_values_without_a_multirun_are_told_apart(command):
     assert "a list as epsilon=[0,2], a text as epsilon='0,2'" in command("epsilon=0,2").error
 
@@ -136,6 +146,8 @@ def test_several_values_without_a_multirun_are_told_apart(command):
         ("epsilon=${epsilon}", "epsilon=${epsilon} has no value: it refers to itself"),
         ("epsilon=${nosuch:1}", "Unsupported interpolation type nosuch"),
         ("epsilon=${oc.decode:'['}", "epsilon=${oc.decode:'['} has no value"),
+        ("epsilon=${source}", "epsilon must be a number, got '${source}'"),
+        ("source.classes=[${foo}]", "source.classes[0]=${foo} has no value"),
         ("epsilon=${oc.env:PATH}", "epsilon must be a number, got '${oc.env:PATH}'"),
         ("source.max_samples=${foo}", "source.max_samples=${foo} has no value"),
         ("max_samples=${oc.env:NO_SUCH}", "max_samples=${oc.env:NO_SUCH} has no value"),

@@ -139,6 +139,7 @@ def test_pairwise_tables_and_pictures_of_hostile_names(
         ("source.path=a.npz", "log_level=\x1b[2J"),
         ("source.path=a.npz", "solver.schedule=\x1b[2J"),
         ("source.path=a.npz", "\x1b[2J=1"),
+        ("source.path=no.npz", 'hydra.searchpath=["file:///\x1b[2J"]'),
         ("source.path=a.npz", f"source.weights={'w' * 100_000}"),
         ("source.path=a.npz", f"device={'w' * 100_000}"),
     ],
@@ -150,3 +151,12 @@ def test_errors_repeat_values_without_their_effects(
     assert said.code == 2
     assert len(said.error) <= 4000
     _assert_harmless(said.out, said.err)
+
+
+@pytest.mark.slow
+def test_a_sweep_repeats_arguments_without_their_effects(ended: Callable) -> None:
+    given = ("source.name='\x1b[2J\u202e'", "epsilon=0.1", "hydra.sweep.dir=sweep")
+    said = ended(distance, "-m", *given)
+    assert said.code == 2
+    _assert_harmless(said.out, said.err)
+    assert "#0 : source.name='\\x1b[2J\\u202e'" in said.out

@@ -39,6 +39,27 @@ def test_a_split_is_a_subfolder(tmp_path: Path) -> None:
         load("image_folder", path=str(tmp_path), split="test")
 
 
+def test_all_is_every_split_together(tmp_path: Path) -> None:
+    _write(tmp_path / "train", {"cat": 3, "dog": 2})
+    _write(tmp_path / "test", {"ant": 1, "cat": 1})
+    whole = load("image_folder", path=str(tmp_path), split="all")
+    assert whole.class_names == ("ant", "cat", "dog")
+    assert np.bincount(whole.labels).tolist() == [1, 4, 2]
+    assert whole.name == f"{tmp_path.name} all"
+    assert len(load("image_folder", path=str(tmp_path))) == 5
+
+
+def test_classes_may_be_called_like_splits(tmp_path: Path) -> None:
+    _write(tmp_path, {"train": 2, "test": 1})
+    assert load("image_folder", path=str(tmp_path), split="all").class_names == ("test", "train")
+
+
+def test_train_is_not_the_splits_as_classes(tmp_path: Path) -> None:
+    _write(tmp_path / "val", {"cat": 1})
+    with pytest.raises(InputError, match=r"unknown split 'train'.*has the folders val"):
+        load("image_folder", path=str(tmp_path))
+
+
 def test_the_draw_reads_no_image(tmp_path: Path) -> None:
     folder = _write(tmp_path, {"cat": 6, "dog": 3})
     for file in folder.glob("*/*.png"):

@@ -234,6 +234,12 @@ def test_an_entry_that_may_be_anybodys_is_neither_read_nor_replaced(
     assert caplog.text.count(why) == 2
 
 
+def test_what_is_no_folder_is_said_to_be_none(caplog: pytest.LogCaptureFixture) -> None:
+    assert TensorCache(os.devnull).get("key") is None
+    assert f"{os.devnull} is no folder" in caplog.text
+    assert "chmod" not in caplog.text
+
+
 @pytest.mark.parametrize("harm", ["group", "owner"])
 def test_the_usual_folder_is_shared_with_nobody(
     harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
