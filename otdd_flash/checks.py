@@ -16,6 +16,7 @@ import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -102,7 +103,7 @@ def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
 
     def check(name: str, value: Any) -> float:
         value = _item(value)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
             raise refused(name, "be a number", value)
         try:
             found = float(value)
