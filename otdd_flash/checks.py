@@ -109,6 +109,9 @@ def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
             found = float(value)
         except OverflowError:
             found = math.inf
+        except ValueError:
+            # A signaling NaN of decimal.
+            found = math.nan
         # NaN fails every comparison.
         if not allowed(found):
             raise refused(name, accepted, value)

@@ -266,11 +266,11 @@ def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> 
 def _records(path: Path) -> list[dict[str, Any]]:
     """The rows of a json file, an array or a row a line, with all numbers as they are spelled."""
     text = path.read_text(encoding="utf-8")
-    as_spelled = {"parse_int": Decimal, "parse_float": Decimal}
+    decoder = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
-        found = json.loads(text, **as_spelled)
+        found = decoder.decode(text)
     except json.JSONDecodeError:
-        found = [json.loads(line, **as_spelled) for line in text.splitlines() if line.strip()]
+        found = [decoder.decode(line) for line in text.splitlines() if line.strip()]
     return found if isinstance(found, list) else [found]
 
 
