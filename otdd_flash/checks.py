@@ -16,6 +16,7 @@ import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -101,12 +102,15 @@ def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
 
     def check(name: str, value: Any) -> float:
         value = _item(value)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
             raise refused(name, "be a number", value)
         try:
             found = float(value)
         except OverflowError:
             found = math.inf
+        except ValueError:
+            # A signaling NaN of decimal.
+            found = math.nan
         # NaN fails every comparison.
         if not allowed(found):
             raise refused(name, accepted, value)

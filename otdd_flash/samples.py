@@ -19,7 +19,7 @@ from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
 from otdd_flash.checks import check_fields, takes
 from otdd_flash.content_mark import Mark, mark_of
 from otdd_flash.devices import moved
-from otdd_flash.eager import own_settings, untraced
+from otdd_flash.eager import check_transforms, own_settings, untraced
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import fingerprint
@@ -76,6 +76,7 @@ class LabeledSamples:
     def __post_init__(self) -> None:
         # Numbers of lists are those of any default type, and memory that is shared is no inference
         # tensor.
+        check_transforms("LabeledSamples", (self.features, self.labels, self.weights))
         with own_settings():
             self._prepare()
 
@@ -176,6 +177,7 @@ class LabeledSamples:
         return torch.bincount(self.labels, minlength=len(self.class_names))
 
     @property
+    @untraced
     def fingerprint(self) -> str:
         """SHA-256 of features, labels, class names and weights, in row order.
 

@@ -349,6 +349,23 @@ def test_transforms_of_doubly_stochastic_are_refused(transform: str) -> None:
         apply(doubly, torch.rand(4, 4))
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "dual"])
+def test_samples_are_not_made_inside_of_transforms(transform: str) -> None:
+    apply, message = TRANSFORMS[transform]
+    with pytest.raises(InputError, match=f"LabeledSamples .*{message}"):
+        apply(lambda x: otdd.LabeledSamples(x, None, ()).features.sum(), torch.rand(4, 4))
+
+
+@pytest.mark.slow
+def test_a_compiled_function_reads_a_fingerprint() -> None:
+    def first(x: Tensor) -> str:
+        return otdd.LabeledSamples(2 * x, None, ()).fingerprint
+
+    torch.compiler.reset()
+    x = inputs()["x"]
+    assert torch.compile(first, backend="eager")(x) == first(x)
+
+
 def test_batches_of_cotangents_are_right_or_refused() -> None:
     given = inputs()
     losses = differentiable(given["y"])

@@ -251,6 +251,16 @@ def test_costs_of_integers_are_within_their_bounds(base: int, precision: str) ->
     assert float(loss) == pytest.approx(8.5, rel=1e-6)
 
 
+@pytest.mark.parametrize("half", [Decimal("0.5"), Fraction(1, 2), np.longdouble(0.5)])
+def test_an_epsilon_is_any_real_number(half: Any) -> None:
+    x, y = torch.tensor(X), torch.tensor(Y)
+    expected = otdd.sinkhorn_loss(x, y, epsilon=0.5)
+    assert torch.equal(otdd.sinkhorn_loss(x, y, epsilon=half), expected)
+    for beyond in (Decimal("sNaN"), Decimal("Infinity"), 10**400):
+        with pytest.raises(InputError, match="epsilon must be positive and finite, got"):
+            otdd.sinkhorn_loss(x, y, epsilon=beyond)
+
+
 def blocks_of(costs: Any) -> otdd.CostBlocks:
     return otdd.CostBlocks(1, 2, lambda rows, columns: costs[rows, columns])
 
@@ -268,6 +278,9 @@ ENTRIES: dict[str, Callable[[], Any]] = {
     "blocks of costs": lambda: otdd.matrix_transport(blocks_of(BIG), epsilon=1e17),
     "a loss of costs": lambda: otdd.matrix_loss(BIG, epsilon=1e17),
     "class distances": lambda: otdd.ClassDistances([[0]], [[ODD]], [[0]]),
+    "joint class distances": lambda: otdd.JointClassDistances(
+        [[ODD, 0], [0, 0]], ("x", "y"), (("a",), ("b",))
+    ),
     "a table": lambda: otdd.sinkhorn_loss(
         POINT, POINT, epsilon=1.0, labels_x=torch.zeros(2), labels_y=torch.zeros(2),
         class_table=torch.tensor([[0, ODD], [ODD, 0]]),

@@ -123,6 +123,7 @@ def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[st
             there = f"its configurations are: {', '.join(known)}" if known else "it has none"
             raise InputError(f"{found} has no configuration {config!r}, {there}; leave config out")
         if saved:
+            _check_inside(found, _saved_files(found))
             return datasets.load_from_disk(str(found)), []
         if not found.is_file():
             texts = _texts_inside(found, config)
@@ -135,28 +136,47 @@ def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[st
 
 
 def _texts_inside(folder: Path, config: str | None) -> list[str]:
-    """Refuse a folder whose README names data files elsewhere, such as ../../secret.csv.
+    """The files of a folder that hold numbers as text.
 
-    Returns:
-        Its files that hold numbers as text.
-
-    Links inside the folder lead where they lead: what the hub caches consists of them.
+    Raises:
+        InputError: its README names files elsewhere.
     """
     import datasets
 
     builder = datasets.load_dataset_builder(str(folder), config)
-    named = builder.config.data_files or {}
+    files = [str(file) for part in (builder.config.data_files or {}).values() for file in part]
+    _check_inside(folder, files)
+    return files if builder.name in TEXT_FORMATS else []
+
+
+def _saved_files(folder: Path) -> list[str]:
+    """The files that a folder names which `save_to_disk` wrote: of its splits, or its own."""
+    parts = [folder]
+    if (marks := folder / "dataset_dict.json").exists():
+        parts = [folder / split for split in json.loads(marks.read_text("utf-8"))["splits"]]
+    files = []
+    for part in parts:
+        state = json.loads((part / "state.json").read_text("utf-8"))
+        files += [os.path.join(part, file["filename"]) for file in state["_data_files"]]
+    return files
+
+
+def _check_inside(folder: Path, files: Sequence[str]) -> None:
+    """Refuse a folder that names data files elsewhere, such as ../../secret.csv.
+
+    Links inside the folder lead where they lead: what the hub caches consists of them.
+
+    Raises:
+        InputError: as said.
+    """
     # The library resolves the folder itself, and nothing in it.
     inside = tuple(os.path.join(kind(folder), "") for kind in (os.path.abspath, os.path.realpath))
-    for file in (str(file) for files in named.values() for file in files):
+    for file in files:
         if not os.path.abspath(file).startswith(inside):
             raise InputError(
                 f"{folder} names a data file outside of it, {file}; give that file as path, if it "
                 "is meant"
             )
-    if builder.name not in TEXT_FORMATS:
-        return []
-    return [str(file) for files in named.values() for file in files]
 
 
 def _from_hub(request: Request, path: str, config: str | None) -> Any:
@@ -246,11 +266,11 @@ def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> 
 def _records(path: Path) -> list[dict[str, Any]]:
     """The rows of a json file, an array or a row a line, with all numbers as they are spelled."""
     text = path.read_text(encoding="utf-8")
-    as_spelled = {"parse_int": Decimal, "parse_float": Decimal}
+    decoder = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
-        found = json.loads(text, **as_spelled)
+        found = decoder.decode(text)
     except json.JSONDecodeError:
-        found = [json.loads(line, **as_spelled) for line in text.splitlines() if line.strip()]
+        found = [decoder.decode(line) for line in text.splitlines() if line.strip()]
     return found if isinstance(found, list) else [found]
 
 

@@ -11,9 +11,9 @@ palettes resolved, transparency laid on white, and scaled by the range of the ty
     F, with values in [0, 1]                                  F         1
 
 Other 32-bit integers are refused, as no value of theirs is white by agreement; so are several
-frames, of which one would have to be chosen. PIL itself reads 16-bit colour as 8 bits. Colour
-profiles are not applied. An array has the shape (h, w) or (h, w, c): uint8, uint16, bool or float
-in [0, 1], with alpha as the last of 2 or 4 channels.
+frames, of which one would have to be chosen. PIL itself reads several channels of 16 bits in
+8 bits, which is said. Colour profiles are not applied. An array has the shape (h, w) or (h, w, c):
+uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def plain_image(image: Image.Image) -> Image.Image:
         )
     if 0 in image.size:
         raise InputError(f"an image of {image.width} x {image.height} has no pixels; leave it out")
+    if not image.mode.startswith("I") and ";16" in str(getattr(image, "tile", "")):
+        warn("PIL reads images with several channels of 16 bits in 8 bits", DataNotice)
     image.load()
     # PIL puts 12 bits into the low bits of 16; only the tag BitsPerSample says so.
     levels = 4095 if kind == "TIFF" and getattr(image, "tag_v2", {}).get(258) == (12,) else 65535

@@ -15,7 +15,7 @@ from otdd_flash.arguments.values import count
 from otdd_flash.checks import shown
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.real_numbers import in_double
+from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.samples import LabeledSamples
 
 
@@ -140,6 +140,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
                     f"{side} is on {rows.device}, and rows of before are on {other.device}; move "
                     "all to one device"
                 )
+        real_tensor(side, rows)
 
     def _add(self, side: str, rows: Tensor, labels: Tensor | None) -> None:
         kept, known = getattr(self, f"{side}_rows"), getattr(self, f"{side}_labels")

@@ -27,6 +27,7 @@ from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetri
 from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.samples import LabeledSamples, Samples, check_squares
 
 UNLABELLED_CLASS = "all"
@@ -50,6 +51,12 @@ class JointClassDistances:
     class_names: tuple[tuple[str, ...], ...]
     lower: Tensor | None = None
     upper: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("full", "lower", "upper"):
+            if (given := getattr(self, name)) is not None:
+                what = f"class distances {name}"
+                object.__setattr__(self, name, in_double(what, real_tensor(what, given)))
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -276,6 +276,20 @@ def test_a_folder_names_no_data_files_outside_of_it(tmp_path: Path, named: str) 
         assert len(load("huggingface", path=str(tmp_path / place))) == 2
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_saved_dataset_names_no_data_files_outside_of_it(tmp_path: Path, *, splits: bool) -> None:
+    for name in ("own", "other"):
+        table = _table({"text": TEXTS, "label": LABELS})
+        (datasets.DatasetDict(train=table) if splits else table).save_to_disk(tmp_path / name)
+    assert len(load("huggingface", path=str(tmp_path / "own"))) == 6
+    part = "train/" if splits else ""
+    state = tmp_path / "own" / part / "state.json"
+    up = "../" * state.relative_to(tmp_path).as_posix().count("/")
+    state.write_text(state.read_text().replace("data-", f"{up}other/{part}data-"))
+    with pytest.raises(InputError, match="names a data file outside of it"):
+        load("huggingface", path=str(tmp_path / "own"))
+
+
 ODD = (1 << 60) + 1
 
 

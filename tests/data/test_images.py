@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +313,22 @@ def test_opaque_images_are_taken_without_a_word(recwarn: pytest.WarningsRecorder
     opaque = np.concatenate([COLOUR, np.full((*SIZE, 1), 255, np.uint8)], 2)
     np.testing.assert_array_equal(_pixels(Image.fromarray(opaque)), np.float32(COLOUR / 255))
     assert not recwarn.list
+
+
+def test_deep_colour_that_is_read_in_8_bits_is_said(tmp_path: Path) -> None:
+    """PIL does not write such files: a PNG of one pixel, of 16 bits a channel."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header, pixel = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0), b"\0\x12\x34\xff\xff\0\0"
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(pixel)), (b"IEND", b"")]
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    with pytest.warns(DataNotice, match="several channels of 16 bits in 8 bits"):
+        image = open_image(content)
+    assert image.getpixel((0, 0)) == (0x12, 255, 0)
 
 
 def _frames(path: Path) -> None:

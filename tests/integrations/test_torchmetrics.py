@@ -46,6 +46,12 @@ def test_it_is_the_distance_of_all_rows_with_its_bounds():
     assert found["value"].dtype == torch.float64
 
 
+def test_labels_of_half_types_are_classes():
+    metric = DatasetDistance(epsilon=0.5)
+    metric.update(SOURCE[0], TARGET[0], SOURCE[1].bfloat16(), TARGET[1].half())
+    assert metric.compute()["value"].item() == _expected().value
+
+
 def test_reset_forgets_and_forward_is_of_the_batch():
     metric = _fed(DatasetDistance(epsilon=0.5))
     metric.reset()
@@ -79,6 +85,9 @@ def test_rows_beyond_the_limit_are_left_out_and_said():
     [
         ((torch.zeros(3), torch.zeros(3, 4)), r"source must be \(rows, features\), got \(3,\)"),
         ((torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(2)), r"source_labels must be \(3,\)"),
+        ((torch.zeros(3, 4).to_sparse(), torch.zeros(3, 4)), r"must be dense, .* \.to_dense\(\)"),
+        ((torch.zeros(3, 4), torch.zeros(3, 4, device="meta")), "target is on the device meta"),
+        ((torch.zeros(3, 4), torch.zeros(3, 4) + 1j), "target must be real"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(arguments, message):
