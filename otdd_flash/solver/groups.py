@@ -43,6 +43,7 @@ import torch
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree, shortest_path
+from scipy.special import logsumexp
 from torch import Tensor
 
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
@@ -60,8 +61,12 @@ Array = npt.NDArray[np.float64]
 # Of those that are contracted, the most strongly tied are joined.
 LINKS, MOST_CONTRACTED, MOST_BALANCED = (0.05, 1e-5, 1e-11), 1024, 128
 
+# Groups are one if links carry this share of the lighter one's mass. Offsets of what is tied by less
+# are not fixed by a marginal error of 1e-3.
+TIED = 0.05
+
 # Rows of the first sample, and entries that are there at once.
-FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 32, 1 << 21, 1 << 26
+FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 64, 1 << 21, 1 << 26
 
 # Relative rounding of a sum of masses, which were divided by their own; offsets are open where it
 # moves them by more than this share of epsilon.
@@ -69,6 +74,10 @@ MASS_ROUNDING, OPEN = 2.0**-51, 1e-3
 
 # Passes over all cuts, the move in units of epsilon that ends them, and how many are enough alone.
 SWEEPS, SETTLED, ALONE = 40, 1e-6, 2
+
+# Entries of a plan whose optimum Newton's method finds, its most steps, the first one in units of
+# epsilon that is worth it, and eigenvalues that float64 tells from 0.
+MOST_POLISHED, NEWTON_STEPS, SMALL_STEP, LEAST_SEEN = 1 << 18, 60, 0.01, 1e-12
 
 # What an exponent is raised to, and eigenvalues of the scaled system that count.
 LOG_LEAST, LEAST_EIGENVALUE = -700.0, 1e-9
@@ -247,9 +256,12 @@ def settled(
     """
     f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
     plan = _Plan(entries, f, g, a, b, term.epsilon)
+    if math.prod(entries.shape) <= MOST_POLISHED:
+        plan = _polished(plan)
     linked = connected(plan)
     if linked is None:
-        return term, None
+        return _moved(term, plan, plan.f, plan.g), None
+    f, g = plan.f, plan.g
     rows, columns, _ = linked
     flows = contracted(plan, linked)
     strongest = _joined_to(flows, MOST_BALANCED)
@@ -264,16 +276,11 @@ def settled(
         return torch.where(of >= 0, table[of], -1)
 
     if t.any():
-        place = np.arange(len(t))
         offsets = torch.from_numpy(np.append(t, 0.0)).to(f.device)
-        up, down = offsets[of_points(place, rows)], -offsets[of_points(place, columns)]
-        f, g = _with_softmins(plan._replace(f=f + up, g=g + down))
-        # Points that stay keep their potentials to the last bit.
-        up, down = (
-            torch.where((by == 0) & (mass > 0), old, (term.epsilon * new).to(old))
-            for by, mass, old, new in ((up, a, term.f, f), (down, b, term.g, g))
-        )
-        term = replace(term, f=up, g=down)
+        place = np.arange(len(t))
+        f = f + offsets[of_points(place, rows)]
+        g = g - offsets[of_points(place, columns)]
+    term = _moved(term, plan, f, g)
     if alike.max() == 0:
         return term, None
     flows = flows.joined(alike)
@@ -317,6 +324,57 @@ def settled_matrix(
     return settled(entries, term, problem.a, problem.b)
 
 
+def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportTerm:
+    """The term with other potentials in units of epsilon; those that stay, to the last bit."""
+    stay_f, stay_g = (
+        (old.double() / term.epsilon == new) for old, new in ((term.f, f), (term.g, g))
+    )
+    if bool((stay_f | (plan.a == 0)).all() & (stay_g | (plan.b == 0)).all()):
+        return term
+    stay_f, stay_g = stay_f & (plan.a > 0), stay_g & (plan.b > 0)
+    f, g = _with_softmins(plan._replace(f=f, g=g))
+    return replace(
+        term,
+        f=torch.where(stay_f, term.f, (term.epsilon * f).to(term.f)),
+        g=torch.where(stay_g, term.g, (term.epsilon * g).to(term.g)),
+    )
+
+
+def _polished(plan: _Plan) -> _Plan:
+    """The plan of the optimum, but for offsets that float64 cannot see in products with P.
+
+    Newton's method on the semi-dual in f, with g the softmin of f, where its first step is not
+    small. It finds what groups cannot: several thin ties, and points that are lighter than the
+    marginal error.
+    """
+    device = plan.f.device
+    rows, columns = ((mass > 0).nonzero().squeeze(1) for mass in (plan.a, plan.b))
+    costs = plan.entries.costs(rows, columns).double().cpu().numpy() / plan.epsilon
+    a, b = plan.a[rows].cpu().numpy(), plan.b[columns].cpu().numpy()
+    logs = np.log(a)[:, None] + np.log(b) - costs
+    f, g = plan.f[rows].cpu().numpy(), plan.g[columns].cpu().numpy()
+    for step in range(NEWTON_STEPS):
+        before, g = g, np.log(b) - logsumexp(logs + f[:, None], axis=0)
+        shares = np.exp(logs + f[:, None] + g)
+        sums = shares.sum(1)
+        per_row = 1 / np.sqrt(sums)
+        system = np.diag(sums) - (shares / b) @ shares.T
+        values, vectors = np.linalg.eigh(per_row[:, None] * system * per_row)
+        kept = values > LEAST_SEEN
+        pulled = vectors.T @ (per_row * (a - sums))
+        move = per_row * (vectors[:, kept] @ (pulled[kept] / values[kept]))
+        largest = float(np.abs(move).max())
+        if step == 0 and max(largest, np.abs(g - before).max()) <= SMALL_STEP:
+            return plan
+        f += move / max(1.0, largest)
+        if largest <= SETTLED:
+            whole_f, whole_g = plan.f.clone(), plan.g.clone()
+            whole_f[rows] = torch.from_numpy(f).to(device)
+            whole_g[columns] = torch.from_numpy(g).to(device)
+            return plan._replace(f=whole_f, g=whole_g)
+    return plan
+
+
 def connected(plan: _Plan) -> _Linked | None:
     """The groups that no link connects; None where all are one."""
     for share in LINKS:
@@ -349,9 +407,14 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
         chosen = (linked & beside).any(1) & with_mass[rows]
         if bool(chosen.any()):
             row, column = linked[chosen].nonzero(as_tuple=True)
-            ends = groups[best[rows]][chosen][row], groups[column]
-            joined = torch.from_numpy(_components(m + 1, *(end.cpu().numpy() for end in ends)))
-            groups = torch.where(present, joined.to(device)[groups], m)
+            shares = (logs[chosen] - most[chosen, None])[row, column].exp().double()
+            # The rows read stand for all.
+            weights = plan.a[rows][chosen][row] * shares / plan.a[rows].sum()
+            ties = (groups[best[rows]][chosen][row], groups[column], weights)
+            masses = torch.zeros(m + 1, dtype=torch.float64, device=device)
+            masses.index_add_(0, groups, plan.b)
+            joined = _well_tied(masses.cpu().numpy(), *(part.cpu().numpy() for part in ties))
+            groups = torch.where(present, torch.from_numpy(joined).to(device)[groups], m)
         if bool((groups[present] == groups[present][0]).all()):
             return None
     of_rows = torch.where(with_mass, groups[best], m)
@@ -368,6 +431,32 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
         labels[n:],
         peaks + plan.f - plan.b.log()[best] - plan.entries.offsets / plan.epsilon,
     )
+
+
+def _well_tied(
+    masses: Array, ends: npt.NDArray[np.int64], others: npt.NDArray[np.int64], weights: Array
+) -> npt.NDArray[np.int64]:
+    """Join nodes (count,), each with the heavier one that it has most in common with, if enough.
+
+    A light point between two heavy groups joins one of them; it does not make them one.
+    """
+    labels = np.arange(len(masses))
+    while True:
+        mass = np.bincount(labels, masses)
+        shape = len(mass), len(mass)
+        both = coo_array((weights, (labels[ends], labels[others])), shape=shape).tocsr()
+        ties = (both + both.T).tocoo()
+        order = np.argsort(ties.data, kind="stable")
+        lighter, heavier, shared = ties.row[order], ties.col[order], ties.data[order]
+        place = np.empty(len(mass), dtype=np.int64)
+        place[np.argsort(mass, kind="stable")] = np.arange(len(mass))
+        enough = (place[lighter] < place[heavier]) & (shared >= TIED * mass[lighter])
+        chosen = np.arange(len(mass))
+        # The last, which is the strongest, stays.
+        chosen[lighter[enough]] = heavier[enough]
+        if not enough.any():
+            return labels
+        labels = _components(len(mass), np.arange(len(mass)), chosen)[labels]
 
 
 def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
