@@ -186,8 +186,11 @@ def _write(
     if contributions is not None:
         more["contributions_through_classes"] = contributions.through_classes
         more["contribution_slopes"] = {
-            name: None if math.isnan(low) else [low, high]
-            for name, (low, high) in zip(
+            # An end that nothing limits is null, as JSON has no infinity.
+            name: None
+            if math.isnan(ends[0])
+            else [end if math.isfinite(end) else None for end in ends]
+            for name, ends in zip(
                 result.source.class_names, contributions.slopes.T.tolist(), strict=False
             )
         }

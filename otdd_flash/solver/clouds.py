@@ -33,7 +33,9 @@ def sinkhorn(
 ) -> TransportTerm:
     """OT_epsilon(source, target) = min_P <C, P> + epsilon KL(P | a b^T).
 
-    A solve that stops early returns what it has reached, whose bounds hold, and warns.
+    A solve that stops early returns what it has reached, whose bounds hold, and warns. Potentials
+    are those of its last iteration: within the marginal error, offsets between groups of points
+    that exchange almost no mass may be anything. `sinkhorn_potentials` corrects or reports them.
 
     Args:
         source: n points: `LabeledSamples`, (features, labels) or features alone.

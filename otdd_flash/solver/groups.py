@@ -6,28 +6,17 @@ a constant. Nor does it where only the rows and columns of a group g of points m
     F_gh(t) = F_gh exp((t_g - t_h) / epsilon),    F_gh = sum of P over rows of g and columns of h,
 
 which is all that ties the offsets t to the masses. A marginal error far above these flows does not
-see them, so a converged solve leaves t where its iterations happened to end. Three steps follow,
-where potentials are asked for, and in no solve that only wants a value:
+see them, so a converged solve leaves t where its iterations happened to end. Where potentials are
+asked for, and in no solve that only wants a value,
 
-1. `connected`: the parts of the graph of all entries of at least a share of their row's largest.
-   Rows come in an even sample first; most plans are connected by it, and nothing else is done.
-2. `balanced`: the dual is maximised over t alone, <t, a(g) - b(g)> - epsilon sum F(t), in the
-   logarithms of the flows, whatever their size. Along one cut S that is one equation,
+1. `_polished` takes a small plan to its optimum by Newton steps, if it is not near it.
+2. `connected` finds the groups: points that are tied by enough of their mass. Links are entries of
+   at least a share of their row's largest. Rows come in an even sample first; most plans are one
+   group by it, and nothing else is done.
+3. `contracted` sums what the groups exchange, and `solver.group_flows` balances it and says which
+   offsets stay open.
 
-       exp(s) out - exp(-s) in = a(S) - b(S),
-
-   solved in closed form for the cuts of the maximum spanning tree in turn (Osborne 1960, On
-   pre-conditioning of matrices, where cuts are single groups). Exact masses then fix t although no
-   product with P in floating point could see it.
-3. `undetermined`: groups whose flows are below what rounding of the masses moves. The indicator w
-   of a group S has w^T L w = cut(S) in the plan's system L, so that cut(S) over its mass bounds the
-   smallest eigenvalue from above, and never reassures. A mass imbalance of d moves t by epsilon d /
-   cut(S): with d the rounding of the masses, any t that keeps f_i + g_j <= C_ij between the groups
-   is as good,
-
-       t_g - t_h <= min over rows i of g, columns j of h of (C_ij - f_i - g_j).
-
-   For epsilon to 0 these are the optimal potentials. Differences of t then end at shortest paths.
+Of plans that are not small, slow modes inside one group stay as the solve left them.
 """
 
 from __future__ import annotations
@@ -38,22 +27,33 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components, minimum_spanning_tree, shortest_path
+from scipy.sparse.csgraph import shortest_path
+from scipy.special import logsumexp
 from torch import Tensor
 
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.matrix import CostSource
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.group_flows import (
+    MASS_ROUNDING,
+    OPEN,
+    SETTLED,
+    Array,
+    Flows,
+    Labels,
+    above_rounding,
+    balanced,
+    joined_to,
+    mean_logs,
+    most_along,
+    undetermined,
+    well_tied,
+)
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
-
-Array = npt.NDArray[np.float64]
 
 # A link is an entry of at least this share of its row's largest; of the next share where that
 # leaves more groups than can be contracted, but of none that rounding of the masses might outweigh.
@@ -61,17 +61,11 @@ Array = npt.NDArray[np.float64]
 LINKS, MOST_CONTRACTED, MOST_BALANCED = (0.05, 1e-5, 1e-11), 1024, 128
 
 # Rows of the first sample, and entries that are there at once.
-FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 32, 1 << 21, 1 << 26
+FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 64, 1 << 21, 1 << 26
 
-# Relative rounding of a sum of masses, which were divided by their own; offsets are open where it
-# moves them by more than this share of epsilon.
-MASS_ROUNDING, OPEN = 2.0**-51, 1e-3
-
-# Passes over all cuts, the move in units of epsilon that ends them, and how many are enough alone.
-SWEEPS, SETTLED, ALONE = 40, 1e-6, 2
-
-# What an exponent is raised to, and eigenvalues of the scaled system that count.
-LOG_LEAST, LEAST_EIGENVALUE = -700.0, 1e-9
+# Entries of a plan whose optimum Newton's method finds, its most steps, the first one in units of
+# epsilon that is worth it, and eigenvalues that float64 tells from 0.
+MOST_POLISHED, NEWTON_STEPS, SMALL_STEP, LEAST_SEEN = 1 << 18, 60, 0.01, 1e-12
 
 # Groups and rows that a message names.
 NAMED_GROUPS, NAMED_CLASSES, NAMED_ROWS, NAME_LENGTH = 4, 6, 5, 40
@@ -172,41 +166,6 @@ class _Plan(NamedTuple):
     epsilon: float
 
 
-class _Flows(NamedTuple):
-    """What K groups exchange, on the host.
-
-    Attributes:
-        logs: (K, K), log F_gh; -inf on the diagonal, and where no pair is allowed.
-        gaps: (K, K), least (C_ij - f_i - g_j) / epsilon of rows of g and columns of h, with f_i
-            lowered so that it is 0 at the row's link.
-        masses: (K, 2), of rows and of columns.
-        excess: (K,), masses of rows less those of columns; 0 where rounding may have made it.
-    """
-
-    logs: Array
-    gaps: Array
-    masses: Array
-    excess: Array
-
-    def joined(self, labels: npt.NDArray[np.int64]) -> _Flows:
-        """The flows of unions of groups (K,)."""
-        count = int(labels.max()) + 1
-        logs, gaps = np.full((count, count), -np.inf), np.full((count, count), np.inf)
-        pairs = labels[:, None] * np.ones_like(labels), labels * np.ones_like(labels)[:, None]
-        np.logaddexp.at(logs, pairs, self.logs)
-        np.minimum.at(gaps, pairs, self.gaps)
-        np.fill_diagonal(logs, -np.inf)
-        masses, excess = np.zeros((count, 2)), np.zeros(count)
-        np.add.at(masses, labels, self.masses)
-        np.add.at(excess, labels, self.excess)
-        return _Flows(logs, gaps, masses, _above_rounding(excess, masses.sum(1)))
-
-    def moved(self, t: Array) -> _Flows:
-        """The flows after offsets (K,) in units of epsilon."""
-        by = t[:, None] - t
-        return self._replace(logs=self.logs + by, gaps=self.gaps - by)
-
-
 @dataclass(frozen=True, eq=False)
 class Groups:
     """Groups of points whose potentials the masses leave open against each other.
@@ -228,7 +187,7 @@ class Groups:
 
     def spread(self, direction: Array) -> tuple[float, float]:
         """Least and most of <direction, t> over the offsets t (K,); the direction sums to 0."""
-        low, high = (_most(sign * direction, self.gaps) for sign in (-1, 1))
+        low, high = (most_along(sign * direction, self.gaps) for sign in (-1, 1))
         return -low, high
 
 
@@ -247,37 +206,35 @@ def settled(
     """
     f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
     plan = _Plan(entries, f, g, a, b, term.epsilon)
+    if math.prod(entries.shape) <= MOST_POLISHED:
+        plan = _polished(plan)
     linked = connected(plan)
     if linked is None:
-        return term, None
+        return _moved(term, plan, plan.f, plan.g), None
+    f, g = plan.f, plan.g
     rows, columns, _ = linked
     flows = contracted(plan, linked)
-    strongest = _joined_to(flows, MOST_BALANCED)
+    strongest = joined_to(flows, MOST_BALANCED)
     flows = flows.joined(strongest)
     t = balanced(flows)
     t -= t[int(flows.masses.sum(1).argmax())]
     flows = flows.moved(t)
     alike = undetermined(flows)
 
-    def of_points(labels: npt.NDArray[np.int64], of: Tensor) -> Tensor:
+    def of_points(labels: Labels, of: Tensor) -> Tensor:
         table = torch.from_numpy(labels[strongest]).to(of.device)
         return torch.where(of >= 0, table[of], -1)
 
     if t.any():
-        place = np.arange(len(t))
         offsets = torch.from_numpy(np.append(t, 0.0)).to(f.device)
-        up, down = offsets[of_points(place, rows)], -offsets[of_points(place, columns)]
-        f, g = _with_softmins(plan._replace(f=f + up, g=g + down))
-        # Points that stay keep their potentials to the last bit.
-        up, down = (
-            torch.where((by == 0) & (mass > 0), old, (term.epsilon * new).to(old))
-            for by, mass, old, new in ((up, a, term.f, f), (down, b, term.g, g))
-        )
-        term = replace(term, f=up, g=down)
+        place = np.arange(len(t))
+        f = f + offsets[of_points(place, rows)]
+        g = g - offsets[of_points(place, columns)]
+    term = _moved(term, plan, f, g)
     if alike.max() == 0:
         return term, None
     flows = flows.joined(alike)
-    most = float(_mean_logs(flows).max()) + math.log(2)
+    most = float(mean_logs(flows).max()) + math.log(2)
     # A gap of 0, or below it by what epsilon still spreads, would be no edge.
     gaps = shortest_path(np.maximum(flows.gaps, np.finfo(np.float64).tiny), method="FW")
     groups = Groups(
@@ -317,6 +274,60 @@ def settled_matrix(
     return settled(entries, term, problem.a, problem.b)
 
 
+def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportTerm:
+    """The term with other potentials in units of epsilon; those that stay, to the last bit."""
+    stay_f, stay_g = (
+        (old.double() / term.epsilon == new) for old, new in ((term.f, f), (term.g, g))
+    )
+    if bool((stay_f | (plan.a == 0)).all() & (stay_g | (plan.b == 0)).all()):
+        return term
+    stay_f, stay_g = stay_f & (plan.a > 0), stay_g & (plan.b > 0)
+    f, g = _with_softmins(plan._replace(f=f, g=g))
+    return replace(
+        term,
+        f=torch.where(stay_f, term.f, (term.epsilon * f).to(term.f)),
+        g=torch.where(stay_g, term.g, (term.epsilon * g).to(term.g)),
+    )
+
+
+def _polished(plan: _Plan) -> _Plan:
+    """The plan of the optimum, but for offsets that float64 cannot see in products with P.
+
+    Newton's method on the semi-dual in f, with g the softmin of f, where its first step is not
+    small. It finds what groups cannot: several thin ties, and points that are lighter than the
+    marginal error.
+    """
+    device = plan.f.device
+    rows, columns = ((mass > 0).nonzero().squeeze(1) for mass in (plan.a, plan.b))
+    costs = plan.entries.costs(rows, columns).double().cpu().numpy() / plan.epsilon
+    a, b = plan.a[rows].cpu().numpy(), plan.b[columns].cpu().numpy()
+    logs = np.log(a)[:, None] + np.log(b) - costs
+    f, g = plan.f[rows].cpu().numpy(), plan.g[columns].cpu().numpy()
+    for step in range(NEWTON_STEPS):
+        before, g = g, np.log(b) - logsumexp(logs + f[:, None], axis=0)
+        shares = np.exp(logs + f[:, None] + g)
+        sums = shares.sum(1)
+        if not (np.isfinite(shares).all() and (sums > 0).all()):
+            # No plan has these masses, or the solve stopped far from it.
+            return plan
+        per_row = 1 / np.sqrt(sums)
+        system = np.diag(sums) - (shares / b) @ shares.T
+        values, vectors = np.linalg.eigh(per_row[:, None] * system * per_row)
+        kept = values > LEAST_SEEN
+        pulled = vectors.T @ (per_row * (a - sums))
+        move = per_row * (vectors[:, kept] @ (pulled[kept] / values[kept]))
+        largest = float(np.abs(move).max())
+        if step == 0 and max(largest, np.abs(g - before).max()) <= SMALL_STEP:
+            return plan
+        f += move / max(1.0, largest)
+        if largest <= SETTLED:
+            whole_f, whole_g = plan.f.clone(), plan.g.clone()
+            whole_f[rows] = torch.from_numpy(f).to(device)
+            whole_g[columns] = torch.from_numpy(g).to(device)
+            return plan._replace(f=whole_f, g=whole_g)
+    return plan
+
+
 def connected(plan: _Plan) -> _Linked | None:
     """The groups that no link connects; None where all are one."""
     for share in LINKS:
@@ -349,9 +360,14 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
         chosen = (linked & beside).any(1) & with_mass[rows]
         if bool(chosen.any()):
             row, column = linked[chosen].nonzero(as_tuple=True)
-            ends = groups[best[rows]][chosen][row], groups[column]
-            joined = torch.from_numpy(_components(m + 1, *(end.cpu().numpy() for end in ends)))
-            groups = torch.where(present, joined.to(device)[groups], m)
+            shares = (logs[chosen] - most[chosen, None])[row, column].exp().double()
+            # The rows read stand for all.
+            weights = plan.a[rows][chosen][row] * shares / plan.a[rows].sum()
+            ties = (groups[best[rows]][chosen][row], groups[column], weights)
+            masses = torch.zeros(m + 1, dtype=torch.float64, device=device)
+            masses.index_add_(0, groups, plan.b)
+            joined = well_tied(masses.cpu().numpy(), *(part.cpu().numpy() for part in ties))
+            groups = torch.where(present, torch.from_numpy(joined).to(device)[groups], m)
         if bool((groups[present] == groups[present][0]).all()):
             return None
     of_rows = torch.where(with_mass, groups[best], m)
@@ -380,15 +396,6 @@ def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
     yield from (slice(start, n, count) for start in range(count))
 
 
-def _components(
-    count: int, ends: npt.NDArray[np.int64], others: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Connected components (count,) of a graph of these edges."""
-    graph = coo_array((np.ones(len(ends), dtype=np.int8), (ends, others)), shape=(count, count))
-    labels: npt.NDArray[np.int64] = connected_components(graph, directed=False)[1]
-    return labels.astype(np.int64)
-
-
 def _most_from(plan: _Plan, columns: Tensor) -> Tensor:
     """The row (l,) from which each of some columns has most."""
     weights = plan.f + plan.a.log()
@@ -408,7 +415,7 @@ def _blocks(rows: Tensor, width: int) -> Sequence[Tensor]:
     return torch.split(rows, max(1, budget // (4 * max(1, width)))) if len(rows) else []
 
 
-def contracted(plan: _Plan, linked: _Linked) -> _Flows:
+def contracted(plan: _Plan, linked: _Linked) -> Flows:
     """What the groups exchange, in float64.
 
     Of the largest group only the pairs with others are read.
@@ -424,21 +431,24 @@ def contracted(plan: _Plan, linked: _Linked) -> _Flows:
         ((part >= 0) & (part != largest)).nonzero().squeeze(1) for part in (rows, columns)
     )
     every = (columns >= 0).nonzero().squeeze(1)
-    for high, wide in ((others[0], every), (of_largest[0], others[1])):
+    # By group, for sums over stretches of rows.
+    high_others = others[0][rows[others[0]].argsort(stable=True)]
+    for high, wide in ((high_others, every), (of_largest[0], others[1])):
         for part in _blocks(high, len(wide)):
             top, sums = _by_group(plan, part, wide, columns[wide], count)
-            mine = rows[part].cpu().numpy()
-            np.logaddexp.at(logs, mine, sums)
+            mine, starts = np.unique(rows[part].cpu().numpy(), return_index=True)
+            logs[mine] = np.logaddexp(logs[mine], np.logaddexp.reduceat(sums, starts))
             # On links f_i + g_j is above C_ij by an entropy that vanishes with epsilon.
-            np.minimum.at(gaps, mine, peaks[part].cpu().numpy()[:, None] - top)
+            above = peaks[part].cpu().numpy()[:, None] - top
+            gaps[mine] = np.minimum(gaps[mine], np.minimum.reduceat(above, starts))
     np.fill_diagonal(logs, -np.inf)
     masses = np.zeros((count, 2))
     for side, (part, mass) in enumerate(((rows, plan.a), (columns, plan.b))):
         held, where = mass.cpu().numpy(), part.cpu().numpy()
         for group in range(count):
             masses[group, side] = math.fsum(held[where == group].tolist())
-    excess = _above_rounding(masses[:, 0] - masses[:, 1], masses.sum(1))
-    return _Flows(logs, gaps, masses, excess)
+    excess = above_rounding(masses[:, 0] - masses[:, 1], masses.sum(1))
+    return Flows(logs, gaps, masses, excess)
 
 
 def _by_group(
@@ -460,126 +470,6 @@ def _by_group(
     return top.double().cpu().numpy(), sums.cpu().numpy()
 
 
-def _above_rounding(excess: Array, masses: Array) -> Array:
-    """Differences of sums of masses, 0 where they are no more than their rounding."""
-    return np.where(np.abs(excess) <= MASS_ROUNDING * masses, 0.0, excess)
-
-
-def _mean_logs(flows: _Flows) -> Array:
-    """Log sqrt(F_gh F_hg) (K, K), what both exchange at balance; -inf where one way is closed."""
-    return (flows.logs + flows.logs.T) / 2
-
-
-def _tree(strength: Array) -> tuple[Array, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The edges of the maximum spanning forest of strengths (K, K), the strongest first."""
-    finite = np.isfinite(strength)
-    most = strength[finite].max() if finite.any() else 0.0
-    # Weights of a minimum spanning tree; those of 0 would be no edges.
-    weights = np.where(finite, 1 + most - strength, 0.0)
-    edges = minimum_spanning_tree(weights).tocoo()
-    order = np.argsort(edges.data, kind="stable")
-    return edges.data[order], edges.row[order].astype(np.int64), edges.col[order].astype(np.int64)
-
-
-def _joined_to(flows: _Flows, most: int) -> npt.NDArray[np.int64]:
-    """Labels (K,) of at most so many unions of groups, those joined that exchange most."""
-    count = len(flows.logs)
-    _, ends, others = _tree(_mean_logs(flows))
-    kept = max(0, count - most)
-    return _components(count, ends[:kept], others[:kept])
-
-
-def balanced(flows: _Flows) -> Array:
-    """Offsets t (K,) in units of epsilon at which every group gives what it gets, but its excess.
-
-    Groups to which no allowed pair leads both ways stay where they are.
-    """
-    count = len(flows.logs)
-    _, ends, others = _tree(_mean_logs(flows))
-    sides, cuts = np.eye(count, dtype=bool), []
-    for one, other in zip(ends, others, strict=True):
-        smaller = min(sides[one], sides[other], key=np.sum)
-        cuts.append(smaller.copy())
-        sides[sides[one] | sides[other]] |= sides[one] | sides[other]
-    logs, t = flows.logs.copy(), np.zeros(count)
-    excesses = _above_rounding(
-        np.array([flows.excess[cut].sum() for cut in cuts]),
-        np.array([flows.masses[cut].sum() for cut in cuts]),
-    ).tolist()
-    sets = [(cut.nonzero()[0], (~cut).nonzero()[0]) for cut in cuts]
-    for sweep in range(SWEEPS):
-        largest = 0.0
-        for (cut, rest), excess in zip(sets, excesses, strict=True):
-            out, into = _log_sum(logs[cut].T[rest]), _log_sum(logs[:, cut][rest])
-            step = _step(out, into, excess)
-            t[cut] += step
-            logs[cut] += step
-            logs[:, cut] -= step
-            largest = max(largest, abs(step))
-        if largest <= SETTLED:
-            break
-        if sweep >= ALONE:
-            moves = _newton(logs, flows.excess)
-            t += moves
-            logs += moves[:, None] - moves
-    return t
-
-
-def _newton(logs: Array, excess: Array) -> Array:
-    """One step (K,) for what many groups have in common, which single cuts find slowly.
-
-    Directions that rounding hides among larger flows are left to the cuts.
-    """
-    shares = np.exp(np.maximum(logs, LOG_LEAST))
-    out, into = shares.sum(1), shares.sum(0)
-    per_group = 1 / np.sqrt(out + into)
-    system = np.diag(out + into) - shares - shares.T
-    values, vectors = np.linalg.eigh(per_group[:, None] * system * per_group)
-    kept = values > LEAST_EIGENVALUE
-    pulled = vectors.T @ (per_group * (excess - out + into))
-    step: Array = per_group * (vectors[:, kept] @ (pulled[kept] / values[kept]))
-    return np.clip(step, -1, 1)
-
-
-def _step(out: float, into: float, excess: float) -> float:
-    """The root s of exp(s + out) - exp(into - s) = excess."""
-    if not math.isfinite(out + into):
-        # One way alone, which the excess has to take, if there is one in its direction.
-        open_way = out if excess > 0 else into
-        fits = excess != 0 and math.isfinite(open_way)
-        return math.copysign(math.log(abs(excess)) - open_way, excess) if fits else 0.0
-    middle, half = (into - out) / 2, (into + out) / 2
-    if excess == 0:
-        return middle
-    # s - middle = asinh(excess / (2 exp(half))), whose argument may overflow.
-    size = math.log(abs(excess) / 2) - half
-    rise = math.asinh(math.exp(size)) if size < 300 else size + math.log(2)
-    return middle + math.copysign(rise, excess)
-
-
-def _log_sum(logs: Array) -> float:
-    most = float(logs.max())
-    return most + math.log(np.exp(logs - most).sum()) if math.isfinite(most) else most
-
-
-def undetermined(flows: _Flows) -> npt.NDArray[np.int64]:
-    """Labels (K,) of unions of groups whose offsets are open; all 0 where none is."""
-    labels = np.arange(len(flows.logs))
-    while True:
-        found = flows.joined(labels)
-        # A cut moves by epsilon times the rounding of its masses over what it lets through.
-        held = found.masses.sum(1)
-        least = np.log(np.minimum(held[:, None], held)) + math.log(MASS_ROUNDING / OPEN)
-        tied = np.logaddexp(found.logs, found.logs.T) >= least
-        # What goes one way alone is to be 0 where no excess takes it, and the offset is infinite.
-        needed = (found.excess != 0)[:, None] & (found.excess != 0)
-        tied &= np.isfinite(_mean_logs(found)) | needed
-        joined = _components(len(found.logs), *np.nonzero(tied))
-        if len(np.unique(joined)) == len(found.logs):
-            return labels
-        labels = joined[labels]
-
-
 def _with_softmins(plan: _Plan) -> tuple[Tensor, Tensor]:
     """Potentials in units of epsilon, those of points without mass as softmins of the others."""
     potentials = [plan.f.clone(), plan.g.clone()]
@@ -594,34 +484,6 @@ def _with_softmins(plan: _Plan) -> tuple[Tensor, Tensor]:
             logs = of_other - (costs if side == 0 else costs.T)
             potentials[side][part] = -logs.logsumexp(1)
     return potentials[0], potentials[1]
-
-
-def _most(direction: Array, gaps: Array) -> float:
-    """The most of <direction, t> where t_g - t_h <= gaps_gh, shortest paths (K, K).
-
-    It is the least cost at which what is above 0 in the direction reaches what is below.
-    """
-    scale = np.abs(direction).max()
-    if not scale > 0:
-        return 0.0
-    high = (direction > MASS_ROUNDING * scale).nonzero()[0]
-    low = (direction < -MASS_ROUNDING * scale).nonzero()[0]
-    costs, supply, demand = gaps[np.ix_(high, low)], direction[high], -direction[low]
-    if len(high) == 1:
-        return float(costs[0] @ demand)
-    if len(low) == 1:
-        return float(costs[:, 0] @ supply)
-    finite = np.isfinite(costs).ravel()
-    sources, ends = np.divmod(np.arange(costs.size), len(low))
-    rows = np.concatenate((sources, len(high) + ends))
-    places = np.tile(np.arange(costs.size), 2)
-    sums = coo_array((np.ones(len(rows)), (rows, places)), shape=(len(high) + len(low), costs.size))
-    # One of the equations follows from the others, but for rounding.
-    sums, right = sums.tocsr()[:-1], np.concatenate((supply, demand))[:-1]
-    found = linprog(
-        costs.ravel()[finite], A_eq=sums[:, finite], b_eq=right, bounds=(0, None), method="highs"
-    )
-    return float(found.fun) if found.status == 0 else math.inf
 
 
 def report_groups(
