@@ -22,7 +22,6 @@ sees some. What is rarer than one of the pool is not simulated.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -468,19 +467,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
-    path = given.output / f"{NAME}.json"
-    content = json.loads(path.read_text()) if path.exists() else {}
     for part in given.part or PARTS:
         started = time.perf_counter()
         for section in PARTS[part](given.draws, given.seed, given.device):
-            content[part] = {
+            content = {
                 "draws": given.draws,
                 "seed": given.seed,
                 **section,
                 "seconds": time.perf_counter() - started,
                 **environment("torch", "scipy", "triton"),
             }
-            write_result(NAME, content, given.output)
+            write_result(f"{NAME}_{part}", _short(content), given.output)
+
+
+def _short(value: Any) -> Any:
+    """The same with floats of five digits: of a thousand datasets no more are known."""
+    if isinstance(value, dict):
+        return {name: _short(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_short(part) for part in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -13,6 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from otdd_flash import checks, real_numbers
+from otdd_flash.checks import check_numbers
+
+CHECKED = (checks, real_numbers)
+
 # PyTorch takes it for a device as any other, and has nothing of its own there.
 OTHER = torch.device("meta")
 
@@ -80,12 +85,20 @@ class OtherDevice(TorchDispatchMode):
             made = make(*args, **kwargs)
             return made if device is None else made.to(device)
 
-        self._patch = patch.object(torch, "tensor", there)
-        self._patch.start()
+        def check(name: str, given: Any) -> None:
+            # A user's tensor of such a class would be refused.
+            if not isinstance(given, Elsewhere):
+                check_numbers(name, given)
+
+        self._patches = [patch.object(torch, "tensor", there)]
+        self._patches += [patch.object(place, "check_numbers", check) for place in CHECKED]
+        for each in self._patches:
+            each.start()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._patch.stop()
+        for each in self._patches:
+            each.stop()
         super().__exit__(*raised)
 
     def __torch_dispatch__(

@@ -278,13 +278,14 @@ def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: P
     assert [len(called) for _, called in answers] == calls[kind]
 
 
-def test_features_are_of_the_type_of_the_first(tmp_path: Path) -> None:
+def test_features_are_of_the_type_that_holds_those_of_all_ranks(tmp_path: Path) -> None:
     """The second process has more rows, for which the function gives float64."""
     folder_of(tmp_path, 5)
     alone, _ = given(str(tmp_path), "function", 4)
+    assert alone.dtype == torch.float32
     (features, _), _ = pool(2).run(given, str(tmp_path), "wider", 4)
-    assert features.dtype == alone.dtype == torch.float32
-    assert torch.equal(features, alone)
+    assert features.dtype == torch.float64
+    assert torch.equal(features, alone.double())
 
 
 def test_what_a_function_raises_on_another_rank_is_heard_of(tmp_path: Path) -> None:
