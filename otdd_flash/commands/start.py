@@ -91,6 +91,8 @@ def run_command(main: Callable[[], None]) -> None:
     """Call an entry point and leave the process with its jobs' exit code."""
     # The backends of notebooks and desktops exist neither here nor in worker processes.
     os.environ["MPLBACKEND"] = "agg"
+    # Threads of OpenMP that spin while they wait take the cores that others would work on.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with guarded_streams():
         try:
             _check_folder()
