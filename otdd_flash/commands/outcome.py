@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from otdd_flash.checks import path
 from otdd_flash.commands import exit_codes
@@ -28,6 +28,9 @@ SUMMARY_FILE = "summary.csv"
 
 # How jobs end that leave a result.
 WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
+
+# What reading raises of a file that is no JSON or YAML, or holds something else than it should.
+DAMAGED = (OSError, ValueError, LookupError, TypeError, OmegaConfBaseException, YAMLError)
 
 
 class Outcome(Callback):
@@ -135,14 +138,7 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
     }
     try:
         return row | _results(job)
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        OmegaConfBaseException,
-        YAMLError,
-    ) as error:
+    except DAMAGED as error:
         # One damaged file must not cost the lines of the others.
         return row | {
             "error": f"its files cannot be read ({' '.join(str(error).split())})",
