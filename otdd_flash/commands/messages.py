@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -97,7 +98,7 @@ class _Shown(logging.Handler):
         say(label, record.getMessage(), STYLES.get(label, "bold red"))
 
 
-def show_warning(message: Warning | str, category: type[Warning], *where: object) -> None:
+def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
     """Print a warning in one line, in the place of `warnings.showwarning`."""
     match message:
         case NotConvergedWarning():

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from otdd_flash.checks import path
 from otdd_flash.commands import exit_codes
@@ -27,6 +28,9 @@ SUMMARY_FILE = "summary.csv"
 
 # How jobs end that leave a result.
 WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
+
+# What reading raises of a file that is no JSON or YAML, or holds something else than it should.
+DAMAGED = (OSError, ValueError, LookupError, TypeError, OmegaConfBaseException, YAMLError)
 
 
 class Outcome(Callback):
@@ -128,9 +132,24 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
     """One line of summary.csv, with the job's exit code beside it."""
     row: dict[str, Any] = {
         "job": job.name,
-        "overrides": OmegaConf.to_container(OmegaConf.load(job / ".hydra" / "overrides.yaml")),
+        "overrides": [],
         "directory": str(job.relative_to(sweep)),
         "exit_code": 0,
+    }
+    try:
+        return row | _results(job)
+    except DAMAGED as error:
+        # One damaged file must not cost the lines of the others.
+        return row | {
+            "error": f"its files cannot be read ({' '.join(str(error).split())})",
+            "exit_code": exit_codes.INCOMPLETE,
+        }
+
+
+def _results(job: Path) -> dict[str, Any]:
+    """What a job's files hold of its line."""
+    row: dict[str, Any] = {
+        "overrides": OmegaConf.to_container(OmegaConf.load(job / ".hydra" / "overrides.yaml"))
     }
     result, error = _read(job / RESULT_FILE), _read(job / ERROR_FILE)
     # Beside an error of any other kind, the result is that of an earlier run.
@@ -139,7 +158,7 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
         row |= {key: result[key] for key in ("source", "target", "value", "epsilon", "converged")}
         row |= {"lower": lower, "upper": upper}
     if error:
-        row |= {"error": error["error"], "exit_code": error["exit_code"]}
+        row |= {"error": error["error"], "exit_code": int(error["exit_code"])}
     return row
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from otdd_flash.commands import exit_codes
 from otdd_flash.commands.ranks import launched, together
@@ -62,7 +62,9 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         entry(job)()
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *where: object) -> None:
+def _show_warning(
+    message: Warning | str, category: type[Warning], *where: Any, **more: Any
+) -> None:
     from otdd_flash.commands.messages import show_warning
 
     show_warning(message, category)

@@ -118,3 +118,21 @@ def test_subdirectories_may_have_any_form(command, subdir):
     assert command("-m", "epsilon=0.1,-1", f"hydra.sweep.subdir={subdir}").code == 2
     expected = [subdir.replace("${hydra.job.num}", number) for number in ("0", "1")]
     assert [row["directory"] for row in _summary()] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("result.json", "{"), ("error.json", '{"a": 1}'), (".hydra/overrides.yaml", ": : [")],
+)
+def test_a_damaged_file_of_one_job_costs_no_line_of_others(command, name, content):
+    (Path("sweep") / "old" / ".hydra").mkdir(parents=True)
+    (Path("sweep") / "old" / ".hydra" / "overrides.yaml").write_text("[a=1]")
+    (Path("sweep") / "old" / "error.json").write_text('{"error": "x", "exit_code": 0}')
+    (Path("sweep") / "old" / name).write_text(content)
+    ended = command("-m", "epsilon=0.1", "report=none")
+    assert ended.code == 4
+    assert "2 jobs, 1 failed" in ended.err
+    rows = {row["job"]: row for row in _summary()}
+    assert float(rows["0"]["value"]) > 0
+    assert rows["old"]["error"].startswith("its files cannot be read (")
