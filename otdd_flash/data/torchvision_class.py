@@ -23,8 +23,8 @@ from otdd_flash.offline import network
 # Classes that unpickle files of any content. CIFAR10 and CIFAR100 compare MD5 sums before.
 UNPICKLING = ("LSUN", "LSUNClass")
 
-# Bases of other classes: one has no items, the other none without a function that reads a file.
-ABSTRACT = ("VisionDataset", "DatasetFolder")
+# The base of the other classes, which has no items.
+ABSTRACT = "VisionDataset"
 
 
 def read_torchvision(
@@ -73,7 +73,7 @@ def read_class(
             "read them as image_folder"
         )
     classes = (name for name in datasets.__all__ if inspect.isclass(getattr(datasets, name)))
-    known = tuple(name for name in classes if name not in ABSTRACT)
+    known = tuple(name for name in classes if name != ABSTRACT)
     kind = getattr(datasets, choose("torchvision dataset", class_name, known))
     fixed = dict(arguments or {})
     accepted = _accepted(kind)

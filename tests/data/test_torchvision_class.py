@@ -99,7 +99,7 @@ def test_a_class_without_arrays_is_read_lazily() -> None:
     ("options", "message"),
     [
         ({"dataset": "VisionDataset"}, "unknown torchvision dataset 'VisionDataset'; choose one"),
-        ({"dataset": "DatasetFolder"}, "unknown torchvision dataset 'DatasetFolder'; choose one"),
+        ({"dataset": "DatasetFolder"}, "DatasetFolder cannot read .*find any class folder"),
         ({"dataset": "Nope"}, "unknown torchvision dataset 'Nope'; choose one of: .*CIFAR10,"),
         ({"dataset": "CIFAR10"}, "cifar-10-batches-py: .*data_root=DIR.*download=true"),
         ({"dataset": "CIFAR10", "split": "extra"}, "unknown split of torchvision 'extra'"),
