@@ -104,7 +104,8 @@ def dense_plan(result):
     cost = reference.dense_cost(
         source.features, target.features, 0.5, 0.5 * result.class_distances.xy, *labels
     )
-    f, g = result.potentials
+    # Those that the plan is of; `potentials` are balanced for the masses of the result.
+    f, g = result.divergence.xy.f, result.divergence.xy.g
     return reference.plan(cost, source.masses, target.masses, f, g, result.epsilon)
 
 

@@ -206,7 +206,8 @@ def settled(
     """
     f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
     plan = _Plan(entries, f, g, a, b, term.epsilon)
-    if math.prod(entries.shape) <= MOST_POLISHED:
+    # What a solve that stopped early returns has been reported as that.
+    if term.converged and math.prod(entries.shape) <= MOST_POLISHED:
         plan = _polished(plan)
     linked = connected(plan)
     if linked is None:

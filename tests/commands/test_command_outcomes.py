@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 import signal
@@ -90,7 +91,7 @@ def test_required_convergence_is_code_3_and_everything_is_written(command, read)
     assert read("run/error.json")["exit_code"] == 3
 
 
-def test_contributions_that_masses_leave_open_warn_or_are_code_3(command, read):
+def test_contributions_that_masses_leave_open_warn_or_are_code_3(command, read, monkeypatch):
     """Two classes of as many rows on both sides, far from each other."""
     generator = np.random.default_rng(0)
     labels = np.repeat(["near", "far"], 20)
@@ -105,6 +106,11 @@ def test_contributions_that_masses_leave_open_warn_or_are_code_3(command, read):
     slopes = read("run/result.json")["contribution_slopes"]
     assert set(slopes) == {"near", "far"}
     assert all(high - low > 100 for low, high in slopes.values())
+    with monkeypatch.context() as patched:
+        patched.setattr("otdd_flash.solver.groups.most_along", lambda *_: math.inf)
+        assert command(*settings).code == 0
+    # JSON has no infinity for an end that nothing limits.
+    assert read("run/result.json")["contribution_slopes"]["near"] == [None, None]
     ended = command(*settings, "solver.require_convergence=true")
     assert ended.code == 3
     assert "contributions are not determined" in ended.error
