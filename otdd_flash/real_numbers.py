@@ -61,11 +61,15 @@ def real_tensor(what: str, values: Any) -> Tensor:
 
 
 def in_one_row(tensor: Tensor) -> Tensor:
-    """Return all entries in order, (numel,) with stride 1, to read their bits; a view if possible.
+    """Return all entries in order, the last stride 1, to read their bits; a view if possible.
 
-    One row or column is contiguous at any stride, and a view of another type needs that of 1.
+    One row or column is contiguous at any stride, and a view of another type needs that of 1: such
+    a tensor comes flat.
     """
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    whole = tensor.contiguous()
+    if whole.ndim and whole.stride(-1) == 1:
+        return whole
+    return whole.as_strided((whole.numel(),), (1,))
 
 
 def in_floating_point(what: str, values: Tensor) -> Tensor:

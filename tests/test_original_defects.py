@@ -39,7 +39,8 @@ def dense_plan(result):
         result.source.labels,
         result.target.labels,
     )
-    f, g = result.potentials
+    # Those that the plan is of; `potentials` are balanced for the masses of the result.
+    f, g = result.divergence.xy.f, result.divergence.xy.g
     return reference.plan(cost, result.source.masses, result.target.masses, f, g, result.epsilon)
 
 
