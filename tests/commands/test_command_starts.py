@@ -254,3 +254,12 @@ def test_ctrl_c_during_imports_is_130_without_a_traceback(folder, imported, name
     )
     assert ended.returncode == 130
     assert ended.stderr == "interrupted; what had been written is whole\n"
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_asked_otherwise(ended, monkeypatch, given, kept):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert ended(lambda: None).code == 0
+    assert os.environ["OMP_WAIT_POLICY"] == kept

@@ -294,7 +294,10 @@ def zeros(count: int) -> torch.Tensor:
     ("bad", "message"),
     [
         ({"y": torch.ones(7, 2)}, "x has 3 features and y has 2"),
-        ({"y": torch.ones(7, 3, device="meta")}, "y is on the device meta, where tensors have no numbers"),
+        (
+            {"y": torch.ones(7, 3, device="meta")},
+            "y is on the device meta, where tensors have no numbers",
+        ),
         ({"x": [[0.0, 1.0, 2.0]]}, r"x must be a tensor \(n, d\) or \(B, n, d\), got list"),
         ({"a": torch.ones(9) / 8}, r"a must sum to 1, got 1\.125"),
         ({"b": torch.ones(7) / 7.001}, "b must sum to 1"),
