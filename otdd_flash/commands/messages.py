@@ -76,7 +76,7 @@ def shown(level: str) -> Iterator[None]:
                 warnings.simplefilter("always", said)
             # A notice in the same words about many rows is shown once.
             warnings.simplefilter("default", DataNotice)
-            warnings.showwarning = show_warning  # type: ignore[assignment]
+            warnings.showwarning = show_warning
             yield
     finally:
         logger.removeHandler(handler)

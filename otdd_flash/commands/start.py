@@ -58,7 +58,7 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
     with _errors_handed_on(), trusted_configurations(), warnings.catch_warnings():
         # Hydra's own too, as they repeat what was given.
-        warnings.showwarning = _show_warning  # type: ignore[assignment]
+        warnings.showwarning = _show_warning
         entry(job)()
 
 
