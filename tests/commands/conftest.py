@@ -47,8 +47,13 @@ class Ended:
     err: str
 
     @property
+    def complaints(self) -> list[str]:
+        """The lines on stderr, but for notices of what was chosen for the user."""
+        return [line for line in self.err.splitlines() if not line.startswith("notice: ")]
+
+    @property
     def error(self) -> str:
-        """The message of a failed command: one line on stderr and nothing else."""
+        """The message of a failed command, its last line on stderr."""
         lines = self.err.strip().splitlines()
         assert "Traceback" not in self.err
         assert lines[-1].startswith("error: "), self.err

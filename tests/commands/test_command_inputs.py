@@ -58,7 +58,7 @@ def archives(folder: Path) -> None:
 def test_bad_files(command, path, parts):
     ended = command(*ARRAYS, f"source.path={path}", "max_samples=null")
     assert ended.code == 2
-    assert len(ended.err.splitlines()) == 1
+    assert len(ended.complaints) == 1
     for part in parts:
         assert part in ended.error
 

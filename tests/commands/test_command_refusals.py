@@ -117,7 +117,7 @@ def test_choices_are_the_files_of_every_group():
 def test_one_sentence_says_what_is_wrong_and_what_to_do(command, arguments, message):
     ended = command(*arguments)
     assert ended.code == 2
-    assert len(ended.err.splitlines()) == 1
+    assert len(ended.complaints) == 1
     assert message in ended.error
     assert "precision=double" not in ended.error
 
@@ -127,7 +127,7 @@ def test_one_sentence_says_what_is_wrong_and_what_to_do(command, arguments, mess
     ("path", "notice"),
     [
         ("floats.npz", ""),
-        ("heavy.npz", ""),
+        ("heavy.npz", "weights are its key 'w'"),
         ("one.npz", "classes of one sample are points, with covariance 0: 'single' of one"),
         ("holes.npz", "2 of 60 rows have no label and are left out"),
     ],
