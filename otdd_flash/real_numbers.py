@@ -54,7 +54,8 @@ def real_tensor(what: str, values: Any) -> Tensor:
             kind = getattr(values, "dtype", None) or shown(values)
             raise InputError(f"{what} must be real numbers, got {kind}") from None
     if tensor.is_complex():
-        raise InputError(f"{what} must be real, got {tensor.dtype}; take parts or magnitudes")
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise InputError(f"{what} must be real, got {kind}; take parts or magnitudes")
     if tensor.layout != torch.strided:
         raise InputError(f"{what} must be dense, got {tensor.layout}; give them as .to_dense()")
     return tensor.dequantize() if tensor.is_quantized else tensor

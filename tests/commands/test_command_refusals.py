@@ -157,7 +157,7 @@ def test_huge_features_can_be_standardised(command):
         ("users_exit:f", "users_exit:f does not import: it raised SystemExit: 0", "sys.exit(0)"),
         ("users_syntax:f", "does not import: it raised SyntaxError: ", "users_syntax.py"),
         ("users_own:text", "returns, features (b, d), must be real numbers, got 'text'", ""),
-        ("users_own:imaginary", "must be real, got torch.complex", ""),
+        ("users_own:imaginary", "must be real, got complex", ""),
         ("users_none:f", "no module named 'users_none'; give package.module:function", ""),
     ],
 )
