@@ -1,4 +1,4 @@
-"""What threads of a solve that wait for each other cost: beside a busy neighbour, and alone.
+"""Time a solve whose threads spin or sleep while they wait, beside a busy process and alone.
 
     python -m experiments.bench_waiting [--threads 2] [--repeats 15] [--output DIR]
 
