@@ -196,7 +196,9 @@ def settled(
 ) -> tuple[TransportTerm, Groups | None]:
     """A cross term with its groups' offsets balanced, and the groups whose offsets stay open.
 
-    The same term where the plan is connected, None where all offsets are determined.
+    The same term where the plan is connected, None where all offsets are determined. A term that
+    has not converged stays as it is, and was reported as that: its marginal error is of its own
+    potentials, and its plan, far from any optimum, tells of no groups.
 
     Args:
         entries: the cost of the term.
@@ -204,10 +206,11 @@ def settled(
         a: (n,) masses.
         b: (m,) masses.
     """
+    if not term.converged:
+        return term, None
     f, g = (potential.double() / term.epsilon for potential in (term.f, term.g))
     plan = _Plan(entries, f, g, a, b, term.epsilon)
-    # What a solve that stopped early returns has been reported as that.
-    if term.converged and math.prod(entries.shape) <= MOST_POLISHED:
+    if math.prod(entries.shape) <= MOST_POLISHED:
         plan = _polished(plan)
     linked = connected(plan)
     if linked is None:

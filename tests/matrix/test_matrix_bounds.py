@@ -120,6 +120,8 @@ def test_hold_where_terms_of_sums_repeat(dtype: torch.dtype) -> None:
     assert found.bounds[1] - found.bounds[0] < 1e-6
 
 
+# At the smallest of them points exchange less with their neighbours than masses are rounded by.
+@pytest.mark.filterwarnings("ignore:potentials are not determined")
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("largest", [1.0, 10.0, 100.0, 1000.0])
 @pytest.mark.parametrize("size", [64, 512])
