@@ -56,7 +56,7 @@ def test_streamed_points_and_memory_are_those_of_the_file() -> None:
     one = row("bench_scale_cuda", workload="imagenet_0.1", processes=1)
     streamed = row("bench_scale_cuda", workload="imagenet_streamed", processes=1)
     held = one["gib_per_process"][0] - one["gib_of_inputs"]
-    assert f"{held:.1f} GiB over the {one['gib_of_inputs']:.1f} GiB of the inputs" in PAGE
+    assert f"{held:.1f} GiB besides the {one['gib_of_inputs']:.1f} GiB of the inputs" in PAGE
     times = streamed["seconds"] / one["seconds"]
     memory = streamed["gib_per_process"][0]
     assert (
