@@ -117,7 +117,7 @@ class PairwiseResult:
         ]
         return tuple(sorted(rows, key=lambda row: row.value))
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The content of result.json."""
         return {
             "datasets": list(self.names),
@@ -142,7 +142,7 @@ class PairwiseResult:
         # A directory that holds result.json is complete: it goes first and comes last.
         (path / SUMMARY_FILE).unlink(missing_ok=True)
         self.class_distances.save(path / TABLE_FILE)
-        summary = self.summary()
+        summary = self.to_dict()
         mark = _checksum(summary, path / TABLE_FILE)
         write_json(path / SUMMARY_FILE, {**summary, CHECKSUM: mark})
         return path

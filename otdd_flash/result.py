@@ -206,7 +206,7 @@ class DistanceResult:
 
         return request.within_memory(find)
 
-    def summary(self, **more: Any) -> dict[str, Any]:
+    def to_dict(self, **more: Any) -> dict[str, Any]:
         """The content of result.json; `more` replaces or adds keys.
 
         Raises:
@@ -216,7 +216,7 @@ class DistanceResult:
         content = {
             "source": self.source.name,
             "target": self.target.name,
-            **self.divergence.summary(),
+            **self.divergence.to_dict(),
             "epsilon": self.epsilon,
             "seconds": dict(self.seconds),
             "n": len(self.source),
@@ -256,7 +256,7 @@ class DistanceResult:
             The directory.
         """
         path = Path(path)
-        write_result(path, self.summary(**more), self._tensors())
+        write_result(path, self.to_dict(**more), self._tensors())
         return path
 
     @classmethod
@@ -407,7 +407,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             lower=tensors.get("W.lower"),
             upper=tensors.get("W.upper"),
         ),
-        Divergence.from_summary(summary, potentials),
+        Divergence.from_dict(summary, potentials),
         GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost) if f.name in summary}),
         ComputeOptions(**asked),
         method=summary["labels"],

@@ -180,7 +180,7 @@ def test_saved_results_load_again(datasets, tmp_path):
     assert content["values"] == result.values.tolist()
     assert content["converged"] == [[True] * 3] * 3
     loaded = PairwiseResult.load(tmp_path / "run")
-    assert loaded.summary() == result.summary()
+    assert loaded.to_dict() == result.to_dict()
     assert torch.equal(loaded.class_distances.full, result.class_distances.full)
     (tmp_path / "run" / "class_distances.npz").unlink()
     with pytest.raises(InputError, match=r"no complete result in .*run"):

@@ -126,7 +126,7 @@ class FlowResult:
         fields = [self._field(moment) for moment in self.moments]
         return EntropicMap(fields, sizes, self.settings["flow.box"], **options)
 
-    def summary(self, **more: Any) -> dict[str, Any]:
+    def to_dict(self, **more: Any) -> dict[str, Any]:
         """The content of result.json; `more` replaces or adds keys."""
         self._check_unchanged()
         before, after = self.before, self.after
@@ -173,7 +173,7 @@ class FlowResult:
             The directory.
         """
         path = Path(path)
-        write_result(path, self.summary(**more), self._tensors())
+        write_result(path, self.to_dict(**more), self._tensors())
         return path
 
     @classmethod

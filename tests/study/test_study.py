@@ -320,8 +320,8 @@ def test_workers_end_between_units_when_asked_to(tmp_path) -> None:
 
 
 def test_a_network_by_its_path_is_the_same_as_the_function() -> None:
-    by_path = otdd.Transfer(network=f"{__name__}:own_network").summary()
-    assert by_path == otdd.Transfer(network=own_network).summary()
+    by_path = otdd.Transfer(network=f"{__name__}:own_network").to_dict()
+    assert by_path == otdd.Transfer(network=own_network).to_dict()
     with pytest.raises(InputError, match=r"transfer\.network=math:no"):
         small_study(transfer=otdd.Transfer(network="math:no")).run("nowhere")
     with pytest.raises(InputError, match=r"transfer\.network must return a torch module, got int"):
@@ -336,7 +336,7 @@ def test_a_network_of_ones_own(tmp_path) -> None:
     )
     result = small_study(measures=["knn"], transfer=transfer).run(tmp_path)
     assert result.complete
-    assert "own_network" in result.setup.summary()["transfer"]["network"]
+    assert "own_network" in result.setup.to_dict()["transfer"]["network"]
 
 
 def own_network(dim: int, shape: object) -> torch.nn.Module:

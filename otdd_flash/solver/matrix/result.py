@@ -173,7 +173,7 @@ class MatrixTransport:
         shape = list(problem.source.shape)
         summary = {
             "epsilon": self.epsilon,
-            **self.term.summary(),
+            **self.term.to_dict(),
             "seconds": self.seconds,
             "costs": {
                 "shape": shape,
@@ -202,7 +202,7 @@ class MatrixTransport:
 
         def restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> _Saved:
             return _Saved(
-                TransportTerm.from_summary(tensors["f"], tensors["g"], summary["epsilon"], summary),
+                TransportTerm.from_dict(tensors["f"], tensors["g"], summary["epsilon"], summary),
                 (tensors["a"], tensors["b"]),
                 tensors["short_rows"],
                 summary["seconds"],
