@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments.flows import PLOT_FLOW
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, choose
+from otdd_flash.files.json_file import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
@@ -25,6 +27,10 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 MAPS = ("entropic", "nearest", "residual")
 
@@ -127,7 +133,13 @@ class FlowResult:
         return EntropicMap(fields, sizes, self.settings["flow.box"], **options)
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
-        """The content of result.json; `more` replaces or adds keys."""
+        """Return the content of result.json, in JSON's own types; `more` replaces or adds keys.
+
+        A number that is not finite is None.
+
+        Raises:
+            InputError: a dataset was changed in place since.
+        """
         self._check_unchanged()
         before, after = self.before, self.after
         content = {
@@ -159,7 +171,49 @@ class FlowResult:
             "versions": versions(),
             "config": None,
         }
-        return {**content, **more}
+        return json_content({**content, **more})
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table of one row a step, and one of the end: the content of metrics.csv.
+
+        A row describes the particles before its step, and the step. Where the first step saw less
+        than all points, the start has a row of its own before it. What a step does not have is
+        missing. Columns:
+
+        - `step`; `step_size`, the time it moves forward; `seconds` of wall time.
+        - `objective`, `divergence`, `lower` and `upper`, in units of the cost: the distance plus
+          functionals, the distance to the target, and the bounds of its solve. They are missing
+          where a step saw a part of the points: then `estimate` is the distance of that part, in
+          the same units, and `estimated_on` how many particles it has.
+        - `functional.NAME`: weight times value of each functional, in units of the cost.
+        - `gradient_norm`: of the velocities of all particles, in features per unit of time.
+        - `iterations`, `marginal_error`, `tolerance`, `converged`, `stopped_by` and `bound_width`,
+          of the solve: the last is relative to the value.
+        """
+        import pandas
+
+        frame = pandas.DataFrame([record.row() for record in self.evaluations])
+        numbers = [name for name in frame if name in MAY_LACK or name.startswith("functional.")]
+        return frame.astype({**dict.fromkeys(numbers, "float64"), "estimated_on": "Int64"})
+
+    @takes(PLOT_FLOW)
+    def plot(self, image_shape: Sequence[int] | None = None) -> Figure:
+        """Draw images on their way, or where particles are none, how the distance fell.
+
+        Args:
+            image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],
+                channel after channel: the report's images.png. None draws its objective.png.
+
+        Returns:
+            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
+            it.
+
+        Raises:
+            InputError: particles are not images of this shape.
+        """
+        from otdd_flash.report.flow.writing import plot_flow
+
+        return plot_flow(self, image_shape)
 
     @takes(FILE)
     def save(self, path: str | Path, **more: Any) -> Path:
@@ -235,6 +289,8 @@ class FlowResult:
         return {key: part for key, part in parts.items() if part is not None}
 
 
+# Columns of `to_frame` in which any number may be missing.
+MAY_LACK = (*("objective", "divergence", "lower", "upper", "tolerance", "estimate", "bound_width"),)
 # Of the ground cost, which earlier versions had no choice of.
 COST = ("lambda_x", "lambda_y", "ground")
 # Tensors of a result by their owners; labels and weights may be missing.

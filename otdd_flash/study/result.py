@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from otdd_flash.errors import NotConvergedWarning, warn
+from otdd_flash.files.json_file import json_content
 from otdd_flash.shown import display, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
@@ -20,6 +21,10 @@ from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains
 from otdd_flash.study.transfer.units import TargetRun
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Unit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 Pair = tuple[int, int]
 # Correlations ask for so many tasks.
@@ -163,6 +168,75 @@ class StudyResult:
                 )
             )
         return tuple(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return settings, rows and statistics in JSON's own types; no number or an infinite: None.
+
+        Keys: `settings`, the content of study.json; `pairs`, `transfers` and `correlations`, a list
+        of rows each, with the fields of the methods of these names; `notes`; `failures`; `done` of
+        `total` units; `converged`; `seconds` of this run.
+        """
+        return json_content(
+            {
+                "settings": self.setup.to_dict(),
+                "pairs": [row._asdict() for row in self.pairs()],
+                "transfers": [row._asdict() for row in self.transfers()],
+                "correlations": [row._asdict() for row in self.correlations()],
+                "notes": self.notes(),
+                "failures": self.failures,
+                "done": self.done,
+                "total": self.total,
+                "converged": self.converged,
+                "seconds": self.seconds,
+            }
+        )
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table of one row an ordered pair of tasks, in the order of tasks.
+
+        Columns: `source` and `target`; in a study with transfer `gain`, the share of the target's
+        errors that transfer spares, its standard error `gain_error`, and the mean errors `alone`
+        and `transferred` on the test rows, all in percent; then for every measure its value `NAME`,
+        those of its other numbers that any pair has, such as `NAME.lower`, `NAME.sample_upper` or
+        `NAME.root`, in the unit of the measure (`otdd`: units of the cost), and `NAME.converged`.
+        Numbers that a pair does not have are missing.
+        """
+        import pandas
+
+        pairs = [(self.names[i], self.names[j]) for i, j in self.setup.ordered_pairs()]
+        sources, targets = zip(*pairs, strict=True)
+        columns: dict[str, Any] = {"source": sources, "target": targets}
+        if self.setup.settings.transfer is not None:
+            known = {(row.source, row.target): row for row in self.transfers()}
+            runs = [known.get(pair) for pair in pairs]
+            for key in ("gain", "gain_error", "alone", "transferred"):
+                columns[key] = np.array([getattr(run, key, None) for run in runs], np.float64)
+        measured = {(row.measure, row.source, row.target): row for row in self.pairs()}
+        for name in self.readings:
+            rows = [measured.get((name, *pair)) for pair in pairs]
+            for part in MeasuredPair._fields[3:-1]:
+                numbers = np.array([getattr(row, part, None) for row in rows], np.float64)
+                if part == "value" or not np.isnan(numbers).all():
+                    columns[name if part == "value" else f"{name}.{part}"] = numbers
+            reached = [getattr(row, "converged", None) for row in rows]
+            columns[f"{name}.converged"] = pandas.array(reached, dtype="boolean")
+        return pandas.DataFrame(columns)
+
+    def plot(self) -> Figure:
+        """Draw gains against every measure; without transfer runs, the first distance of all tasks.
+
+        These are the report's gains_against_measures.png and distances.png.
+
+        Returns:
+            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
+            it.
+
+        Raises:
+            InputError: no unit that one could draw is done.
+        """
+        from otdd_flash.report.study.writing import plot_study
+
+        return plot_study(self)
 
     def correlations(self) -> tuple[Finding, ...]:
         """What the pairs say of every measure; nothing without transfer or below 4 tasks."""

@@ -125,6 +125,8 @@ class TransportTerm:
     ) -> TransportTerm:
         """The term of these potentials, n and m, of which `summary` says the rest."""
         low, high = summary["bounds"]
+        # Infinite bounds, which JSON cannot hold, are null in files.
+        low, high = -math.inf if low is None else low, math.inf if high is None else high
         numbers = {key: summary[key] for key in SUMMARIZED}
         return cls(f, g, epsilon, bounds=(low, high), **numbers)
 
