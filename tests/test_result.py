@@ -325,6 +325,42 @@ def test_the_summary_holds_what_was_computed(result):
     assert content["stopped_by"] == "tolerance"
 
 
+def test_the_content_is_json_as_it_stands(result):
+    content = result.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+
+
+def test_infinite_bounds_are_null_in_files_and_come_back(tmp_path):
+    found = solved("plain")
+    endless = replace(found.divergence.xy, bounds=(-np.inf, np.inf))
+    endless = replace(found, divergence=replace(found.divergence, xy=endless))
+    assert json.loads(json.dumps(endless.to_dict(), allow_nan=False))["bounds"] == [None, None]
+    assert DistanceResult.load(endless.save(tmp_path)).bounds == (-np.inf, np.inf)
+
+
+def test_the_table_is_one_row(result):
+    frame = result.to_frame()
+    assert frame.to_dict("records") == [
+        {
+            "source": "set 0",
+            "target": result.target.name,
+            "value": result.value,
+            "lower": result.bounds[0],
+            "upper": result.bounds[1],
+            "marginal_error": result.divergence.marginal_error,
+            "converged": True,
+            "epsilon": 1.0,
+            "n": 23,
+            "m": len(result.target),
+            "d": 3,
+            "labels": result.method,
+            "seconds": sum(result.seconds.values()),
+        }
+    ]
+    kinds = {name: str(frame[name].dtype) for name in ("value", "upper", "converged", "n")}
+    assert kinds == {"value": "float64", "upper": "float64", "converged": "bool", "n": "int64"}
+
+
 def damage(path, how):
     tensors = path / TENSOR_FILE
     with safe_open(tensors, framework="pt") as file:

@@ -26,6 +26,15 @@ def test_what_was_saved_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     assert loaded.transport_cost == found.transport_cost
 
 
+def test_a_problem_without_a_plan_comes_back_with_its_infinite_bound(tmp_path: Path) -> None:
+    costs = torch.tensor([[0, torch.inf, torch.inf]] * 2 + [[0, 1, 1]])
+    with pytest.warns(otdd.NotConvergedWarning):
+        found = otdd.matrix_transport(costs, epsilon=0.1)
+    assert found.bounds[1] == torch.inf
+    found.save(tmp_path)
+    assert otdd.MatrixTransport.load(tmp_path, costs).bounds == found.bounds
+
+
 def test_costs_are_not_in_the_files(tmp_path: Path) -> None:
     costs = cases.random(300, 300, cases.generator(1))
     otdd.matrix_transport(costs, epsilon=0.1).save(tmp_path)
