@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import convergence_text, listing
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term.result import largest_tolerance
+from otdd_flash.table_columns import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -142,10 +143,8 @@ class PairwiseResult:
         Columns: those of `pairs()`, with values and bounds in units of the cost, and `epsilon`, of
         all pairs.
         """
-        import pandas
-
-        frame = pandas.DataFrame(self.pairs(), columns=ComparedPair._fields)
-        return frame.assign(epsilon=self.epsilon)
+        rows = [(*pair, self.epsilon) for pair in self.pairs()]
+        return frame_of(rows, {**get_type_hints(ComparedPair), "epsilon": float})
 
     def plot(self, order: str = "given") -> Figure:
         """Draw the distances as a table of colours, the report's distances.png.

@@ -36,6 +36,7 @@ from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.table_columns import frame_of
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -257,8 +258,6 @@ class DistanceResult:
         of the terms', a mass; `converged`; `n` and `m` rows of `d` features; `labels`, how class
         distances were measured; `seconds` of wall time in all.
         """
-        import pandas
-
         row = {
             "source": self.source.name,
             "target": self.target.name,
@@ -274,7 +273,7 @@ class DistanceResult:
             "labels": self.method,
             "seconds": float(sum(self.seconds.values())),
         }
-        return pandas.DataFrame([row])
+        return frame_of([row], {name: type(value) for name, value in row.items()})
 
     def plot(self) -> Figure:
         """Draw both datasets in their common plane, with the mass that moves between classes.

@@ -361,6 +361,12 @@ def test_the_table_is_one_row(result):
     assert kinds == {"value": "float64", "upper": "float64", "converged": "bool", "n": "int64"}
 
 
+def test_a_name_of_bytes_that_are_no_text_stays_in_the_table():
+    found = solved("plain")
+    odd = replace(found, source=replace(found.source, name="photos\udcff"))
+    assert odd.to_frame().source[0] == "photos\udcff"
+
+
 def damage(path, how):
     tensors = path / TENSOR_FILE
     with safe_open(tensors, framework="pt") as file:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.table_columns import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -190,14 +191,13 @@ class FlowResult:
         - `iterations`, `marginal_error`, `tolerance`, `converged`, `stopped_by` and `bound_width`,
           of the solve: the last is relative to the value.
         """
-        import pandas
-
-        frame = pandas.DataFrame([record.row() for record in self.evaluations])
-        numbers = [name for name in frame if name in MAY_LACK or name.startswith("functional.")]
-        return frame.astype({**dict.fromkeys(numbers, "float64"), "estimated_on": "Int64"})
+        rows = [record.row() for record in self.evaluations]
+        hints = get_type_hints(StepRecord)
+        # Those without a hint are values of functionals.
+        return frame_of(rows, {name: hints.get(name, float) for row in rows for name in row})
 
     @takes(PLOT_FLOW)
-    def plot(self, image_shape: Sequence[int] | None = None) -> Figure:
+    def plot(self, image_shape: tuple[int, int, int] | None = None) -> Figure:
         """Draw images on their way, or where particles are none, how the distance fell.
 
         Args:
@@ -209,8 +209,9 @@ class FlowResult:
             it.
 
         Raises:
-            InputError: particles are not images of this shape.
+            InputError: particles are not images of this shape, or a dataset was changed in place.
         """
+        self._check_unchanged()
         from otdd_flash.report.flow.writing import plot_flow
 
         return plot_flow(self, image_shape)
@@ -289,8 +290,6 @@ class FlowResult:
         return {key: part for key, part in parts.items() if part is not None}
 
 
-# Columns of `to_frame` in which any number may be missing.
-MAY_LACK = (*("objective", "divergence", "lower", "upper", "tolerance", "estimate", "bound_width"),)
 # Of the ground cost, which earlier versions had no choice of.
 COST = ("lambda_x", "lambda_y", "ground")
 # Tensors of a result by their owners; labels and weights may be missing.

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 from scipy.stats import t
@@ -26,6 +26,7 @@ from torch import Tensor
 from otdd_flash.errors import DataNotice, warn
 from otdd_flash.files.json_file import json_content
 from otdd_flash.sliced.tails import tail_excess
+from otdd_flash.table_columns import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,10 +138,7 @@ class SlicedResult:
         `upper` in squared units of the features, and the roots `root`, `root_lower` and
         `root_upper` in units of the features. Ends of intervals that there are none of are missing.
         """
-        import pandas
-
-        frame = pandas.DataFrame(self.pairs(), columns=SlicedPair._fields)
-        return frame.astype(dict.fromkeys(SlicedPair._fields[2:], "float64"))
+        return frame_of(self.pairs(), get_type_hints(SlicedPair))
 
     def plot(self, order: str = "given") -> Figure:
         """Draw the distances as a table of colours.

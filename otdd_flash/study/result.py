@@ -21,6 +21,7 @@ from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains
 from otdd_flash.study.transfer.units import TargetRun
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Unit
+from otdd_flash.table_columns import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -201,26 +202,26 @@ class StudyResult:
         `NAME.root`, in the unit of the measure (`otdd`: units of the cost), and `NAME.converged`.
         Numbers that a pair does not have are missing.
         """
-        import pandas
-
-        pairs = [(self.names[i], self.names[j]) for i, j in self.setup.ordered_pairs()]
-        sources, targets = zip(*pairs, strict=True)
-        columns: dict[str, Any] = {"source": sources, "target": targets}
+        kinds: dict[str, Any] = {"source": str, "target": str}
         if self.setup.settings.transfer is not None:
-            known = {(row.source, row.target): row for row in self.transfers()}
-            runs = [known.get(pair) for pair in pairs]
-            for key in ("gain", "gain_error", "alone", "transferred"):
-                columns[key] = np.array([getattr(run, key, None) for run in runs], np.float64)
-        measured = {(row.measure, row.source, row.target): row for row in self.pairs()}
-        for name in self.readings:
-            rows = [measured.get((name, *pair)) for pair in pairs]
-            for part in MeasuredPair._fields[3:-1]:
-                numbers = np.array([getattr(row, part, None) for row in rows], np.float64)
-                if part == "value" or not np.isnan(numbers).all():
-                    columns[name if part == "value" else f"{name}.{part}"] = numbers
-            reached = [getattr(row, "converged", None) for row in rows]
-            columns[f"{name}.converged"] = pandas.array(reached, dtype="boolean")
-        return pandas.DataFrame(columns)
+            kinds |= dict.fromkeys(("gain", "gain_error", "alone", "transferred"), float)
+        for name, found in self.readings.items():
+            kinds[name] = float
+            for part in MeasuredPair._fields[4:-1]:
+                if any(getattr(reading, part) is not None for reading in found.values()):
+                    kinds[f"{name}.{part}"] = float
+            kinds[f"{name}.converged"] = bool | None
+        pairs = ((self.names[i], self.names[j]) for i, j in self.setup.ordered_pairs())
+        rows: dict[tuple[str, str], dict[str, Any]] = {
+            pair: {"source": pair[0], "target": pair[1]} for pair in pairs
+        }
+        for run in self.transfers():
+            rows[run.source, run.target] |= run._asdict()
+        for measure, source, target, value, *numbers in self.pairs():
+            parts = zip(MeasuredPair._fields[4:], numbers, strict=True)
+            known = {f"{measure}.{part}": number for part, number in parts}
+            rows[source, target] |= {measure: value, **known}
+        return frame_of(rows.values(), kinds)
 
     def plot(self) -> Figure:
         """Draw gains against every measure; without transfer runs, the first distance of all tasks.
