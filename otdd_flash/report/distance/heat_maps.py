@@ -34,7 +34,7 @@ def heat_map(
     matrix: Tensor,
     row_names: Sequence[str],
     column_names: Sequence[str],
-    path: str | Path,
+    path: str | Path | None,
     *,
     title: str,
     value_label: str,
@@ -44,7 +44,7 @@ def heat_map(
     column_colors: Sequence[str] = COLORS,
     decimals: int | None = None,
     zero: str = "0",
-) -> None:
+) -> Figure:
     """Draw a matrix (R, C) with its class names, datasets bracketed and separated by a line.
 
     The page grows with the number of classes up to about 12 inches a side; beyond that names become
@@ -55,7 +55,7 @@ def heat_map(
         matrix: (R, C), any real type and device.
         row_names: R class names; shortened where too long.
         column_names: C class names.
-        path: the PNG file.
+        path: the PNG file; None writes none.
         title: one line above the picture.
         value_label: the colour bar's label with its unit.
         row_groups: (dataset name, number of classes) of the rows; the numbers sum to R.
@@ -117,6 +117,7 @@ def heat_map(
     )
     _draw_title(figure, title)
     save_picture(figure, path)
+    return figure
 
 
 def _check(
