@@ -28,7 +28,8 @@ from __future__ import annotations
 import os
 import sys
 
-# The folder in which `python -m otdd_flash.distance` was started, as that names it in sys.path.
+# The folder in which a command was started: where `python -m otdd_flash.distance` puts it into
+# sys.path, or what `commands.start.run_script` says of a console command.
 _started_in: str | None = None
 # `-m` stands in sys.argv while Python looks for the module that it is to run, the next argument.
 _run = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) :][:1] if sys.argv[:1] == ["-m"] else []

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -87,6 +87,18 @@ def concealed_variable(name: str, *default: str | None) -> str | None:
     if value is not None and name in os.environ:
         conceal(value, f"${{oc.env:{name}}}")
     return value
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Call an entry point from a console command such as `otdd-distance`, as `python -m` does."""
+    import otdd_flash
+
+    if not sys.flags.safe_path:
+        # Not in sys.path, where a console command has its own folder instead; functions that the
+        # user names are found there all the same.
+        with suppress(OSError):
+            otdd_flash._started_in = str(Path.cwd())
+    run_command(main)
 
 
 def run_command(main: Callable[[], None]) -> None:
