@@ -1,12 +1,15 @@
 """Ways of measuring distances between classes: one file each, by their names in `METRICS`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
+
+from torch import Tensor
 
 from otdd_flash.errors import choose
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.metrics.exact import Exact
+from otdd_flash.labels.metrics.function import PairFunction
 from otdd_flash.labels.metrics.gaussian import Gaussian
 from otdd_flash.labels.metrics.given import Given
 from otdd_flash.labels.metrics.means import Means
@@ -20,13 +23,18 @@ __all__ = [
     "Gaussian",
     "Given",
     "LabelMetric",
+    "Labels",
     "Means",
     "NoLabels",
+    "PairFunction",
     "Sinkhorn",
     "UpperBound",
     "metric_named",
     "metric_of",
 ]
+
+# What `labels=` takes.
+Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]
 
 METRICS: dict[str, type[LabelMetric]] = {
     kind.name: kind for kind in (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Given)
@@ -44,10 +52,12 @@ def metric_named(name: str, parameters: Mapping[str, Any]) -> LabelMetric:
     return kind(**{key: parameters[key] for key in own if key in parameters})
 
 
-def metric_of(labels: str | LabelMetric) -> LabelMetric:
-    """What `labels=` says: a metric, or the name of one, whose parameters are then the defaults.
+def metric_of(labels: Labels) -> LabelMetric:
+    """What `labels=` says: a metric, a function, or a name, whose parameters are the defaults.
 
     Raises:
         InputError: no such name, or a metric that has to be told something.
     """
-    return metric_named(labels, {}) if isinstance(labels, str) else labels
+    if isinstance(labels, LabelMetric):
+        return labels
+    return metric_named(labels, {}) if isinstance(labels, str) else PairFunction(labels)
