@@ -39,13 +39,15 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # other processes agree on it.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
     conceal_environment()
+    from otdd_flash.commands.trusted import search_installed, trusted_configurations
+
+    search_installed()
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         from otdd_flash.commands.help import show_help
 
         show_help(config_name, sys.argv[1:])
         return
     from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
-    from otdd_flash.commands.trusted import trusted_configurations
 
     if (refusal := refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)

@@ -22,6 +22,7 @@ from otdd_flash.labels.metrics import (
     PairFunction,
     Sinkhorn,
     UpperBound,
+    fields_of,
     metric_named,
     metric_of,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "UpperBound",
     "class_distances",
     "drop_small_classes",
+    "fields_of",
     "measure_classes",
     "metric_named",
     "metric_of",

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from otdd_flash.errors import choose
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.metrics.exact import Exact
 from otdd_flash.labels.metrics.function import PairFunction
@@ -16,6 +15,7 @@ from otdd_flash.labels.metrics.means import Means
 from otdd_flash.labels.metrics.none import NoLabels
 from otdd_flash.labels.metrics.sinkhorn import Sinkhorn
 from otdd_flash.labels.metrics.upper_bound import UpperBound
+from otdd_flash.plugins import Registry, blamed_on
 
 __all__ = [
     "METRICS",
@@ -29,6 +29,7 @@ __all__ = [
     "PairFunction",
     "Sinkhorn",
     "UpperBound",
+    "fields_of",
     "metric_named",
     "metric_of",
 ]
@@ -36,9 +37,30 @@ __all__ = [
 # What `labels=` takes.
 Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]
 
-METRICS: dict[str, type[LabelMetric]] = {
-    kind.name: kind for kind in (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Given)
-}
+_OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Given)
+
+
+def _accepted(kind: Any, name: str) -> str | None:
+    """What another package's way of measuring must be; None where it is."""
+    if not isinstance(kind, type):
+        called = callable(kind) and not isinstance(kind, LabelMetric)
+        return None if called else "a type of LabelMetric, or a function f(x, y)"
+    if not issubclass(kind, LabelMetric):
+        return "a type of LabelMetric, or a function f(x, y)"
+    own = getattr(kind, "name", None)
+    return None if own == name else f"a type whose name is {name!r}, got {own!r}"
+
+
+# Packages add types of LabelMetric, and functions for `PairFunction`.
+METRICS: Registry[Callable[..., Any]] = Registry(
+    "labels", "labels.method", {kind.name: kind for kind in _OWN}, _accepted
+)
+
+
+def fields_of(name: str) -> tuple[str, ...]:
+    """The parameters of the metric of a name; a function has none."""
+    kind = METRICS.named(name)
+    return tuple(field.name for field in fields(kind)) if isinstance(kind, type) else ()
 
 
 def metric_named(name: str, parameters: Mapping[str, Any]) -> LabelMetric:
@@ -47,9 +69,14 @@ def metric_named(name: str, parameters: Mapping[str, Any]) -> LabelMetric:
     Raises:
         InputError: no such name, a parameter is not what it must be, or one is missing.
     """
-    kind = METRICS[choose("labels.method", name, tuple(METRICS))]
-    own = (field.name for field in fields(kind))
-    return kind(**{key: parameters[key] for key in own if key in parameters})
+    kind = METRICS.named(name)
+    if not isinstance(kind, type):
+        return PairFunction(kind, name)
+    with blamed_on(kind, f"labels={name} of package {METRICS.package(name)}"):
+        metric: LabelMetric = kind(
+            **{key: parameters[key] for key in fields_of(name) if key in parameters}
+        )
+    return metric
 
 
 def metric_of(labels: Labels) -> LabelMetric:
