@@ -164,18 +164,18 @@ def _parts(places: tuple[str, ...], changed: tuple[int, ...]) -> dict[str, dict[
     for distribution in distributions(path=[*places]):
         try:
             entries = [one for one in distribution.entry_points if one.group.startswith(GROUP)]
-            if not entries:
-                continue
-            package = f"{distribution.metadata['Name']} {distribution.version}"
+            # Read only where there are some: of most packages this would be the longest part.
+            name = distribution.metadata["Name"] if entries else ""
+            version = distribution.version if name else ""
+            # Of two installations of a package Python imports the first.
+            normal = re.sub(r"[-_.]+", "-", name).lower()
         except Exception:
-            # Metadata that nobody can read name nothing.
+            # Damaged: metadata that cannot be read, or say of no name.
             continue
-        # Of two installations of a package Python imports the first.
-        normal = re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower()
-        if normal in seen:
+        if not normal or normal in seen:
             continue
         seen.add(normal)
         for one in entries:
             named = found.setdefault(one.group, {}).setdefault(one.name, [])
-            named.append(Part(package, one))
+            named.append(Part(f"{name} {version}", one))
     return found

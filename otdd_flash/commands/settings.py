@@ -79,8 +79,8 @@ class LabelSettings:
         own = {"path" if name == "table" else name for name in fields_of(self.method)}
         if unknown := [key for key in self.parameters if key not in own]:
             raise InputError(
-                f"labels={self.method} of package {METRICS.package(self.method)} has no "
-                f"labels.{unknown[0]}; it has: {', '.join(sorted(own)) or 'none of its own'}"
+                f"labels={self.method} has no labels.{unknown[0]}; it has: "
+                f"{', '.join(sorted(own)) or 'none of its own'}"
             )
         for key, value in usual.items():
             given = str(getattr(self, key))
@@ -302,7 +302,7 @@ def _set_apart(plain: Any) -> Any:
     """A configuration with keys of labels that another package's metric has in a mapping."""
     labels = plain.get("labels")
     if isinstance(labels, dict) and METRICS.package(str(labels.get("method"))) is not None:
-        known = {field.name for field in fields(LabelSettings)}
+        known = {field.name for field in fields(LabelSettings)} - {"parameters"}
         more = {key: value for key, value in labels.items() if key not in known}
         kept = {key: value for key, value in labels.items() if key in known}
         return {**plain, "labels": {**kept, "parameters": more}}
