@@ -136,11 +136,12 @@ def blamed_on(part: Any, what: str) -> AbstractContextManager[None]:
 
 
 def _folder(entry: EntryPoint) -> Path | None:
-    top, *below = entry.module.split(".")
     try:
+        top, *below = entry.module.split(".")
         # Which imports nothing, as it would of a module below.
         spec = find_spec(top)
     except Exception:
+        # An entry that names no module: an error once its name is used.
         return None
     for place in () if spec is None else spec.submodule_search_locations or ():
         for depth in range(len(below), -1, -1):

@@ -208,9 +208,11 @@ def unknown_key(key: str, config: Any) -> str:
 
 def _choices_with(group: str, key: str) -> list[str]:
     """The choices of a group that have a key."""
+    if not group:
+        return []
     name = "dataset" if group in ("source", "target") else group
     files = [path for folder, _ in folders() for path in sorted(folder.glob(f"{name}/*.yaml"))]
-    return [path.stem for path in files if group and key in OmegaConf.load(path)]
+    return [path.stem for path in files if key in OmegaConf.load(path)]
 
 
 def _without_yaml(group: str, choice: str) -> str | None:

@@ -60,7 +60,14 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     Raises:
         InputError: as everything that is called here; of one side's data, the message says which.
     """
-    nodes = {"source": settings.source, "target": settings.target}
+    # A choice of another package may leave out keys that this package's choices have.
+    shared = {
+        "max_samples": settings.max_samples,
+        "seed": settings.seed,
+        "root": settings.data_root,
+        "download": settings.download,
+    }
+    nodes = {"source": {**shared, **settings.source}, "target": {**shared, **settings.target}}
     extractor, standardised = build(settings.extractor)
     logger.info("networks run on %s", resolve_device(settings.device))
     chosen = {side: _load(side, node, phases) for side, node in nodes.items()}
@@ -176,7 +183,7 @@ def _label(
                 f"{OTHER[side]} has no labels to count either"
             )
         with blamed(side):
-            (sides[side],) = clustered([sides[side]], node, k, node.get("seed", 0))
+            (sides[side],) = clustered([sides[side]], node, k, node["seed"])
         logger.info("%s: labelled by k-means, %d clusters", side, sides[side].class_total)
     return sides["source"], sides["target"]
 

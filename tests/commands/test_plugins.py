@@ -131,11 +131,15 @@ def test_choices_of_a_package_are_composed_without_importing_it(ring: Path, comm
 def test_a_packages_metric_keeps_its_own_keys(ring: Path, command, read, monkeypatch) -> None:
     """Of the results, too, where one comes from the environment."""
     monkeypatch.setenv("EXPONENT", "3")
+    (ring / "ring_data/conf/source/bare.yaml").write_text("name: ring\n")
     ended = command(
-        "labels=power", "labels.exponent='${oc.decode:${oc.env:EXPONENT}}'", "report=none"
+        *("source=bare", "target=ring", "max_samples=9"),
+        *("labels=power", "labels.exponent='${oc.decode:${oc.env:EXPONENT}}'", "report=none"),
     )
     assert ended.code == 0, ended.err
-    labels = read("run/result.json")["config"]["labels"]
+    result = read("run/result.json")
+    assert result["n"] == result["m"] == 9
+    labels = result["config"]["labels"]
     assert labels["exponent"] == "${oc.decode:${oc.env:EXPONENT}}"
     assert "parameters" not in labels
     assert (
@@ -185,7 +189,7 @@ def test_a_name_of_two_packages_is_refused_and_names_both(installed, kind) -> No
     assert not {"one", "two"} & {*sys.modules}
 
 
-def test_a_choice_of_two_packages_is_refused_and_names_both(installed, command) -> None:
+def test_a_choice_of_two_packages_is_refused_and_names_both(installed, command, tmp_path) -> None:
     yaml = "defaults:\n  - /dataset/mnist@_here_\n  - _self_\n"
     for place, name in enumerate(("one", "two")):
         files = other(f"{name}-data", name, "", datasets={f"{name}s": f"{name}:part"})
@@ -199,9 +203,13 @@ def test_a_choice_of_two_packages_is_refused_and_names_both(installed, command) 
         error = command(f"source={choice}").error
         assert error.startswith(f"source={choice} is a choice of package ")
         assert all(owner in error for owner in owners)
-    # Without a yaml there is no choice.
+    # Without a yaml there is no choice, and without a name none that can be read.
     error = command("source=ones").error
     assert error.startswith("package one-data 2.0 has ones, but no conf/source/ones.yaml")
+    (tmp_path / "site/one/conf/extractor").mkdir()
+    (tmp_path / "site/one/conf/extractor/dull.yaml").write_text("standardize: false\n")
+    error = command("extractor=dull").error
+    assert error == "this choice of extractor has no name; its yaml must hold name: NAME"
 
 
 def test_a_package_that_is_there_twice_counts_once_and_damaged_metadata_not_at_all(
@@ -263,6 +271,7 @@ NUMBER = 3
     ("kind", "name", "value", "error"),
     [
         ("datasets", "n", "NUMBER", "dataset n of package bad-data 2.0, bad:NUMBER, must be a fu"),
+        ("datasets", "n", "no module!", "n of package bad-data 2.0 does not import: it raised "),
         ("datasets", "n", "missing", "it raised AttributeError: module 'bad' has no attribute"),
         ("datasets", "n", "lists", "dataset n of package bad-data 2.0 must return a LabeledDatas"),
         ("datasets", "n", "raises", "dataset n raised OSError: the disk is gone"),
@@ -280,7 +289,9 @@ NUMBER = 3
 def test_what_is_no_such_part_is_refused_with_its_package(
     installed, kind, name, value, error
 ) -> None:
-    installed(other("bad-data", "bad", BASE, **{kind: {name: f"bad:{value}"}}))
+    entry = value if " " in value else f"bad:{value}"
+    installed(other("bad-data", "bad", BASE, **{kind: {name: entry}}))
+    assert not plugins.folders()
     with pytest.raises(InputError) as refused:
         USES[kind](name)
     assert error in str(refused.value)
