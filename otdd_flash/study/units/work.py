@@ -18,7 +18,6 @@ import torch
 
 from otdd_flash.errors import InputError
 from otdd_flash.files.locks import lock
-from otdd_flash.plugins import blamed_on
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Bench, Content, Unit
 
@@ -183,8 +182,7 @@ def compute(unit: Unit, bench: Bench, store: Store, threads: int) -> Content | N
     before = torch.get_num_threads()
     torch.set_num_threads(1 if unit.one_thread else threads)
     try:
-        with blamed_on(unit, unit.title):
-            content = unit.compute(bench)
+        content = unit.compute(bench)
     except Exception as error:
         # Of any kind: the other units go on.
         store.fail(unit, error)
