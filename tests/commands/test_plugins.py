@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,6 @@ from otdd_flash.errors import InputError
 from otdd_flash.extractors import build_extractor
 from otdd_flash.study.measures import measures_named
 
-ROOT = Path(otdd.__file__).resolve().parents[1]
 # How each kind of part is used by its name.
 USES: dict[str, Callable[[str], object]] = {
     "datasets": otdd.load,
@@ -313,24 +310,17 @@ def test_unknown_options_of_a_packages_dataset_are_refused(installed) -> None:
         otdd.load("n", depth=1)
 
 
-@pytest.mark.slow
-def test_the_working_directory_is_no_place_for_packages(folder: Path) -> None:
+def test_the_working_directory_is_no_place_for_packages(folder: Path, monkeypatch) -> None:
     """Not even once a function of it has been named, which puts it at the end of sys.path."""
     install(folder, shown_files())
-    (folder / "features.py").write_text("def embed(batch):\n    return batch\n")
-    data = ["source=arrays", "source.path=a.npz", "target=arrays", "target.path=b.npz"]
-    named = ["extractor=callable", "extractor.path=features:embed", "cache_dir=null", "report=none"]
-    for argument, sentence in (
-        ("labels=power", "error: labels has no choice 'power'"),
-        ("labels.method=medians", "error: unknown labels.method 'medians'"),
-    ):
-        ended = subprocess.run(
-            [sys.executable, "-m", "otdd_flash.distance", *data, *named, argument],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 2
-        assert sentence in ended.stderr
+    (folder / "function_of_here.py").write_text("def embed(batch):\n    return batch\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(otdd, "_started_in", str(folder))
+    monkeypatch.setattr(otdd, "_appended", [])
+    otdd.extractors.from_callable("function_of_here:embed")
+    assert sys.path[-1] == str(folder)
+    assert not plugins.folders()
+    for kind, name in (("datasets", "ring"), ("extractors", "polar"), ("labels", "medians")):
+        with pytest.raises(InputError, match=f"unknown .* '{name}'; choose one of: "):
+            USES[kind](name)
+    assert "ring_data" not in sys.modules
