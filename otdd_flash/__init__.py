@@ -28,8 +28,11 @@ from __future__ import annotations
 import os
 import sys
 
-# The folder in which `python -m otdd_flash.distance` was started, as that names it in sys.path.
+# The folder in which a command was started: where `python -m otdd_flash.distance` puts it into
+# sys.path, or what `commands.start.run_script` says of a console command.
 _started_in: str | None = None
+# What was put at the end of sys.path since, where no package is looked for.
+_appended: list[str] = []
 # `-m` stands in sys.argv while Python looks for the module that it is to run, the next argument.
 _run = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) :][:1] if sys.argv[:1] == ["-m"] else []
 if _run and _run[0].removeprefix("-m").startswith("otdd_flash.") and not sys.flags.safe_path:
@@ -40,6 +43,7 @@ if _run and _run[0].removeprefix("-m").startswith("otdd_flash.") and not sys.fla
     _package = os.path.dirname(os.path.realpath(__file__))
     if os.path.realpath(_started_in) == os.path.dirname(_package):
         sys.path.append(_started_in)
+        _appended.append(_started_in)
 
 # Imported after that, for the same reason.
 from importlib import import_module  # noqa: E402

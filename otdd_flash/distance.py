@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from otdd_flash.commands.start import run_command, run_hydra
+from otdd_flash.commands.start import run_command, run_hydra, run_script
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -22,6 +22,11 @@ def job(config: DictConfig) -> int:
 def main() -> None:
     """Hydra's entry point."""
     run_hydra(job, "distance")
+
+
+def script() -> None:
+    """The console command `otdd-distance`."""
+    run_script(main)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def _find_in_working_directory(name: str) -> None:
         return
     if PathFinder.find_spec(name.partition(".")[0], [folder]) is not None:
         sys.path.append(folder)
+        otdd_flash._appended.append(folder)
 
 
 def _import_module(name: str, request: str) -> Any:

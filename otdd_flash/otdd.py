@@ -21,7 +21,7 @@ from otdd_flash.eager import computes
 from otdd_flash.labels import (
     ClassDistances,
     Given,
-    LabelMetric,
+    Labels,
     drop_small_classes,
     measure_classes,
     metric_of,
@@ -54,7 +54,7 @@ def dataset_distance(
     *,
     epsilon: float = 0.1,
     epsilon_relative: float | None = None,
-    labels: str | LabelMetric = "gaussian",
+    labels: Labels = "gaussian",
     class_distances: ClassDistances | None = None,
     class_statistics: tuple[LabeledSamples, LabeledSamples] | None = None,
     min_class_size: int | None = None,
@@ -77,8 +77,9 @@ def dataset_distance(
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, with `inner` of the mean of
             lambda_x ||x|| ||y|| + lambda_y W; replaces `epsilon`.
-        labels: how distances between classes are measured, a name such as "gaussian" or a metric
-            such as `otdd.labels.Gaussian(diagonal=True)`.
+        labels: how distances between classes are measured, a name such as "gaussian", a metric such
+            as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
+            (m, d) of two classes that returns their squared distance.
         class_distances: a table to use instead of measuring one.
         class_statistics: measure class distances on these datasets, of which `source` and `target`
             are subsets.

@@ -21,7 +21,7 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.labels import (
     JointClassDistances,
-    LabelMetric,
+    Labels,
     drop_small_classes,
     metric_of,
     notice_single_samples,
@@ -50,7 +50,7 @@ def pairwise_distances(
     *,
     epsilon: float = 0.1,
     epsilon_relative: float | None = None,
-    labels: str | LabelMetric = "gaussian",
+    labels: Labels = "gaussian",
     class_distances: JointClassDistances | None = None,
     min_class_size: int | None = None,
     lambda_x: float = 0.5,
@@ -73,8 +73,9 @@ def pairwise_distances(
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
             different datasets; replaces `epsilon`.
-        labels: how distances between classes are measured, a name such as "gaussian" or a metric
-            such as `otdd.labels.Gaussian(diagonal=True)`.
+        labels: how distances between classes are measured, a name such as "gaussian", a metric such
+            as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
+            (m, d) of two classes that returns their squared distance.
         class_distances: a table to use instead of measuring one, of `otdd.class_distances` on the
             same datasets or on those of which they are subsets; classes are matched by name.
         min_class_size: drop classes with fewer samples, with a notice.

@@ -89,8 +89,14 @@ embedded = instance("be LabeledSamples", SAMPLES_CLASS)
 
 def labels(name: str, value: Any) -> Any:
     """How distances between classes are measured; whether a name is known is for `metric_of`."""
-    if not isinstance(value, str) and not is_a(value, METRIC_CLASS):
-        accepted = "be a name such as gaussian, or a metric such as otdd.labels.Gaussian()"
+    if isinstance(value, type):
+        kind = value.__qualname__
+        raise InputError(f"{name} is the type {kind} and no object of it; write {kind}()")
+    if not isinstance(value, str) and not is_a(value, METRIC_CLASS) and not callable(value):
+        accepted = (
+            "be a name such as gaussian, a metric such as otdd.labels.Gaussian(), or a function of "
+            "the points of two classes"
+        )
         raise refused(name, accepted, value)
     return value
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from importlib import resources
+from pathlib import Path
 
+from otdd_flash import conf, plugins
 from otdd_flash.checks import path
 
 GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report")
@@ -43,6 +44,15 @@ def refused_argument(arguments: Iterable[str]) -> str | None:
             )
         if any(NO_NAME.fullmatch(choice.strip()) for choice in value.split(",")):
             return f"{group} must be one of {', '.join(choices(group))}, got {value or 'nothing'}"
+        for choice in map(str.strip, value.split(",")):
+            owners = [
+                package for folder, package in folders() if choice in _choices_in(folder, group)
+            ]
+            if len(owners) > 1:
+                return (
+                    f"{group}={choice} is a choice of package {' and of package '.join(owners)}, "
+                    "and which one is meant nobody can say; remove one of the packages"
+                )
         if added:
             return f"{group} has a choice already; write {group}={value}, without the +"
     return None
@@ -84,6 +94,14 @@ def twice_given(arguments: Iterable[str]) -> list[str]:
 
 
 def choices(group: str) -> list[str]:
-    """The names of a group's choices."""
-    files = resources.files("otdd_flash.conf").joinpath(group).iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    """The names of a group's choices, those of packages that add parts among them."""
+    return sorted({name for folder, _ in folders() for name in _choices_in(folder, group)})
+
+
+def folders() -> list[tuple[Path, str]]:
+    """The folders of choices, this package's own first, with the packages that they belong to."""
+    return [(Path(conf.__file__).parent, plugins.OWN), *plugins.folders().items()]
+
+
+def _choices_in(folder: Path, group: str) -> set[str]:
+    return {file.stem for file in folder.joinpath(group).glob("*.yaml")}

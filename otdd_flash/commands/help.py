@@ -6,11 +6,16 @@ takes as long as all else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from string import Template
 
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf, open_dict
+
+# How the texts write a command, and how its console command is called.
+MODULE, SCRIPT = "python -m otdd_flash.", "otdd-"
 
 
 def show_help(config_name: str, arguments: Sequence[str]) -> None:
@@ -22,4 +27,7 @@ def show_help(config_name: str, arguments: Sequence[str]) -> None:
     with open_dict(config):
         del config.hydra
     settings = OmegaConf.to_yaml(config, resolve="--resolve" in arguments)
-    print(template.safe_substitute(CONFIG=settings))
+    text = template.safe_substitute(CONFIG=settings)
+    if Path(sys.argv[0]).stem.startswith(SCRIPT):
+        text = text.replace(MODULE, SCRIPT)
+    print(text)

@@ -6,7 +6,6 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -19,9 +18,9 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from otdd_flash import conf
+from otdd_flash import plugins
 from otdd_flash.commands import exit_codes
-from otdd_flash.commands.choices import GROUPS
+from otdd_flash.commands.choices import GROUPS, folders
 from otdd_flash.errors import InputError
 
 # Advice of Hydra's to write +KEY=VALUE: keys are fixed here, and an added one is refused.
@@ -53,6 +52,11 @@ def sentence(error: Exception, arguments: Sequence[str]) -> str | None:
             return _unreadable(error.override, error.message)
         case MissingConfigException() if error.missing_cfg_file and error.options:
             group, _, choice = error.missing_cfg_file.rpartition("/")
+            if (package := _without_yaml(group, choice)) is not None:
+                return (
+                    f"package {package} has {choice}, but no conf/{group}/{choice}.yaml for the "
+                    "command line; tell its makers, or use it from Python"
+                )
             options = ", ".join(error.options)
             close = _listed(get_close_matches(choice, error.options))
             return f"{group} has no choice {choice!r}{close}; choose one of: {options}"
@@ -204,9 +208,21 @@ def unknown_key(key: str, config: Any) -> str:
 
 def _choices_with(group: str, key: str) -> list[str]:
     """The choices of a group that have a key."""
-    folder = "dataset" if group in ("source", "target") else group
-    files = sorted((Path(conf.__file__).parent / folder).glob("*.yaml")) if group else []
+    if not group:
+        return []
+    name = "dataset" if group in ("source", "target") else group
+    files = [path for folder, _ in folders() for path in sorted(folder.glob(f"{name}/*.yaml"))]
     return [path.stem for path in files if key in OmegaConf.load(path)]
+
+
+def _without_yaml(group: str, choice: str) -> str | None:
+    """The package that adds a part of this name, whose choice of a group was not found."""
+    kinds = {
+        **dict.fromkeys(("source", "target", "dataset"), "datasets"),
+        "extractor": "extractors",
+    }
+    found = plugins.parts(kinds.get(group, group)).get(choice, ())
+    return found[0].package if found else None
 
 
 def _last(key: str) -> str:

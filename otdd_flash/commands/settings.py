@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,7 +17,7 @@ from otdd_flash.commands.mistyped import mistyped
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.start import conceal_environment
 from otdd_flash.errors import DataNotice, InputError, choose
-from otdd_flash.labels import METRICS, LabelMetric, metric_named
+from otdd_flash.labels import METRICS, LabelMetric, fields_of, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.class_order import ORDERS
@@ -62,6 +62,8 @@ class LabelSettings:
     diagonal: bool
     epsilon: float | None
     path: str | None
+    # Keys that a metric of another package has beside these.
+    parameters: dict[str, Any] = field(default_factory=dict)
 
     def metric(self, tolerance: float, epsilon: float) -> LabelMetric:
         """The same for the library.
@@ -74,8 +76,12 @@ class LabelSettings:
             DataNotice: a key is set that the method does not have.
         """
         usual = {"unbiased": True, "diagonal": False, "epsilon": epsilon, "path": None}
-        kind = METRICS[choose("labels.method", self.method, tuple(METRICS))]
-        own = {"path" if field.name == "table" else field.name for field in fields(kind)}
+        own = {"path" if name == "table" else name for name in fields_of(self.method)}
+        if unknown := [key for key in self.parameters if key not in own]:
+            raise InputError(
+                f"labels={self.method} has no labels.{unknown[0]}; it has: "
+                f"{', '.join(sorted(own)) or 'none of its own'}"
+            )
         for key, value in usual.items():
             given = str(getattr(self, key))
             # As text, in which NaN is itself.
@@ -86,6 +92,7 @@ class LabelSettings:
                     stacklevel=2,
                 )
         parameters = {**asdict(self), "tolerance": tolerance, "table": self.path}
+        parameters |= self.parameters
         return metric_named(self.method, parameters)
 
 
@@ -216,6 +223,8 @@ def recorded(settings: Any, config: DictConfig) -> dict[str, Any]:
         config: the configuration.
     """
     plain: dict[str, Any] = _without_passwords(asdict(settings))
+    # As they are given.
+    plain["labels"] |= plain["labels"].pop("parameters")
     for path, text in _from_environment(config):
         *parents, last = path
         node: Any = plain
@@ -275,9 +284,9 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     check_references(config)
     try:
         # First as written: a bad value is reported under its own key, not one that refers to it.
-        OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(config))
+        OmegaConf.merge(OmegaConf.structured(schema), _set_apart(OmegaConf.to_container(config)))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        typed = OmegaConf.merge(OmegaConf.structured(schema), resolved)
+        typed = OmegaConf.merge(OmegaConf.structured(schema), _set_apart(resolved))
         return cast(Schema, OmegaConf.to_object(typed))
     except ConfigKeyError as error:
         raise InputError(unknown_key(error.full_key or str(error.key), config)) from error
@@ -287,3 +296,14 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
         key, given = given_at(config, error.full_key or "")
         reason = f"{key or 'configuration'}: {str(error).splitlines()[0]}"
         raise mistyped(schema, key, given) or InputError(reason) from error
+
+
+def _set_apart(plain: Any) -> Any:
+    """A configuration with keys of labels that another package's metric has in a mapping."""
+    labels = plain.get("labels")
+    if isinstance(labels, dict) and METRICS.package(str(labels.get("method"))) is not None:
+        known = {field.name for field in fields(LabelSettings)} - {"parameters"}
+        more = {key: value for key, value in labels.items() if key not in known}
+        kept = {key: value for key, value in labels.items() if key in known}
+        return {**plain, "labels": {**kept, "parameters": more}}
+    return plain

@@ -60,7 +60,14 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     Raises:
         InputError: as everything that is called here; of one side's data, the message says which.
     """
-    nodes = {"source": settings.source, "target": settings.target}
+    # A choice of another package may leave out keys that this package's choices have.
+    shared = {
+        "max_samples": settings.max_samples,
+        "seed": settings.seed,
+        "root": settings.data_root,
+        "download": settings.download,
+    }
+    nodes = {"source": {**shared, **settings.source}, "target": {**shared, **settings.target}}
     extractor, standardised = build(settings.extractor)
     logger.info("networks run on %s", resolve_device(settings.device))
     chosen = {side: _load(side, node, phases) for side, node in nodes.items()}
@@ -93,11 +100,22 @@ def build(node: dict[str, Any]) -> tuple[Extractor, bool]:
     standardised = node.get("standardize", False)
     if not isinstance(standardised, bool):
         raise InputError(f"extractor.standardize must be true or false, got {standardised!r}")
-    return build_extractor(**node), standardised
+    return build_extractor(**{"name": named(node, "extractor"), **node}), standardised
+
+
+def named(node: dict[str, Any], group: str) -> str:
+    """The name that a choice of a group holds.
+
+    Raises:
+        InputError: the choice, which may come from a folder or package of others, holds none.
+    """
+    if node.get("name") is None:
+        raise InputError(f"this choice of {group} has no name; its yaml must hold name: NAME")
+    return str(node["name"])
 
 
 def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
-    with phases.phase("load", f"loading {node['name']}"), blamed(side):
+    with phases.phase("load", f"loading {named(node, side)}"), blamed(side):
         dataset = load(**without_clustering(node))
         # Named after its file, whose name may come from the environment.
         dataset = replace(dataset, name=hidden(dataset.name))
@@ -156,9 +174,9 @@ def _label(
     sides = {"source": source, "target": target}
     for side, other in (("source", target), ("target", source)):
         node = nodes[side]
-        if node["pseudo_labels"] is None:
+        if node.get("pseudo_labels") is None:
             continue
-        k = node["k"] or _clusters_like(other, nodes[OTHER[side]])
+        k = node.get("k") or _clusters_like(other, nodes[OTHER[side]])
         if k is None:
             raise InputError(
                 f"{side}.pseudo_labels needs {side}.k=K, the number of clusters, as the "
@@ -172,8 +190,8 @@ def _label(
 
 def _clusters_like(other: LabeledSamples, node: dict[str, Any]) -> int | None:
     """As many clusters as the other side has classes, or gets."""
-    k: int | None = node["k"]
-    if node["pseudo_labels"] is not None and k is not None:
+    k: int | None = node.get("k")
+    if node.get("pseudo_labels") is not None and k is not None:
         return k
     return None if other.labels is None else other.class_total
 

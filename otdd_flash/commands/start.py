@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,13 +39,15 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # other processes agree on it.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
     conceal_environment()
+    from otdd_flash.commands.trusted import search_installed, trusted_configurations
+
+    search_installed()
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
         from otdd_flash.commands.help import show_help
 
         show_help(config_name, sys.argv[1:])
         return
     from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
-    from otdd_flash.commands.trusted import trusted_configurations
 
     if (refusal := refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
@@ -87,6 +89,18 @@ def concealed_variable(name: str, *default: str | None) -> str | None:
     if value is not None and name in os.environ:
         conceal(value, f"${{oc.env:{name}}}")
     return value
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Call an entry point from a console command such as `otdd-distance`, as `python -m` does."""
+    import otdd_flash
+
+    if not sys.flags.safe_path:
+        # Not in sys.path, where a console command has its own folder instead; functions that the
+        # user names are found there all the same.
+        with suppress(OSError):
+            otdd_flash._started_in = str(Path.cwd())
+    run_command(main)
 
 
 def run_command(main: Callable[[], None]) -> None:

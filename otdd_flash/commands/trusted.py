@@ -3,6 +3,9 @@
 A folder of configurations (`--config-dir`, `hydra.searchpath`) may have come with the data, from
 others. Its values are settings, but Hydra builds callbacks, launchers and loggers from it, and some
 settings name functions. Those are the user's to name: on the command line, or not at all.
+
+Installed packages that add parts are trusted as far as Python's imports are. Choices are also
+looked for in their folders `conf`, after this package's own, and checked like all others.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from otdd_flash import plugins
 from otdd_flash.commands.choices import GROUPS
 
 # Classes that `_target_` may name anywhere: of this package, of Hydra, and of plugins of Hydra.
@@ -34,6 +39,23 @@ OUTPUT = "${hydra.runtime.output_dir}/"
 ENVIRONMENT = "hydra.job.env_set."
 # Settings that name a function to be imported.
 FUNCTIONS = ("extractor.path", "transfer.network.path", "flow.functionals")
+
+
+@cache
+def search_installed() -> None:
+    """Let Hydra look for choices in packages that add parts, of which it imports nothing."""
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class InstalledParts(SearchPathPlugin):
+        """Adds the folders of this moment."""
+
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            for folder, package in plugins.folders().items():
+                search_path.append(package, f"file://{folder}")
+
+    Plugins.instance().register(InstalledParts)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from otdd_flash.arguments.datasets import LOAD, SOURCE_OPTIONS
-from otdd_flash.checks import path, takes
+from otdd_flash.checks import path, shown, takes
 from otdd_flash.data.arrays import read_arrays
 from otdd_flash.data.blobs import read_blobs
 from otdd_flash.data.dataset import LabeledDataset
@@ -22,9 +22,10 @@ from otdd_flash.data.subset import subset
 from otdd_flash.data.torchvision_class import read_torchvision
 from otdd_flash.data.usps import read_usps
 from otdd_flash.eager import computes
-from otdd_flash.errors import choose
+from otdd_flash.errors import InputError, choose
+from otdd_flash.plugins import Registry, blamed_on
 
-SOURCES: dict[str, Callable[..., LabeledDataset]] = {
+_OWN: dict[str, Callable[..., LabeledDataset]] = {
     "digits": read_digits,
     "blobs": read_blobs,
     "mnist": read_mnist,
@@ -36,6 +37,13 @@ SOURCES: dict[str, Callable[..., LabeledDataset]] = {
     "huggingface": read_hugging_face,
     "arrays": read_arrays,
 }
+# Packages add functions read(request, *, OPTION=DEFAULT, ...), as those of this package are.
+SOURCES: Registry[Callable[..., LabeledDataset]] = Registry(
+    "datasets",
+    "dataset",
+    _OWN,
+    lambda read, name: None if callable(read) else "a function of a Request and of options",
+)
 
 
 @computes
@@ -57,7 +65,7 @@ def load(
     random generator.
 
     Args:
-        name: one of `SOURCES`.
+        name: one of `SOURCES`, or of a dataset that an installed package adds.
         root: folder under which named datasets lie (on the command line: data_root).
         split: `train`, `test` or `all`, or what the source calls its splits; None means `all`.
         max_samples: draw at most so many rows, in proportion to the classes and at least one of
@@ -73,7 +81,7 @@ def load(
             that are not integers or strings; an empty dataset; `max_samples` below the number of
             classes.
     """
-    reader = SOURCES[choose("dataset", name, tuple(SOURCES))]
+    reader = SOURCES.named(name)
     options = _checked(name, options)
     request = Request(
         name=name,
@@ -83,7 +91,13 @@ def load(
         seed=seed,
         weights=None if weights is None else str(weights),
     )
-    dataset = reader(request, **options)
+    with blamed_on(reader, f"dataset {name}"):
+        dataset = reader(request, **options)
+    if not isinstance(dataset, LabeledDataset):
+        raise InputError(
+            f"dataset {name} of package {SOURCES.package(name)} must return a LabeledDataset, got "
+            f"{shown(dataset)}"
+        )
     if dataset.weights is None and (masses := request.masses()) is not None:
         dataset = dataset.weighted(masses)
     return subset(dataset, classes, max_samples, seed)
@@ -102,10 +116,10 @@ def known_options(name: str) -> tuple[str, ...]:
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a source, all of them known and of their types."""
-    declared = SOURCE_OPTIONS[name]
-    return {
-        option: declared[choose(f"option of {name}", option, known_options(name))](
-            f"{option} of {name}", value
-        )
-        for option, value in options.items()
-    }
+    found, known = {}, known_options(name)
+    for option, value in options.items():
+        choose(f"option of {name}", option, known)
+        # Readers of other packages check theirs.
+        check = SOURCE_OPTIONS.get(name, {}).get(option)
+        found[option] = value if check is None else check(f"{option} of {name}", value)
+    return found

@@ -2,7 +2,12 @@
 
 `identity`, `pixels`, `timm`, `torchvision`, `text` and `from_callable` make extractors, `embed`
 applies one to a dataset, `standardize` and `reduce_pca` then treat both sides together.
+
+One that an installed package adds is found here by its name, `otdd.extractors.theirs(...)`.
 """
+
+from functools import partial
+from typing import Any
 
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.embedding import embed
@@ -10,7 +15,7 @@ from otdd_flash.extractors.imported_function import from_callable
 from otdd_flash.extractors.pixel_values import pixels
 from otdd_flash.extractors.projection import reduce_pca
 from otdd_flash.extractors.raw_vectors import identity
-from otdd_flash.extractors.registry import build_extractor
+from otdd_flash.extractors.registry import FACTORIES, build_extractor
 from otdd_flash.extractors.sentence_embedding import text
 from otdd_flash.extractors.standardization import standardize
 from otdd_flash.extractors.timm_models import timm
@@ -29,3 +34,10 @@ __all__ = [
     "timm",
     "torchvision",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Give extractors that other packages add; one that has no such package is no attribute."""
+    if name in FACTORIES or FACTORIES.package(name) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return partial(build_extractor, name)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
-from otdd_flash.checks import takes
+from torch import Tensor
+
+from otdd_flash.checks import shown, takes
 from otdd_flash.checks import text as text_name
-from otdd_flash.errors import InputError, choose
+from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.imported_function import from_callable
 from otdd_flash.extractors.pixel_values import pixels
@@ -16,8 +19,9 @@ from otdd_flash.extractors.raw_vectors import identity
 from otdd_flash.extractors.sentence_embedding import text
 from otdd_flash.extractors.timm_models import timm
 from otdd_flash.extractors.torchvision_models import torchvision
+from otdd_flash.plugins import Registry, blamed_on
 
-FACTORIES: dict[str, Callable[..., Extractor]] = {
+_OWN: dict[str, Callable[..., Extractor]] = {
     "identity": identity,
     "pixels": pixels,
     "timm": timm,
@@ -25,6 +29,13 @@ FACTORIES: dict[str, Callable[..., Extractor]] = {
     "text": text,
     "callable": from_callable,
 }
+# Packages add functions of an extractor's parameters that return it.
+FACTORIES: Registry[Callable[..., Extractor]] = Registry(
+    "extractors",
+    "extractor",
+    _OWN,
+    lambda make, name: None if callable(make) else "a function that returns an extractor",
+)
 
 
 # What a configuration of an extractor also holds: arguments of `embed`, and of what follows it.
@@ -40,7 +51,7 @@ def build_extractor(name: str, **parameters: Any) -> Extractor:
     Raises:
         InputError: unknown name, unknown or missing parameter; the message lists the known ones.
     """
-    factory = FACTORIES[choose("extractor", name, tuple(FACTORIES))]
+    factory = FACTORIES.named(name)
     known = inspect.signature(factory).parameters
     chosen = {key: value for key, value in parameters.items() if key not in OTHER_SETTINGS}
     for parameter in chosen:
@@ -52,4 +63,54 @@ def build_extractor(name: str, **parameters: Any) -> Extractor:
     for parameter, declared in known.items():
         if declared.default is inspect.Parameter.empty and chosen.get(parameter) is None:
             raise InputError(f"extractor {name} needs extractor.{parameter}=...")
-    return factory(**chosen)
+    with blamed_on(factory, f"extractor {name}"):
+        extractor = factory(**chosen)
+    return _checked(name, extractor)
+
+
+@dataclass(frozen=True)
+class AddedExtractor:
+    """An extractor of a type of another package, whose name and version are part of its key."""
+
+    extractor: Extractor
+    name: str
+    package: str | None
+
+    @property
+    def key(self) -> str:
+        """The key that its package gives it, and which package that is."""
+        return f"{self.extractor.key} of {self.package}"
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """As its package says."""
+        return self.extractor.modalities
+
+    @property
+    def cacheable(self) -> bool:
+        """As its package says."""
+        return self.extractor.cacheable
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Features (b, d) of a batch of b inputs, checked to be such."""
+        with blamed_on(self.extractor, f"extractor {self.name} of package {self.package}"):
+            features = self.extractor(batch)
+        if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(batch):
+            raise InputError(
+                f"extractor {self.name} of package {self.package} must return a tensor "
+                f"({len(batch)}, d) for {len(batch)} inputs, got {shown(features)}"
+            )
+        return features.detach().cpu()
+
+
+def _checked(name: str, extractor: Any) -> Extractor:
+    """An extractor as it goes on: one of another package's own type in `AddedExtractor`."""
+    if type(extractor).__module__.startswith("otdd_flash."):
+        return cast(Extractor, extractor)
+    if not isinstance(extractor, Extractor):
+        raise InputError(
+            f"extractor {name} of package {FACTORIES.package(name)} must be a callable with key, "
+            f"modalities and cacheable, got {shown(extractor)}; otdd.extractors.from_callable "
+            "makes one of a function"
+        )
+    return AddedExtractor(extractor, name, FACTORIES.package(name))

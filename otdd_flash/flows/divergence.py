@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.labels import ClassDistances, Given, LabelMetric
+from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
 from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import class_indices
 from otdd_flash.operators.cloud import mass_per_class
@@ -106,8 +106,10 @@ class FlowSetting:
         `table` is W at the start.
         """
         metric, compute = self.metric, self.request.compute
-        given = isinstance(metric, Given)
-        labels = {"given": content_hash({"W": table.full})} if given else asdict(metric)
+        labels = metric.to_dict()
+        if isinstance(metric, Given | PairFunction):
+            # Known by what they give alone.
+            labels = {"given": content_hash({"W": table.full})}
         solver = asdict(self.solver)
         del solver["require_convergence"]
         return {

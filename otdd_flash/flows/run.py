@@ -38,7 +38,7 @@ from otdd_flash.flows.modes import STREAMING_MODES, build_mode
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.space import DirectionSpace, FeatureSpace
 from otdd_flash.labels import (
-    LabelMetric,
+    Labels,
     drop_small_classes,
     measure_classes,
     metric_of,
@@ -70,7 +70,7 @@ def gradient_flow(
     *,
     epsilon: float = 0.1,
     epsilon_relative: float | None = None,
-    labels: str | LabelMetric = "gaussian",
+    labels: Labels = "gaussian",
     min_class_size: int | None = None,
     cost: GroundCost | None = None,
     solver: Schedule | None = None,
@@ -86,9 +86,10 @@ def gradient_flow(
         flow: what moves and how, `otdd.Flow()` by default.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at the start; replaces `epsilon`.
-        labels: how distances between classes are measured, a name such as "gaussian" or a metric
-            such as `otdd.labels.Gaussian(diagonal=True)`; those of a table,
-            `otdd.labels.Given(table)`, stay as they are.
+        labels: how distances between classes are measured, a name such as "gaussian", a metric such
+            as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points of two
+            classes, which is called again where particles have moved (mode `features`); those of a
+            table, `otdd.labels.Given(table)`, stay as they are.
         min_class_size: drop classes with fewer samples, with a notice.
         cost: what it compares of two features, and weights, by default half the squared distances
             between features and between classes.

@@ -21,7 +21,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels, metric_of
+from otdd_flash.labels.metrics import Given, LabelMetric, Labels, NoLabels, metric_of
 from otdd_flash.labels.metrics.given import measures_nothing
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
 from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
@@ -169,7 +169,7 @@ class JointClassDistances:
 @takes(CLASS_DISTANCES)
 def class_distances(
     datasets: Sequence[Samples],
-    labels: str | LabelMetric = "gaussian",
+    labels: Labels = "gaussian",
     *,
     ground: str = "sqeuclidean",
     min_class_size: int | None = None,
@@ -180,7 +180,8 @@ def class_distances(
 
     Args:
         datasets: K labelled datasets of one dimension, as samples or as arrays (features, labels).
-        labels: how to measure, a name or a metric of `otdd.labels`; any but `given`.
+        labels: how to measure, a name, a metric of `otdd.labels`, any but `given`, or a function
+            f(x, y) of the points of two classes.
         ground: `cosine` measures between features of length 1, for a comparison with that ground
             cost; `inner` has no distance between classes.
         min_class_size: drop classes with fewer samples, with a notice.

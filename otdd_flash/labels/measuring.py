@@ -18,6 +18,7 @@ from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics import LabelMetric
 from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.plugins import blamed_on
 
 # A metric prepares all classes of a part before its first pair: with so many pairs per class it
 # takes some 5% longer than all at once, and a run that is killed loses one part. A GPU takes
@@ -141,7 +142,8 @@ def _measured(
     for run in torch.split(positions, max(1, at_once)):
         with torch.no_grad(), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", NotConvergedWarning)
-            distances = metric.measure(clouds, pairs[run], heard)
+            with blamed_on(metric, f"labels={metric.name}"):
+                distances = metric.measure(clouds, pairs[run], heard)
         for warning in said:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno

@@ -11,6 +11,7 @@ import numpy as np
 
 from otdd_flash.errors import NotConvergedWarning, warn
 from otdd_flash.files.json_file import json_content
+from otdd_flash.plugins import blamed_on
 from otdd_flash.shown import display, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
@@ -331,7 +332,10 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     """
     settings, bench = setup.settings, StoredBench(store, setup.settings.threads)
     measures = measures_named(settings.measures, transfer=settings.transfer is not None)
-    readings = {measure.name: dict(measure.read(setup, bench)) for measure in measures}
+    readings = {}
+    for measure in measures:
+        with blamed_on(measure, f"measure {measure.name}"):
+            readings[measure.name] = dict(measure.read(setup, bench))
     count = len(setup.tasks)
     seeds = 0 if settings.transfer is None else settings.transfer.seeds
     errors, alone = np.full((count, count, seeds), np.nan), np.full((count, seeds), np.nan)

@@ -64,7 +64,7 @@ class Settings:
     @property
     def metric(self) -> dict[str, Any]:
         """The class distance, for JSON."""
-        return {"method": self.labels.name, **asdict(self.labels)}
+        return {"method": self.labels.name, **self.labels.to_dict()}
 
     @property
     def machine(self) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from otdd_flash.checks import check_fields, takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.labels import LabelMetric, metric_of, notice_single_samples
+from otdd_flash.labels import LabelMetric, Labels, PairFunction, metric_of, notice_single_samples
+from otdd_flash.labels.classes import pool
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import budget_in_bytes
@@ -62,7 +63,9 @@ class Study:
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
             different tasks; replaces `epsilon`.
-        labels: how distances between classes are measured, as for `pairwise_distances`.
+        labels: how distances between classes are measured, as for `pairwise_distances`. Of a
+            function the study keeps the value for one pair of classes, and goes on only with a
+            function that has the same.
         cost: the ground cost, `otdd.GroundCost()` by default.
         min_class_size: drop classes with fewer training rows, with a notice.
         solver: how transport is solved to a marginal error, `otdd.Converged()` by default.
@@ -84,7 +87,7 @@ class Study:
     families: Mapping[str, str] | None = None
     epsilon: float = 0.1
     epsilon_relative: float | None = None
-    labels: str | LabelMetric = "gaussian"
+    labels: Labels = "gaussian"
     cost: GroundCost | None = None
     min_class_size: int | None = None
     solver: Schedule | None = None
@@ -149,10 +152,12 @@ class Study:
         """
         part, folder = Shard.parse(shard), Path(folder)
         tasks = self._tasks()
-        setups: list[Setup] = []
+        metric, setups = self._metric(tasks), list[Setup]()
 
         def summarize(known: Mapping[str, Any] | None) -> dict[str, Any]:
-            setups[:] = [Setup(tasks, self._settings(known, workers, threads), self.cache_dir)]
+            setups[:] = [
+                Setup(tasks, self._settings(known, metric, workers, threads), self.cache_dir)
+            ]
             return setups[0].to_dict()
 
         enter(folder, summarize, shared=resume or shard is not None)
@@ -182,8 +187,20 @@ class Study:
             build_head(build_body(transfer, dim, 0), dim, 2, 0)
         return tasks
 
+    def _metric(self, tasks: Sequence[Task]) -> LabelMetric:
+        """How class distances are measured; a function with its value for one pair of classes."""
+        metric, cost = metric_of(self.labels), self.cost or GroundCost()
+        if isinstance(metric, PairFunction):
+            clouds, _ = pool([cost.seen(task.train) for task in tasks])
+            return metric.probed(clouds)
+        return metric
+
     def _settings(
-        self, known: Mapping[str, Any] | None, workers: int, threads: int | None
+        self,
+        known: Mapping[str, Any] | None,
+        metric: LabelMetric,
+        workers: int,
+        threads: int | None,
     ) -> Settings:
         """The settings with nothing left to choose: as the folder has it, or as it is now."""
         kept = {} if known is None else known.get("compute") or {}
@@ -193,7 +210,7 @@ class Study:
             measures=tuple(dict.fromkeys(self.measures or ())),
             epsilon=self.epsilon,
             epsilon_relative=self.epsilon_relative,
-            labels=metric_of(self.labels),
+            labels=metric,
             cost=self.cost or GroundCost(),
             solver=_check_solver(self.solver),
             compute=_resolved(ComputeOptions.of(self.compute), kept),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from otdd_flash.plugins import blamed_on
 from otdd_flash.study.measures import measures_named
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.transfer.units import transfer_units
@@ -14,7 +15,10 @@ def study_units(setup: Setup) -> list[Unit]:
     settings = setup.settings
     with_transfer = settings.transfer is not None
     measures = measures_named(settings.measures, transfer=with_transfer)
-    units = [unit for measure in measures for unit in measure.units(setup)]
+    units: list[Unit] = []
+    for measure in measures:
+        with blamed_on(measure, f"measure {measure.name}"):
+            units += measure.units(setup)
     if with_transfer:
         units += transfer_units(setup)
     return in_order(units)

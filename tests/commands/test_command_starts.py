@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
 
 HELP = """
 import sys
@@ -263,3 +268,63 @@ def test_threads_sleep_while_they_wait_unless_asked_otherwise(ended, monkeypatch
         monkeypatch.delenv("OMP_WAIT_POLICY")
     assert ended(lambda: None).code == 0
     assert os.environ["OMP_WAIT_POLICY"] == kept
+
+
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+
+
+def _script(folder, name):
+    """A console command as installers write it, and the environment that finds this package."""
+    module, _, function = SCRIPTS[name].partition(":")
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    return path, {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def _ran(folder, command, environment):
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("name", ["otdd-distance", "otdd-flow", "otdd-study"])
+def test_help_of_a_console_command_names_it(folder, name):
+    script, environment = _script(folder, name)
+    shown = _ran(folder, ["-X", "importtime", script, "--help"], environment)
+    assert shown.returncode == 0, shown.stderr
+    assert f"\n  {name} [KEY=VALUE ...]" in shown.stdout
+    assert "python -m" not in shown.stdout
+    assert not re.search(r"\| +(torch|numpy|rich|matplotlib)$", shown.stderr, re.M)
+
+
+@pytest.mark.slow
+def test_a_console_command_does_what_the_module_does(folder):
+    """Functions of the working directory are found when they are named, and nothing else there."""
+    script, environment = _script(folder, "otdd-distance")
+    (folder / "features.py").write_text(
+        "import helper\n\ndef embed(x):\n    return helper.TWICE * x\n"
+    )
+    (folder / "helper.py").write_text("TWICE = 2.0\n")
+    for name in ("torch", "json", "rich"):
+        (folder / f"{name}.py").write_text("open('imported', 'a').write(__name__)\n")
+    data = ["source=arrays", "source.path=a.npz", "target=arrays", "target.path=b.npz"]
+    named = ["extractor=callable", "extractor.path=features:embed", "cache_dir=null", "report=none"]
+    runs = {
+        way: _ran(folder, [*way, *data, *named, "overwrite=true", "hydra.run.dir=run"], environment)
+        for way in ((script,), ("-m", "otdd_flash.distance"))
+    }
+    one, other = runs.values()
+    assert (one.returncode, one.stdout, one.stderr) == (0, other.stdout, other.stderr)
+    assert not (folder / "imported").exists()
+    late = ["solver.max_iterations=1", "solver.require_convergence=true", "hydra.run.dir=late"]
+    assert _ran(folder, [script, *data, *named, *late], environment).returncode == 3
+    refused = _ran(folder, [script, "labels=gausian"], environment)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: labels has no choice 'gausian' (did you mean")

@@ -86,6 +86,7 @@ def test_marks_are_few_and_counted():
     assert Counter(block.mark for block in MARKED) == {
         "Needs several GPUs.": 1,
         "Needs the network.": 5,
+        "Needs your own data.": 1,
         "Takes minutes.": 1,
     }
 
@@ -94,7 +95,7 @@ def test_the_readme_is_short_and_both_kinds_of_blocks_are_there():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
     assert len(COMMANDS) >= 15
     assert len(PYTHON) >= 9
-    assert {block.language for block in BLOCKS} <= {"bash", "python", ""}
+    assert {block.language for block in BLOCKS} <= {"bash", "python", "toml", "yaml", ""}
     assert not [b.name for b in BLOCKS if b.language == "" and "python -m" in b.code]
 
 

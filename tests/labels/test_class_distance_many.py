@@ -109,7 +109,7 @@ def test_what_is_not_a_list_of_datasets_is_refused(arguments, message):
     ("labels", "message"),
     [
         ("gauss", "unknown labels.method 'gauss'"),
-        (7, "labels must be a name such as gaussian, or .* got 7"),
+        (7, "labels must be a name such as gaussian, .*, or a function .* got 7"),
         ("given", "labels=given needs a table"),
     ],
 )

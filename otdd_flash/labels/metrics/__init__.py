@@ -1,18 +1,21 @@
 """Ways of measuring distances between classes: one file each, by their names in `METRICS`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from otdd_flash.errors import choose
+from torch import Tensor
+
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.metrics.exact import Exact
+from otdd_flash.labels.metrics.function import PairFunction
 from otdd_flash.labels.metrics.gaussian import Gaussian
 from otdd_flash.labels.metrics.given import Given
 from otdd_flash.labels.metrics.means import Means
 from otdd_flash.labels.metrics.none import NoLabels
 from otdd_flash.labels.metrics.sinkhorn import Sinkhorn
 from otdd_flash.labels.metrics.upper_bound import UpperBound
+from otdd_flash.plugins import Registry, blamed_on
 
 __all__ = [
     "METRICS",
@@ -20,17 +23,44 @@ __all__ = [
     "Gaussian",
     "Given",
     "LabelMetric",
+    "Labels",
     "Means",
     "NoLabels",
+    "PairFunction",
     "Sinkhorn",
     "UpperBound",
+    "fields_of",
     "metric_named",
     "metric_of",
 ]
 
-METRICS: dict[str, type[LabelMetric]] = {
-    kind.name: kind for kind in (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Given)
-}
+# What `labels=` takes.
+Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]
+
+_OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Given)
+
+
+def _accepted(kind: Any, name: str) -> str | None:
+    """What another package's way of measuring must be; None where it is."""
+    if not isinstance(kind, type):
+        called = callable(kind) and not isinstance(kind, LabelMetric)
+        return None if called else "a type of LabelMetric, or a function f(x, y)"
+    if not issubclass(kind, LabelMetric):
+        return "a type of LabelMetric, or a function f(x, y)"
+    own = getattr(kind, "name", None)
+    return None if own == name else f"a type whose name is {name!r}, got {own!r}"
+
+
+# Packages add types of LabelMetric, and functions for `PairFunction`.
+METRICS: Registry[Callable[..., Any]] = Registry(
+    "labels", "labels.method", {kind.name: kind for kind in _OWN}, _accepted
+)
+
+
+def fields_of(name: str) -> tuple[str, ...]:
+    """The parameters of the metric of a name; a function has none."""
+    kind = METRICS.named(name)
+    return tuple(field.name for field in fields(kind)) if isinstance(kind, type) else ()
 
 
 def metric_named(name: str, parameters: Mapping[str, Any]) -> LabelMetric:
@@ -39,15 +69,22 @@ def metric_named(name: str, parameters: Mapping[str, Any]) -> LabelMetric:
     Raises:
         InputError: no such name, a parameter is not what it must be, or one is missing.
     """
-    kind = METRICS[choose("labels.method", name, tuple(METRICS))]
-    own = (field.name for field in fields(kind))
-    return kind(**{key: parameters[key] for key in own if key in parameters})
+    kind = METRICS.named(name)
+    if not isinstance(kind, type):
+        return PairFunction(kind, name)
+    with blamed_on(kind, f"labels={name} of package {METRICS.package(name)}"):
+        metric: LabelMetric = kind(
+            **{key: parameters[key] for key in fields_of(name) if key in parameters}
+        )
+    return metric
 
 
-def metric_of(labels: str | LabelMetric) -> LabelMetric:
-    """What `labels=` says: a metric, or the name of one, whose parameters are then the defaults.
+def metric_of(labels: Labels) -> LabelMetric:
+    """What `labels=` says: a metric, a function, or a name, whose parameters are the defaults.
 
     Raises:
         InputError: no such name, or a metric that has to be told something.
     """
-    return metric_named(labels, {}) if isinstance(labels, str) else labels
+    if isinstance(labels, LabelMetric):
+        return labels
+    return metric_named(labels, {}) if isinstance(labels, str) else PairFunction(labels)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,6 +69,10 @@ class LabelMetric(ABC):
         It is part of the cache's keys: other words for the same make every entry unknown.
         """
         return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The parameters, for JSON: what distances depend on but for the name and the classes."""
+        return asdict(self)
 
     @property
     def single_samples_are_points(self) -> bool:

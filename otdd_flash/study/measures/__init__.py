@@ -4,8 +4,10 @@ A measure says which units it takes and reads from them what it tells of every o
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from otdd_flash.errors import InputError, choose
+from otdd_flash.errors import InputError
+from otdd_flash.plugins import Registry, blamed_on
 from otdd_flash.study.measures.base import Measure, Reading
 from otdd_flash.study.measures.frechet import Frechet
 from otdd_flash.study.measures.h_score import HScore
@@ -14,13 +16,30 @@ from otdd_flash.study.measures.leep import Leep
 from otdd_flash.study.measures.logme import LogMe
 from otdd_flash.study.measures.otce import Otce
 from otdd_flash.study.measures.otdd import Otdd
+from otdd_flash.study.measures.pairs import PairMeasure
 from otdd_flash.study.measures.sliced import Sliced
 
-__all__ = ["MEASURES", "Measure", "Reading", "measures_named"]
+__all__ = ["MEASURES", "Measure", "PairMeasure", "Reading", "measures_named"]
 
-MEASURES: dict[str, type[Measure]] = {
-    kind.name: kind for kind in (Otdd, Sliced, Frechet, Otce, Knn, LogMe, HScore, Leep)
-}
+_OWN = (Otdd, Sliced, Frechet, Otce, Knn, LogMe, HScore, Leep)
+
+
+def _accepted(kind: Any, name: str) -> str | None:
+    """What another package's measure must be; None where it is."""
+    if not isinstance(kind, type) or not issubclass(kind, Measure):
+        return "a type of Measure, such as one of PairMeasure"
+    said = {key: getattr(kind, key, None) for key in ("name", "title", "nearer")}
+    if said["name"] != name:
+        return f"a type whose name is {name!r}, got {said['name']!r}"
+    if not isinstance(said["title"], str) or said["nearer"] not in (-1, 1):
+        return f"a type with a title, and with nearer -1 or 1, got {said}"
+    return None
+
+
+# Packages add types of Measure.
+MEASURES: Registry[type[Measure]] = Registry(
+    "measures", "measure", {kind.name: kind for kind in _OWN}, _accepted
+)
 
 
 def measures_named(names: Sequence[str], *, transfer: bool) -> tuple[Measure, ...]:
@@ -31,10 +50,14 @@ def measures_named(names: Sequence[str], *, transfer: bool) -> tuple[Measure, ..
     """
     if not names:
         raise InputError(f"measures must name at least one of: {', '.join(MEASURES)}")
-    found = tuple(
-        MEASURES[choose("measure", name, tuple(MEASURES))]() for name in dict.fromkeys(names)
-    )
+    found = tuple(map(_made, dict.fromkeys(names)))
     blind = [measure.name for measure in found if measure.needs_transfer and not transfer]
     if blind:
         raise InputError(f"{', '.join(blind)} need trained sources: drop them or set transfer")
     return found
+
+
+def _made(name: str) -> Measure:
+    kind = MEASURES.named(name)
+    with blamed_on(kind, f"measure {name} of package {MEASURES.package(name)}"):
+        return kind()

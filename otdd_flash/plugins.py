@@ -1,0 +1,182 @@
+"""Parts that other installed packages add, by entry points of the groups `otdd_flash.KIND`.
+
+Of a package that adds parts nothing is imported before one of its names is used: until then its
+metadata say which names it has, and where its folder of configurations lies. The working directory
+of a command is no place for packages; see `otdd_flash/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from importlib.metadata import EntryPoint, distributions
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import otdd_flash
+from otdd_flash.errors import InputError, choose
+from otdd_flash.importing import user_code
+
+T = TypeVar("T")
+
+OWN = "otdd-flash"
+GROUP = "otdd_flash."
+KINDS = ("datasets", "extractors", "labels", "measures")
+
+
+class Part(NamedTuple):
+    """What a package adds under a name.
+
+    Attributes:
+        package: its name and version.
+        entry: where it stands.
+    """
+
+    package: str
+    entry: EntryPoint
+
+
+class Registry(dict[str, T]):
+    """The parts of one kind by name: this package's own, which it holds, and those of others.
+
+    Args:
+        kind: one of `KINDS`.
+        what: how messages call such a part, before its name.
+        own: this package's.
+        accepted: called with what a package has under a name, and the name; it says what it must
+            be instead, or returns None.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        what: str,
+        own: Mapping[str, T],
+        accepted: Callable[[Any, str], str | None],
+    ) -> None:
+        super().__init__(own)
+        self.kind, self.what, self._accepted = kind, what, accepted
+
+    def named(self, name: str) -> T:
+        """The part of a name, imported if another package has it.
+
+        Raises:
+            InputError: there is none, or two packages have the name.
+            UserCodeError: the package of the part does not import.
+        """
+        added = parts(self.kind)
+        if found := added.get(name):
+            check_owners(self.what, name, [OWN] * (name in self) + [one.package for one in found])
+        if name in self:
+            return self[name]
+        if not found:
+            choose(self.what, name, (*self, *sorted(added)))
+        ((package, entry),) = added[name]
+        what = f"{self.what} {name} of package {package}"
+        try:
+            with user_code(f"{what} does not import:", doing="it raised"):
+                part: T = entry.load()
+        except InputError as error:
+            raise InputError(f"{error}; mend or remove that package") from error
+        if (wrong := self._accepted(part, name)) is not None:
+            raise InputError(f"{what}, {entry.value}, must be {wrong}; mend or remove that package")
+        return part
+
+    def __missing__(self, name: str) -> T:
+        return self.named(name)
+
+    def package(self, name: str) -> str | None:
+        """The package of a part that is another's, with its version; None for own ones."""
+        found = () if name in self else parts(self.kind).get(name, ())
+        return found[0].package if found else None
+
+
+def parts(kind: str) -> dict[str, list[Part]]:
+    """What installed packages add of a kind, by name; nothing is imported."""
+    places = [place for place in sys.path if place not in otdd_flash._appended]
+    # A package that is installed while this process runs changes its folder.
+    return _parts(tuple(places), tuple(map(_changed, places))).get(GROUP + kind, {})
+
+
+def check_owners(what: str, name: str, packages: list[str]) -> None:
+    """Raise an `InputError` if a name belongs to more than one package."""
+    if len(packages) > 1:
+        one, *others = packages
+        raise InputError(
+            f"{what} {name} is a name of package {one} and of package {' and '.join(others)}, and "
+            "which one is meant nobody can say; remove one of them, or ask its makers for another "
+            "name"
+        )
+
+
+def folders() -> dict[Path, str]:
+    """The folders of configurations of packages that add parts, with their packages' names.
+
+    It is the folder `conf` of the package that an entry point's module is in, or is, or of the
+    nearest one above.
+    """
+    found: dict[Path, str] = {}
+    for kind in KINDS:
+        for several in parts(kind).values():
+            for package, entry in several:
+                if (folder := _folder(entry)) is not None:
+                    found.setdefault(folder, package)
+    return found
+
+
+def blamed_on(part: Any, what: str) -> AbstractContextManager[None]:
+    """`user_code(what)` around a call of what others wrote; nothing around this package's own."""
+    module = str(getattr(part, "__module__", type(part).__module__))
+    return nullcontext() if f"{module}.".startswith(GROUP) else user_code(what)
+
+
+def _folder(entry: EntryPoint) -> Path | None:
+    try:
+        top, *below = entry.module.split(".")
+        # Which imports nothing, as it would of a module below.
+        spec = find_spec(top)
+    except Exception:
+        # An entry that names no module: an error once its name is used.
+        return None
+    for place in () if spec is None else spec.submodule_search_locations or ():
+        for depth in range(len(below), -1, -1):
+            folder = Path(place, *below[:depth], "conf")
+            if folder.is_dir():
+                return folder.resolve()
+    return None
+
+
+def _changed(place: str) -> int:
+    try:
+        return os.stat(place or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=1)
+def _parts(places: tuple[str, ...], changed: tuple[int, ...]) -> dict[str, dict[str, list[Part]]]:
+    found: dict[str, dict[str, list[Part]]] = {}
+    seen = set()
+    for distribution in distributions(path=[*places]):
+        try:
+            entries = [one for one in distribution.entry_points if one.group.startswith(GROUP)]
+            # Read only where there are some: of most packages this would be the longest part.
+            name = distribution.metadata["Name"] if entries else ""
+            version = distribution.version if name else ""
+            # Of two installations of a package Python imports the first.
+            normal = re.sub(r"[-_.]+", "-", name).lower()
+        except Exception:
+            # Damaged: metadata that cannot be read, or say of no name.
+            continue
+        if not normal or normal in seen:
+            continue
+        seen.add(normal)
+        for one in entries:
+            named = found.setdefault(one.group, {}).setdefault(one.name, [])
+            named.append(Part(f"{name} {version}", one))
+    return found
