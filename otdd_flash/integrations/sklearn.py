@@ -35,7 +35,7 @@ class TransportAdapter(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         labels: how classes are compared, such as "gaussian"; "none" does not read y.
 
     Attributes:
-        flow_: the `FlowResult`, with the distance before and after and its bounds.
+        flow_: the `FlowResult`, with the distance before and after and its solver bounds.
         n_features_in_: number of features seen by `fit`.
     """
 

@@ -15,7 +15,7 @@ from otdd_flash.report.distance.heat_maps import heat_map
 from otdd_flash.report.figures.drawing import Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
 from otdd_flash.report.figures.page import INK
-from otdd_flash.shown import interval, shorten
+from otdd_flash.shown import NOT_SAMPLED, interval, shorten
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,12 +26,13 @@ LONGEST_NAME = 32
 
 
 def pairwise_table(result: PairwiseResult) -> Table:
-    """The distances with their bounds, the nearest pair first; red where not converged."""
+    """The distances with their solver bounds, the nearest pair first; red where not converged."""
     from rich.table import Table
     from rich.text import Text
 
     title = f"distances between {len(result.names)} datasets, epsilon {result.epsilon:.6g}"
-    table = Table("", "", "distance", "marginal error", title=title, title_justify="left")
+    columns = ("", "", "distance, solver bounds", "marginal error")
+    table = Table(*columns, title=title, title_justify="left")
     for pair in result.pairs():
         table.add_row(
             *(Text(shorten(name, LONGEST_NAME)) for name in (pair.source, pair.target)),
@@ -39,6 +40,7 @@ def pairwise_table(result: PairwiseResult) -> Table:
             f"{pair.marginal_error:.1e}" + ("" if pair.converged else " NOT CONVERGED"),
             style="" if pair.converged else "bold red",
         )
+    table.caption, table.caption_justify = NOT_SAMPLED, "left"
     return table
 
 
@@ -48,9 +50,9 @@ def write_pairwise_report(
 ) -> Report:
     """Write distances.csv and .png, and class_distances.csv and .png.
 
-    distances.csv has one line per pair of datasets, the nearest first, with bounds; the pictures
-    are tables of all datasets and of all their classes. There are no class distances to show where
-    none were measured (method `none`).
+    distances.csv has one line per pair of datasets, the nearest first, with its solver bounds
+    `lower` and `upper`; the pictures are tables of all datasets and of all their classes. There are
+    no class distances to show where none were measured (method `none`).
 
     Args:
         result: of `pairwise_distances`.

@@ -105,7 +105,7 @@ def test_steps_that_did_not_converge_are_marked(figures: list[Figure], tmp_path:
     top = figures[0].axes[0]
     (marked,) = [line for line in top.get_lines() if line.get_markerfacecolor() == "white"]
     assert marked.get_xydata().tolist() == [[1.0, 7.0]]
-    assert "not converged: only the bounds hold" in legend(top)
+    assert "not converged: only the solver bounds hold" in legend(top)
 
 
 @pytest.mark.slow(after=2)

@@ -77,6 +77,8 @@ def test_the_table_shows_values_with_bounds(result: PairwiseResult) -> None:
     assert len(lines) == 5
     assert "NOT CONVERGED" not in text
     assert "epsilon 3" in text
+    assert "distance, solver bounds" in text
+    assert "sampling error was not measured: otdd_flash.subsample_interval" in text
 
 
 def test_a_picture_that_fails_costs_no_other_file(

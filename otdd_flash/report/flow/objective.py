@@ -107,7 +107,7 @@ def _draw_divergence(axes: Axes, history: Sequence[StepRecord]) -> None:
         axes.plot(at, objective, color=TARGET_COLOR, label=text, **style)
     early = ~np.array([record.converged for record in whole])
     if early.any():
-        text = "not converged: only the bounds hold"
+        text = "not converged: only the solver bounds hold"
         style = _line(1) | {"markerfacecolor": "white", "markersize": 6, "linestyle": ""}
         axes.plot(at[early], divergence[early], color=SOURCE_COLOR, label=text, **style)
     band: dict[str, Any] = {"color": SOURCE_COLOR, "alpha": 0.2, "label": "bounds of the distance"}

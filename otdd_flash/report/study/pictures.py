@@ -116,7 +116,7 @@ def _draw_panel(axes: Axes, result: StudyResult, measure: str) -> None:
 
 
 def _reach(reading: Reading) -> tuple[float, float]:
-    """How far an error bar goes down and up: of sampling, else draws or bounds, else seeds."""
+    """How far an error bar goes down and up: sampling, else draws or solver bounds, else seeds."""
     for lower, upper in (
         (reading.sample_lower, reading.sample_upper),
         (reading.lower, reading.upper),
