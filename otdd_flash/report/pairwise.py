@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,11 +95,38 @@ def _draw_distances(result: PairwiseResult, path: Path, order: str) -> None:
         path,
         title=f"Distances between {len(names)} datasets",
         value_label="dataset distance, in units of the cost",
+        notes=(
+            f"epsilon {result.epsilon:.6g}, {rows_text(result.details['n'])}",
+            bounds_text([(one.lower, one.upper, one.converged) for one in result.pairs()], False),
+        ),
         row_groups=groups,
         column_groups=groups,
         row_colors=[INK],
         column_colors=[INK],
     )
+
+
+def rows_text(rows: Sequence[int]) -> str:
+    """How many rows datasets have."""
+    least, most = min(rows), max(rows)
+    return f"{least:,} rows each" if least == most else f"{least:,} to {most:,} rows"
+
+
+def bounds_text(pairs: Sequence[tuple[float, float, bool]], sampled: bool) -> str:
+    """How far apart solver bounds are, and what they leave out.
+
+    Args:
+        pairs: lower and upper bound of every pair, and whether it converged.
+        sampled: whether sampling intervals are known.
+    """
+    widest = max(upper - lower for lower, upper, _ in pairs)
+    late = sum(not converged for *_, converged in pairs)
+    parts = [f"solver bounds at most {widest:.2g} apart"]
+    if late:
+        parts.append(f"{late} of {len(pairs)} pairs not converged")
+    if not sampled:
+        parts.append("sampling error not measured")
+    return ", ".join(parts)
 
 
 def _class_distances(result: PairwiseResult, directory: Path, order: str) -> Writers:

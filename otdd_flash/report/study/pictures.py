@@ -20,6 +20,7 @@ from otdd_flash.report.figures.page import (
     new_figure,
     save_picture,
 )
+from otdd_flash.report.pairwise import bounds_text, rows_text
 from otdd_flash.study.measures import MEASURES, Reading
 from otdd_flash.study.result import StudyResult
 from otdd_flash.study.statistics.pairs import Numbers
@@ -49,7 +50,25 @@ def task_order(result: StudyResult) -> list[int]:
 def draw_measure(result: StudyResult, measure: str, path: Path) -> None:
     """Draw one measure between all tasks as a heat map, sources down and targets across."""
     title = MEASURES[measure].title
-    _draw_tasks(result, result.matrix(measure), path, title=title, label=title)
+    notes = _notes(result, measure)
+    _draw_tasks(result, result.matrix(measure), path, title=title, label=title, notes=notes)
+
+
+def _notes(result: StudyResult, measure: str) -> list[str]:
+    """Rows of the tasks, and of entropic transport epsilon and solver bounds."""
+    settings = result.setup.settings
+    rows = rows_text([len(task.train) for task in result.setup.tasks])
+    pairs = [
+        (one.lower, one.upper, one.converged)
+        for (i, j), one in result.readings[measure].items()
+        if i < j and one.lower is not None and one.upper is not None
+    ]
+    if not MEASURES[measure].proven or not pairs:
+        return [rows]
+    epsilon = f"{settings.epsilon:.6g}"
+    if settings.epsilon_relative is not None:
+        epsilon = f"{settings.epsilon_relative:g} of the mean cost"
+    return [f"epsilon {epsilon}, {rows}", bounds_text(pairs, settings.subsample is not None)]
 
 
 def draw_gains(result: StudyResult, path: Path) -> None:
@@ -136,6 +155,7 @@ def _draw_tasks(
     title: str,
     label: str,
     decimals: int | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
     order = task_order(result)
     names: Sequence[str] = [result.names[place] for place in order]
@@ -151,4 +171,5 @@ def _draw_tasks(
         row_colors=[INK],
         column_colors=[INK],
         decimals=decimals,
+        notes=notes,
     )
