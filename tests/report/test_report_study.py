@@ -12,9 +12,10 @@ from rich.console import Console
 from small_tasks import small_study
 
 import otdd_flash as otdd
+from otdd_flash.report.study import pictures
 from otdd_flash.report.study.console import study_table
 from otdd_flash.report.study.page import write_page
-from otdd_flash.report.study.pictures import task_order
+from otdd_flash.report.study.pictures import draw_measure, task_order
 from otdd_flash.report.study.sentences import (
     _differences,
     findings_sentences,
@@ -180,6 +181,31 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
 )
 def test_an_interval_is_called_what_it_is(measure, row, text) -> None:
     assert measured_text(measure, row) == text
+
+
+def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
+    result, tmp_path, monkeypatch
+) -> None:
+    notes = {}
+
+    def draw(matrix, rows, columns, path, **more) -> None:
+        notes[path.name] = more["notes"]
+
+    monkeypatch.setattr(pictures, "heat_map", draw)
+    known = {"otdd": {pair: Reading(2.0, 1.9, 2.15) for pair in result.readings["frechet"]}}
+    several = replace(result, readings={**result.readings, **known})
+    settings = replace(several.setup.settings, epsilon=0.25, epsilon_relative=None)
+    draw_measure(several, "frechet", tmp_path / "frechet")
+    fixed = replace(several, setup=replace(several.setup, settings=settings))
+    draw_measure(fixed, "otdd", tmp_path / "fixed")
+    settings = replace(settings, epsilon_relative=0.05, subsample=50)
+    relative = replace(several, setup=replace(several.setup, settings=settings))
+    draw_measure(relative, "otdd", tmp_path / "relative")
+    assert [*notes["frechet"]] == ["30 to 50 rows"]
+    bounds = "solver bounds at most 0.25 apart"
+    first = "epsilon 0.25, 30 to 50 rows"
+    assert [*notes["fixed"]] == [first, f"{bounds}, sampling error not measured"]
+    assert [*notes["relative"]] == ["epsilon 0.05 of the mean cost, 30 to 50 rows", bounds]
 
 
 def test_a_study_with_sampling_intervals_misses_none(result) -> None:
