@@ -79,9 +79,6 @@ def write_animation(
         if misfits is not None:
             marked = misfits[place]
             caption += f", {marked.sum()} of {len(chosen)} marked"
-        legend = (
-            "" if labels is None else LABELLED if misfits is None else f"{LABELLED}; {COMPARED}"
-        )
         frames.append(_frame(images, side, names, marked, (caption, legend)))
     frames = _with_greys(frames) if image_shape[0] == 1 else _with_one_palette(frames)
     with replacing(path) as partial:
