@@ -80,14 +80,14 @@ def write_animation(
             marked = misfits[place]
             caption += f", {marked.sum()} of {len(chosen)} marked"
         frames.append(_frame(images, side, names, marked, (caption, legend)))
-    frames = _with_greys(frames) if image_shape[0] == 1 else _with_one_palette(frames)
+    pictures = _with_greys(frames) if image_shape[0] == 1 else _with_one_palette(frames)
     with replacing(path) as partial:
-        frames[0].save(
+        pictures[0].save(
             partial,
             format="GIF",
             save_all=True,
-            append_images=frames[1:],
-            duration=_durations(len(frames)),
+            append_images=pictures[1:],
+            duration=_durations(len(pictures)),
             loop=0,
         )
 
