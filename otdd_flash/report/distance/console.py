@@ -31,7 +31,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         reason = (
             f"stopped by {summary['stopped_by']}" if summary.get("stopped_by") else "stopped early"
         )
-        trust = "only the solver bounds can be trusted"
+        trust = "only solver bounds can be trusted"
         if summary.get("schedule") == "geomloss":
             trust = "the value is geomloss's, the solver bounds hold the converged one"
         table.add_row("NOT CONVERGED", Text(f"{reason}; {trust}"), style="bold red")

@@ -30,7 +30,7 @@ def flow_table(summary: Mapping[str, Any]) -> Table:
     if not summary["converged"]:
         table.add_row(
             "NOT CONVERGED",
-            "in every step; only the solver bounds can be trusted",
+            "in every step; only solver bounds can be trusted",
             style="bold red",
         )
     for name, text in _details(summary):
