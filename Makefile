@@ -35,9 +35,9 @@ fuzz: .venv/.installed  ## thousands of random commands, calls, damaged files, i
 check-install: .venv/.installed  ## build the package and run the demonstration from what was built
 	.ci/check-install
 
-docs: .venv/.docs  ## build the documentation into site/, and check that pages load nothing from elsewhere
+docs: .venv/.docs  ## build the documentation into site/, and look at its pages in a browser if there is one
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/docs/test_site.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/docs/test_site.py tests/docs/test_browser.py
 
 docs-serve: .venv/.docs  ## show the documentation at a local address, built again at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -103,7 +103,7 @@ class Case:
         if not result.converged:
             raise SystemExit(f"n={len(source)} did not converge: nothing is reported")
         table, epsilon = given.full.to(device), result.epsilon
-        summary = result.summary()
+        summary = result.to_dict()
         kept = ("value", "bounds", "marginal_error", "iterations", "passes", "backend")
         converged = {
             **{key: summary[key] for key in kept},

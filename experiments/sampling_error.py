@@ -58,8 +58,8 @@ def measure(whole: Pair, size: int) -> dict[str, Any]:
         "value": result.value,
         "bounds": list(result.bounds),
         "epsilon": result.epsilon,
-        "subsample": interval.summary(),
-        "noise_floor": floor.summary(),
+        "subsample": interval.to_dict(),
+        "noise_floor": floor.to_dict(),
         "seconds": {"distance": solved - started, "subsample": sampled - solved},
     }
 

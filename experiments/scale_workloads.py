@@ -169,7 +169,7 @@ def flow(settings: dict[str, Any], sizes: Sizes, ranks: Ranks | None) -> dict[st
     # Of all points: one process solves few of them by other kernels.
     move(1)()
     seconds, result, moved = timed(move(settings["steps"]), ranks)
-    value = result.summary()["value"]
+    value = result.to_dict()["value"]
     return {
         **moved,
         "seconds": seconds,

@@ -40,7 +40,7 @@ def measure(
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     if not result.converged:
         raise SystemExit(f"{epsilon} did not converge: nothing is reported")
-    summary = result.summary()
+    summary = result.to_dict()
     kept = ("value", "bounds", "terms", "epsilon", "marginal_error", "passes", "seconds")
     return {
         **{key: summary[key] for key in (*kept, "n", "m", "d", "backend")},

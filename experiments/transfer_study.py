@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = markdown(rows)
     print(table)
     content = {
-        "settings": result.setup.summary(),
+        "settings": result.setup.to_dict(),
         "measures": rows,
         "correlations": [
             row._asdict() for row in result.correlations() if " - " not in row.measure

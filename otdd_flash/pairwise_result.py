@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
-from otdd_flash.files.json_file import write_json
+from otdd_flash.files.json_file import json_content, write_json
 from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.files.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
 from otdd_flash.labels import JointClassDistances
@@ -27,9 +28,16 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, listing
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term.result import largest_tolerance
+from otdd_flash.table_columns import frame_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 TABLE_FILE = "class_distances.npz"
 MATRICES = ("values", "lower", "upper", "marginal_errors")
+# What null stands for in result.json, which holds finite numbers alone.
+UNKNOWN = {"values": math.nan, "lower": -math.inf, "upper": math.inf, "marginal_errors": math.inf}
 
 
 class ComparedPair(NamedTuple):
@@ -121,9 +129,9 @@ class PairwiseResult:
         ]
         return tuple(sorted(rows, key=lambda row: row.value))
 
-    def summary(self) -> dict[str, Any]:
-        """The content of result.json."""
-        return {
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of result.json, in JSON's own types; infinite numbers are None."""
+        content = {
             "datasets": list(self.names),
             **{key: getattr(self, key).tolist() for key in MATRICES},
             "converged": self.converged.tolist(),
@@ -131,6 +139,33 @@ class PairwiseResult:
             "tolerance": self.tolerance,
             **self.details,
         }
+        return json_content(content)
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table of one row a pair of different datasets, the nearest first.
+
+        Columns: those of `pairs()`, with values and bounds in units of the cost, and `epsilon`, of
+        all pairs.
+        """
+        rows = [(*pair, self.epsilon) for pair in self.pairs()]
+        return frame_of(rows, {**get_type_hints(ComparedPair), "epsilon": float})
+
+    def plot(self, order: str = "given") -> Figure:
+        """Draw the distances as a table of colours, the report's distances.png.
+
+        Args:
+            order: of the datasets: `given`, or `hierarchical` for near ones side by side.
+
+        Returns:
+            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
+            it.
+
+        Raises:
+            InputError: no such order.
+        """
+        from otdd_flash.report.pairwise import plot_distances
+
+        return plot_distances(self, order)
 
     @takes(FILE)
     def save(self, path: str | Path) -> Path:
@@ -146,7 +181,7 @@ class PairwiseResult:
         # A directory that holds result.json is complete: it goes first and comes last.
         (path / SUMMARY_FILE).unlink(missing_ok=True)
         self.class_distances.save(path / TABLE_FILE)
-        summary = self.summary()
+        summary = self.to_dict()
         mark = _checksum(summary, path / TABLE_FILE)
         write_json(path / SUMMARY_FILE, {**summary, CHECKSUM: mark})
         return path
@@ -172,7 +207,7 @@ class PairwiseResult:
                 raise DamagedFileError("its checksum does not match")
             del content["datasets"]
             return cls(
-                *(torch.tensor(content.pop(key), dtype=torch.float64) for key in MATRICES),
+                *(_matrix(content.pop(key), UNKNOWN[key]) for key in MATRICES),
                 converged=torch.tensor(content.pop("converged"), dtype=torch.bool),
                 class_distances=JointClassDistances.load(path / TABLE_FILE),
                 epsilon=float(content.pop("epsilon")),
@@ -188,6 +223,11 @@ class PairwiseResult:
                 f"no complete result in {path} ({error}); PairwiseResult.save writes "
                 f"{SUMMARY_FILE} and {TABLE_FILE} there"
             ) from error
+
+
+def _matrix(rows: Sequence[Sequence[float | None]], unknown: float) -> Tensor:
+    known = [[unknown if number is None else number for number in row] for row in rows]
+    return torch.tensor(known, dtype=torch.float64)
 
 
 def _checksum(summary: Mapping[str, Any], table: Path) -> str:

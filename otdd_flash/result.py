@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
+from otdd_flash.files.json_file import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
@@ -35,7 +36,12 @@ from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.term.result import TransportTerm
+from otdd_flash.table_columns import frame_of
 from otdd_flash.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 T = TypeVar("T")
 
@@ -212,8 +218,10 @@ class DistanceResult:
 
         return request.within_memory(find)
 
-    def summary(self, **more: Any) -> dict[str, Any]:
-        """The content of result.json; `more` replaces or adds keys.
+    def to_dict(self, **more: Any) -> dict[str, Any]:
+        """Return the content of result.json, in JSON's own types; `more` replaces or adds keys.
+
+        A number that is not finite is None.
 
         Raises:
             InputError: a dataset was changed in place since.
@@ -222,7 +230,7 @@ class DistanceResult:
         content = {
             "source": self.source.name,
             "target": self.target.name,
-            **self.divergence.summary(),
+            **self.divergence.to_dict(),
             "epsilon": self.epsilon,
             "seconds": dict(self.seconds),
             "n": len(self.source),
@@ -246,7 +254,46 @@ class DistanceResult:
             **({} if self.streamed is None else {"streamed": dict(self.streamed)}),
             "config": None,
         }
-        return {**content, **more}
+        return json_content({**content, **more})
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table of one row, whose first columns are those of several datasets.
+
+        Columns: `source` and `target`, their names; `value`, `lower` and `upper`, the distance and
+        the bounds of its solve, and `epsilon`, in units of the cost; `marginal_error`, the largest
+        of the terms', a mass; `converged`; `n` and `m` rows of `d` features; `labels`, how class
+        distances were measured; `seconds` of wall time in all.
+        """
+        row = {
+            "source": self.source.name,
+            "target": self.target.name,
+            "value": self.value,
+            "lower": self.bounds[0],
+            "upper": self.bounds[1],
+            "marginal_error": self.divergence.marginal_error,
+            "converged": self.converged,
+            "epsilon": self.epsilon,
+            "n": len(self.source),
+            "m": len(self.target),
+            "d": self.source.dim,
+            "labels": self.method,
+            "seconds": float(sum(self.seconds.values())),
+        }
+        return frame_of([row], {name: type(value) for name, value in row.items()})
+
+    def plot(self) -> Figure:
+        """Draw both datasets in their common plane, with the mass that moves between classes.
+
+        Returns:
+            The report's projection.png as a matplotlib figure that pyplot does not know: a notebook
+            shows it, its `savefig` writes it.
+
+        Raises:
+            InputError: a dataset was changed in place since, or the plan's device is not here.
+        """
+        from otdd_flash.report.distance.writing import plot_distance
+
+        return plot_distance(self)
 
     @takes(FILE)
     def save(self, path: str | Path, **more: Any) -> Path:
@@ -262,7 +309,7 @@ class DistanceResult:
             The directory.
         """
         path = Path(path)
-        write_result(path, self.summary(**more), self._tensors())
+        write_result(path, self.to_dict(**more), self._tensors())
         return path
 
     @classmethod
@@ -413,7 +460,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             lower=tensors.get("W.lower"),
             upper=tensors.get("W.upper"),
         ),
-        Divergence.from_summary(summary, potentials),
+        Divergence.from_dict(summary, potentials),
         GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost) if f.name in summary}),
         ComputeOptions(**asked),
         method=summary["labels"],

@@ -1,5 +1,6 @@
-"""Columns of pandas and pyarrow, nullable, categorical or nested, as NumPy arrays and masks.
+"""Columns of pandas and pyarrow as NumPy arrays and masks, and rows of results as tables of pandas.
 
+Columns may be nullable, categorical or nested.
 NumPy's own conversion makes floats of integers as soon as one is missing, and of integers and
 floats side by side: large ones would be rounded. Here only what is there is converted.
 """
@@ -7,10 +8,14 @@ floats side by side: large ones would be rounded. Here only what is there is con
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 class Column(NamedTuple):
@@ -25,6 +30,31 @@ class Column(NamedTuple):
     name: str | None
     values: NDArray[Any]
     missing: NDArray[np.bool_]
+
+
+# The dtype of a column, by the type of its values; any other has objects.
+DTYPES: Mapping[Any, str] = {
+    float: "float64",
+    float | None: "float64",
+    int: "int64",
+    int | None: "Int64",
+    bool: "bool",
+    bool | None: "boolean",
+}
+
+
+def frame_of(rows: Iterable[Any], kinds: Mapping[str, Any]) -> DataFrame:
+    """Return a pandas table of rows; None and what a row lacks is missing.
+
+    Args:
+        rows: tuples, or mappings by the names of columns, whose further keys are left out.
+        kinds: the types of values by the names of columns, as type hints.
+    """
+    import pandas
+
+    # Text stays objects: names of files may hold bytes that pandas's own text does not.
+    frame = pandas.DataFrame(list(rows), columns=list(kinds), dtype=object)
+    return frame.astype({name: DTYPES.get(kind, "object") for name, kind in kinds.items()})
 
 
 def is_complete(given: Any) -> bool:

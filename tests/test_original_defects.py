@@ -136,8 +136,8 @@ def test_large_inputs_move_silently_to_the_cpu(pair, monkeypatch):
     with pytest.raises(InputError, match="cuda"):
         dataset_distance(*pair, compute=ComputeOptions(device="cuda"))
     result = dataset_distance(*pair, compute=ComputeOptions(device="cpu", memory_budget=1))
-    assert result.summary()["device"] == "cpu"
-    assert result.summary()["backend"] == "torch, scores streamed"
+    assert result.to_dict()["device"] == "cpu"
+    assert result.to_dict()["backend"] == "torch, scores streamed"
 
 
 @pytest.mark.parametrize("debias", [True, False])

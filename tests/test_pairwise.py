@@ -16,7 +16,7 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import pairwise_distances
-from otdd_flash.pairwise_result import PairwiseResult
+from otdd_flash.pairwise_result import ComparedPair, PairwiseResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.converged import Converged
@@ -168,6 +168,29 @@ def test_pairs_are_listed_from_the_nearest(datasets):
     }
 
 
+def test_the_table_has_a_row_a_pair_and_can_follow_one_of_a_single_distance(datasets):
+    result = pairwise_distances(datasets, epsilon=0.5)
+    frame = result.to_frame()
+    assert [tuple(row)[:-1] for row in frame.itertuples(index=False)] == list(result.pairs())
+    assert list(frame.columns) == [*ComparedPair._fields, "epsilon"]
+    assert set(frame.epsilon) == {0.5}
+    assert {str(frame[name].dtype) for name in ("value", "lower", "upper")} == {"float64"}
+    assert frame.converged.dtype == bool
+    one = dataset_distance(*datasets[:2], epsilon=0.5).to_frame()
+    assert list(one.columns)[: len(frame.columns)] == list(frame.columns)
+
+
+def test_numbers_that_are_not_finite_are_null_in_files_and_come_back(datasets, tmp_path):
+    result = pairwise_distances(datasets, epsilon=0.5)
+    upper = result.upper.clone()
+    upper[0, 2] = upper[2, 0] = torch.inf
+    endless = replace(result, upper=upper)
+    content = endless.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert content["upper"][0][2] is None
+    assert torch.equal(PairwiseResult.load(endless.save(tmp_path)).upper, upper)
+
+
 def test_saved_results_load_again(datasets, tmp_path):
     result = pairwise_distances(datasets, epsilon=0.5)
     assert result.save(tmp_path / "run") == tmp_path / "run"
@@ -180,7 +203,7 @@ def test_saved_results_load_again(datasets, tmp_path):
     assert content["values"] == result.values.tolist()
     assert content["converged"] == [[True] * 3] * 3
     loaded = PairwiseResult.load(tmp_path / "run")
-    assert loaded.summary() == result.summary()
+    assert loaded.to_dict() == result.to_dict()
     assert torch.equal(loaded.class_distances.full, result.class_distances.full)
     (tmp_path / "run" / "class_distances.npz").unlink()
     with pytest.raises(InputError, match=r"no complete result in .*run"):

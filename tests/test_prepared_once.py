@@ -37,7 +37,7 @@ def distance(source: LabeledSamples = SOURCE, target: LabeledSamples = TARGET, *
         result.class_coupling()
         result.barycentric_map()
         result.apply_plan(torch.ones(len(target)))
-        result.summary()
+        result.to_dict()
     return result
 
 

@@ -230,7 +230,7 @@ def assert_same_samples(one, two):
 
 def test_a_saved_result_loads_as_it_was(result, tmp_path):
     loaded = DistanceResult.load(result.save(tmp_path / "new" / "folder", seed=5))
-    assert loaded.summary() == result.summary()
+    assert loaded.to_dict() == result.to_dict()
     for side in ("source", "target"):
         assert_same_samples(getattr(loaded, side), getattr(result, side))
     for key in ("xx", "xy", "yy"):
@@ -276,9 +276,9 @@ def test_a_loaded_result_runs_where_and_how_it_did(compute, tmp_path):
     loaded = DistanceResult.load(there.save(tmp_path))
     assert loaded.compute == compute
     assert (loaded.shared, loaded.streamed) == (there.shared, there.streamed)
-    summary = loaded.summary()
+    summary = loaded.to_dict()
     assert {key: summary[key] for key in ran_on} == ran_on
-    assert summary == there.summary()
+    assert summary == there.to_dict()
 
 
 def test_a_result_of_a_device_that_is_not_here_takes_another(tmp_path):
@@ -299,7 +299,7 @@ def test_a_result_of_an_earlier_version_is_computed_anywhere(tmp_path):
     """It kept the precision and the memory budget alone."""
     found = solved("double")
     tensors = found.save(tmp_path) / TENSOR_FILE
-    content = found.summary()
+    content = found.to_dict()
     del content["compute"]
     content["memory_budget"] = "1MiB"
     save_file(load_file(tensors), tensors, metadata={"summary": json.dumps(content)})
@@ -310,7 +310,7 @@ def test_a_result_of_an_earlier_version_is_computed_anywhere(tmp_path):
 
 
 def test_the_summary_holds_what_was_computed(result):
-    content = result.summary(seed=7)
+    content = result.to_dict(seed=7)
     assert content["value"] == result.value
     assert content["bounds"] == list(result.bounds)
     assert set(content["terms"]) == set(result.divergence.terms)
@@ -323,6 +323,48 @@ def test_the_summary_holds_what_was_computed(result):
     assert content["fingerprints"]["source"] == result.source.fingerprint
     assert (content["seed"], content["epsilon"]) == (7, 1.0)
     assert content["stopped_by"] == "tolerance"
+
+
+def test_the_content_is_json_as_it_stands(result):
+    content = result.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+
+
+def test_infinite_bounds_are_null_in_files_and_come_back(tmp_path):
+    found = solved("plain")
+    endless = replace(found.divergence.xy, bounds=(-np.inf, np.inf))
+    endless = replace(found, divergence=replace(found.divergence, xy=endless))
+    assert json.loads(json.dumps(endless.to_dict(), allow_nan=False))["bounds"] == [None, None]
+    assert DistanceResult.load(endless.save(tmp_path)).bounds == (-np.inf, np.inf)
+
+
+def test_the_table_is_one_row(result):
+    frame = result.to_frame()
+    assert frame.to_dict("records") == [
+        {
+            "source": "set 0",
+            "target": result.target.name,
+            "value": result.value,
+            "lower": result.bounds[0],
+            "upper": result.bounds[1],
+            "marginal_error": result.divergence.marginal_error,
+            "converged": True,
+            "epsilon": 1.0,
+            "n": 23,
+            "m": len(result.target),
+            "d": 3,
+            "labels": result.method,
+            "seconds": sum(result.seconds.values()),
+        }
+    ]
+    kinds = {name: str(frame[name].dtype) for name in ("value", "upper", "converged", "n")}
+    assert kinds == {"value": "float64", "upper": "float64", "converged": "bool", "n": "int64"}
+
+
+def test_a_name_of_bytes_that_are_no_text_stays_in_the_table():
+    found = solved("plain")
+    odd = replace(found, source=replace(found.source, name="photos\udcff"))
+    assert odd.to_frame().source[0] == "photos\udcff"
 
 
 def damage(path, how):
@@ -389,7 +431,7 @@ def test_an_interrupted_save_leaves_one_whole_result(stage, tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         new.save(tmp_path)
     loaded, expected = DistanceResult.load(tmp_path), old if stage == "tensors" else new
-    assert loaded.summary() == expected.summary()
+    assert loaded.to_dict() == expected.to_dict()
     assert torch.equal(loaded.potentials[0], expected.potentials[0])
     assert loaded.source.fingerprint == expected.source.fingerprint
     assert sorted(path.name for path in tmp_path.iterdir()) == [SUMMARY_FILE, TENSOR_FILE]

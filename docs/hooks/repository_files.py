@@ -20,8 +20,9 @@ def on_files(files: Any, config: Any) -> Any:
 
     wanted: set[Path] = set()
     for page in list(files.documentation_pages()):
-        source = Path(page.abs_src_path)
-        _follow(source, Path(config["docs_dir"]), wanted)
+        # Pages made of notebooks are no files, and link to none.
+        if page.abs_src_path is not None:
+            _follow(Path(page.abs_src_path), Path(config["docs_dir"]), wanted)
     for path in sorted(wanted):
         name = f"repository/{path.relative_to(ROOT)}"
         files.append(File.generated(config, name, abs_src_path=str(path)))

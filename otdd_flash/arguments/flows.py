@@ -76,6 +76,7 @@ CALLBACKS: Declaration = {
     "class_progress": optional(function),
     "stop": optional(function),
 }
+PLOT_FLOW: Declaration = {"image_shape": optional(sequence(count, length=3))}
 # Keywords that one may expect of it, and where they are.
 GRADIENT_FLOW_ELSEWHERE = {
     **{key: f"flow=otdd.Flow({key}=...)" for key in (*FLOW, "space")},

@@ -209,7 +209,7 @@ def _write(
         **result.seconds,
     }
     more = {"seconds": seconds, "seed": settings.seed, "choices": sides.choices, "config": kept}
-    summary, console, content = result.summary(**more), Terminal(), settings.report.content
+    summary, console, content = result.to_dict(**more), Terminal(), settings.report.content
     try:
         remove_result(directory)
         write_json(directory / SUMMARY_FILE, summary)

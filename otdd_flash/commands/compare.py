@@ -194,7 +194,7 @@ def _write(
                 result.source.class_names, contributions.slopes.T.tolist(), strict=False
             )
         }
-    summary, console = result.summary(**more), Terminal()
+    summary, console = result.to_dict(**more), Terminal()
     content = settings.report.content
     try:
         remove_result(directory)

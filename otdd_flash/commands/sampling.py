@@ -72,9 +72,9 @@ def measure_sampling(
                 seed=seed,
                 progress=progress,
                 **arguments,
-            ).summary()
+            ).to_dict()
     if settings.noise_floor:
         with phases.phase("sampling", "halves") as progress:
             floor = noise_floor(*rows, seed=seed, progress=progress, **arguments)
-        content["noise_floor"] = floor.summary()
+        content["noise_floor"] = floor.to_dict()
     return content

@@ -25,21 +25,41 @@ def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     write_text(path, text + "\n")
 
 
-def _plain(value: Any, where: str) -> Any:
-    """`value` in JSON's own types; `where` is its dotted key for messages."""
+def json_content(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `data` in JSON's own types, as `write_json` writes it.
+
+    A number that is not finite, which JSON cannot hold, becomes None.
+
+    Raises:
+        TypeError: a value has no JSON form; the message names its key.
+    """
+    content: dict[str, Any] = _plain(data, "", finite=False)
+    return content
+
+
+def _plain(value: Any, where: str, *, finite: bool = True) -> Any:
+    """`value` in JSON's own types; `where` is its dotted key for messages.
+
+    Where numbers must be `finite`, one that is not raises; else it becomes None.
+    """
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
-        if not math.isfinite(value):
+        if math.isfinite(value):
+            return float(value)
+        if finite:
             raise ValueError(f"{where or 'the value'} is {value}, which JSON cannot hold")
-        return float(value)
+        return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{where}.{key}".strip(".")) for key, item in value.items()}
+        return {
+            str(key): _plain(item, f"{where}.{key}".strip("."), finite=finite)
+            for key, item in value.items()
+        }
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, bytes):
         items = sorted(value) if isinstance(value, (set, frozenset)) else value
-        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(items)]
+        return [_plain(item, f"{where}[{i}]", finite=finite) for i, item in enumerate(items)]
     if isinstance(value, PurePath):
         return str(value)
     if hasattr(value, "tolist"):
-        return _plain(value.tolist(), where)
+        return _plain(value.tolist(), where, finite=finite)
     raise TypeError(f"{where or 'the value'} is a {type(value).__name__}, which has no JSON form")

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments.flows import PLOT_FLOW
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, choose
+from otdd_flash.files.json_file import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
@@ -26,6 +28,11 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED
+from otdd_flash.table_columns import frame_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 MAPS = ("entropic", "nearest", "residual")
 
@@ -131,8 +138,14 @@ class FlowResult:
         fields = [self._field(moment) for moment in self.moments]
         return EntropicMap(fields, sizes, self.settings["flow.box"], **options)
 
-    def summary(self, **more: Any) -> dict[str, Any]:
-        """The content of result.json; `more` replaces or adds keys."""
+    def to_dict(self, **more: Any) -> dict[str, Any]:
+        """Return the content of result.json, in JSON's own types; `more` replaces or adds keys.
+
+        A number that is not finite is None.
+
+        Raises:
+            InputError: a dataset was changed in place since.
+        """
         self._check_unchanged()
         before, after = self.before, self.after
         content = {
@@ -164,7 +177,49 @@ class FlowResult:
             "versions": versions(),
             "config": None,
         }
-        return {**content, **more}
+        return json_content({**content, **more})
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table of one row a step, and one of the end: the content of metrics.csv.
+
+        A row describes the particles before its step, and the step. Where the first step saw less
+        than all points, the start has a row of its own before it. What a step does not have is
+        missing. Columns:
+
+        - `step`; `step_size`, the time it moves forward; `seconds` of wall time.
+        - `objective`, `divergence`, `lower` and `upper`, in units of the cost: the distance plus
+          functionals, the distance to the target, and the bounds of its solve. They are missing
+          where a step saw a part of the points: then `estimate` is the distance of that part, in
+          the same units, and `estimated_on` how many particles it has.
+        - `functional.NAME`: weight times value of each functional, in units of the cost.
+        - `gradient_norm`: of the velocities of all particles, in features per unit of time.
+        - `iterations`, `marginal_error`, `tolerance`, `converged`, `stopped_by` and `bound_width`,
+          of the solve: the last is relative to the value.
+        """
+        rows = [record.row() for record in self.evaluations]
+        hints = get_type_hints(StepRecord)
+        # Those without a hint are values of functionals.
+        return frame_of(rows, {name: hints.get(name, float) for row in rows for name in row})
+
+    @takes(PLOT_FLOW)
+    def plot(self, image_shape: tuple[int, int, int] | None = None) -> Figure:
+        """Draw images on their way, or where particles are none, how the distance fell.
+
+        Args:
+            image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],
+                channel after channel: the report's images.png. None draws its objective.png.
+
+        Returns:
+            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
+            it.
+
+        Raises:
+            InputError: particles are not images of this shape, or a dataset was changed in place.
+        """
+        self._check_unchanged()
+        from otdd_flash.report.flow.writing import plot_flow
+
+        return plot_flow(self, image_shape)
 
     @takes(FILE)
     def save(self, path: str | Path, **more: Any) -> Path:
@@ -178,7 +233,7 @@ class FlowResult:
             The directory.
         """
         path = Path(path)
-        write_result(path, self.summary(**more), self._tensors())
+        write_result(path, self.to_dict(**more), self._tensors())
         return path
 
     @classmethod

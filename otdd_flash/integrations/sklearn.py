@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from otdd_flash.errors import InputError
@@ -18,14 +18,15 @@ from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, in_double, real_tensor
 from otdd_flash.samples import LabeledSamples
 
 
-class TransportAdapter(TransformerMixin, BaseEstimator):  # type: ignore[misc]
+class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Moves rows of a source domain along a gradient flow towards a target domain.
 
     Both domains stand in X, told apart by `sample_domain`, so that earlier steps of a pipeline act
     on both. By default the flow matches features alone and y is not read; with `labels` it also
     matches classes, for which y of the target rows must be known. `transform` moves any rows as the
     nearest source row of `fit` was moved, without regard to labels, as `FlowResult.map("nearest")`
-    does with unlabelled rows.
+    does with unlabelled rows. Features keep their names and order: after
+    `set_output(transform="pandas")` rows come back as a table like the one that was given.
 
     Args:
         steps: of the flow.
@@ -37,6 +38,7 @@ class TransportAdapter(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     Attributes:
         flow_: the `FlowResult`, with the distance before and after and its solver bounds.
         n_features_in_: number of features seen by `fit`.
+        feature_names_in_: their names, where `fit` was given a table.
     """
 
     def __init__(

@@ -15,13 +15,16 @@ from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
 from otdd_flash.report.distance.heat_maps import heat_map
 from otdd_flash.report.figures.drawing import Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
-from otdd_flash.report.figures.page import INK
+from otdd_flash.report.figures.page import INK, figure_of
 from otdd_flash.shown import NOT_SAMPLED, interval, shorten
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
+    from torch import Tensor
 
     from otdd_flash.pairwise_result import PairwiseResult
+    from otdd_flash.sliced.result import SlicedResult
 
 LONGEST_NAME = 32
 
@@ -83,22 +86,68 @@ def write_pairwise_report(
     return write_each(writers)
 
 
-def _draw_distances(result: PairwiseResult, path: Path, order: str) -> None:
-    # A divergence is like a squared distance.
-    (places,) = class_orders(result.values, [len(result.names)], order)
-    names = [result.names[place] for place in places]
-    groups = [("datasets", len(names))]
-    heat_map(
-        result.values[places][:, places],
-        names,
-        names,
+def plot_distances(result: PairwiseResult, order: str) -> Figure:
+    """Draw the table of distances."""
+    choose("order", order, ORDERS)
+    return figure_of(lambda: _draw_distances(result, None, order), result.names)
+
+
+def plot_sliced_distances(result: SlicedResult, order: str) -> Figure:
+    """Draw the table of sliced distances, with the largest of their errors in the title."""
+    choose("order", order, ORDERS)
+    error = float(result.standard_errors.max())
+
+    def draw() -> Figure:
+        return _draw_table(
+            result.values,
+            result.names,
+            None,
+            order,
+            title=f"Sliced distances between {len(result.names)} datasets, standard errors up to "
+            f"{error:.2g}",
+            value_label=f"mean over {result.projections:,} draws, in squared units of features",
+        )
+
+    return figure_of(draw, result.names)
+
+
+def _draw_distances(result: PairwiseResult, path: Path | None, order: str) -> Figure:
+    return _draw_table(
+        result.values,
+        result.names,
         path,
-        title=f"Distances between {len(names)} datasets",
+        order,
+        title=f"Distances between {len(result.names)} datasets",
         value_label="dataset distance, in units of the cost",
         notes=(
             f"epsilon {result.epsilon:.6g}, {rows_text(result.details['n'])}",
             bounds_text([(one.lower, one.upper, one.converged) for one in result.pairs()], False),
         ),
+    )
+
+
+def _draw_table(
+    values: Tensor,
+    datasets: Sequence[str],
+    path: Path | None,
+    order: str,
+    *,
+    title: str,
+    value_label: str,
+    notes: Sequence[str] = (),
+) -> Figure:
+    # A divergence is like a squared distance.
+    (places,) = class_orders(values, [len(datasets)], order)
+    names = [datasets[place] for place in places]
+    groups = [("datasets", len(names))]
+    return heat_map(
+        values[places][:, places],
+        names,
+        names,
+        path,
+        title=title,
+        value_label=value_label,
+        notes=notes,
         row_groups=groups,
         column_groups=groups,
         row_colors=[INK],

@@ -56,7 +56,7 @@ class NoiseFloor:
     between: BoundedValue
     size: int
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What result.json says of it."""
         return asdict(self)
 

@@ -88,7 +88,7 @@ class SubsampleInterval:
     excess: float = 0.0
     identical: bool = False
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What result.json says of it."""
         return asdict(self)
 

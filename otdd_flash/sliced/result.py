@@ -17,14 +17,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import torch
 from scipy.stats import t
 from torch import Tensor
 
 from otdd_flash.errors import DataNotice, warn
+from otdd_flash.files.json_file import json_content
 from otdd_flash.sliced.tails import tail_excess
+from otdd_flash.table_columns import frame_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 LEVEL = 0.95
 # By simulation, from 30 draws on: how much longer the tail of the draws makes an interval above.
@@ -109,6 +115,47 @@ class SlicedResult:
         """One row for every pair of different datasets, the nearest first."""
         rows = [self._pair(i, j) for i, j in combinations(range(len(self.names)), 2)]
         return tuple(sorted(rows, key=lambda row: row.value))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything in JSON's own types, matrices as lists of rows.
+
+        Ends of intervals that there are none of are None.
+        """
+        matrices = ("values", "standard_errors", "lower", "upper")
+        return json_content(
+            {
+                "datasets": self.names,
+                **{key: getattr(self, key) for key in matrices},
+                "projections": self.projections,
+                "seed": self.seed,
+            }
+        )
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table of one row a pair of different datasets, the nearest first.
+
+        Columns: those of `pairs()`: `source` and `target`; `value`, `standard_error`, `lower` and
+        `upper` in squared units of the features, and the roots `root`, `root_lower` and
+        `root_upper` in units of the features. Ends of intervals that there are none of are missing.
+        """
+        return frame_of(self.pairs(), get_type_hints(SlicedPair))
+
+    def plot(self, order: str = "given") -> Figure:
+        """Draw the distances as a table of colours.
+
+        Args:
+            order: of the datasets: `given`, or `hierarchical` for near ones side by side.
+
+        Returns:
+            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
+            it.
+
+        Raises:
+            InputError: no such order.
+        """
+        from otdd_flash.report.pairwise import plot_sliced_distances
+
+        return plot_sliced_distances(self, order)
 
     def _pair(self, i: int, j: int) -> SlicedPair:
         value, error, *ends = (

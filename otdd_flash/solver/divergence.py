@@ -148,12 +148,12 @@ class Divergence:
         return tuple(term for term in (self.xx, self.yy) if term is not None)
 
     @classmethod
-    def from_summary(
+    def from_dict(
         cls, summary: Mapping[str, Any], potentials: Mapping[str, tuple[Tensor, Tensor]]
     ) -> Divergence:
-        """The divergence whose `summary` this is, with its `epsilon`; potentials (f, g) by term."""
+        """The divergence whose `to_dict` this is, with its `epsilon`; potentials (f, g) by term."""
         terms = {
-            name: TransportTerm.from_summary(*potentials[name], summary["epsilon"], term)
+            name: TransportTerm.from_dict(*potentials[name], summary["epsilon"], term)
             for name, term in summary["terms"].items()
         }
         return cls(
@@ -169,12 +169,12 @@ class Divergence:
             offset=Offset(*summary.get("offset", NO_OFFSET)),
         )
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What result.json says of the solve."""
         return {
             "value": self.value,
             "bounds": list(self.bounds),
-            "terms": {name: term.summary() for name, term in self.terms.items()},
+            "terms": {name: term.to_dict() for name, term in self.terms.items()},
             "marginal_error": self.marginal_error,
             "tolerance": self.tolerance,
             "iterations": self.xy.iterations,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from otdd_flash.errors import NotConvergedWarning, warn
+from otdd_flash.files.json_file import json_content
 from otdd_flash.shown import display, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
@@ -20,6 +21,11 @@ from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains
 from otdd_flash.study.transfer.units import TargetRun
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Unit
+from otdd_flash.table_columns import frame_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 Pair = tuple[int, int]
 # Correlations ask for so many tasks.
@@ -163,6 +169,75 @@ class StudyResult:
                 )
             )
         return tuple(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return settings, rows and statistics in JSON's own types; no number or an infinite: None.
+
+        Keys: `settings`, the content of study.json; `pairs`, `transfers` and `correlations`, a list
+        of rows each, with the fields of the methods of these names; `notes`; `failures`; `done` of
+        `total` units; `converged`; `seconds` of this run.
+        """
+        return json_content(
+            {
+                "settings": self.setup.to_dict(),
+                "pairs": [row._asdict() for row in self.pairs()],
+                "transfers": [row._asdict() for row in self.transfers()],
+                "correlations": [row._asdict() for row in self.correlations()],
+                "notes": self.notes(),
+                "failures": self.failures,
+                "done": self.done,
+                "total": self.total,
+                "converged": self.converged,
+                "seconds": self.seconds,
+            }
+        )
+
+    def to_frame(self) -> DataFrame:
+        """Return a pandas table of one row an ordered pair of tasks, in the order of tasks.
+
+        Columns: `source` and `target`; in a study with transfer `gain`, the share of the target's
+        errors that transfer spares, its standard error `gain_error`, and the mean errors `alone`
+        and `transferred` on the test rows, all in percent; then for every measure its value `NAME`,
+        those of its other numbers that any pair has, such as `NAME.lower`, `NAME.sample_upper` or
+        `NAME.root`, in the unit of the measure (`otdd`: units of the cost), and `NAME.converged`.
+        Numbers that a pair does not have are missing.
+        """
+        kinds: dict[str, Any] = {"source": str, "target": str}
+        if self.setup.settings.transfer is not None:
+            kinds |= dict.fromkeys(("gain", "gain_error", "alone", "transferred"), float)
+        for name, found in self.readings.items():
+            kinds[name] = float
+            for part in MeasuredPair._fields[4:-1]:
+                if any(getattr(reading, part) is not None for reading in found.values()):
+                    kinds[f"{name}.{part}"] = float
+            kinds[f"{name}.converged"] = bool | None
+        pairs = ((self.names[i], self.names[j]) for i, j in self.setup.ordered_pairs())
+        rows: dict[tuple[str, str], dict[str, Any]] = {
+            pair: {"source": pair[0], "target": pair[1]} for pair in pairs
+        }
+        for run in self.transfers():
+            rows[run.source, run.target] |= run._asdict()
+        for measure, source, target, value, *numbers in self.pairs():
+            parts = zip(MeasuredPair._fields[4:], numbers, strict=True)
+            known = {f"{measure}.{part}": number for part, number in parts}
+            rows[source, target] |= {measure: value, **known}
+        return frame_of(rows.values(), kinds)
+
+    def plot(self) -> Figure:
+        """Draw gains against every measure; without transfer runs, the first distance of all tasks.
+
+        These are the report's gains_against_measures.png and distances.png.
+
+        Returns:
+            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
+            it.
+
+        Raises:
+            InputError: no unit that one could draw is done.
+        """
+        from otdd_flash.report.study.writing import plot_study
+
+        return plot_study(self)
 
     def correlations(self) -> tuple[Finding, ...]:
         """What the pairs say of every measure; nothing without transfer or below 4 tasks."""

@@ -80,7 +80,7 @@ class Settings:
             "seed": self.seed,
         }
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The content of study.json but for the tasks."""
         return {
             "measures": list(self.measures),
@@ -88,5 +88,5 @@ class Settings:
             "projections": self.projections,
             **self.sampling,
             "noise_floor": self.noise_floor,
-            "transfer": None if self.transfer is None else self.transfer.summary(),
+            "transfer": None if self.transfer is None else self.transfer.to_dict(),
         }

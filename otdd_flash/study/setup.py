@@ -51,7 +51,7 @@ class Setup:
         """The ordered pairs that transfer is tried on: those without rows in common."""
         return [pair for pair in self.ordered_pairs() if tuple(sorted(pair)) not in self.shared]
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What study.json says."""
         return {
             "tasks": {
@@ -65,7 +65,7 @@ class Setup:
                 for task in self.tasks
             },
             VERSION_KEY: VERSION,
-            **self.settings.summary(),
+            **self.settings.to_dict(),
         }
 
     @cached_property

@@ -153,7 +153,7 @@ class Study:
 
         def summarize(known: Mapping[str, Any] | None) -> dict[str, Any]:
             setups[:] = [Setup(tasks, self._settings(known, workers, threads), self.cache_dir)]
-            return setups[0].summary()
+            return setups[0].to_dict()
 
         enter(folder, summarize, shared=resume or shard is not None)
         (setup,) = setups

@@ -28,6 +28,8 @@ MARKS = (
 )
 _LAUNCHER = r"(?:\$ )?(?:(?:\S*/)?python3?|torchrun(?: \S+)*?)"
 COMMAND = re.compile(_LAUNCHER + r" -m (?P<module>otdd_flash\S*)(?P<arguments>.*)")
+# Whose examples continue one another.
+CONTINUED = "docs/api.md"
 # In the first line of an example that torchrun starts.
 TORCHRUN = "# torchrun --nproc-per-node 2"
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
@@ -118,12 +120,15 @@ def _begins(printed: str, shown: str) -> bool:
 
 
 def run_python(page: str, only: str | None = None) -> list[str]:
-    """Run the page's blocks in Python, each in a namespace of its own; what went wrong.
+    """Run the page's blocks in Python, and return what went wrong.
+
+    Each has a namespace of its own, but for those of the API page, which continue one another.
 
     `only` is the line of the one to run; else those that torchrun starts are left out.
     """
     warnings.simplefilter("error", UserWarning)
     failures = []
+    common: dict[str, object] = {"__name__": "__main__"}
     for block in all_blocks():
         if block.page != page or block.language != "python" or block.mark is not None:
             continue
@@ -132,7 +137,8 @@ def run_python(page: str, only: str | None = None) -> list[str]:
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed):
-                exec(compile(block.code, block.name, "exec"), {"__name__": "__main__"})
+                names = common if page == CONTINUED else {"__name__": "__main__"}
+                exec(compile(block.code, block.name, "exec"), names)
         except Exception:
             failures.append(f"{block.name}\n{traceback.format_exc()}")
             continue

@@ -30,12 +30,19 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
             yield name.removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def imported(tree: ast.AST) -> Iterator[str]:
+    """The modules that are imported, anywhere but in a method `plot`, which asks report."""
+    for node in ast.iter_child_nodes(tree):
+        drawn = isinstance(node, ast.FunctionDef) and node.name == "plot"
+        yield from (name for name in imported(node) if not (drawn and is_report(name)))
         if isinstance(node, ast.ImportFrom) and node.module == "otdd_flash":
             yield from (f"otdd_flash.{name.name}" for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             yield node.module
+
+
+def is_report(module: str) -> bool:
+    return f"{module}.".startswith("otdd_flash.report.")
 
 
 def place(module: str, parts: list[str]) -> int | None:

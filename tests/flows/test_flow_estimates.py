@@ -185,12 +185,12 @@ def test_the_table_says_on_how_many_points_steps_estimated() -> None:
     shown = Console(width=120, record=True, quiet=False)
     result = rough_flow(SOURCE, TARGET, stepping=PARTS["both"])
     with shown.capture() as told:
-        shown.print(flow_table(result.summary()))
+        shown.print(flow_table(result.to_dict()))
     assert "8 points, moved by noise of 0.2: their distances are estimates on 8" in told.get()
     assert "an estimate on 8 points" in result.history[0].described
     assert "estimate" not in result.after.described
     with shown.capture() as told:
-        shown.print(flow_table(rough_flow(SOURCE, TARGET, steps=1).summary()))
+        shown.print(flow_table(rough_flow(SOURCE, TARGET, steps=1).to_dict()))
     assert "estimate" not in told.get()
 
 

@@ -70,6 +70,33 @@ def test_a_result_comes_back_from_disk(kind: str, tmp_path: Path) -> None:
     assert summary["m"] == 11
 
 
+def test_the_content_is_json_and_the_table_has_a_row_a_step() -> None:
+    norm = {"name": "norm", "weight": 0.1, "centre": torch.ones(3)}
+    stepping = Stepping(0.3, box=(-1.0, 1.0))
+    result = rough_flow(SOURCE, TARGET, functionals=[norm], stepping=stepping)
+    content = result.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    frame = result.to_frame()
+    assert frame.step.tolist() == [0, 1, 2]
+    for name in ("objective", "divergence", "lower", "upper", "step_size", "iterations"):
+        assert frame[name].tolist() == [getattr(record, name) for record in result.history]
+    weighted = [record.functionals["norm"] for record in result.history]
+    assert frame["functional.norm"].tolist() == weighted
+    # Nothing was estimated: the columns are there and have their types.
+    assert frame.estimate.isna().all()
+    assert frame.estimated_on.isna().all()
+    types = {name: str(frame[name].dtype) for name in ("estimate", "estimated_on", "converged")}
+    assert types == {"estimate": "float64", "estimated_on": "Int64", "converged": "bool"}
+
+
+def test_steps_of_a_part_have_estimates_in_the_table_and_the_start_a_row_of_its_own() -> None:
+    frame = rough_flow(SOURCE, TARGET, stepping=Stepping(0.3, minibatch=4)).to_frame()
+    assert frame.step.tolist() == [0, 0, 1, 2]
+    assert frame.divergence.isna().tolist() == [False, True, True, False]
+    assert frame.estimated_on.fillna(0).tolist() == [0, 4, 4, 0]
+    assert {str(frame[name].dtype) for name in ("divergence", "estimate")} == {"float64"}
+
+
 @pytest.mark.parametrize("kind", ["flow", "distance"])
 def test_a_full_disk_is_a_clear_error(kind: str, tmp_path: Path) -> None:
     result = (

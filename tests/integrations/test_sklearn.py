@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from sklearn.base import clone
@@ -10,6 +11,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils import estimator_checks
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -60,6 +62,42 @@ def test_in_a_pipeline_earlier_steps_act_on_both_domains():
     before = LogisticRegression().fit(scaled.transform(SOURCE), Y).score(target, Y)
     after = LogisticRegression().fit(moved, Y).score(target, Y)
     assert after > before + 0.1
+
+
+class Halves(TransportAdapter):
+    """The adapter with every second row in the target, for checks that know X and y alone."""
+
+    def fit(self, X, y=None):
+        return super().fit(X, y, sample_domain=np.where(np.arange(len(X)) % 2, -1, 1))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        estimator_checks.check_set_output_transform,
+        estimator_checks.check_set_output_transform_pandas,
+        estimator_checks.check_global_output_transform_pandas,
+        estimator_checks.check_transformer_get_feature_names_out,
+        estimator_checks.check_transformer_get_feature_names_out_pandas,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_it_keeps_what_scikit_learn_asks_of_transformers(check):
+    check("Halves", Halves(steps=1, epsilon=5.0))
+
+
+def test_a_table_comes_back_as_a_table_with_its_names_and_index():
+    table = pandas.DataFrame(X, columns=["width", "height", "depth"])
+    adapter = TransportAdapter(epsilon=0.5, steps=5).set_output(transform="pandas")
+    pipeline = make_pipeline(StandardScaler().set_output(transform="pandas"), adapter)
+    pipeline.fit(table, LABELS, transportadapter__sample_domain=DOMAIN)
+    moved = pipeline.transform(table[7:12])
+    assert list(moved.columns) == list(table.columns) == list(pipeline.get_feature_names_out())
+    assert list(moved.index) == [7, 8, 9, 10, 11]
+    adapter.set_output(transform="default")
+    plain = pipeline.transform(table[7:12])
+    assert isinstance(plain, np.ndarray)
+    np.testing.assert_array_equal(moved.to_numpy(), plain)
 
 
 def test_settings_are_those_of_an_estimator():

@@ -111,7 +111,7 @@ def test_the_second_device_is_as_good_as_the_first() -> None:
                 [
                     result.value,
                     result.class_coupling().sum().item(),
-                    flow.summary()["value"],
+                    flow.to_dict()["value"],
                     points.grad.norm().item(),
                 ]
             )

@@ -19,11 +19,20 @@ def test_what_was_saved_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     found = otdd.matrix_transport(costs, epsilon=0.1)
     found.save(tmp_path / "result")
     loaded = otdd.MatrixTransport.load(tmp_path / "result", costs)
-    assert loaded.term.summary() == found.term.summary()
+    assert loaded.term.to_dict() == found.term.to_dict()
     assert (loaded.epsilon, loaded.seconds) == (found.epsilon, found.seconds)
     for one, two in ((loaded.f, found.f), (loaded.g, found.g), (loaded.plan(), found.plan())):
         assert torch.equal(one, two)
     assert loaded.transport_cost == found.transport_cost
+
+
+def test_a_problem_without_a_plan_comes_back_with_its_infinite_bound(tmp_path: Path) -> None:
+    costs = torch.tensor([[0, torch.inf, torch.inf]] * 2 + [[0, 1, 1]])
+    with pytest.warns(otdd.NotConvergedWarning):
+        found = otdd.matrix_transport(costs, epsilon=0.1)
+    assert found.bounds[1] == torch.inf
+    found.save(tmp_path)
+    assert otdd.MatrixTransport.load(tmp_path, costs).bounds == found.bounds
 
 
 def test_costs_are_not_in_the_files(tmp_path: Path) -> None:

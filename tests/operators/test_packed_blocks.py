@@ -340,5 +340,5 @@ def test_flows_and_pairs_stream_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         return otdd.pairwise_distances(sides, labels="means", compute=compute, **settings)
 
     held_pairs, streamed_pairs = pairs("auto"), pairs("40MiB")
-    assert streamed_pairs.summary()["streamed"]["bytes"] > 0
+    assert streamed_pairs.to_dict()["streamed"]["bytes"] > 0
     torch.testing.assert_close(streamed_pairs.values, held_pairs.values, rtol=1e-3, atol=1e-3)

@@ -37,7 +37,7 @@ def flow(compute: otdd.ComputeOptions) -> list[Any]:
     moves = otdd.Flow(3, stepping=otdd.Stepping(0.5))
     result = otdd.gradient_flow(*sides(), moves, epsilon=EPSILON, compute=compute)
     assert result.compute.group is None
-    return [result.samples.features, torch.tensor(result.summary()["value"])]
+    return [result.samples.features, torch.tensor(result.to_dict()["value"])]
 
 
 def derivatives(compute: otdd.ComputeOptions) -> list[Any]:
@@ -93,7 +93,7 @@ def minibatches(compute: otdd.ComputeOptions) -> list[Any]:
     """A flow whose steps see a part of both sides."""
     moves = otdd.Flow(3, stepping=otdd.Stepping(0.5, minibatch=11))
     result = otdd.gradient_flow(*sides(), moves, epsilon=EPSILON, compute=compute)
-    return [result.samples.features, torch.tensor(result.summary()["value"])]
+    return [result.samples.features, torch.tensor(result.to_dict()["value"])]
 
 
 def led(work: Any, precision: str) -> list[Any]:

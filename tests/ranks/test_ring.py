@@ -53,7 +53,7 @@ def distance(
         "f": result.potentials[0],
         "backend": result.divergence.backend,
         "layout": result.shared.layout,
-        "said": result.summary()["layout"],
+        "said": result.to_dict()["layout"],
         "converged": result.converged,
     }
 

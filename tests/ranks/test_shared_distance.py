@@ -41,7 +41,7 @@ def summary(result: otdd.DistanceResult) -> dict[str, Any]:
         "stopped_by": divergence.stopped_by,
         # Asked of every rank by itself, also of rank 0 alone.
         "coupling": result.class_coupling(),
-        "content": result.summary(),
+        "content": result.to_dict(),
         "fingerprints": (result.source.fingerprint, result.target.fingerprint),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import warnings
@@ -194,6 +195,26 @@ def test_too_few_draws_have_no_interval_and_say_so(projections) -> None:
         result = otdd.sliced_distances(datasets, projections=projections, device="cpu")
     assert bool(result.lower[0, 1].isnan() & result.upper[0, 1].isnan())
     assert result.pairs()[0].root_upper is None
+
+
+@pytest.mark.parametrize("projections", [29, 30])
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
+def test_the_table_has_a_row_a_pair_and_the_content_is_json(projections) -> None:
+    """With the intervals that 30 draws have and 29 have not."""
+    datasets = [some(20, 3, 2, seed) for seed in range(3)]
+    result = otdd.sliced_distances(datasets, projections=projections)
+    frame = result.to_frame()
+    assert list(frame.columns) == list(result.pairs()[0]._fields)
+    for row, pair in zip(frame.itertuples(index=False), result.pairs(), strict=True):
+        filled = [None if isinstance(v, float) and math.isnan(v) else v for v in row]
+        assert filled == list(pair)
+    assert {str(frame[name].dtype) for name in ("value", "lower", "root_upper")} == {"float64"}
+    assert frame.lower.notna().all() == (projections == 30)
+    content = result.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert content["values"] == result.values.tolist()
+    assert (content["lower"][0][1] is None) == (projections == 29)
+    assert (content["datasets"], content["projections"]) == (list(result.names), projections)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_bounds_and_marginal_error_are_those_of_the_converged_distance() -> None
     with pytest.warns(NotConvergedWarning, match=r"by the schedule of geomloss.*solver=converged"):
         found = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=0.1, options=options)
     assert (found.converged, found.stopped_by, found.schedule) == (False, "schedule", "geomloss")
-    assert found.summary()["schedule"] == "geomloss"
+    assert found.to_dict()["schedule"] == "geomloss"
     assert found.bounds[0] <= truth <= found.bounds[1]
     assert not found.bounds[0] <= found.value <= found.bounds[1]
 

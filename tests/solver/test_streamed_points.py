@@ -196,8 +196,8 @@ def test_pairwise_distances_are_those_of_held_points(
     assert set(asked[1:]) == {(1, not pairs_fit), (2, not pairs_fit)}
     torch.testing.assert_close(one.values, other.values, rtol=1e-5, atol=1e-7)
     assert ((one.lower <= other.upper) & (other.lower <= one.upper)).all()
-    assert ("streamed" in one.summary()) == (not pairs_fit)
-    assert "streamed" not in other.summary()
+    assert ("streamed" in one.to_dict()) == (not pairs_fit)
+    assert "streamed" not in other.to_dict()
 
 
 def test_a_loss_streams_its_points_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

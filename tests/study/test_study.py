@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import random
 import re
@@ -60,6 +61,49 @@ def test_all_units_are_done_and_every_ordered_pair_has_its_rows(result) -> None:
         *("spearman", "pearson", "spearman_over_sources", "regret", "random_regret"),
         "partial_spearman",
     }
+
+
+def test_the_table_has_a_row_an_ordered_pair_with_gains_and_measures(result) -> None:
+    frame = result.to_frame()
+    names = [(a, b) for a in result.names for b in result.names if a != b]
+    assert list(zip(frame.source, frame.target, strict=True)) == names
+    for row in result.transfers():
+        (shown,) = frame[(frame.source == row.source) & (frame.target == row.target)].to_dict(
+            "records"
+        )
+        assert (shown["alone"], shown["transferred"]) == (row.alone, row.transferred)
+        assert shown["gain"] == row.gain or (row.gain is None and np.isnan(shown["gain"]))
+    for row in result.pairs():
+        (shown,) = frame[(frame.source == row.source) & (frame.target == row.target)].to_dict(
+            "records"
+        )
+        assert shown[row.measure] == row.value
+        assert shown[f"{row.measure}.converged"] is True
+        for part in ("lower", "upper", "root", "sample_lower", "deviation"):
+            number = getattr(row, part)
+            assert shown.get(f"{row.measure}.{part}") == number
+    assert {str(frame[name].dtype) for name in ("gain", "otdd", "otdd.lower")} == {"float64"}
+
+
+def test_what_is_not_done_is_missing_in_the_table(result) -> None:
+    readings = {"otdd": {(0, 1): Reading(math.inf, 1.0, math.inf)}}
+    partly = replace(result, readings=readings, errors=np.full_like(result.errors, np.nan))
+    frame = partly.to_frame()
+    assert frame["otdd"].isna().all()
+    assert frame["otdd.lower"].count() == 1
+    assert frame["otdd.converged"].count() == 1
+    assert frame["gain"].isna().all()
+    content = partly.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert (content["pairs"][0]["value"], content["pairs"][0]["upper"]) == (None, None)
+
+
+def test_the_content_is_json(result) -> None:
+    content = result.to_dict()
+    assert json.loads(json.dumps(content, allow_nan=False)) == content
+    assert [tuple(row.values()) for row in content["pairs"]] == [tuple(r) for r in result.pairs()]
+    assert len(content["transfers"]) == len(result.transfers())
+    assert content["settings"] == json.loads(json.dumps(result.setup.to_dict()))
 
 
 NOISE = 4e-15 * np.random.default_rng(0).standard_normal((4, 4))
@@ -320,8 +364,8 @@ def test_workers_end_between_units_when_asked_to(tmp_path) -> None:
 
 
 def test_a_network_by_its_path_is_the_same_as_the_function() -> None:
-    by_path = otdd.Transfer(network=f"{__name__}:own_network").summary()
-    assert by_path == otdd.Transfer(network=own_network).summary()
+    by_path = otdd.Transfer(network=f"{__name__}:own_network").to_dict()
+    assert by_path == otdd.Transfer(network=own_network).to_dict()
     with pytest.raises(InputError, match=r"transfer\.network=math:no"):
         small_study(transfer=otdd.Transfer(network="math:no")).run("nowhere")
     with pytest.raises(InputError, match=r"transfer\.network must return a torch module, got int"):
@@ -336,7 +380,7 @@ def test_a_network_of_ones_own(tmp_path) -> None:
     )
     result = small_study(measures=["knn"], transfer=transfer).run(tmp_path)
     assert result.complete
-    assert "own_network" in result.setup.summary()["transfer"]["network"]
+    assert "own_network" in result.setup.to_dict()["transfer"]["network"]
 
 
 def own_network(dim: int, shape: object) -> torch.nn.Module:

@@ -53,7 +53,7 @@ def test_the_files_are_small() -> None:
 def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data: Path) -> None:
     whole = study(str(real_data), 2000, None)
     setup = Setup(whole._tasks(), whole._settings(None, 1, 1))
-    now = json.loads(json.dumps(setup.summary()))
+    now = json.loads(json.dumps(setup.to_dict()))
     then = committed("")["settings"]
     for content in (now, then):
         for key in OF_THE_MACHINE:

@@ -35,7 +35,7 @@ def heat_map(
     matrix: Tensor,
     row_names: Sequence[str],
     column_names: Sequence[str],
-    path: str | Path,
+    path: str | Path | None,
     *,
     title: str,
     value_label: str,
@@ -46,7 +46,7 @@ def heat_map(
     decimals: int | None = None,
     zero: str = "0",
     notes: Sequence[str] = (),
-) -> None:
+) -> Figure:
     """Draw a matrix (R, C) with its class names, datasets bracketed and separated by a line.
 
     The page grows with the number of classes up to about 12 inches a side; beyond that names become
@@ -57,7 +57,7 @@ def heat_map(
         matrix: (R, C), any real type and device.
         row_names: R class names; shortened where too long.
         column_names: C class names.
-        path: the PNG file.
+        path: the PNG file; None writes none.
         title: one line above the picture.
         value_label: the colour bar's label with its unit.
         row_groups: (dataset name, number of classes) of the rows; the numbers sum to R.
@@ -126,6 +126,7 @@ def heat_map(
         at = MARGIN / page_width, 1 - top / page_height
         figure.text(*at, note, fontsize=NOTE_POINTS, color=INK, va="top", **name_style(note))
     save_picture(figure, path)
+    return figure
 
 
 def _check(

@@ -37,8 +37,12 @@ SHORTEST_ARROW = 18.0  # pixels
 
 
 def projection(
-    source: LabeledSamples, target: LabeledSamples, coupling: Tensor, path: str | Path, seed: int
-) -> None:
+    source: LabeledSamples,
+    target: LabeledSamples,
+    coupling: Tensor,
+    path: str | Path | None,
+    seed: int,
+) -> Figure:
     """Draw two datasets in their common principal plane, with class means and the class coupling.
 
     An arrow goes from the mean of a source class to the mean of a target class if it is the largest
@@ -51,7 +55,7 @@ def projection(
         source: features of any dimension; labels may be None.
         target: features of the same dimension.
         coupling: (Vx, Vy) masses that sum to 1. A side with one row or column counts as one class.
-        path: the PNG file.
+        path: the PNG file; None writes none.
         seed: of the subsamples.
 
     Raises:
@@ -79,6 +83,7 @@ def projection(
     title = f"{source.name} and {target.name} in their common principal plane"
     write_title(figure, axes, title)
     save_picture(figure, path)
+    return figure
 
 
 def _moves_and_classes(coupling: Tensor) -> tuple[list[Move], tuple[list[int], list[int]]]:

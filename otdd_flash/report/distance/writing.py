@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,7 +19,11 @@ from otdd_flash.report.distance.nearest_classes import write_nearest_csv
 from otdd_flash.report.distance.projections import projection
 from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, wanted, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
+from otdd_flash.report.figures.page import figure_of
 from otdd_flash.result import DistanceResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Names = tuple[tuple[str, ...], tuple[str, ...]]
 Orders = list[list[int]]
@@ -78,6 +83,17 @@ def write_report(
     if coupling.numel() > 1:
         writers |= _class_coupling(coupling, names, datasets, directory, orders)
     return write_each(wanted(writers, content))
+
+
+def plot_distance(result: DistanceResult) -> Figure:
+    """Draw the projection with the class coupling, which leads the report."""
+    coupling = result.class_coupling()
+    names = result.class_names
+
+    def draw() -> Figure:
+        return projection(result.source, result.target, coupling, None, 0)
+
+    return figure_of(draw, [result.source.name, result.target.name, *names[0], *names[1]])
 
 
 def _class_distances(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from otdd_flash.files.atomic import replacing
-from otdd_flash.report.figures.fonts import families, load_matplotlib, without_glyph_warnings
+from otdd_flash.report.figures.fonts import (
+    families,
+    load_matplotlib,
+    notice_missing_glyphs,
+    own_style,
+    without_glyph_warnings,
+)
 from otdd_flash.shown import LONGEST_NAME, display, shorten
 
 if TYPE_CHECKING:
@@ -31,8 +39,39 @@ def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
     return figure
 
 
-def save_picture(figure: Figure, path: str | Path) -> None:
-    """Write the figure as PNG at `DPI`, whole or not at all."""
+def figure_of(draw: Callable[[], Figure], names: Iterable[str]) -> Figure:
+    """Return what `draw` draws as reports draw it, as a figure that shows itself in notebooks.
+
+    Matplotlib's state is afterwards what it was, and pyplot does not know the figure.
+
+    Args:
+        draw: makes a figure of `new_figure`.
+        names: those of users that stand in it.
+
+    Warns:
+        DataNotice: no installed font has some of their characters.
+    """
+    notice_missing_glyphs(names)
+    with own_style(), without_glyph_warnings():
+        figure = draw()
+        # Ticks are made when they are first drawn, and then in the style of the moment.
+        figure.draw_without_rendering()
+    # Of figures that pyplot does not know, IPython shows no more than their size.
+    figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    sink = io.BytesIO()
+    with own_style(), without_glyph_warnings():
+        figure.savefig(sink, format="png", dpi=DPI)
+    return sink.getvalue()
+
+
+def save_picture(figure: Figure, path: str | Path | None) -> None:
+    """Write the figure as PNG at `DPI`, whole or not at all; nothing where `path` is None."""
+    if path is None:
+        return
     with replacing(path) as partial, without_glyph_warnings():
         figure.savefig(partial, format="png", dpi=DPI)
 

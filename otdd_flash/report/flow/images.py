@@ -44,8 +44,8 @@ def draw_images(
     target: LabeledSamples,
     trajectory: Trajectory,
     image_shape: ImageShape,
-    path: str | Path,
-) -> None:
+    path: str | Path | None,
+) -> Figure:
     """Draw particles in rows, evenly over classes, at steps in columns; then what they resemble.
 
     The last columns are the target's images that are nearest, by features, to where a particle
@@ -56,7 +56,7 @@ def draw_images(
         target: images of the same shape, or features of another dimension.
         trajectory: pixel values in [0, 1]; what lies outside is clipped.
         image_shape: (c, h, w) of one particle.
-        path: the PNG file.
+        path: the PNG file; None writes none.
 
     Raises:
         InputError: particles are not images of this shape, or the file cannot be written.
@@ -82,6 +82,7 @@ def draw_images(
     page.name_rows(resembled, "left", TARGET_COLOR)
     page.title(f"{source.name} on its way to {target.name}")
     save_picture(page.figure, path)
+    return page.figure
 
 
 def _class_names(samples: LabeledSamples, rows: Tensor) -> list[str]:

@@ -23,6 +23,7 @@ from otdd_flash.report.figures.page import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Array = NDArray[np.float64]
 WIDTH, HEIGHT = 7.6, 7.6  # inches
@@ -38,7 +39,7 @@ MOST_DOTS, MOST_TICKS = 60, 16
 FARTHEST_FACTOR, FARTHEST_USUAL = 3.0, 8.0
 
 
-def draw_objective(history: Sequence[StepRecord], path: str | Path, title: str) -> None:
+def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title: str) -> Figure:
     """Draw divergence and solver bounds against the step, and below gradient norm and iterations.
 
     Bounds are often nearer to the divergence than the line is wide: a second panel shows how far
@@ -52,7 +53,7 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path, title: str) 
     Args:
         history: at least one record of the whole; where the first step saw less there are two of
             step 0.
-        path: the PNG file.
+        path: the PNG file; None writes none.
         title: what the picture is of.
 
     Raises:
@@ -77,6 +78,7 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path, title: str) 
     text = fit(title, 0.85 * WIDTH, lambda shown: measure(figure, shown, TITLE_POINTS)[0])
     figure.text(LEFT, 0.975, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style(text))
     save_picture(figure, path)
+    return figure
 
 
 def logarithmic(values: Array) -> bool:

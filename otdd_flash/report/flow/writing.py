@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from otdd_flash.arguments.values import FOLDER
 from otdd_flash.checks import takes
@@ -19,11 +19,15 @@ from otdd_flash.flows.history import Trajectory
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
+from otdd_flash.report.figures.page import figure_of
 from otdd_flash.report.flow.animation import write_animation
 from otdd_flash.report.flow.images import draw_images
 from otdd_flash.report.flow.metrics import write_metrics_csv
 from otdd_flash.report.flow.objective import draw_objective
 from otdd_flash.report.flow.paths import draw_paths
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @takes(FOLDER)
@@ -79,7 +83,7 @@ def _pictures(
     source, target, trajectory = result.source, result.target, result.trajectory
     named = [*source.class_names, *target.class_names]
     notice_missing_glyphs([source.name, target.name, *named])
-    title = f"{source.name} on its way to {target.name}"
+    title = _title(result)
     writers: Writers = {
         directory / "objective.png": lambda path: draw_objective(result.evaluations, path, title),
         directory / "paths.png": lambda path: draw_paths(
@@ -97,6 +101,25 @@ def _pictures(
             ),
         }
     return writers
+
+
+def plot_flow(result: FlowResult, image_shape: ImageShape | None) -> Figure:
+    """Draw particles that are images on their way, or else the objective."""
+    source, target = result.source, result.target
+
+    def draw() -> Figure:
+        if image_shape is not None:
+            return draw_images(source, target, result.trajectory, image_shape, None)
+        return draw_objective(result.evaluations, None, _title(result))
+
+    if image_shape is not None:
+        check_image_shape(result.samples.features, image_shape)
+    names = [source.name, target.name, *source.class_names, *target.class_names]
+    return figure_of(draw, names)
+
+
+def _title(result: FlowResult) -> str:
+    return f"{result.source.name} on its way to {result.target.name}"
 
 
 def _write_trajectory(trajectory: Trajectory, path: Path) -> None:

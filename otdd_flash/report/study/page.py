@@ -150,7 +150,7 @@ def _first(names: Sequence[str], sources: Iterable[int], scores: Numbers) -> str
 
 
 def _about(result: StudyResult) -> str:
-    lines = json.dumps(result.setup.summary(), indent=1, ensure_ascii=False).split("\n")
+    lines = json.dumps(result.setup.to_dict(), indent=1, ensure_ascii=False).split("\n")
     settings = "\n".join(html_text(line, LONGEST_MESSAGE) for line in lines)
     return (
         f"<h2>Settings and versions</h2><pre>{settings}</pre>"

@@ -27,6 +27,7 @@ from otdd_flash.study.statistics.pairs import Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Inches of one panel of gains.
 PANEL_WIDTH, PANEL_HEIGHT = 3.4, 2.9
@@ -47,11 +48,11 @@ def task_order(result: StudyResult) -> list[int]:
     return list(range(len(result.names)))
 
 
-def draw_measure(result: StudyResult, measure: str, path: Path) -> None:
+def draw_measure(result: StudyResult, measure: str, path: Path | None) -> Figure:
     """Draw one measure between all tasks as a heat map, sources down and targets across."""
     title = MEASURES[measure].title
     notes = _notes(result, measure)
-    _draw_tasks(result, result.matrix(measure), path, title=title, label=title, notes=notes)
+    return _draw_tasks(result, result.matrix(measure), path, title=title, label=title, notes=notes)
 
 
 def _notes(result: StudyResult, measure: str) -> list[str]:
@@ -77,7 +78,7 @@ def draw_gains(result: StudyResult, path: Path) -> None:
     _draw_tasks(result, result.gains, path, title=title, label="errors spared, %", decimals=0)
 
 
-def draw_gains_against_measures(result: StudyResult, path: Path) -> None:
+def draw_gains_against_measures(result: StudyResult, path: Path | None) -> Figure:
     """Draw the gain of every ordered pair against every measure, both with their errors."""
     measures = [name for name, found in result.readings.items() if found]
     across = min(PANELS_ACROSS, len(measures))
@@ -90,6 +91,7 @@ def draw_gains_against_measures(result: StudyResult, path: Path) -> None:
         axes.set_visible(False)
     figure.tight_layout()
     save_picture(figure, path)
+    return figure
 
 
 def _draw_panel(axes: Axes, result: StudyResult, measure: str) -> None:
@@ -150,16 +152,16 @@ def _reach(reading: Reading) -> tuple[float, float]:
 def _draw_tasks(
     result: StudyResult,
     matrix: Numbers,
-    path: Path,
+    path: Path | None,
     *,
     title: str,
     label: str,
     decimals: int | None = None,
     notes: Sequence[str] = (),
-) -> None:
+) -> Figure:
     order = task_order(result)
     names: Sequence[str] = [result.names[place] for place in order]
-    heat_map(
+    return heat_map(
         torch.from_numpy(matrix[np.ix_(order, order)]),
         names,
         names,

@@ -17,6 +17,7 @@ from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import shown, takes
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
+from otdd_flash.files.json_file import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
@@ -173,7 +174,7 @@ class MatrixTransport:
         shape = list(problem.source.shape)
         summary = {
             "epsilon": self.epsilon,
-            **self.term.summary(),
+            **self.term.to_dict(),
             "seconds": self.seconds,
             "costs": {
                 "shape": shape,
@@ -182,7 +183,7 @@ class MatrixTransport:
             "precision": problem.compute.precision,
         }
         tensors = {"f": self.term.f, "g": self.term.g, "a": problem.a, "b": problem.b}
-        write_result(Path(path), summary, {**tensors, "short_rows": self.short_rows})
+        write_result(Path(path), json_content(summary), {**tensors, "short_rows": self.short_rows})
 
     @classmethod
     @takes(LOAD_MATRIX)
@@ -202,7 +203,7 @@ class MatrixTransport:
 
         def restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> _Saved:
             return _Saved(
-                TransportTerm.from_summary(tensors["f"], tensors["g"], summary["epsilon"], summary),
+                TransportTerm.from_dict(tensors["f"], tensors["g"], summary["epsilon"], summary),
                 (tensors["a"], tensors["b"]),
                 tensors["short_rows"],
                 summary["seconds"],

@@ -120,15 +120,17 @@ class TransportTerm:
         )
 
     @classmethod
-    def from_summary(
+    def from_dict(
         cls, f: Tensor, g: Tensor, epsilon: float, summary: Mapping[str, Any]
     ) -> TransportTerm:
         """The term of these potentials, n and m, of which `summary` says the rest."""
         low, high = summary["bounds"]
+        # Infinite bounds, which JSON cannot hold, are null in files.
+        low, high = -math.inf if low is None else low, math.inf if high is None else high
         numbers = {key: summary[key] for key in SUMMARIZED}
         return cls(f, g, epsilon, bounds=(low, high), **numbers)
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What result.json says of one term."""
         numbers = {key: getattr(self, key) for key in SUMMARIZED}
         return {"value": numbers.pop("value"), "bounds": list(self.bounds), **numbers}

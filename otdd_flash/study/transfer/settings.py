@@ -89,7 +89,7 @@ class Transfer:
             return import_callable(self.network, "transfer.network")
         return self.network
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What study.json says of it; of a user's function the name and a hash of its code."""
         network: str | None = None
         if (builder := self.builder()) is not None:

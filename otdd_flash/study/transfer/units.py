@@ -67,7 +67,7 @@ class TrainingUnit(Unit):
 
     def _key(self, fingerprints: list[str | None]) -> dict[str, Any]:
         """What every training depends on."""
-        summary = transfer_of(self.setup).summary()
+        summary = transfer_of(self.setup).to_dict()
         # How many repetitions there are decides none of them.
         del summary["seeds"]
         return {
