@@ -37,7 +37,8 @@ target = otdd.embed(target_images, pixels)
 print(tuple(source.features.shape), tuple(target.features.shape))
 
 # %% [markdown]
-# The distance comes with an interval. It holds the exact value of these rows at this epsilon.
+# The distance comes with solver bounds: an interval that holds the exact value of these rows at this epsilon. What other
+# rows of the same datasets would give is another question, which `otdd.subsample_interval` answers.
 
 # %%
 result = otdd.dataset_distance(source, target, epsilon=0.1)
@@ -60,10 +61,13 @@ for row in result.class_distances.nearest():
 # %%
 coupling = result.class_coupling()
 print(f"{coupling.diagonal().sum():.0%} of the mass stays in its class")
-figure, axes = plt.subplots(figsize=(3, 3), dpi=60)
-axes.imshow(coupling.numpy(), cmap="Blues")
+figure, axes = plt.subplots(figsize=(6, 5), dpi=100, layout="constrained")
+image = axes.imshow(100 * coupling.numpy(), cmap="Blues", aspect="auto")
+axes.set_xticks(range(10), result.class_names[1])
+axes.set_yticks(range(10), result.class_names[0])
 axes.set_xlabel("rotated digit")
 axes.set_ylabel("digit")
+figure.colorbar(image, label="mass, % of the total")
 plt.show()
 
 # %% [markdown]

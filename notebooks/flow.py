@@ -49,14 +49,15 @@ for record in flow.history[::3]:
     print(f"step {record.step}: {record.divergence:.3f} [{record.lower:.3f}, {record.upper:.3f}]")
 
 # %% [markdown]
-# The images before (above) and after (below):
+# The images with their labels, before (above) and after (below):
 
 # %%
-figure, axes = plt.subplots(2, 6, figsize=(4, 1.5), dpi=60)
-for column in range(6):
-    for line, samples in zip(axes, (flow.source, flow.samples), strict=True):
-        line[column].imshow(samples.features[column].reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
-        line[column].axis("off")
+figure, axes = plt.subplots(2, 6, figsize=(6, 2.4), dpi=100, layout="constrained")
+for line, samples in zip(axes, (flow.source, flow.samples), strict=True):
+    for image, axis, label in zip(samples.features, line, samples.labels.tolist(), strict=False):
+        axis.imshow(image.reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
+        axis.set_title(samples.class_names[label])
+        axis.axis("off")
 plt.show()
 
 # %% [markdown]

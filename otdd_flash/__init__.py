@@ -1,4 +1,4 @@
-"""Optimal Transport Dataset Distance, with bounds that can be trusted.
+"""Optimal Transport Dataset Distance, with solver bounds that can be trusted.
 
 The way of the data:
 

@@ -58,7 +58,7 @@ class _Notice(UserWarning):
 
 
 class NotConvergedWarning(_Notice):
-    """The solver stopped before the tolerance, or potentials stay open; bounds still hold."""
+    """A solve stopped before the tolerance, or potentials stay open; solver bounds still hold."""
 
 
 class DataNotice(_Notice):

@@ -98,7 +98,7 @@ def dataset_distance(
         progress: called as progress(term, iteration, marginal error).
 
     Returns:
-        The distance with bounds, plan and class distances. Equal datasets are at distance 0.
+        The distance with solver bounds, plan and class distances. Equal datasets are at distance 0.
 
     Raises:
         InputError: what was asked for cannot be met; the message says what to change.

@@ -1,4 +1,4 @@
-"""What comparing several datasets returns: the distances with bounds, and how to keep them."""
+"""What comparing several datasets returns: distances with solver bounds, and how to keep them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import convergence_text, listing
+from otdd_flash.shown import NOT_SAMPLED, convergence_text, listing
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term.result import largest_tolerance
 from otdd_flash.table_columns import frame_of
@@ -47,8 +47,8 @@ class ComparedPair(NamedTuple):
         source: the name of the earlier dataset.
         target: the name of the later one.
         value: S_epsilon, in units of the cost.
-        lower: a lower bound of it.
-        upper: an upper bound.
+        lower: the lower solver bound of it.
+        upper: the upper one.
         marginal_error: the largest of the three terms'.
         converged: whether all three reached the tolerance.
     """
@@ -68,8 +68,8 @@ class PairwiseResult:
 
     Attributes:
         values: (K, K) float64, S_epsilon in units of the cost; symmetric, 0 on the diagonal.
-        lower: (K, K) lower bounds.
-        upper: (K, K) upper bounds; every interval holds S_epsilon.
+        lower: (K, K) lower solver bounds.
+        upper: (K, K) upper ones; every interval holds S_epsilon of the rows that were compared.
         marginal_errors: (K, K) the largest L1 marginal error of a pair's three terms; on the
             diagonal that of the self term.
         class_distances: W over the classes of all datasets.
@@ -97,6 +97,10 @@ class PairwiseResult:
             f"PairwiseResult({len(self.names)} datasets: {listing(self.names, 12)}; "
             f"epsilon={self.epsilon:.6g}, {converged})"
         )
+
+    def __str__(self) -> str:
+        """The line of `repr`, and one on the error that solver bounds leave out."""
+        return f"{self!r}\n{NOT_SAMPLED}"
 
     @property
     def names(self) -> tuple[str, ...]:

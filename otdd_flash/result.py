@@ -30,7 +30,7 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.shown import convergence_text, interval
+from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.groups import report_groups, settled_points
@@ -86,12 +86,16 @@ class DistanceResult:
     required: bool = field(default=False, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
-        """The distance, its bounds and what was compared, in one line."""
+        """The distance, its solver bounds and what was compared, in one line."""
         return (
-            f"DistanceResult({interval(self.value, *self.bounds)}, "
+            f"DistanceResult({bounded(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
             f"{self.source!r} to {self.target!r}, class distances {self.method})"
         )
+
+    def __str__(self) -> str:
+        """The line of `repr`, and one on the error that solver bounds leave out."""
+        return repr(self) if self.divergence.identical else f"{self!r}\n{NOT_SAMPLED}"
 
     @property
     def value(self) -> float:
@@ -103,8 +107,10 @@ class DistanceResult:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(lower, upper), an interval that holds S_epsilon for the class distances as they are.
+        """Solver bounds (lower, upper): an interval that holds S_epsilon of these rows.
 
+        They hold whatever the solver did, for the class distances as they are. How far other rows
+        of the same datasets would be apart, the sampling error, is for `subsample_interval`.
         What measuring left open of these, `class_distances.lower` and `.upper`, moves S_epsilon by
         at most lambda_y times twice the largest difference, and is not in the interval.
         """

@@ -35,6 +35,9 @@ SECRET = re.compile(
 )
 HIDDEN = "***"
 
+# The error that solver bounds do not hold, beside results that know nothing of it.
+NOT_SAMPLED = "sampling error was not measured: otdd_flash.subsample_interval gives an interval"
+
 # What spreadsheets compute, also in their full-width forms, behind spaces that they leave out.
 FORMULA = re.compile(r"\s*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20']")
 PLAIN_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -46,7 +49,7 @@ _concealed: dict[str, str] = {}
 def interval(value: float, lower: float, upper: float) -> str:
     """`value [lower, upper]` with as many digits as the bounds support.
 
-    The bounds are rounded outwards, so the printed interval still holds the true distance.
+    Bounds are rounded outwards, so the printed interval still holds the true distance.
     """
     if not all(math.isfinite(number) for number in (value, lower, upper)):
         return f"{value:.6g} [{lower:.6g}, {upper:.6g}]"
@@ -66,6 +69,11 @@ def interval(value: float, lower: float, upper: float) -> str:
         rounded = Decimal(repr(float(number))).quantize(digit, rounding)
         texts.append("0" if rounded == 0 else f"{rounded:{'f' if plain else 'e'}}")
     return f"{texts[0]} [{texts[1]}, {texts[2]}]"
+
+
+def bounded(value: float, lower: float, upper: float) -> str:
+    """`interval` of a value and its solver bounds, called so."""
+    return f"{interval(value, lower, upper)} (solver bounds)"
 
 
 def display(text: object, limit: int | None = LONGEST_NAME) -> str:

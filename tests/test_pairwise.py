@@ -258,11 +258,11 @@ def test_every_reason_to_stop_early_has_its_own_advice(datasets, monkeypatch):
     (message,) = (str(warning.message) for warning in said)
     assert message == (
         "not converged as far as rounding allows in set 0 and itself; set 1 and itself; set 2 and "
-        "itself: marginal error 3.10e-02 against solver.tolerance=0.001; the bounds still hold. "
-        "Raise solver.tolerance or epsilon, or set precision=double; not converged after 100000 "
-        "iterations in set 0 and set 1; set 0 and set 2; set 1 and set 2: marginal error 3.10e-02 "
-        "against solver.tolerance=0.001; the bounds still hold. Raise solver.max_iterations or "
-        "epsilon"
+        "itself: marginal error 3.10e-02 against solver.tolerance=0.001; the solver bounds still "
+        "hold. Raise solver.tolerance or epsilon, or set precision=double; not converged after "
+        "100000 iterations in set 0 and set 1; set 0 and set 2; set 1 and set 2: marginal error "
+        "3.10e-02 against solver.tolerance=0.001; the solver bounds still hold. Raise "
+        "solver.max_iterations or epsilon"
     )
 
 

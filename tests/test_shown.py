@@ -38,11 +38,25 @@ def test_a_distance_shows_value_bounds_and_datasets() -> None:
     source, target = _blobs()
     result = otdd.dataset_distance(source, target, epsilon=0.5)
     assert repr(result) == (
-        f"DistanceResult({interval(result.value, *result.bounds)}, epsilon=0.5, converged, "
+        f"DistanceResult({interval(result.value, *result.bounds)} (solver bounds), "
+        "epsilon=0.5, converged, "
         f"{source!r} to {target!r}, class distances gaussian)"
     )
     lower, upper = map(float, repr(result).split("[")[1].split("]")[0].split(", "))
     assert lower <= result.bounds[0] < result.bounds[1] <= upper
+
+
+def test_printed_results_say_that_sampling_error_was_not_measured() -> None:
+    source, target = _blobs()
+    for result in (
+        otdd.dataset_distance(source, target, epsilon=0.5),
+        otdd.pairwise_distances([source, target], epsilon=0.5),
+    ):
+        first, second = str(result).splitlines()
+        assert first == repr(result)
+        assert second.startswith("sampling error was not measured: otdd_flash.subsample_interval")
+    same = otdd.dataset_distance(source, source, epsilon=0.5)
+    assert str(same) == repr(same)
 
 
 def test_a_solve_that_stopped_early_says_so() -> None:

@@ -56,7 +56,7 @@ def sinkhorn_plans(
         compute: where and how, or only the device; by default where the costs are.
 
     Returns:
-        plans (B, n, m), potentials, values with bounds, and how each problem ended.
+        plans (B, n, m), potentials, values with solver bounds, and how each problem ended.
 
     Raises:
         InputError: shapes or types that do not fit, masses that are negative or do not sum to 1,

@@ -98,7 +98,7 @@ class SmallPlans:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Lower and upper bounds (B, 2) of OT_epsilon, float64.
+        """Solver bounds (B, 2) of OT_epsilon, lower and upper, float64.
 
         They hold for the masses as given, float64 ones too, divided by their sums.
 

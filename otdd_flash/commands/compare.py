@@ -216,7 +216,12 @@ def _write(
         report += write_report(result, directory, seed=settings.seed, order=order, content=content)
         if contributions is not None:
             report += write_contributions(
-                result.source, contributions.values, directory, image_shape, content=content
+                result.source,
+                contributions.values,
+                directory,
+                image_shape,
+                target=result.target.name,
+                content=content,
             )
     if content != "none":
         console.print(f"written to {directory}", soft_wrap=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def track_distance(
     result: DistanceResult, log: str | None, config: Settings, directory: Path
 ) -> Report:
-    """Value, bounds, epsilon, seconds, and the marginal error of every term."""
+    """Value, solver bounds, epsilon, seconds, and the marginal error of every term."""
     lower, upper = result.bounds
     errors = {f"marginal_error/{k}": v.marginal_error for k, v in result.divergence.terms.items()}
     numbers = {
@@ -39,7 +39,7 @@ def track_distance(
 
 
 def track_flow(result: FlowResult, log: str | None, config: Settings, directory: Path) -> Report:
-    """The distance before and after with its bounds, and what every step found."""
+    """The distance before and after with its solver bounds, and what every step found."""
     ends = {"before": result.before, "after": result.after}
     numbers = {
         f"{key}/{end}": getattr(record, of)

@@ -16,16 +16,16 @@ class StepRecord:
     """The particles before step `step`, and the step that was then taken.
 
     A step of a minibatch sees some of the points, one with noise sees them displaced. What it finds
-    is an estimate of the divergence, without bounds; what describes the whole is None then.
+    is an estimate of the divergence, without solver bounds; what describes the whole is None then.
 
     Attributes:
         step: k >= 0; the last record of a flow describes its end, from which no step was taken, and
             is of the whole.
         objective: divergence plus functionals, in units of the cost; None beside an estimate.
         divergence: S_epsilon(particles, target); None beside an estimate.
-        lower: of an interval that holds S_epsilon, as long as class distances stay what they were;
+        lower: the lower solver bound of S_epsilon, as long as class distances stay what they were;
             None beside an estimate.
-        upper: of the same interval.
+        upper: the upper one.
         functionals: weight times value of each functional, by name, where the step saw the points.
         gradient_norm: (sum_i a_i |v_i|^2)^1/2 of the velocities v of the particles that the step
             saw, their masses a summing to 1; in features per unit of time.
@@ -33,7 +33,7 @@ class StepRecord:
         iterations: of the cross term.
         marginal_error: the largest of the terms'.
         tolerance: the largest that was enough, as asked for or as rounding allows; None where the
-            width of the bounds decided.
+            width of the solver bounds decided.
         converged: whether the solve reached what was asked.
         stopped_by: what ended the solve.
         seconds: wall time of evaluation and step.

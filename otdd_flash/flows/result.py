@@ -27,6 +27,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import NOT_SAMPLED
 from otdd_flash.table_columns import frame_of
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ class FlowResult:
             f"mode={self.mode}, {len(self.history) - 1} steps, stopped by {self.stopped_by}, "
             f"{self.source!r} to {self.target!r})"
         )
+
+    def __str__(self) -> str:
+        """The line of `repr`, and one on the error that solver bounds leave out."""
+        return f"{self!r}\n{NOT_SAMPLED} of the start"
 
     @property
     def mode(self) -> str:

@@ -36,7 +36,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
         labels: how classes are compared, such as "gaussian"; "none" does not read y.
 
     Attributes:
-        flow_: the `FlowResult`, with the distance before and after and its bounds.
+        flow_: the `FlowResult`, with the distance before and after and its solver bounds.
         n_features_in_: number of features seen by `fit`.
         feature_names_in_: their names, where `fit` was given a table.
     """

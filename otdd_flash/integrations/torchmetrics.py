@@ -97,7 +97,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         self._add("target", target, target_labels)
 
     def compute(self) -> dict[str, Tensor]:
-        """The distance between all rows seen, with bounds.
+        """The distance between all rows seen, with solver bounds.
 
         Raises:
             InputError: a side has no rows yet, or the distance cannot be computed.

@@ -1,4 +1,4 @@
-"""`log=` of the commands: a run's settings, numbers with bounds, and pictures for a tracker."""
+"""`log=` of the commands: settings, numbers with solver bounds and pictures for a tracker."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class JointClassDistances:
             between classes of equal content.
         datasets: K names, made distinct by numbers where datasets share one.
         class_names: for each dataset the names of its classes, which are its rows of the table.
-        lower: (V, V) lower bounds, where a method gives them; else None.
-        upper: (V, V) upper bounds.
+        lower: (V, V) lower solver bounds, where a method gives them; else None.
+        upper: (V, V) upper ones.
     """
 
     full: Tensor

@@ -164,7 +164,10 @@ def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: 
             if which is by_rounding:
                 largest = float(rounding[which].max())
                 message += f", whose marginal errors stay at up to {largest:.1e}"
-            warn(f"{message}; the bounds still hold. Raise labels.epsilon", NotConvergedWarning)
+            warn(
+                f"{message}; the solver bounds still hold. Raise labels.epsilon",
+                NotConvergedWarning,
+            )
 
 
 def _name(clouds: Sequence[ClassCloud], i: int, j: int) -> str:

@@ -52,8 +52,8 @@ class ClassDistances:
         yy: (Vy, Vy) within the target; symmetric.
         names_x: names of the Vx source classes; None where unknown.
         names_y: names of the Vy target classes; None where unknown.
-        lower: (Vx + Vy, Vx + Vy) lower bounds of `full`, where a method gives them; else None.
-        upper: (Vx + Vy, Vx + Vy) upper bounds.
+        lower: (Vx + Vy, Vx + Vy) lower solver bounds of `full`, where a method has them; else None.
+        upper: (Vx + Vy, Vx + Vy) upper ones.
 
     All tables become float64 CPU tensors. What rounding leaves of an asymmetry of `xx` and `yy` is
     averaged out.

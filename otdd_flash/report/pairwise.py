@@ -16,7 +16,7 @@ from otdd_flash.report.distance.heat_maps import heat_map
 from otdd_flash.report.figures.drawing import Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
 from otdd_flash.report.figures.page import INK, figure_of
-from otdd_flash.shown import interval, shorten
+from otdd_flash.shown import NOT_SAMPLED, interval, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,12 +30,13 @@ LONGEST_NAME = 32
 
 
 def pairwise_table(result: PairwiseResult) -> Table:
-    """The distances with their bounds, the nearest pair first; red where not converged."""
+    """The distances with their solver bounds, the nearest pair first; red where not converged."""
     from rich.table import Table
     from rich.text import Text
 
     title = f"distances between {len(result.names)} datasets, epsilon {result.epsilon:.6g}"
-    table = Table("", "", "distance", "marginal error", title=title, title_justify="left")
+    columns = ("", "", "distance, solver bounds", "marginal error")
+    table = Table(*columns, title=title, title_justify="left")
     for pair in result.pairs():
         table.add_row(
             *(Text(shorten(name, LONGEST_NAME)) for name in (pair.source, pair.target)),
@@ -43,6 +44,7 @@ def pairwise_table(result: PairwiseResult) -> Table:
             f"{pair.marginal_error:.1e}" + ("" if pair.converged else " NOT CONVERGED"),
             style="" if pair.converged else "bold red",
         )
+    table.caption, table.caption_justify = NOT_SAMPLED, "left"
     return table
 
 
@@ -52,9 +54,9 @@ def write_pairwise_report(
 ) -> Report:
     """Write distances.csv and .png, and class_distances.csv and .png.
 
-    distances.csv has one line per pair of datasets, the nearest first, with bounds; the pictures
-    are tables of all datasets and of all their classes. There are no class distances to show where
-    none were measured (method `none`).
+    distances.csv has one line per pair of datasets, the nearest first, with its solver bounds
+    `lower` and `upper`; the pictures are tables of all datasets and of all their classes. There are
+    no class distances to show where none were measured (method `none`).
 
     Args:
         result: of `pairwise_distances`.
@@ -117,6 +119,10 @@ def _draw_distances(result: PairwiseResult, path: Path | None, order: str) -> Fi
         order,
         title=f"Distances between {len(result.names)} datasets",
         value_label="dataset distance, in units of the cost",
+        notes=(
+            f"epsilon {result.epsilon:.6g}, {rows_text(result.details['n'])}",
+            bounds_text([(one.lower, one.upper, one.converged) for one in result.pairs()], False),
+        ),
     )
 
 
@@ -128,6 +134,7 @@ def _draw_table(
     *,
     title: str,
     value_label: str,
+    notes: Sequence[str] = (),
 ) -> Figure:
     # A divergence is like a squared distance.
     (places,) = class_orders(values, [len(datasets)], order)
@@ -140,11 +147,35 @@ def _draw_table(
         path,
         title=title,
         value_label=value_label,
+        notes=notes,
         row_groups=groups,
         column_groups=groups,
         row_colors=[INK],
         column_colors=[INK],
     )
+
+
+def rows_text(rows: Sequence[int]) -> str:
+    """How many rows datasets have."""
+    least, most = min(rows), max(rows)
+    return f"{least:,} rows each" if least == most else f"{least:,} to {most:,} rows"
+
+
+def bounds_text(pairs: Sequence[tuple[float, float, bool]], sampled: bool) -> str:
+    """How far apart solver bounds are, and what they leave out.
+
+    Args:
+        pairs: lower and upper bound of every pair, and whether it converged.
+        sampled: whether sampling intervals are known.
+    """
+    widest = max(upper - lower for lower, upper, _ in pairs)
+    late = sum(not converged for *_, converged in pairs)
+    parts = [f"solver bounds at most {widest:.2g} apart"]
+    if late:
+        parts.append(f"{late} of {len(pairs)} pairs not converged")
+    if not sampled:
+        parts.append("sampling error not measured")
+    return ", ".join(parts)
 
 
 def _class_distances(result: PairwiseResult, directory: Path, order: str) -> Writers:

@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BoundedValue:
-    """A distance in units of the cost, and the interval that holds it."""
+    """A distance in units of the cost, and its solver bounds."""
 
     value: float
     lower: float
@@ -36,7 +36,7 @@ class BoundedValue:
 
     @classmethod
     def of(cls, result: DistanceResult) -> BoundedValue:
-        """The number of a result, with its bounds."""
+        """The number of a result, with its solver bounds."""
         return cls(result.value, *result.bounds)
 
 

@@ -111,10 +111,10 @@ def subsample_interval(
 
     Rows are drawn uniformly, so that class proportions vary as between samples; only two rows of
     every class (one, if it has no more) are always there. Weights go with their rows, renormalised.
-    The interval is about sampling alone: add the bounds of `value` for the error of the solve. It
-    is too wide, not too narrow, where samples had their class proportions fixed and where both
-    datasets come from one distribution. Its upper part is the longer one where rows have a heavy
-    tail, of which a sample shows too little.
+    The interval is about sampling alone: add the solver bounds of `value` for the error of the
+    solve. It is too wide, not too narrow, where samples had their class proportions fixed and where
+    both datasets come from one distribution. Its upper part is the longer one where rows have a
+    heavy tail, of which a sample shows too little.
 
     Args:
         source: the n samples that were compared; independent of the target's.

@@ -72,7 +72,7 @@ class Divergence:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """An interval that holds S_epsilon: each end takes the opposite end of the self terms."""
+        """Solver bounds of S_epsilon: each end takes the opposite end of the self terms."""
         if self.identical:
             return (0.0, 0.0)
         lower, upper = self.xy.bounds

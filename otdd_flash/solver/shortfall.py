@@ -28,7 +28,7 @@ class Ended(Protocol):
 
     @property
     def tolerance(self) -> float | None:
-        """The marginal error that was enough; None where the width of the bounds decided."""
+        """The marginal error that was enough; None where the width of the solver bounds decided."""
 
     @property
     def bound_width(self) -> float | None:
@@ -64,7 +64,7 @@ def shortfall(
         assert isinstance(options, Converged)
         assert options.bound_width is not None
         goal, asked = "solver.bound_width", options.bound_width
-        reached = f"the bounds are {bound_width:.2e} of the value wide"
+        reached = f"the solver bounds are {bound_width:.2e} of the value wide"
     match stopped_by:
         case "max_seconds":
             assert isinstance(options, Converged)
@@ -84,7 +84,7 @@ def shortfall(
             limit = f"after {options.max_iterations} iterations"
             advice = "Raise solver.max_iterations or epsilon"
     missed = f"{reached} against {goal}={asked:.3g}"
-    return f"not converged {limit} in {where}: {missed}; the bounds still hold. {advice}"
+    return f"not converged {limit} in {where}: {missed}; the solver bounds still hold. {advice}"
 
 
 def joint_shortfall(

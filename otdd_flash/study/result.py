@@ -268,7 +268,7 @@ class StudyResult:
     def oriented(self, measure: str) -> Numbers:
         """Return the measure (K, K) such that larger values predict more gain, ties made equal.
 
-        Values are tied that are equal up to rounding, or that their proven bounds do not tell
+        Values are tied that are equal up to rounding, or that their solver bounds do not tell
         apart.
         """
         kind = MEASURES[measure]

@@ -33,7 +33,8 @@ def test_without_being_asked_nothing_is_drawn(command, read):
     ended = command()
     assert ended.code == 0
     assert not {"subsample", "noise_floor"} & set(read("run/result.json"))
-    assert "sampling" not in ended.out
+    assert "sampling error  │ not measured; subsample=50 gives an interval" in ended.out
+    assert "sampling interval" not in ended.out
     assert "noise floor" not in ended.out
 
 

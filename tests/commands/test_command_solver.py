@@ -65,7 +65,7 @@ def test_a_solve_out_of_time_is_reported_with_its_bounds(command, read):
     ended = command("solver.max_seconds=1e-9", "solver.tolerance=1e-5")
     assert ended.code == 0
     assert ended.err.startswith("warning: not converged within solver.max_seconds=1e-09 in ")
-    assert "stopped by max_seconds; only the bounds can be trusted" in ended.out
+    assert "stopped by max_seconds; only solver bounds can be trusted" in ended.out
     result = read("run/result.json")
     assert (result["converged"], result["stopped_by"]) == (False, "max_seconds")
     assert result["bounds"][0] <= result["value"] <= result["bounds"][1]

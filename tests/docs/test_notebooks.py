@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -49,6 +52,20 @@ def test_outputs_are_there_and_small(name):
     assert any(outputs)
     assert not [output for cell in outputs for output in cell if output["output_type"] == "error"]
     assert (FOLDER / f"{name}.ipynb").stat().st_size <= 60_000
+
+
+@pytest.mark.parametrize("name", ["first_distance", "flow"])
+def test_figures_are_about_600_pixels_wide(name):
+    pictures = [
+        output["data"]["image/png"]
+        for cell in _notebook(name)["cells"]
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    assert pictures
+    for picture in pictures:
+        with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
+            assert 590 <= image.width <= 620
 
 
 @pytest.mark.slow

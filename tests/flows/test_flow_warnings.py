@@ -66,7 +66,7 @@ def test_late_steps_are_told_apart_by_the_goal_that_they_missed() -> None:
     first, _, second = str(warning.message).partition("; not converged ")
     assert "in 1 of 3 evaluations: marginal error 5.00e-01 against solver.tolerance" in first
     assert first.endswith("Raise solver.tolerance or epsilon")
-    assert "in 2 of 3 evaluations: the bounds are 2.50e-01 of the value wide" in second
+    assert "in 2 of 3 evaluations: the solver bounds are 2.50e-01 of the value wide" in second
     assert second.endswith("Raise solver.bound_width or epsilon")
 
 

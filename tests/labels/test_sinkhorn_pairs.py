@@ -189,7 +189,8 @@ def test_what_is_late_is_named_with_what_stopped_it(late, clouds):
     by_rounding, by_iterations = (str(warning.message) for warning in caught)
     assert by_rounding == (
         "labels=sinkhorn: not converged to 0.001 as far as rounding allows in float64 for class 1, "
-        "whose marginal errors stay at up to 2.5e-01; the bounds still hold. Raise labels.epsilon"
+        "whose marginal errors stay at up to 2.5e-01; the solver bounds still hold. "
+        "Raise labels.epsilon"
     )
     names = ["class 0"] * (late == 6) + ["class 4"]
     names += [f"class {k} against class 0" for k in (1, 2, 3, 4)]
@@ -197,7 +198,7 @@ def test_what_is_late_is_named_with_what_stopped_it(late, clouds):
         "labels=sinkhorn: not converged to 0.001 after 7 iterations for "
         + ", ".join(names[:5])
         + " and 1 more" * (late == 6)
-        + "; the bounds still hold. Raise labels.epsilon"
+        + "; the solver bounds still hold. Raise labels.epsilon"
     )
 
 

@@ -34,6 +34,16 @@ SUMMARY: dict[str, Any] = {
 }
 
 
+SAMPLED = {
+    "lower": 2.751,
+    "upper": 9.003,
+    "level": 0.95,
+    "count": 50,
+    "size": [22, 20],
+    "identical": False,
+}
+
+
 def shown(**changes: Any) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(summary_table(SUMMARY | changes))
@@ -44,7 +54,8 @@ def test_the_table_says_what_matters() -> None:
     text = shown()
     for fact in (
         "MNIST [train] → USPS",
-        "12.346 [12.340, 12.352]",
+        "12.346 [12.340, 12.352] (solver bounds)",
+        "sampling error  │ not measured; subsample=50 gives an interval",
         "5000 × 7291, 784 features",
         "10 × 3",
         "gaussian",
@@ -78,8 +89,27 @@ def test_what_stopped_a_solve_is_said_where_it_is_not_the_tolerance() -> None:
 
 def test_a_value_of_geomloss_is_called_so() -> None:
     text = shown(converged=False, stopped_by="schedule", schedule="geomloss")
-    assert "the value is geomloss's, the bounds hold" in text
-    assert "only the bounds" not in text
+    assert "the value is geomloss's, the solver bounds hold" in text
+    assert "only solver bounds" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({"n": 20, "m": 5000}, "not measured; subsamples need more rows, over two of each class"),
+        ({"n": 21, "m": 5000}, "not measured; subsample=50 gives an interval"),
+        ({"n": 20, "labels": "none"}, "not measured; subsample=50 gives an interval"),
+        ({"n": 2, "labels": "none"}, "not measured; subsamples need more rows"),
+        ({"n": 10, "m": 21, "labels": "none"}, "subsample=50"),
+        ({"value": 0.0, "bounds": [0.0, 0.0]}, None),
+        ({"subsample": SAMPLED}, "12.3 [2.7, 9.1] (50 subsamples of 22 × 20)"),
+    ],
+)
+def test_a_table_says_where_sampling_error_was_not_measured(changes, row) -> None:
+    text = shown(**changes)
+    measured = row is None or "subsamples of" in row
+    assert ("sampling error" not in text) == measured
+    assert row is None or row in text
 
 
 @pytest.mark.parametrize(

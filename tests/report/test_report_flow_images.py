@@ -11,8 +11,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from otdd_flash.errors import InputError
+from otdd_flash.report.figures.page import TARGET_COLOR
+from otdd_flash.report.flow import animation
 from otdd_flash.report.flow import images as flow_images
-from otdd_flash.report.flow.animation import CAPTION, FIRST_PAUSE, LAST_PAUSE, write_animation
+from otdd_flash.report.flow.animation import BACKGROUND, FIRST_PAUSE, LAST_PAUSE, write_animation
 from otdd_flash.report.flow.images import draw_images
 from otdd_flash.samples import LabeledSamples
 
@@ -34,6 +36,35 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 def draw(flow: Flow, shape: tuple[int, int, int], path: Path) -> None:
     draw_images(flow.source, flow.target, flow.trajectory, shape, path)
+
+
+def animate(flow: Flow, shape: tuple[int, int, int], path: Path) -> list[np.ndarray]:
+    """The frames of the GIF, RGB."""
+    write_animation(flow.source, flow.target, flow.trajectory, shape, path)
+    frames = []
+    with Image.open(path) as gif:
+        for k in range(gif.n_frames):
+            gif.seek(k)
+            frames.append(np.asarray(gif.convert("RGB")).astype(int))
+    return frames
+
+
+def cells(
+    frame: np.ndarray, shape: tuple[int, int, int], side: int, rows: int, strip: int
+) -> list[tuple[slice, slice]]:
+    """Where images are in a frame, by its bottom left corner."""
+    _, h, w = shape
+    factor = ((animation.WIDTH - animation.GAP) // side - animation.GAP) // w
+    down, across = h * factor + strip + animation.GAP, w * factor + animation.GAP
+    first = frame.shape[0] - rows * down + strip
+    return [
+        (
+            slice(first + row * down, first + row * down + h * factor),
+            slice(animation.GAP + k * across, animation.GAP + k * across + w * factor),
+        )
+        for row in range(rows)
+        for k in range(side)
+    ]
 
 
 def grid(figure: Figure) -> dict[tuple[int, int], np.ndarray]:
@@ -123,57 +154,109 @@ def test_nothing_leaves_the_page(
         assert box.y1 <= height
 
 
-@pytest.mark.parametrize(("shape", "mode"), [(GREY, "L"), (COLOUR, "RGB")])
+@pytest.mark.parametrize("shape", [GREY, COLOUR])
 def test_an_animation_has_a_frame_per_step_and_rests_at_both_ends(
-    tmp_path: Path, shape: tuple[int, int, int], mode: str
+    tmp_path: Path, shape: tuple[int, int, int]
 ) -> None:
     flow = image_flow(shape, steps=10)
-    write_animation(flow.trajectory, shape, tmp_path / "flow.gif")
+    frames = animate(flow, shape, tmp_path / "flow.gif")
     with Image.open(tmp_path / "flow.gif") as gif:
         assert gif.n_frames == 11
         assert gif.info["loop"] == 0
-        durations, frames = [], []
+        durations = []
         for k in range(11):
             gif.seek(k)
             durations.append(gif.info["duration"])
-            frames.append(np.asarray(gif.convert(mode)).astype(int))
     usual = durations[1]
     assert durations == [usual + FIRST_PAUSE, *[usual] * 9, usual + LAST_PAUSE]
     c, h, w = shape
-    factor = frames[0].shape[1] // (8 * (w + 1) + 1)
     first = (flow.trajectory.points[:, 0].clamp(0, 1) * 255).round().reshape(11, c, h, w)
     for k in (0, 5, 10):
-        corner = frames[k][CAPTION + factor :, factor:][
-            : h * factor : factor, : w * factor : factor
-        ]
-        wanted = first[k].permute(1, 2, 0).squeeze(-1).numpy()
-        # A palette of 256 colours has greys exactly and colours nearly.
-        assert np.abs(corner - wanted).mean() <= (0 if c == 1 else 16)
+        corner = frames[k][cells(frames[k], shape, 8, 8, animation.STRIP)[0]]
+        factor = corner.shape[0] // h
+        wanted = first[k].permute(1, 2, 0).expand(h, w, 3).numpy()
+        off = np.abs(corner[::factor, ::factor] - wanted)
+        # A palette of 256 colours has greys but one exactly and colours nearly.
+        assert off.max() <= 1 if c == 1 else off.mean() <= 16
 
 
 def test_few_and_large_images_fill_the_width_they_need(tmp_path: Path) -> None:
     flow = image_flow((1, 3, 200), classes=None, steps=2)
-    write_animation(flow.trajectory, (1, 3, 200), tmp_path / "a.gif")
-    with Image.open(tmp_path / "a.gif") as gif:
-        assert gif.size == (2 * 201 + 1, CAPTION + 2 * 4 + 1)
+    line = animation.LINE + 5
+    (large, *_) = animate(flow, (1, 3, 200), tmp_path / "a.gif")
+    assert large.shape[:2] == (line + 4 + 2 * 7, 4 + 2 * 204)
     few = replace(flow.trajectory, rows=torch.arange(1), points=flow.trajectory.points[:, :1, :4])
-    write_animation(few, (1, 2, 2), tmp_path / "b.gif")
-    with Image.open(tmp_path / "b.gif") as gif:
-        assert gif.size == (4 * 120, CAPTION + 4 * 120)
+    (one, *_) = animate(replace(flow, trajectory=few), (1, 2, 2), tmp_path / "b.gif")
+    assert one.shape[:2] == (line + 4 + 592 + 4, 4 + 592 + 4)
 
 
 def test_long_flows_have_sixty_frames_with_the_ends(tmp_path: Path) -> None:
     flow = image_flow((1, 2, 2), steps=130)
-    write_animation(flow.trajectory, (1, 2, 2), tmp_path / "a.gif")
-    with Image.open(tmp_path / "a.gif") as gif:
-        assert gif.n_frames == 60
+    assert len(animate(flow, (1, 2, 2), tmp_path / "a.gif")) == 60
+
+
+@pytest.mark.parametrize("shape", [GREY, COLOUR])
+def test_images_that_their_label_no_longer_fits_are_framed(
+    tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
+    flow = image_flow(shape, classes=2, steps=3)
+    # All end where an image of class 1 is, and began as one of their own class.
+    target = LabeledSamples(flow.trajectory.points[-1], torch.zeros(70).long(), ("class 1",))
+    frames = animate(replace(flow, target=target), shape, tmp_path / "a.gif")
+    color = [int(TARGET_COLOR[k : k + 2], 16) for k in (1, 3, 5)]
+    for frame, first_marked in ((frames[0], False), (frames[-1], True)):
+        for k, (rows, columns) in enumerate(cells(frame, shape, 8, 8, animation.STRIP)):
+            middle = (rows.start + rows.stop) // 2
+            side = frame[middle, columns.start - 2]
+            assert (np.abs(side - color).max() <= 8) == (first_marked and k < 32), k
+
+
+@pytest.mark.parametrize(
+    ("names", "labelled", "d", "compared"),
+    [
+        (("class 0", "other"), True, 20, True),
+        (("left", "right"), True, 20, False),
+        (("class 0", "class 1"), True, 19, False),
+        ((), True, 20, False),
+        (("class 0", "class 1"), False, 20, False),
+    ],
+)
+def test_the_caption_says_what_stands_above_images_and_what_a_mark_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names, labelled, d, compared
+) -> None:
+    flow = image_flow(GREY, classes=2 if labelled else None, steps=1)
+    target = replace(blobs(2 if names else None, d, 9, 0, "target"), class_names=names)
+    seen = []
+
+    def frame(images, side, labels, marked, caption):
+        seen.append((labels, caption))
+        return whole(images, side, labels, marked, caption)
+
+    whole = animation._frame
+    monkeypatch.setattr(animation, "_frame", frame)
+    animate(replace(flow, target=target), GREY, tmp_path / "a.gif")
+    (labels, (first, legend)), _ = seen
+    assert labels == (["class 0"] * 32 + ["class 1"] * 32 if labelled else [])
+    assert first == ("step 0 of 1, 0 of 64 marked" if compared else "step 0 of 1")
+    assert legend.startswith("above each image: its label") == labelled
+    assert ("orange frame and ≠: the nearest of both" in legend) == compared
+
+
+def test_labels_stay_above_their_image(tmp_path: Path) -> None:
+    flow = image_flow(GREY, classes=2, steps=1)
+    long = replace(flow.source, class_names=("WWWWWWWWWWWWWWWWWWWWW", "g" * 300))
+    frame, _ = animate(replace(flow, source=long), GREY, tmp_path / "a.gif")
+    for rows, columns in cells(frame, GREY, 8, 8, animation.STRIP):
+        strip = frame[rows.start - animation.STRIP : rows.start]
+        assert (strip[:, columns.stop : columns.stop + animation.GAP] == BACKGROUND).all()
+        assert (strip[:, columns] < 100).any()
 
 
 def test_what_are_no_images_is_refused(tmp_path: Path) -> None:
     flow = image_flow(GREY)
     for write in (
         lambda: draw(flow, COLOUR, tmp_path / "i.png"),
-        lambda: write_animation(flow.trajectory, COLOUR, tmp_path / "i.gif"),
+        lambda: animate(flow, COLOUR, tmp_path / "i.gif"),
     ):
         with pytest.raises(InputError, match=r"20 values are no images of shape \(3, 4, 6\)"):
             write()

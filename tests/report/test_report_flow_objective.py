@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flow_report_cases import record, straight_flow
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -49,13 +50,18 @@ def test_the_band_is_the_bounds_and_the_line_the_divergence(
 ) -> None:
     history = straight_flow(steps=4).history
     draw_objective(history, tmp_path / "o.png", "a → b")
-    top, slope, work = figures[0].axes
+    top, bounds, slope, work = figures[0].axes
     assert band(top) == {r.step: (pytest.approx(r.lower), pytest.approx(r.upper)) for r in history}
+    offsets = {r.step: (pytest.approx(-0.1), pytest.approx(0.2)) for r in history}
+    assert band(bounds) == offsets
     (line,) = top.get_lines()
     assert line.get_xydata().tolist() == [[r.step, r.divergence] for r in history]
     assert slope.get_lines()[0].get_ydata().tolist() == [r.gradient_norm for r in history]
     assert work.patches[0].get_data().values.tolist() == [r.iterations for r in history]
-    assert legend(top) == ["dataset distance to the target: 8 → 0.5", "bounds of the distance"]
+    assert legend(top) == [
+        "dataset distance to the target: 8 → 0.5",
+        "solver bounds, by themselves below",
+    ]
     with Image.open(tmp_path / "o.png") as image:
         image.verify()
 
@@ -81,7 +87,7 @@ def test_estimates_are_dots_named_so_without_line_or_bounds(
         replace(record(k, 0.0), **unknown, estimate=9.0 - k, estimated_on=1200) for k in range(3)
     ]
     draw_objective([record(0, 6.0), *estimates, record(3, 5.0)], tmp_path / "o.png", "")
-    top, slope, _ = figures[0].axes
+    top, _, slope, _ = figures[0].axes
     whole, dots = top.get_lines()
     assert whole.get_xydata().tolist() == [[0, 6.0], [3, 5.0]]
     assert dots.get_xydata().tolist() == [[0, 9.0], [1, 8.0], [2, 7.0]]
@@ -89,7 +95,7 @@ def test_estimates_are_dots_named_so_without_line_or_bounds(
     assert legend(top) == [
         "dataset distance to the target: 6 → 5",
         "estimates on 1,200 points",
-        "bounds of the distance",
+        "solver bounds, by themselves below",
     ]
     (bounds,) = top.collections
     assert [sorted(line[:, 1]) for line in bounds.get_segments()] == [
@@ -105,7 +111,7 @@ def test_steps_that_did_not_converge_are_marked(figures: list[Figure], tmp_path:
     top = figures[0].axes[0]
     (marked,) = [line for line in top.get_lines() if line.get_markerfacecolor() == "white"]
     assert marked.get_xydata().tolist() == [[1.0, 7.0]]
-    assert "not converged: only the bounds hold" in legend(top)
+    assert "not converged: only the solver bounds hold" in legend(top)
 
 
 @pytest.mark.slow(after=2)
@@ -148,6 +154,32 @@ def test_far_bounds_are_cut_and_do_not_flatten_the_curve(
     low, high = figures[1].axes[0].get_ylim()
     assert -6 < low < -0.5
     assert 7 < high < 14
+
+
+@pytest.mark.parametrize("width", [1e-6, 1e-3, 0.3])
+def test_the_band_is_in_sight_however_narrow(
+    figures: list[Figure], tmp_path: Path, width: float
+) -> None:
+    history = [
+        replace(r, lower=r.divergence - width, upper=r.divergence + 2 * width)
+        for r in straight_flow(steps=4).history
+    ]
+    history[2] = replace(history[2], upper=1e9)
+    draw_objective(history, tmp_path / "o.png", "")
+    axes = figures[0].axes[1]
+    low, high = axes.get_ylim()
+    # A solve that stopped early is cut and leaves the others a tenth of the panel and more.
+    assert 3 * width / (high - low) > 0.1
+    assert band(axes)[2][1] < high
+    assert to_rgb(axes.collections[0].get_facecolor()[0]) != to_rgb("white")
+
+
+@pytest.mark.parametrize(("values", "scale"), [((8.0, 0.5), "log"), ((8.0, 4.0), "linear")])
+def test_the_axis_names_unit_and_scale(
+    figures: list[Figure], tmp_path: Path, values: tuple[float, float], scale: str
+) -> None:
+    draw_objective([record(k, value) for k, value in enumerate(values)], tmp_path / "o.png", "")
+    assert figures[0].axes[0].get_ylabel() == f"in units of the cost, {scale} scale"
 
 
 def test_values_that_are_not_finite_choose_no_scale() -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,8 @@ from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.report import pairwise as pairwise_report
-from otdd_flash.report.pairwise import pairwise_table, write_pairwise_report
+from otdd_flash.report.distance import heat_maps
+from otdd_flash.report.pairwise import pairwise_table, rows_text, write_pairwise_report
 from otdd_flash.samples import LabeledSamples
 
 
@@ -69,6 +72,40 @@ def test_pictures_show_near_datasets_side_by_side(
     assert torch.equal(matrix, result.values[places][:, places])
 
 
+def test_the_picture_names_epsilon_rows_and_solver_bounds(
+    result: PairwiseResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(heat_maps, "save_picture", lambda figure, path: drawn.append(figure))
+    upper = result.lower + torch.tensor([[0.0, 0.02], [0.02, 0.0]]).repeat(2, 2).double()
+    late = result.converged.clone()
+    late[0, 1] = False
+    details = {**result.details, "n": [20, 1500, 20, 20]}
+    write_pairwise_report(replace(result, upper=upper, converged=late, details=details), tmp_path)
+    figure = drawn[0]
+    texts = [text for text in figure.texts if text.get_fontsize() == heat_maps.NOTE_POINTS]
+    assert [text.get_text() for text in texts] == [
+        "epsilon 3, 20 to 1,500 rows",
+        "solver bounds at most 0.02 apart, 1 of 6 pairs not converged, sampling error not measured",
+    ]
+    # In sight: on the page, below the title and above the table.
+    boxes = [text.get_window_extent() for text in figure.texts[-3:]]
+    width, _ = figure.get_size_inches() * figure.dpi
+    assert all(box.x0 >= 0 and box.x1 <= width for box in boxes)
+    title, *notes = sorted(boxes, key=lambda box: -box.y0)
+    for above, below in itertools.pairwise([title, *notes]):
+        assert below.y1 <= above.y0
+    groups = [text for text in figure.texts if text.get_text() == "datasets"]
+    assert max(text.get_window_extent().y1 for text in groups) < notes[-1].y0
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"), [((7, 7), "7 rows each"), ((2000, 50, 7), "7 to 2,000 rows")]
+)
+def test_rows_are_one_number_or_a_range(rows: tuple[int, ...], text: str) -> None:
+    assert rows_text(rows) == text
+
+
 def test_the_table_shows_values_with_bounds(result: PairwiseResult) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(pairwise_table(result))
@@ -77,6 +114,8 @@ def test_the_table_shows_values_with_bounds(result: PairwiseResult) -> None:
     assert len(lines) == 5
     assert "NOT CONVERGED" not in text
     assert "epsilon 3" in text
+    assert "distance, solver bounds" in text
+    assert "sampling error was not measured: otdd_flash.subsample_interval" in text
 
 
 def test_a_picture_that_fails_costs_no_other_file(

@@ -12,10 +12,15 @@ from rich.console import Console
 from small_tasks import small_study
 
 import otdd_flash as otdd
+from otdd_flash.report.study import pictures
 from otdd_flash.report.study.console import study_table
 from otdd_flash.report.study.page import write_page
-from otdd_flash.report.study.pictures import task_order
-from otdd_flash.report.study.sentences import _differences, findings_sentences
+from otdd_flash.report.study.pictures import draw_measure, task_order
+from otdd_flash.report.study.sentences import (
+    _differences,
+    findings_sentences,
+    measured_text,
+)
 from otdd_flash.report.study.writing import FILES, TABLES, write_study_report
 from otdd_flash.study.measures.base import Reading
 
@@ -142,15 +147,17 @@ def test_a_table_says_what_did_not_converge(result) -> None:
 
 def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
     early = replace(result, errors=np.full_like(result.errors, np.nan))
-    why, nearest = findings_sentences(early)
+    why, nearest, sampling = findings_sentences(early)
     assert why == "No ordered pair has both a measure and a gain yet."
     (i, j), least = min(result.readings["frechet"].items(), key=lambda item: item[1].value)
     assert nearest == (
-        f"Fréchet distance: of all pairs task {i} and task {j} are nearest, {least.value:.4g}."
+        f"Fréchet distance: of all pairs task {i} and task {j} are nearest, {least.value:.6g}."
     )
+    assert sampling.startswith("Sampling error was not measured: subsample=50")
     bounded = {"otdd": {(0, 1): Reading(2.0, 1.49996, 2.50004)}, "sliced": {(2, 1): Reading(3.0)}}
     told = findings_sentences(replace(early, readings=bounded))
-    assert told[1] == "OTDD: of all pairs task 0 and task 1 are nearest, 2.00 [1.49, 2.51]."
+    near = "OTDD: of all pairs task 0 and task 1 are nearest, 2.00 [1.49, 2.51] (solver bounds)."
+    assert told[1] == near
     assert told[2].endswith("task 2 and task 1 are nearest, 3.")
     write_page(early, {}, tmp_path / "page.html")
     assert "gain, %" not in (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -158,7 +165,54 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
     assert "gain, %" in (tmp_path / "page.html").read_text(encoding="utf-8")
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(study_table(early))
-    assert "task 4" in console.export_text()
+    table = console.export_text()
+    assert "task 4" in table
+    assert "Sampling error was not measured: subsample=50" in " ".join(table.split())
+
+
+@pytest.mark.parametrize(
+    ("measure", "row", "text"),
+    [
+        ("otdd", Reading(2.0, 1.5, 2.5), "2.00 [1.50, 2.50] (solver bounds)"),
+        ("otdd", Reading(2.0, 1.9, 2.1, 1.0, 4.0), "2.00 [1.00, 4.00] (sampling interval)"),
+        ("sliced", Reading(2.0, 1.5, 2.5), "2.00 [1.50, 2.50] (interval over draws)"),
+        ("knn", Reading(0.25), "0.25"),
+    ],
+)
+def test_an_interval_is_called_what_it_is(measure, row, text) -> None:
+    assert measured_text(measure, row) == text
+
+
+def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
+    result, tmp_path, monkeypatch
+) -> None:
+    notes = {}
+
+    def draw(matrix, rows, columns, path, **more) -> None:
+        notes[path.name] = more["notes"]
+
+    monkeypatch.setattr(pictures, "heat_map", draw)
+    known = {"otdd": {pair: Reading(2.0, 1.9, 2.15) for pair in result.readings["frechet"]}}
+    several = replace(result, readings={**result.readings, **known})
+    settings = replace(several.setup.settings, epsilon=0.25, epsilon_relative=None)
+    draw_measure(several, "frechet", tmp_path / "frechet")
+    fixed = replace(several, setup=replace(several.setup, settings=settings))
+    draw_measure(fixed, "otdd", tmp_path / "fixed")
+    settings = replace(settings, epsilon_relative=0.05, subsample=50)
+    relative = replace(several, setup=replace(several.setup, settings=settings))
+    draw_measure(relative, "otdd", tmp_path / "relative")
+    assert [*notes["frechet"]] == ["30 to 50 rows"]
+    bounds = "solver bounds at most 0.25 apart"
+    first = "epsilon 0.25, 30 to 50 rows"
+    assert [*notes["fixed"]] == [first, f"{bounds}, sampling error not measured"]
+    assert [*notes["relative"]] == ["epsilon 0.05 of the mean cost, 30 to 50 rows", bounds]
+
+
+def test_a_study_with_sampling_intervals_misses_none(result) -> None:
+    settings = replace(result.setup.settings, subsample=50)
+    sampled = replace(result, setup=replace(result.setup, settings=settings))
+    assert not any("Sampling error" in sentence for sentence in findings_sentences(sampled))
+    assert any("Sampling error" in sentence for sentence in findings_sentences(result))
 
 
 @pytest.mark.slow

@@ -301,7 +301,7 @@ def test_the_warning_names_reason_goal_and_way_out(
         bound_width=0.25,
     )
     goal = "tolerance" if width is None else "bound_width"
-    for part in (*said, "in xy", "the bounds still hold"):
+    for part in (*said, "in xy", "the solver bounds still hold"):
         assert part in text
     if stopped_by == "rounding":
         assert text.endswith(f"Raise solver.{goal} or epsilon, or set precision=double")

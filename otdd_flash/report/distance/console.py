@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.shown import display, interval
+from otdd_flash.shown import bounded, display, interval
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +17,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     Args:
         summary: the content of result.json. Dataset names are taken from `source` and `target` if
             they are there; `tolerance` is what the marginal error is compared with, None where the
-            width of the bounds was the goal.
+            width of the solver bounds was the goal.
     """
     from rich.table import Table
     from rich.text import Text
@@ -26,14 +26,14 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table(show_header=False, title=title, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("distance", interval(summary["value"], *summary["bounds"]))
+    table.add_row("distance", bounded(summary["value"], *summary["bounds"]))
     if not summary["converged"]:
         reason = (
             f"stopped by {summary['stopped_by']}" if summary.get("stopped_by") else "stopped early"
         )
-        trust = "only the bounds can be trusted"
+        trust = "only solver bounds can be trusted"
         if summary.get("schedule") == "geomloss":
-            trust = "the value is geomloss's, the bounds hold the converged one"
+            trust = "the value is geomloss's, the solver bounds hold the converged one"
         table.add_row("NOT CONVERGED", Text(f"{reason}; {trust}"), style="bold red")
     for name, text in _details(summary):
         table.add_row(name, Text(text))
@@ -74,22 +74,36 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows on what the distance owes to the samples, where it was measured."""
+    """Rows on what the distance owes to the samples, or that this was not measured."""
     rows = []
     if (found := summary.get("subsample")) is not None:
         shown = interval(summary["value"], found["lower"], found["upper"])
         drawn = "{} subsamples of {} × {}".format(found["count"], *found["size"])
         drawn = "none drawn: both datasets are one" if found["identical"] else drawn
         rows.append((f"sampling interval ({found['level']:.0%})", f"{shown} ({drawn})"))
+    elif any((summary["value"], *summary["bounds"])):
+        way_out = "subsample=50 gives an interval"
+        if not _subsamples_fit(summary):
+            way_out = "subsamples need more rows, over two of each class"
+        rows.append(("sampling error", f"not measured; {way_out}"))
     if (floor := summary.get("noise_floor")) is not None:
         size = floor["size"]
         source, target, between = (
-            interval(*(floor[key][part] for part in ("value", "lower", "upper")))
+            bounded(*(floor[key][part] for part in ("value", "lower", "upper")))
             for key in ("source", "target", "between")
         )
         rows.append((f"noise floor at {size} × {size}", f"{source}, {target}"))
         rows.append((f"distance at {size} × {size}", between))
     return rows
+
+
+def _subsamples_fit(summary: Mapping[str, Any]) -> bool:
+    """Whether an equal part of both sides, not all, holds two rows of every class."""
+    labelled = summary["labels"] != "none"
+    rows = summary["n"], summary["m"]
+    classes = (_count(summary["classes"][side]) * labelled for side in ("source", "target"))
+    part = max(2 * max(count, 1) / total for count, total in zip(classes, rows, strict=True))
+    return all(round(part * total) < total for total in rows)
 
 
 def _count(classes: Any) -> int:

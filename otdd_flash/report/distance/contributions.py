@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,25 @@ from otdd_flash.arguments.values import FOLDER
 from otdd_flash.checks import takes
 from otdd_flash.report.csv_tables import write_table_csv
 from otdd_flash.report.figures.drawing import Report, Writers, wanted, write_each
-from otdd_flash.report.figures.page import INK, name_style, new_figure, save_picture
+from otdd_flash.report.figures.page import (
+    INK,
+    fit,
+    measure,
+    name_style,
+    new_figure,
+    save_picture,
+)
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SHOWN, ACROSS = 12, 6
-# Inches of an image, of the words above it, above a block, between images and around all.
-SIDE, WORDS, HEAD, GAP, MARGIN = 1.0, 0.34, 0.32, 0.12, 0.15
+# Inches of an image, of the words above it, above a block, between images, around all, of a title.
+SIDE, WORDS, HEAD, GAP, MARGIN, TITLE = 1.0, 0.34, 0.32, 0.12, 0.15, 0.52
+TITLE_POINTS, NOTE_POINTS = 12.0, 9.0
 LONGEST_NAME = 14
 
 
@@ -32,6 +42,7 @@ def write_contributions(
     directory: str | Path,
     image_shape: tuple[int, int, int] | None,
     *,
+    target: str,
     content: str = "full",
 ) -> Report:
     """Write contributions.csv, the largest first, and contributions.png where rows are images.
@@ -41,6 +52,7 @@ def write_contributions(
         values: (n,) of `DistanceResult.contributions`; NaN for rows without mass.
         directory: made if it does not exist.
         image_shape: (c, h, w) of the rows, or None.
+        target: the name of what they were compared with.
         content: `full`, `table` for no picture or `none` for the csv file alone.
 
     Returns:
@@ -57,16 +69,22 @@ def write_contributions(
         return report
     pictures: Writers = {
         directory / "contributions.png": lambda path: draw_contributions(
-            source, values, image_shape, path
+            source, target, values, image_shape, path
         )
     }
     return report + write_each(wanted(pictures, content))
 
 
 def draw_contributions(
-    source: LabeledSamples, values: Tensor, shape: tuple[int, int, int], path: str | Path
+    source: LabeledSamples,
+    target: str,
+    values: Tensor,
+    shape: tuple[int, int, int],
+    path: str | Path,
 ) -> None:
     """Draw the twelve rows with the largest contributions of each sign.
+
+    Above an image stand its class and its contribution, in units of the cost as the title says.
 
     Raises:
         InputError: the file cannot be written.
@@ -84,9 +102,21 @@ def draw_contributions(
     ]
     lines = [-(-len(rows) // ACROSS) for _, rows in blocks]
     width = 2 * MARGIN + ACROSS * (SIDE + GAP) - GAP
-    height = 2 * MARGIN + len(blocks) * HEAD + sum(lines) * (SIDE + WORDS)
+    height = 2 * MARGIN + TITLE + len(blocks) * HEAD + sum(lines) * (SIDE + WORDS)
     figure = new_figure(width, height)
     top = height - MARGIN
+    for text, points, below in (
+        (f"What rows of {source.name} contribute to the distance to {target}", TITLE_POINTS, 0.0),
+        (
+            "above each image: its class, its contribution in units of the cost",
+            NOTE_POINTS,
+            0.27,
+        ),
+    ):
+        shown = fit(text, width - 2 * MARGIN, partial(_width, figure, points))
+        at = MARGIN / width, (top - below) / height
+        figure.text(*at, shown, fontsize=points, color=INK, va="top", **name_style(shown))
+    top -= TITLE
     for (title, rows), count in zip(blocks, lines, strict=True):
         figure.text(
             MARGIN / width, (top - 0.6 * HEAD) / height, title, fontsize=11, color=INK, va="center"
@@ -102,6 +132,10 @@ def draw_contributions(
     save_picture(figure, path)
 
 
+def _width(figure: Figure, points: float, text: str) -> float:
+    return measure(figure, text, points)[0]
+
+
 def _draw_row(
     axes: Axes, source: LabeledSamples, row: int, value: float, shape: tuple[int, int, int]
 ) -> None:
@@ -109,7 +143,8 @@ def _draw_row(
     image = source.features[row].cpu().reshape(shape).movedim(0, 2).clamp(0, 1).numpy()
     axes.imshow(image[..., 0] if shape[0] == 1 else image[..., :3], cmap="gray", vmin=0, vmax=1)
     axes.axis("off")
-    text = f"{shorten(_class_of(source, row), LONGEST_NAME)}\n{value:+.3g}"
+    name, number = shorten(_class_of(source, row), LONGEST_NAME), f"{value:+#.3g}".rstrip(".")
+    text = name + "\n" + number.replace("-", "−")
     axes.set_title(text, fontsize=7, color=INK, pad=2, **name_style(text))
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CELL, SHORTEST_SIDE, LONGEST_SIDE = 0.40, 3.6, 9.6
 MARGIN, TICK_GAP, BAR_GAP, BAR_WIDTH, BAR_LABELS = 0.15, 0.08, 0.2, 0.18, 0.75
 TITLE_POINTS, TITLE_DEPTH, WIDEST_FOR_TITLE = 12.0, 0.36, 8.0
+NOTE_POINTS, NOTE_DEPTH = 9.0, 0.19
 # Beyond this many rows or columns numbers in the cells are noise, even where they fit.
 MOST_NUMBERED = 24
 NUMBER_FONTS = (9.0, 8.0, 7.0, 6.0)
@@ -44,6 +45,7 @@ def heat_map(
     column_colors: Sequence[str] = COLORS,
     decimals: int | None = None,
     zero: str = "0",
+    notes: Sequence[str] = (),
 ) -> Figure:
     """Draw a matrix (R, C) with its class names, datasets bracketed and separated by a line.
 
@@ -64,6 +66,7 @@ def heat_map(
         column_colors: bracket colours of the column groups.
         decimals: of the numbers in the cells; None keeps three digits of the largest.
         zero: what cells show whose value rounds to nothing.
+        notes: lines below the title, for which the page is made wide enough.
 
     Raises:
         ValueError: names or groups do not match the matrix.
@@ -90,8 +93,10 @@ def heat_map(
     page_width = max(
         left + width + BAR_GAP + BAR_WIDTH + BAR_LABELS,
         min(2 * MARGIN + title_width, WIDEST_FOR_TITLE),
+        *(2 * MARGIN + measure(figure, note, NOTE_POINTS)[0] for note in notes),
     )
-    page_height = bottom + height + BRACKET_DEPTH + TITLE_DEPTH + MARGIN
+    head = TITLE_DEPTH + NOTE_DEPTH * len(notes) + MARGIN
+    page_height = bottom + height + BRACKET_DEPTH + head
     figure.set_size_inches(page_width, page_height)
 
     def box(x: float, y: float, w: float, h: float) -> tuple[float, float, float, float]:
@@ -116,6 +121,10 @@ def heat_map(
         vertical=True,
     )
     _draw_title(figure, title)
+    for line, note in enumerate(notes):
+        top = MARGIN + TITLE_DEPTH - 0.06 + NOTE_DEPTH * line
+        at = MARGIN / page_width, 1 - top / page_height
+        figure.text(*at, note, fontsize=NOTE_POINTS, color=INK, va="top", **name_style(note))
     save_picture(figure, path)
     return figure
 

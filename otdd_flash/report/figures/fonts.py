@@ -26,6 +26,14 @@ def families(text: str) -> list[str]:
     return [DEFAULT, *_for_characters(frozenset(text))[0]]
 
 
+def font_file(text: str) -> str:
+    """The file of one font for a text: the default or, where that lacks letters, the next."""
+    load_matplotlib()
+    from matplotlib.font_manager import findfont
+
+    return findfont(families(text)[:2][-1])
+
+
 def notice_missing_glyphs(names: Iterable[str]) -> None:
     """Say once which characters of some names no installed font can draw.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.shown import display, interval
+from otdd_flash.shown import bounded, display
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,11 +25,13 @@ def flow_table(summary: Mapping[str, Any]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     start = summary["start"]
-    table.add_row("distance before", interval(start["value"], *start["bounds"]))
-    table.add_row("distance after", interval(summary["value"], *summary["bounds"]))
+    table.add_row("distance before", bounded(start["value"], *start["bounds"]))
+    table.add_row("distance after", bounded(summary["value"], *summary["bounds"]))
     if not summary["converged"]:
         table.add_row(
-            "NOT CONVERGED", "in every step; only the bounds can be trusted", style="bold red"
+            "NOT CONVERGED",
+            "in every step; only solver bounds can be trusted",
+            style="bold red",
         )
     for name, text in _details(summary):
         table.add_row(name, Text(text))
@@ -40,6 +42,11 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     settings, seconds = summary["settings"], summary["seconds"]
     spent = ", ".join(f"{phase} {took:.2f}" for phase, took in seconds.items())
     details = [
+        (
+            "sampling error",
+            "not measured; of the distance before, otdd_flash.distance with subsample=50 gives an "
+            "interval",
+        ),
         ("mode", str(settings["flow.mode"])),
         ("steps", f"{summary['steps']}, stopped by {summary['stopped_by']}"),
         ("step", f"{settings['flow.optimizer']}, {settings['flow.step_size']:g}"),

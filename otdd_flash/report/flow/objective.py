@@ -26,19 +26,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = NDArray[np.float64]
-WIDTH, HEIGHT = 7.6, 6.6  # inches
+WIDTH, HEIGHT = 7.6, 7.6  # inches
 LEFT = 0.12
+# Of solver bounds: the source's colour, lighter.
+BAND_COLOR = "#9CC7E0"
 TITLE_POINTS, LABEL_POINTS = 12.0, 9.0
 # A range this wide is easier to read on a logarithmic scale.
 LOGARITHMIC_FROM = 10.0
 # With more steps, dots would run into a thick line.
 MOST_DOTS, MOST_TICKS = 60, 16
-# Bounds further off than this are cut.
-FARTHEST_FACTOR = 3.0
+# Bounds further off than this are cut; in a panel of their own, beyond so many times the usual.
+FARTHEST_FACTOR, FARTHEST_USUAL = 3.0, 8.0
 
 
 def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title: str) -> Figure:
-    """Draw divergence and bounds against the step, and below gradient norm and iterations.
+    """Draw divergence and solver bounds against the step, and below gradient norm and iterations.
+
+    Bounds are often nearer to the divergence than the line is wide: a second panel shows how far
+    they are from it, enlarged. Axes name their unit and their scale.
 
     Where functionals take part the whole objective is drawn too. Estimates, of steps that saw a
     part of the points or moved ones, are dots of their own, without line or bounds. A scale is
@@ -55,9 +60,9 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title
         InputError: the file cannot be written.
     """
     figure = new_figure(WIDTH, HEIGHT)
-    shape = {"height_ratios": (4.2, 1.2, 1.2), "hspace": 0.16}
-    place = {"left": LEFT, "right": 0.975, "top": 0.925, "bottom": 0.085}
-    panels = figure.subplots(3, 1, sharex=True, gridspec_kw=shape | place)
+    shape = {"height_ratios": (4.2, 1.2, 1.2, 1.2), "hspace": 0.16}
+    place = {"left": LEFT, "right": 0.975, "top": 0.935, "bottom": 0.075}
+    panels = figure.subplots(4, 1, sharex=True, gridspec_kw=shape | place)
     for axes in panels:
         axes.spines[:].set_color("0.8")
         axes.grid(color="0.92", linewidth=0.8)
@@ -67,8 +72,9 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title
     _draw_divergence(panels[0], history)
     stepwise = list({record.step: record for record in history}.values())
     steps = np.array([record.step for record in stepwise])
-    _draw_gradient(panels[1], steps, stepwise)
-    _draw_iterations(panels[2], steps, stepwise)
+    _draw_bounds(panels[1], history)
+    _draw_gradient(panels[2], steps, stepwise)
+    _draw_iterations(panels[3], steps, stepwise)
     text = fit(title, 0.85 * WIDTH, lambda shown: measure(figure, shown, TITLE_POINTS)[0])
     figure.text(LEFT, 0.975, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style(text))
     save_picture(figure, path)
@@ -109,25 +115,60 @@ def _draw_divergence(axes: Axes, history: Sequence[StepRecord]) -> None:
         axes.plot(at, objective, color=TARGET_COLOR, label=text, **style)
     early = ~np.array([record.converged for record in whole])
     if early.any():
-        text = "not converged: only the bounds hold"
+        text = "not converged: only the solver bounds hold"
         style = _line(1) | {"markerfacecolor": "white", "markersize": 6, "linestyle": ""}
         axes.plot(at[early], divergence[early], color=SOURCE_COLOR, label=text, **style)
-    band: dict[str, Any] = {"color": SOURCE_COLOR, "alpha": 0.2, "label": "bounds of the distance"}
-    if estimates:
-        axes.vlines(at, lower, upper, linewidth=4, **band)
-    else:
-        axes.fill_between(at, lower, upper, linewidth=0, **band)
-    axes.set_ylabel("in units of the cost", fontsize=LABEL_POINTS, color=INK)
+    _draw_band(
+        axes, at, lower, upper, apart=bool(estimates), label="solver bounds, by themselves below"
+    )
+    unit = f"in units of the cost, {axes.get_yscale()} scale"
+    axes.set_ylabel(unit, fontsize=LABEL_POINTS, color=INK)
     legend = axes.legend(fontsize=LABEL_POINTS, labelcolor=INK, framealpha=0.9, edgecolor="none")
     for shown in legend.get_texts():
         shown.set(**name_style(shown.get_text()))
+
+
+def _draw_bounds(axes: Axes, history: Sequence[StepRecord]) -> None:
+    """Draw how far solver bounds are from the divergence, at a scale of their own."""
+    whole = [record for record in history if record.estimate is None]
+    divergence, lower, upper = (
+        np.array([getattr(record, name) for record in whole], dtype=np.float64)
+        for name in ("divergence", "lower", "upper")
+    )
+    at = np.array([record.step for record in whole])
+    below, above = lower - divergence, upper - divergence
+    sizes = np.maximum(np.abs(below), np.abs(above))
+    usual = float(np.median(sizes[np.isfinite(sizes)])) if np.isfinite(sizes).any() else 0.0
+    # One solve that stopped early would flatten the others.
+    most = FARTHEST_USUAL * usual or 1.0
+    below, above = np.clip(below, -most, most), np.clip(above, -most, most)
+    _draw_band(axes, at, below, above, apart=len(whole) < len(history))
+    axes.axhline(0, color=SOURCE_COLOR, linewidth=1.0)
+    low, high = np.nanmin(below, initial=0.0), np.nanmax(above, initial=0.0)
+    room = 0.12 * (high - low) or 1e-3 * abs(divergence[0]) or 1.0
+    axes.set_ylim(low - room, high + room)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
+    axes.yaxis.get_offset_text().set(fontsize=8, color=INK)
+    axes.set_ylabel("bounds −\ndistance", fontsize=LABEL_POINTS, color=INK)
+
+
+def _draw_band(
+    axes: Axes, at: Array, lower: Array, upper: Array, *, apart: bool, label: str = ""
+) -> None:
+    """Draw solver bounds as a band, or as a bar at each step where steps stand `apart`."""
+    band: dict[str, Any] = {"color": BAND_COLOR, "label": label, "zorder": 1.5}
+    if apart or len(at) == 1:
+        axes.vlines(at, lower, upper, linewidth=6, **band)
+    else:
+        axes.fill_between(at, lower, upper, linewidth=0, **band)
 
 
 def _draw_gradient(axes: Axes, steps: Array, history: Sequence[StepRecord]) -> None:
     norms = np.array([record.gradient_norm for record in history], dtype=np.float64)
     _choose_scale(axes, norms, norms, norms)
     axes.plot(steps, norms, color=INK, **_line(len(steps)))
-    axes.set_ylabel("gradient\nnorm", fontsize=LABEL_POINTS, color=INK)
+    scale = ", log" if axes.get_yscale() == "log" else ""
+    axes.set_ylabel(f"gradient\nnorm{scale}", fontsize=LABEL_POINTS, color=INK)
 
 
 def _draw_iterations(axes: Axes, steps: Array, history: Sequence[StepRecord]) -> None:

@@ -96,7 +96,9 @@ def _pictures(
             directory / "images.png": lambda path: draw_images(
                 source, target, trajectory, shape, path
             ),
-            directory / "flow.gif": lambda path: write_animation(trajectory, shape, path),
+            directory / "flow.gif": lambda path: write_animation(
+                source, target, trajectory, shape, path
+            ),
         }
     return writers
 

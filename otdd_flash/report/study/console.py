@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from otdd_flash.shown import interval, shorten
+from otdd_flash.report.study.sentences import measured_text, not_sampled
+from otdd_flash.shown import shorten
 from otdd_flash.study.result import MeasuredPair, StudyResult
 from otdd_flash.study.statistics.findings import Finding
 
@@ -65,18 +66,14 @@ def _pairs(result: StudyResult) -> Table:
 
     rows = sorted(result.pairs(), key=key)
     for row in rows[:MOST_ROWS]:
-        bounds = row.lower is not None and row.upper is not None
-        value = interval(row.value, row.lower, row.upper) if bounds else _number(row.value)  # type: ignore[arg-type]
+        value = measured_text(row.measure, row)
         both = (Text(shorten(name, LONGEST_NAME)) for name in (row.source, row.target))
         late = "" if row.converged else " NOT CONVERGED"
         table.add_row(row.measure, *both, value + late, style="" if row.converged else "bold red")
-    if len(rows) > MOST_ROWS:
-        table.caption = f"{len(rows) - MOST_ROWS} more rows in pairs.csv"
+    more = [f"{len(rows) - MOST_ROWS} more rows in pairs.csv"] if len(rows) > MOST_ROWS else []
+    table.caption = "\n".join([*more, *not_sampled(result)])
+    table.caption_justify = "left"
     return table
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
 
 
 def _cell(row: Finding | None) -> str:

@@ -20,6 +20,7 @@ from otdd_flash.report.figures.page import (
     new_figure,
     save_picture,
 )
+from otdd_flash.report.pairwise import bounds_text, rows_text
 from otdd_flash.study.measures import MEASURES, Reading
 from otdd_flash.study.result import StudyResult
 from otdd_flash.study.statistics.pairs import Numbers
@@ -50,7 +51,25 @@ def task_order(result: StudyResult) -> list[int]:
 def draw_measure(result: StudyResult, measure: str, path: Path | None) -> Figure:
     """Draw one measure between all tasks as a heat map, sources down and targets across."""
     title = MEASURES[measure].title
-    return _draw_tasks(result, result.matrix(measure), path, title=title, label=title)
+    notes = _notes(result, measure)
+    return _draw_tasks(result, result.matrix(measure), path, title=title, label=title, notes=notes)
+
+
+def _notes(result: StudyResult, measure: str) -> list[str]:
+    """Rows of the tasks, and of entropic transport epsilon and solver bounds."""
+    settings = result.setup.settings
+    rows = rows_text([len(task.train) for task in result.setup.tasks])
+    pairs = [
+        (one.lower, one.upper, one.converged)
+        for (i, j), one in result.readings[measure].items()
+        if i < j and one.lower is not None and one.upper is not None
+    ]
+    if not MEASURES[measure].proven or not pairs:
+        return [rows]
+    epsilon = f"{settings.epsilon:.6g}"
+    if settings.epsilon_relative is not None:
+        epsilon = f"{settings.epsilon_relative:g} of the mean cost"
+    return [f"epsilon {epsilon}, {rows}", bounds_text(pairs, settings.subsample is not None)]
 
 
 def draw_gains(result: StudyResult, path: Path) -> None:
@@ -118,7 +137,7 @@ def _draw_panel(axes: Axes, result: StudyResult, measure: str) -> None:
 
 
 def _reach(reading: Reading) -> tuple[float, float]:
-    """How far an error bar goes down and up: of sampling, else draws or bounds, else seeds."""
+    """How far an error bar goes down and up: sampling, else draws or solver bounds, else seeds."""
     for lower, upper in (
         (reading.sample_lower, reading.sample_upper),
         (reading.lower, reading.upper),
@@ -138,6 +157,7 @@ def _draw_tasks(
     title: str,
     label: str,
     decimals: int | None = None,
+    notes: Sequence[str] = (),
 ) -> Figure:
     order = task_order(result)
     names: Sequence[str] = [result.names[place] for place in order]
@@ -153,4 +173,5 @@ def _draw_tasks(
         row_colors=[INK],
         column_colors=[INK],
         decimals=decimals,
+        notes=notes,
     )

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from otdd_flash.shown import display, interval
-from otdd_flash.study.measures import MEASURES
-from otdd_flash.study.result import FEWEST_TASKS, StudyResult
+from otdd_flash.study.measures import MEASURES, Reading
+from otdd_flash.study.result import FEWEST_TASKS, MeasuredPair, StudyResult
 from otdd_flash.study.statistics.findings import Finding
 
 WHAT = {
@@ -23,9 +23,30 @@ def findings_sentences(result: StudyResult) -> list[str]:
     """All sentences, measure by measure; without gains why, and which tasks are nearest."""
     rows = result.correlations()
     if not any(row.pairs for row in rows):
-        return [_why_none(result), *_nearest(result)]
+        return [_why_none(result), *_nearest(result), *not_sampled(result)]
     said = [sentence for row in rows if (sentence := _sentence(row, rows))]
-    return [*said, *_differences(rows), *_about_units(result, rows)]
+    return [*said, *_differences(rows), *_about_units(result, rows), *not_sampled(result)]
+
+
+def not_sampled(result: StudyResult) -> list[str]:
+    """The sentence of a study without sampling intervals."""
+    if result.setup.settings.subsample is not None or not any(result.readings.values()):
+        return []
+    return ["Sampling error was not measured: subsample=50 gives every distance an interval."]
+
+
+def measured_text(measure: str, row: Reading | MeasuredPair) -> str:
+    """A number of a pair with its interval, and what kind of interval that is."""
+    kind = "solver bounds" if MEASURES[measure].proven else "interval over draws"
+    if row.value is None:
+        return "none"
+    for lower, upper, name in (
+        (row.sample_lower, row.sample_upper, "sampling interval"),
+        (row.lower, row.upper, kind),
+    ):
+        if lower is not None and upper is not None:
+            return f"{interval(row.value, lower, upper)} ({name})"
+    return f"{row.value:.6g}"
 
 
 def _sentence(row: Finding, rows: Iterable[Finding]) -> str:
@@ -127,16 +148,11 @@ def _nearest(result: StudyResult) -> Iterable[str]:
         if not best:
             continue
         (i, j), reading = best[0], found[best[0]]
-        ends = (reading.sample_lower, reading.sample_upper), (reading.lower, reading.upper)
-        lower, upper = next((pair for pair in ends if pair[0] is not None), (None, None))
-        value = f"{reading.value:.4g}"
-        if lower is not None and upper is not None:
-            value = interval(reading.value, lower, upper)
         others = {tuple(sorted(pair)) for pair in best[1:]} - {tuple(sorted((i, j)))}
         tied = f", as near as {len(others)} other pairs" if others else ""
         yield (
             f"{MEASURES[name].title}: of all pairs {display(result.names[i])} and "
-            f"{display(result.names[j])} are nearest, {value}{tied}."
+            f"{display(result.names[j])} are nearest, {measured_text(name, reading)}{tied}."
         )
 
 

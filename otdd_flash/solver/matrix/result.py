@@ -22,7 +22,7 @@ from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
-from otdd_flash.shown import convergence_text, interval
+from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.groups import report_groups, settled_matrix
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
@@ -49,9 +49,9 @@ class MatrixTransport:
     _required: bool = field(default=False, repr=False)
 
     def __repr__(self) -> str:
-        """The value, its bounds and the size of the matrix, in one line."""
+        """The value, its solver bounds and the size of the matrix, in one line."""
         return (
-            f"MatrixTransport({interval(self.value, *self.bounds)}, "
+            f"MatrixTransport({bounded(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
             f"{len(self.term.f)} x {len(self.term.g)})"
         )
@@ -82,7 +82,7 @@ class MatrixTransport:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(lower, upper), an interval that holds OT_epsilon of the given matrix.
+        """Solver bounds (lower, upper): an interval that holds OT_epsilon of the given matrix.
 
         With forbidden pairs the upper end holds for the masses to rounding, and is inf where no
         plan with their sums was found.
@@ -101,7 +101,7 @@ class MatrixTransport:
 
     @property
     def tolerance(self) -> float | None:
-        """The marginal error that was enough; None where the width of the bounds decided."""
+        """The marginal error that was enough; None where the width of the solver bounds decided."""
         return self.term.tolerance
 
     @property

@@ -1,4 +1,4 @@
-"""One solved entropic transport term: potentials, value, bounds, and why it stopped."""
+"""One solved entropic transport term: potentials, value, solver bounds, and why it stopped."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class TransportTerm:
         epsilon: entropic regularisation, in units of the cost.
         value: the dual value D(f, g); stopped by `schedule`, geomloss's number, which can lie
             outside of `bounds`.
-        bounds: (lower, upper), an interval that holds OT_epsilon.
+        bounds: solver bounds (lower, upper): an interval that holds OT_epsilon.
         marginal_error: bound of the larger of ||P 1 - a||_1, ||P^T 1 - b||_1, rounding included.
         tolerance: the marginal error that was enough, as asked for or as rounding allows; None
-            where the width of the bounds decided.
+            where the width of the solver bounds decided.
         iterations: updates of both potentials, the certifying one included.
         passes: sweeps over the n x m scores, those of samples and certification included.
         converged: whether what the options ask for was reached.
@@ -137,5 +137,5 @@ class TransportTerm:
 
 
 def largest_tolerance(tolerances: Iterable[float | None]) -> float | None:
-    """The largest that is there; None where the width of the bounds decided."""
+    """The largest that is there; None where the width of the solver bounds decided."""
     return max((known for known in tolerances if known is not None), default=None)

@@ -21,8 +21,8 @@ class Reading:
 
     Attributes:
         value: the measure.
-        lower: a lower bound, or the lower end of the interval over draws; None without.
-        upper: an upper bound or end.
+        lower: the lower solver bound, or lower end of the interval over draws; None without.
+        upper: the upper bound or end.
         sample_lower: lower end of the sampling interval; None where none was asked for.
         sample_upper: its upper end.
         deviation: over seeds, of what is measured seed by seed.
@@ -75,7 +75,7 @@ class Measure(ABC):
         nearer: the sign of a change for the better: -1 of a distance, 1 of a score. Statistics
             are of `nearer` times the value.
         unit: what rounding is relative to where all values are small: 1 of a score or entropy.
-        proven: whether `lower` and `upper` of a reading bound its error; else they are of draws.
+        proven: whether `lower` and `upper` of a reading are solver bounds; else they are of draws.
         needs_transfer: whether it looks at trained sources.
     """
 

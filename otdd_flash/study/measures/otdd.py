@@ -1,4 +1,4 @@
-"""`otdd`: the dataset distance S_epsilon with its bounds, as `pairwise_distances` has it."""
+"""`otdd`: the dataset distance S_epsilon with its solver bounds, as `pairwise_distances` has it."""
 
 from __future__ import annotations
 

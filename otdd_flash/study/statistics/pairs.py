@@ -37,8 +37,8 @@ def levelled(
     Args:
         numbers: any shape; what is not finite stays as it is.
         unit: rounding is relative to at least this size.
-        lower: proven lower bounds, NaN where there is none.
-        upper: proven upper bounds.
+        lower: lower solver bounds, NaN where there is none.
+        upper: upper ones.
     """
     finite = np.isfinite(numbers)
     if not finite.any():
