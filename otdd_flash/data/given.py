@@ -1,0 +1,607 @@
+"""What may be a dataset: each kind of object that people hold, as a `LabeledDataset`.
+
+    object                                    inputs                  rows that `max_samples` takes
+    LabeledDataset, arrays                    as they are             drawn in proportion to classes
+    TensorDataset, torchvision's datasets,
+      Subset and ConcatDataset of these       read when asked for     drawn in proportion to classes
+    datasets.Dataset                          read when asked for     drawn in proportion to classes
+    any other with items and a length         read once, in order     drawn whatever their class
+    DataLoader, IterableDataset,
+      datasets.IterableDataset                read once, in order     the first ones
+
+Items are pairs (input, label). An input is a vector (an array, a tensor or a list of numbers), a
+text, or an image: of PIL, an array (h, w) or (h, w, c), or a tensor (h, w) or (c, h, w), which
+stays one, as networks take it. Arrays of other shapes are for extractors that know what they are.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_all_start_methods
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
+
+from otdd_flash.arguments.values import (
+    HF_DATASET_CLASS,
+    HF_STREAM_CLASS,
+    LOADER_CLASS,
+    holds_items,
+)
+from otdd_flash.checks import is_a, shown
+from otdd_flash.data.array_inputs import CHANNELS, as_inputs
+from otdd_flash.data.dataset import LabeledDataset, Modality, join_inputs, take_inputs
+from otdd_flash.data.hugging_face import labeled_table
+from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.data.request import Request
+from otdd_flash.data.subset import subset
+from otdd_flash.data.torchvision_class import known_labels, stored_images
+from otdd_flash.errors import DataNotice, InputError, prefixed, warn
+from otdd_flash.importing import user_code
+from otdd_flash.raw_labels import raw_values, without_fractions
+from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
+from otdd_flash.samples import LabeledSamples, SamplesOrArrays
+from otdd_flash.shown import listing
+
+if TYPE_CHECKING:
+    import datasets
+
+# What `embed` takes, and what entry points take for samples.
+Held: TypeAlias = (
+    "LabeledDataset | Dataset[Any] | DataLoader[Any] | datasets.Dataset | datasets.IterableDataset"
+)
+Samples: TypeAlias = "SamplesOrArrays | Held"
+
+HOW_TO_CHOOSE = "; where it is one-hot or one number in brackets, take its argmax or flatten it"
+HOW_TO_PAIR = "wrap the dataset so that its items are pairs (input, label)"
+# Items of a stream of unknown length after which a notice says that it may have no end.
+MANY = 1 << 20
+# Bytes that are read before anybody asks whether more of them fit.
+UNASKED = 1 << 26
+# Rows of a stream of Hugging Face that are read at once, and how that stores images.
+ROWS_AT_ONCE, STORED_IMAGE = 1000, {"bytes", "path"}
+# Items that a worker process reads at once.
+ITEMS_AT_ONCE = 64
+
+
+def as_dataset(
+    given: Any,
+    name: str = "dataset",
+    *,
+    max_samples: int | None = None,
+    seed: int = 0,
+    input: str | Sequence[str] | None = None,
+    label: str | None = None,
+    weights: str | None = None,
+    num_workers: int = 0,
+) -> LabeledDataset:
+    """Return what a user holds as a dataset; see the table above.
+
+    Args:
+        given: of a type that `arguments.values.dataset` accepts.
+        name: of the argument, for messages; what has no name of its own is called so as well.
+        max_samples: the most rows that are taken.
+        seed: of the draw.
+        input: the input column of a Hugging Face dataset, or several numeric ones.
+        label: its label column.
+        weights: its column of masses.
+        num_workers: processes that read items; 0 reads them in this one.
+
+    Raises:
+        InputError: there are no items, one of them is no pair of an input and a label, or they do
+            not fit in memory.
+    """
+    if is_a(given, HF_DATASET_CLASS, HF_STREAM_CLASS):
+        table, where = given, f"otdd.embed({name})"
+        if is_a(given, HF_STREAM_CLASS):
+            table = _first_rows(given, where, max_samples)
+        elif given.format["type"] == "custom":
+            raise InputError(
+                f"{name} has a transform of its own, and columns are read as they are stored; read "
+                f"{name}.with_format(None), or give a PyTorch dataset of pairs (input, label)"
+            )
+        elif set(shown_columns := given.format["columns"]) != set(given.column_names):
+            table = given.select_columns(shown_columns)
+        _check_length(len(table), name)
+        request = Request("huggingface", "all", weights=weights)
+        title = " ".join(map(str, filter(None, (given.info.dataset_name, given.split))))
+        title = title if given.info.dataset_name else name
+        dataset = labeled_table(table, title, where, request, input=input, label=label)
+        return subset(dataset, None, max_samples, seed)
+    for option, column in (("input", input), ("label", label), ("weights", weights)):
+        if column is not None:
+            raise InputError(
+                f"{option}={column} names a column of a Hugging Face dataset, and {name} is "
+                f"{shown(given)}; leave {option} out"
+            )
+    if isinstance(given, LabeledDataset):
+        return given if max_samples is None else subset(given, None, max_samples, seed)
+    if isinstance(given, tuple):
+        dataset = _labelled(_array_inputs(given[0], name), given[1], None, name)
+    else:
+        dataset = _of_items(given, _title(given) or name, max_samples, seed, num_workers)
+    return subset(dataset, None, max_samples, seed)
+
+
+def as_samples(given: Samples, name: str) -> LabeledSamples:
+    """Return what an entry point was called with as samples: datasets must be of vectors.
+
+    Args:
+        given: of a type that `arguments.values.samples` accepts.
+        name: of the argument, for messages.
+
+    Raises:
+        InputError: as for the parts of samples, or inputs are no vectors.
+    """
+    if not holds_items(given):
+        return LabeledSamples.of(cast("SamplesOrArrays", given), name)
+    dataset = as_dataset(given, name)
+    check_vectors(dataset, f"otdd.embed({name}, extractor)", name)
+    inputs = dataset.inputs
+    rows = inputs if isinstance(inputs, np.ndarray) else [inputs[row] for row in range(len(inputs))]
+    try:
+        return LabeledSamples(
+            real_tensor("features", rows),
+            None if dataset.labels is None else torch.from_numpy(dataset.labels),
+            dataset.class_names,
+            None if dataset.weights is None else torch.from_numpy(dataset.weights),
+            name=dataset.name,
+            subset_hash=dataset.subset_hash,
+        ).detached()
+    except InputError as error:
+        raise prefixed(name, error) from error
+
+
+def check_vectors(dataset: LabeledDataset, way_out: str, name: str) -> None:
+    """Refuse a dataset whose inputs are not vectors, which need an extractor.
+
+    Raises:
+        InputError: as said; `way_out` is the call that takes one.
+    """
+    first = dataset.inputs[0]
+    if dataset.modality == "array" and np.ndim(first) == 1:
+        return
+    extractor = {
+        "image": "otdd.extractors.pixels()",
+        "text": "otdd.extractors.text(MODEL)",
+        "array": "otdd.extractors.from_callable(function)",
+    }[dataset.modality]
+    what = f"an image of mode {first.mode}" if isinstance(first, Image.Image) else shown(first)
+    raise InputError(
+        f"{name} is a dataset whose inputs are no vectors and have no features yet, the first is "
+        f"{what if dataset.modality != 'text' else 'text'}; pass {way_out}, such as "
+        f"extractor={extractor}"
+    )
+
+
+def _of_items(
+    given: Any, name: str, max_samples: int | None, seed: int, num_workers: int
+) -> LabeledDataset:
+    """Read a dataset of PyTorch."""
+    names = _class_names(given, name)
+    if is_a(given, LOADER_CLASS) or isinstance(given, IterableDataset):
+        items = _of_loader(given, name) if is_a(given, LOADER_CLASS) else _each(given, "row", name)
+        inputs, labels = _gathered(islice(items, max_samples), name, max_samples)
+        _check_length(len(inputs), name)
+        return _labelled(inputs, labels, names, name)
+    try:
+        count = len(given)
+    except (TypeError, NotImplementedError):
+        raise InputError(
+            f"{name} is a {type(given).__qualname__} without a length; define __len__, or make it "
+            "an IterableDataset"
+        ) from None
+    _check_length(count, name)
+    if (known := _known(given, name)) is not None:
+        return _labelled(*known, names, name)
+    rows = np.arange(count)
+    if max_samples is not None and max_samples < count:
+        rows = np.sort(np.random.default_rng(seed).permutation(count)[:max_samples])
+    inputs, labels = _gathered(_at(given, rows, num_workers, name), name, len(rows))
+    return _labelled(inputs, labels, names, name, rows)
+
+
+def _check_length(count: int, name: str) -> None:
+    if count == 0:
+        raise InputError(f"{name} is empty: it has no items")
+
+
+def _title(given: Any) -> str | None:
+    """What a dataset of torchvision is called, through loaders and subsets; None for others."""
+    if is_a(given, LOADER_CLASS) or type(given) is Subset:
+        return _title(given.dataset)
+    if not type(given).__module__.startswith("torchvision.datasets."):
+        return None
+    if hasattr(given, "class_to_idx") and hasattr(given, "loader"):
+        return Path(given.root).absolute().name or None
+    part = getattr(given, "split", getattr(given, "_split", None))
+    if isinstance(train := getattr(given, "train", None), bool):
+        part = "train" if train else "test"
+    kind = type(given).__name__
+    return f"{kind} {part}" if isinstance(part, str) else kind
+
+
+def _class_names(given: Any, name: str) -> tuple[str, ...] | None:
+    """The names of classes that a dataset has, through loaders, subsets and parts that agree."""
+    if is_a(given, LOADER_CLASS) or type(given) is Subset:
+        return _class_names(given.dataset, name)
+    if type(given) is ConcatDataset:
+        parts = [_class_names(part, name) for part in given.datasets]
+        if len(set(parts)) == 1:
+            return parts[0]
+        if None not in parts:
+            warn(
+                f"{name}: its parts name their classes differently, and classes are called by "
+                "their labels",
+                DataNotice,
+            )
+        return None
+    found = getattr(given, "classes", None)
+    if not isinstance(found, list | tuple) or not found or _changes_labels(given):
+        return None
+    return tuple(", ".join(c) if isinstance(c, tuple) else str(c) for c in found)
+
+
+def _changes_labels(given: Any) -> bool:
+    """Whether a dataset of torchvision gives other labels than it holds."""
+    transforms = getattr(given, "transforms", None)
+    both = transforms is not None and type(transforms).__name__ != "StandardTransform"
+    return both or getattr(given, "target_transform", None) is not None
+
+
+def _known(given: Any, name: str) -> tuple[Any, list[Any]] | None:
+    """Inputs, still unread, and labels, where these are known without the inputs; else None."""
+    kind = type(given)
+    if kind is TensorDataset and len(given.tensors) == 2:
+        return _array_inputs(given.tensors[0], name), _label_list(given.tensors[1], name)
+    if kind is Subset:
+        if (whole := _known(given.dataset, name)) is None:
+            return None
+        rows = np.asarray(given.indices, dtype=np.int64)
+        return take_inputs(whole[0], rows), [whole[1][row] for row in rows.tolist()]
+    if kind is ConcatDataset:
+        parts = [part for one in given.datasets if (part := _known(one, name)) is not None]
+        if len(parts) < len(given.datasets):
+            return None
+        return join_inputs([part[0] for part in parts]), [y for part in parts for y in part[1]]
+    reader = getattr(kind, "__getitem__", None)
+    if not getattr(reader, "__module__", "").startswith("torchvision.datasets."):
+        return None
+    if _changes_labels(given) or (labels := known_labels(given)) is None:
+        return None
+    labels = _label_list(labels, name)
+    with user_code(f"row 0 of {name}"):
+        first = given[0] if labels else None
+    # Some hold labels of another kind than those that their items have.
+    if not isinstance(first, tuple) or np.ndim(first[-1]) > 0 or not bool(first[-1] == labels[0]):
+        return None
+    if getattr(given, "transform", None) is None and getattr(given, "transforms", None) is None:
+        return stored_images(given), labels
+    return LazyItems(_Inputs(given, name), np.arange(len(given))), labels
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Reads the inputs of a dataset. A class, so that other processes can be sent it."""
+
+    dataset: Any
+    name: str
+
+    def __call__(self, row: int) -> Any:
+        place = f"row {row} of {self.name}"
+        with user_code(place):
+            item = self.dataset[row]
+        return _input(_pair(item, place)[0], place)
+
+
+def _labelled(
+    inputs: Any,
+    labels: ArrayLike,
+    names: tuple[str, ...] | None,
+    name: str,
+    rows: NDArray[np.int64] | None = None,
+) -> LabeledDataset:
+    """A dataset of inputs that were read, or are read when asked for, and raw labels."""
+    _check_length(len(inputs), name)
+    modality = _modality(inputs[0])
+    vectors = isinstance(inputs, list) and modality == "array" and np.ndim(inputs[0]) == 1
+    if vectors and len({item.shape for item in inputs}) == 1:
+        inputs, _ = as_inputs(np.stack(inputs), name)
+    try:
+        return LabeledDataset.from_raw(
+            inputs,
+            labels,
+            class_names=_fitting(names, labels, name),
+            modality=modality,
+            name=name,
+            rows=rows,
+        )
+    except InputError as error:
+        raise error if str(error).startswith(name) else prefixed(name, error) from error
+
+
+def _fitting(names: tuple[str, ...] | None, labels: Any, name: str) -> tuple[str, ...] | None:
+    """The names of classes, if labels are indices into them."""
+    values = without_fractions(raw_values(labels))
+    if names is None or values.dtype.kind not in "iub" or values.ndim != 1:
+        return None
+    if (most := int(values.max(initial=-1))) < len(names):
+        return names
+    warn(
+        f"{name}: it names {len(names)} classes, and labels go up to {most}, by which classes are "
+        "called",
+        DataNotice,
+    )
+    return None
+
+
+def _modality(item: Any) -> Modality:
+    """What an input is, as `_input` returns it."""
+    if isinstance(item, str):
+        return "text"
+    if isinstance(item, Image.Image) or item.ndim == 2:
+        return "image"
+    channels = item.shape[0 if isinstance(item, Tensor) else -1]
+    return "image" if item.ndim == 3 and channels in CHANNELS else "array"
+
+
+def _gathered(
+    pairs: Iterable[tuple[str, Any]], name: str, most: int | None
+) -> tuple[list[Any], list[Any]]:
+    """Read pairs, each with its place for messages, into inputs and labels.
+
+    Raises:
+        InputError: one is no pair, they are of different kinds, or do not fit in memory.
+    """
+    inputs: list[Any] = []
+    labels: list[Any] = []
+    room, first = _Room(name, most), ""
+    for place, pair in pairs:
+        item, label = _pair(pair, place)
+        inputs.append(_input(item, place))
+        labels.append(_label(label, place))
+        first = first or _modality(inputs[0])
+        if (kind := _modality(inputs[-1])) != first:
+            raise InputError(
+                f"the inputs of {name} are of one kind, and the first is {first}, but that of "
+                f"{place} {kind}: {shown(item)}; leave it out"
+            )
+        room.take(_bytes_of(inputs[-1]), len(inputs))
+    return inputs, labels
+
+
+class _Room:
+    """Counts what was read, and refuses more before memory is full.
+
+    Args:
+        name: of the dataset, for messages.
+        most: how many items are read at the most; None where nobody knows.
+    """
+
+    def __init__(self, name: str, most: int | None) -> None:
+        self.name, self.most = name, most
+        self.taken, self.next = 0, UNASKED
+        self.noticed = False
+
+    def take(self, count: int, items: int) -> None:
+        """Count so many bytes more, after which that many items are there."""
+        self.taken += count
+        if self.most is None and items >= MANY and not self.noticed:
+            self.noticed = True
+            warn(
+                f"{self.name}: {items} items are read, and more follow; max_samples=N takes the "
+                "first N, which one without an end needs",
+                DataNotice,
+            )
+        if self.taken < self.next:
+            return
+        self.next = 2 * self.taken
+        # Without a number of items, as much again must fit.
+        more = self.taken if self.most is None else self.taken * (self.most / items - 1)
+        others = "as many again" if self.most is None else "the others"
+        check_room(
+            f"{self.name}: its first {items} items take {self.taken >> 20} MiB, and {others}",
+            int(more),
+            f"take fewer, such as max_samples={items}",
+        )
+
+
+def _bytes_of(item: Any) -> int:
+    if isinstance(item, Image.Image):
+        return item.width * item.height * len(item.getbands())
+    return len(item) if isinstance(item, str) else int(item.nbytes)
+
+
+def _each(given: Iterable[Any], what: str, name: str) -> Iterator[tuple[str, Any]]:
+    """Iterate over what a user wrote: each item with its place, such as `row 3 of NAME`."""
+    items, count = None, 0
+    while True:
+        place = f"{what} {count} of {name}"
+        with user_code(place):
+            items = iter(given) if items is None else items
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield place, item
+        count += 1
+
+
+def _at(
+    given: Any, rows: NDArray[np.int64], num_workers: int, name: str
+) -> Iterator[tuple[str, Any]]:
+    """Read the items of some rows, each with its place."""
+    if num_workers == 0:
+        for row in rows.tolist():
+            place = f"row {row} of {name}"
+            with user_code(place):
+                item = given[row]
+            yield place, item
+        return
+    loader = DataLoader(
+        Subset(given, rows.tolist()),
+        batch_size=ITEMS_AT_ONCE,
+        num_workers=num_workers,
+        collate_fn=list,
+        # Forked workers inherit the dataset; other start methods would have to pickle it.
+        multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
+    )
+    places = (f"row {row} of {name}" for row in rows.tolist())
+    for _, batch in _each(loader, "batch", name):
+        yield from zip(islice(places, len(batch)), batch, strict=True)
+
+
+def _of_loader(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Read the items of a `DataLoader`, whose batches are (inputs, labels), each with its place."""
+    for place, batch in _each(loader, "batch", name):
+        inputs, labels = _pair(batch, place)
+        if loader.batch_size is None and loader.batch_sampler is None and np.ndim(labels) == 0:
+            # One item after the other, as its dataset gives them.
+            yield place, batch
+            continue
+        if isinstance(inputs, Mapping | str) or not hasattr(inputs, "__len__"):
+            raise InputError(
+                f"{place} has {_described(inputs)} for inputs, and a tensor, an array or a list of "
+                f"them is needed; {HOW_TO_PAIR}"
+            )
+        if not hasattr(labels, "__len__") or len(inputs) != len(labels):
+            raise InputError(
+                f"{place} has {len(inputs)} inputs, and its labels are {_described(labels)}; give "
+                "one for each"
+            )
+        for row, pair in enumerate(zip(inputs, labels, strict=True)):
+            yield f"item {row} of {place}", pair
+
+
+def _first_rows(stream: Any, name: str, most: int | None) -> Any:
+    """Read the first rows of a `datasets.IterableDataset`, or all, into a `datasets.Dataset`."""
+    import datasets
+    import pyarrow
+    from datasets.table import InMemoryTable, table_cast
+
+    size = ROWS_AT_ONCE if most is None else min(ROWS_AT_ONCE, most)
+    parts, count, room = [], 0, _Room(name, most)
+    # As Arrow holds them: the library would decode images.
+    for _, batch in _each(stream.with_format("arrow").iter(batch_size=size), "batch", name):
+        parts.append(batch if most is None else batch.slice(0, most - count))
+        count += len(parts[-1])
+        room.take(parts[-1].nbytes, count)
+        if count == most:
+            break
+    if count == 0:
+        return parts
+    table = pyarrow.concat_tables(parts, promote_options="permissive").replace_schema_metadata()
+    if (features := stream.features) is None:
+        features = datasets.Features.from_arrow_schema(table.schema)
+        for column, kind in zip(table.schema.names, table.schema.types, strict=True):
+            # An image that the library was not told of.
+            if pyarrow.types.is_struct(kind) and {field.name for field in kind} == STORED_IMAGE:
+                features[column] = datasets.Image()
+    table = table_cast(table, features.arrow_schema)
+    return datasets.Dataset(InMemoryTable(table), info=stream.info, split=stream.split)
+
+
+def _pair(item: Any, place: str) -> tuple[Any, Any]:
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1]
+    way_out = HOW_TO_PAIR
+    if isinstance(item, Mapping):
+        way_out += (
+            ", or give the Hugging Face dataset itself, whose columns input=COLUMN and "
+            "label=COLUMN name"
+        )
+    elif not isinstance(item, tuple | list) or len(item) == 1:
+        way_out += "; features without labels are compared as an array, with labels='none'"
+    raise InputError(f"{place} must be a pair (input, label), got {_described(item)}; {way_out}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__qualname__} with the keys {listing(list(map(str, value)), 10)}"
+    if isinstance(value, tuple | list) and 0 < len(value) < 10:
+        parts = ", ".join(type(part).__qualname__ for part in value)
+        return f"a {type(value).__qualname__} of {len(value)}: {parts}"
+    return shown(value)
+
+
+def _input(value: Any, place: str) -> Any:
+    """Return an input as a text, an image of PIL, an array, or a tensor of several dimensions."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Image.Image):
+        return value
+    what = f"the input of {place}"
+    if isinstance(value, Tensor):
+        tensor = real_tensor(what, dense(what, value.detach())).cpu()
+        tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        # A copy, as a dataset may write the next item to the same memory.
+        if tensor.ndim > 0 and tensor.numel() > 0:
+            return tensor.clone() if tensor.ndim > 1 else np.array(tensor.numpy())
+    elif hasattr(value, "__array__") or _is_vector(value):
+        array = exact_array(what, value)
+        if array.dtype.kind in "fiub" and array.ndim > 0 and array.size > 0:
+            return np.array(array)
+    raise InputError(
+        f"{what} must be a vector, an image or a text, got {_described(value)}; give an array, a "
+        "tensor, an image of PIL or a string"
+    )
+
+
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(x, numbers.Real) for x in value)
+
+
+def _label(value: Any, place: str) -> Any:
+    """Return a label as an object of Python or NumPy."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
+        return value.item()
+    if value is None or isinstance(value, str | bytes | numbers.Number | np.generic):
+        return value
+    raise InputError(
+        f"the label of {place} must be one integer or text, got {_described(value)}"
+        f"{HOW_TO_CHOOSE if hasattr(value, 'ndim') else ''}"
+    )
+
+
+def _label_list(labels: Any, name: str) -> list[Any]:
+    """The labels that a dataset holds beside its items."""
+    if (ndim := getattr(labels, "ndim", 1)) != 1:
+        raise InputError(
+            f"{name}: labels must be one integer or text for each item, got {shown(labels)}"
+            f"{HOW_TO_CHOOSE if ndim else ''}"
+        )
+    return list(labels.tolist() if hasattr(labels, "tolist") else labels)
+
+
+def _array_inputs(values: Any, name: str) -> Any:
+    """Inputs of one array, tensor, table or list: an array (n, ...), or a list of n items."""
+    what = f"{name}: inputs"
+    if isinstance(values, list):
+        return [_input(item, f"row {row} of {name}") for row, item in enumerate(values)]
+    values = dense(what, values)
+    if isinstance(values, Tensor):
+        tensor = real_tensor(what, values).detach().cpu()
+        tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        if tensor.ndim > 2:
+            return list(tensor.unbind(0))
+        return as_inputs(tensor.numpy(), name)[0]
+    array = exact_array(what, values)
+    if array.dtype.kind not in "fiub" and array.ndim == 1:
+        return _array_inputs(array.tolist(), name)
+    return as_inputs(array, name)[0]
