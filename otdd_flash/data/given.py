@@ -52,7 +52,7 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
 from otdd_flash.data.torchvision_class import known_labels, stored_images
-from otdd_flash.errors import DataNotice, InputError, prefixed, warn
+from otdd_flash.errors import DataNotice, InputError, UserCodeError, prefixed, warn
 from otdd_flash.importing import user_code
 from otdd_flash.raw_labels import raw_values, without_fractions
 from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
@@ -68,6 +68,7 @@ Held: TypeAlias = (
 )
 Samples: TypeAlias = "SamplesOrArrays | Held"
 
+CALLED = {"image": "an image", "text": "a text", "array": "an array of numbers"}
 HOW_TO_CHOOSE = "; where it is one-hot or one number in brackets, take its argmax or flatten it"
 HOW_TO_PAIR = "wrap the dataset so that its items are pairs (input, label)"
 # Items of a stream of unknown length after which a notice says that it may have no end.
@@ -120,8 +121,10 @@ def as_dataset(
             table = given.select_columns(shown_columns)
         _check_length(len(table), name)
         request = Request("huggingface", "all", weights=weights)
-        title = " ".join(map(str, filter(None, (given.info.dataset_name, given.split))))
-        title = title if given.info.dataset_name else name
+        title, info = name, given.info
+        # Else it is called by the format of its files.
+        if info.dataset_name and info.dataset_name != info.builder_name:
+            title = f"{info.dataset_name} {given.split or ''}".strip()
         dataset = labeled_table(table, title, where, request, input=input, label=label)
         return subset(dataset, None, max_samples, seed)
     for option, column in (("input", input), ("label", label), ("weights", weights)):
@@ -154,10 +157,12 @@ def as_samples(given: Samples, name: str) -> LabeledSamples:
     dataset = as_dataset(given, name)
     check_vectors(dataset, f"otdd.embed({name}, extractor)", name)
     inputs = dataset.inputs
-    rows = inputs if isinstance(inputs, np.ndarray) else [inputs[row] for row in range(len(inputs))]
+    if not isinstance(inputs, np.ndarray):
+        inputs = [inputs[row] for row in range(len(inputs))]
+        _check_lengths(inputs, name)
     try:
         return LabeledSamples(
-            real_tensor("features", rows),
+            real_tensor("features", inputs),
             None if dataset.labels is None else torch.from_numpy(dataset.labels),
             dataset.class_names,
             None if dataset.weights is None else torch.from_numpy(dataset.weights),
@@ -176,6 +181,8 @@ def check_vectors(dataset: LabeledDataset, way_out: str, name: str) -> None:
     """
     first = dataset.inputs[0]
     if dataset.modality == "array" and np.ndim(first) == 1:
+        if isinstance(dataset.inputs, list):
+            _check_lengths(dataset.inputs, name)
         return
     extractor = {
         "image": "otdd.extractors.pixels()",
@@ -188,6 +195,16 @@ def check_vectors(dataset: LabeledDataset, way_out: str, name: str) -> None:
         f"{what if dataset.modality != 'text' else 'text'}; pass {way_out}, such as "
         f"extractor={extractor}"
     )
+
+
+def _check_lengths(vectors: list[Any], name: str) -> None:
+    shape = np.shape(vectors[0])
+    for row, vector in enumerate(vectors):
+        if np.shape(vector) != shape:
+            raise InputError(
+                f"inputs of {name} have no common length: row 0 is of shape {shape}, and row {row} "
+                f"of {np.shape(vector)}; pad or cut them to one length"
+            )
 
 
 def _of_items(
@@ -379,8 +396,8 @@ def _gathered(
         first = first or _modality(inputs[0])
         if (kind := _modality(inputs[-1])) != first:
             raise InputError(
-                f"the inputs of {name} are of one kind, and the first is {first}, but that of "
-                f"{place} {kind}: {shown(item)}; leave it out"
+                f"the input of {place} is {CALLED[kind]}, {shown(item)}, and that of the first is "
+                f"{CALLED[first]}; leave it out"
             )
         room.take(_bytes_of(inputs[-1]), len(inputs))
     return inputs, labels
@@ -469,7 +486,7 @@ def _at(
 
 def _of_loader(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Read the items of a `DataLoader`, whose batches are (inputs, labels), each with its place."""
-    for place, batch in _each(loader, "batch", name):
+    for place, batch in _collated(loader, name):
         inputs, labels = _pair(batch, place)
         if loader.batch_size is None and loader.batch_sampler is None and np.ndim(labels) == 0:
             # One item after the other, as its dataset gives them.
@@ -487,6 +504,17 @@ def _of_loader(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
             )
         for row, pair in enumerate(zip(inputs, labels, strict=True)):
             yield f"item {row} of {place}", pair
+
+
+def _collated(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
+    try:
+        yield from _each(loader, "batch", name)
+    except UserCodeError as error:
+        if "PIL" not in str(error):
+            raise
+        raise InputError(
+            f"{error}; give its dataset itself, or one whose transform makes tensors"
+        ) from error
 
 
 def _first_rows(stream: Any, name: str, most: int | None) -> Any:

@@ -365,7 +365,10 @@ class _Items:
         elif not is_address(path):
             image = open_image(path, place)
         elif not self.download:
-            raise InputError(f"{place} is the address {path} of an image, and {ALLOW} it")
+            raise InputError(
+                f"{place} is the address {path} of an image, and {ALLOW} it, where otdd.load or a "
+                "command reads the dataset"
+            )
         else:
             with reading(Path(place)):
                 image = plain_image(self.feature.decode_example({"bytes": None, "path": path}))
