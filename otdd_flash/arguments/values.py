@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from otdd_flash.checks import (
@@ -86,7 +86,8 @@ def samples(name: str, value: Any) -> Any:
         raise _no_dataset(name, accepted, value)
     if pair and not _is_matrix(value[0]):
         raise refused(f"{name} must {accepted}; features", "be an array or a tensor", value[0])
-    if pair and not _is_matrix(value[1]) and not isinstance(value[1], list | tuple):
+    several = pair and isinstance(value[1], Sequence) and not isinstance(value[1], str | bytes)
+    if pair and not several and not _is_matrix(value[1]):
         raise refused(
             f"{name} must {accepted}; labels", "be a list, an array or a tensor", value[1]
         )

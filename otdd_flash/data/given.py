@@ -189,11 +189,12 @@ def check_vectors(dataset: LabeledDataset, way_out: str, name: str) -> None:
         "text": "otdd.extractors.text(MODEL)",
         "array": "otdd.extractors.from_callable(function)",
     }[dataset.modality]
-    what = f"an image of mode {first.mode}" if isinstance(first, Image.Image) else shown(first)
+    what, vectors = shown(first), "flatten them, if they are vectors, or "
+    if isinstance(first, Image.Image | str):
+        what, vectors = "text" if isinstance(first, str) else f"an image of mode {first.mode}", ""
     raise InputError(
         f"{name} is a dataset whose inputs are no vectors and have no features yet, the first is "
-        f"{what if dataset.modality != 'text' else 'text'}; pass {way_out}, such as "
-        f"extractor={extractor}"
+        f"{what}; {vectors}pass {way_out}, such as extractor={extractor}"
     )
 
 
@@ -214,7 +215,8 @@ def _of_items(
     names = _class_names(given, name)
     if is_a(given, LOADER_CLASS) or isinstance(given, IterableDataset):
         items = _of_loader(given, name) if is_a(given, LOADER_CLASS) else _each(given, "row", name)
-        inputs, labels = _gathered(islice(items, max_samples), name, max_samples)
+        read = islice(items, max_samples)
+        inputs, labels = _gathered(read, name, max_samples, is_a(given, LOADER_CLASS))
         _check_length(len(inputs), name)
         return _labelled(inputs, labels, names, name)
     try:
@@ -270,6 +272,7 @@ def _class_names(given: Any, name: str) -> tuple[str, ...] | None:
             )
         return None
     found = getattr(given, "classes", None)
+    found = found.tolist() if isinstance(found, np.ndarray) else found
     if not isinstance(found, list | tuple) or not found or _changes_labels(given):
         return None
     return tuple(", ".join(c) if isinstance(c, tuple) else str(c) for c in found)
@@ -344,7 +347,7 @@ def _labelled(
         return LabeledDataset.from_raw(
             inputs,
             labels,
-            class_names=_fitting(names, labels, name),
+            class_names=None if names is None else _fitting(names, labels, name),
             modality=modality,
             name=name,
             rows=rows,
@@ -353,10 +356,10 @@ def _labelled(
         raise error if str(error).startswith(name) else prefixed(name, error) from error
 
 
-def _fitting(names: tuple[str, ...] | None, labels: Any, name: str) -> tuple[str, ...] | None:
+def _fitting(names: tuple[str, ...], labels: Any, name: str) -> tuple[str, ...] | None:
     """The names of classes, if labels are indices into them."""
     values = without_fractions(raw_values(labels))
-    if names is None or values.dtype.kind not in "iub" or values.ndim != 1:
+    if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
     if (most := int(values.max(initial=-1))) < len(names):
         return names
@@ -379,16 +382,22 @@ def _modality(item: Any) -> Modality:
 
 
 def _gathered(
-    pairs: Iterable[tuple[str, Any]], name: str, most: int | None
+    pairs: Iterable[tuple[str, Any]], name: str, most: int | None, loaded: bool = False
 ) -> tuple[list[Any], list[Any]]:
     """Read pairs, each with its place for messages, into inputs and labels.
+
+    Args:
+        pairs: of inputs and labels.
+        name: of the dataset.
+        most: how many they are at the most; None where nobody knows.
+        loaded: whether a `DataLoader` gives them.
 
     Raises:
         InputError: one is no pair, they are of different kinds, or do not fit in memory.
     """
     inputs: list[Any] = []
     labels: list[Any] = []
-    room, first = _Room(name, most), ""
+    room, first = _Room(name, most, loaded=loaded), ""
     for place, pair in pairs:
         item, label = _pair(pair, place)
         inputs.append(_input(item, place))
@@ -409,10 +418,11 @@ class _Room:
     Args:
         name: of the dataset, for messages.
         most: how many items are read at the most; None where nobody knows.
+        loaded: whether a `DataLoader` gives them.
     """
 
-    def __init__(self, name: str, most: int | None) -> None:
-        self.name, self.most = name, most
+    def __init__(self, name: str, most: int | None, *, loaded: bool = False) -> None:
+        self.name, self.most, self.loaded = name, most, loaded
         self.taken, self.next = 0, UNASKED
         self.noticed = False
 
@@ -435,7 +445,8 @@ class _Room:
         check_room(
             f"{self.name}: its first {items} items take {self.taken >> 20} MiB, and {others}",
             int(more),
-            f"take fewer, such as max_samples={items}",
+            f"take fewer, such as max_samples={items}"
+            + (", or give a dataset of torchvision itself, not its DataLoader" * self.loaded),
         )
 
 
