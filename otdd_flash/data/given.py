@@ -6,8 +6,8 @@
       Subset and ConcatDataset of these       read when asked for     drawn in proportion to classes
     datasets.Dataset                          read when asked for     drawn in proportion to classes
     any other with items and a length         read once, in order     drawn whatever their class
-    DataLoader, IterableDataset,
-      datasets.IterableDataset                read once, in order     the first ones
+    DataLoader, IterableDataset               read once, in order     the first ones
+    datasets.IterableDataset                  read once, in order     the first ones
 
 Items are pairs (input, label). An input is a vector (an array, a tensor or a list of numbers), a
 text, or an image: of PIL, an array (h, w) or (h, w, c), or a tensor (h, w) or (c, h, w), which
@@ -17,8 +17,8 @@ stays one, as networks take it. Arrays of other shapes are for extractors that k
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_all_start_methods
 from pathlib import Path
@@ -48,10 +48,12 @@ from otdd_flash.checks import is_a, shown
 from otdd_flash.data.array_inputs import CHANNELS, as_inputs
 from otdd_flash.data.dataset import LabeledDataset, Modality, join_inputs, take_inputs
 from otdd_flash.data.hugging_face import labeled_table
+from otdd_flash.data.images import plain_item
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
 from otdd_flash.data.torchvision_class import known_labels, stored_images
+from otdd_flash.distributed.ranks import Progress
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, prefixed, warn
 from otdd_flash.importing import user_code
 from otdd_flash.raw_labels import raw_values, without_fractions
@@ -81,7 +83,7 @@ ROWS_AT_ONCE, STORED_IMAGE = 1000, {"bytes", "path"}
 ITEMS_AT_ONCE = 64
 
 
-def as_dataset(
+def opened(
     given: Any,
     name: str = "dataset",
     *,
@@ -91,8 +93,8 @@ def as_dataset(
     label: str | None = None,
     weights: str | None = None,
     num_workers: int = 0,
-) -> LabeledDataset:
-    """Return what a user holds as a dataset; see the table above.
+) -> LabeledDataset | ReadOnce:
+    """Return what a user holds as a dataset, or as pairs to be read; see the table above.
 
     Args:
         given: of a type that `arguments.values.dataset` accepts.
@@ -136,10 +138,31 @@ def as_dataset(
     if isinstance(given, LabeledDataset):
         return given if max_samples is None else subset(given, None, max_samples, seed)
     if isinstance(given, tuple):
-        dataset = _labelled(_array_inputs(given[0], name), given[1], None, name)
-    else:
-        dataset = _of_items(given, _title(given) or name, max_samples, seed, num_workers)
-    return subset(dataset, None, max_samples, seed)
+        found = _array_inputs(given[0], name), given[1]
+        return subset(_labelled(*found, None, name), None, max_samples, seed)
+    name = _title(given) or name
+    names = _class_names(given, name)
+    if is_a(given, LOADER_CLASS):
+        pairs = islice(_of_loader(given, name), max_samples)
+        return ReadOnce(name, names, pairs, max_samples, max_samples, loaded=True)
+    if isinstance(given, IterableDataset):
+        pairs = islice(_each(given, "row", name), max_samples)
+        return ReadOnce(name, names, pairs, max_samples, max_samples)
+    try:
+        count = len(given)
+    except (TypeError, NotImplementedError):
+        raise InputError(
+            f"{name} is a {type(given).__qualname__} without a length; define __len__, or make it "
+            "an IterableDataset"
+        ) from None
+    _check_length(count, name)
+    if (known := _known(given, name)) is not None:
+        return subset(_labelled(*known, names, name), None, max_samples, seed)
+    rows = np.arange(count)
+    if max_samples is not None and max_samples < count:
+        rows = np.sort(np.random.default_rng(seed).permutation(count)[:max_samples])
+    pairs = _at(given, rows, num_workers, name)
+    return ReadOnce(name, names, pairs, len(rows), max_samples, rows)
 
 
 def as_samples(given: Samples, name: str) -> LabeledSamples:
@@ -154,7 +177,8 @@ def as_samples(given: Samples, name: str) -> LabeledSamples:
     """
     if not holds_items(given):
         return LabeledSamples.of(cast("SamplesOrArrays", given), name)
-    dataset = as_dataset(given, name)
+    found = opened(given, name)
+    dataset = found.whole() if isinstance(found, ReadOnce) else found
     check_vectors(dataset, f"otdd.embed({name}, extractor)", name)
     inputs = dataset.inputs
     if not isinstance(inputs, np.ndarray):
@@ -206,34 +230,6 @@ def _check_lengths(vectors: list[Any], name: str) -> None:
                 f"inputs of {name} have no common length: row 0 is of shape {shape}, and row {row} "
                 f"of {np.shape(vector)}; pad or cut them to one length"
             )
-
-
-def _of_items(
-    given: Any, name: str, max_samples: int | None, seed: int, num_workers: int
-) -> LabeledDataset:
-    """Read a dataset of PyTorch."""
-    names = _class_names(given, name)
-    if is_a(given, LOADER_CLASS) or isinstance(given, IterableDataset):
-        items = _of_loader(given, name) if is_a(given, LOADER_CLASS) else _each(given, "row", name)
-        read = islice(items, max_samples)
-        inputs, labels = _gathered(read, name, max_samples, is_a(given, LOADER_CLASS))
-        _check_length(len(inputs), name)
-        return _labelled(inputs, labels, names, name)
-    try:
-        count = len(given)
-    except (TypeError, NotImplementedError):
-        raise InputError(
-            f"{name} is a {type(given).__qualname__} without a length; define __len__, or make it "
-            "an IterableDataset"
-        ) from None
-    _check_length(count, name)
-    if (known := _known(given, name)) is not None:
-        return _labelled(*known, names, name)
-    rows = np.arange(count)
-    if max_samples is not None and max_samples < count:
-        rows = np.sort(np.random.default_rng(seed).permutation(count)[:max_samples])
-    inputs, labels = _gathered(_at(given, rows, num_workers, name), name, len(rows))
-    return _labelled(inputs, labels, names, name, rows)
 
 
 def _check_length(count: int, name: str) -> None:
@@ -340,9 +336,7 @@ def _labelled(
     """A dataset of inputs that were read, or are read when asked for, and raw labels."""
     _check_length(len(inputs), name)
     modality = _modality(inputs[0])
-    vectors = isinstance(inputs, list) and modality == "array" and np.ndim(inputs[0]) == 1
-    if vectors and len({item.shape for item in inputs}) == 1:
-        inputs, _ = as_inputs(np.stack(inputs), name)
+    inputs = _stacked(inputs, name) if isinstance(inputs, list) else inputs
     try:
         return LabeledDataset.from_raw(
             inputs,
@@ -354,6 +348,14 @@ def _labelled(
         )
     except InputError as error:
         raise error if str(error).startswith(name) else prefixed(name, error) from error
+
+
+def _stacked(inputs: list[Any], name: str) -> Any:
+    """Vectors of one length as an array (n, d), other inputs as they are."""
+    vectors = all(isinstance(item, np.ndarray) and item.ndim == 1 for item in inputs)
+    if not vectors or len({item.shape for item in inputs}) > 1:
+        return list(inputs)
+    return as_inputs(np.stack(inputs), name)[0]
 
 
 def _fitting(names: tuple[str, ...], labels: Any, name: str) -> tuple[str, ...] | None:
@@ -381,73 +383,141 @@ def _modality(item: Any) -> Modality:
     return "image" if item.ndim == 3 and channels in CHANNELS else "array"
 
 
-def _gathered(
-    pairs: Iterable[tuple[str, Any]], name: str, most: int | None, loaded: bool = False
-) -> tuple[list[Any], list[Any]]:
-    """Read pairs, each with its place for messages, into inputs and labels.
+@dataclass
+class ReadOnce:
+    """Pairs (input, label) that are read once, in order, each with its place for messages.
 
     Args:
-        pairs: of inputs and labels.
         name: of the dataset.
+        names: of its classes, if it names them.
+        pairs: what is read.
         most: how many they are at the most; None where nobody knows.
-        loaded: whether a `DataLoader` gives them.
-
-    Raises:
-        InputError: one is no pair, they are of different kinds, or do not fit in memory.
-    """
-    inputs: list[Any] = []
-    labels: list[Any] = []
-    room, first = _Room(name, most, loaded=loaded), ""
-    for place, pair in pairs:
-        item, label = _pair(pair, place)
-        inputs.append(_input(item, place))
-        labels.append(_label(label, place))
-        first = first or _modality(inputs[0])
-        if (kind := _modality(inputs[-1])) != first:
-            raise InputError(
-                f"the input of {place} is {CALLED[kind]}, {shown(item)}, and that of the first is "
-                f"{CALLED[first]}; leave it out"
-            )
-        room.take(_bytes_of(inputs[-1]), len(inputs))
-    return inputs, labels
-
-
-class _Room:
-    """Counts what was read, and refuses more before memory is full.
-
-    Args:
-        name: of the dataset, for messages.
-        most: how many items are read at the most; None where nobody knows.
+        max_samples: how many were asked for.
+        rows: the row numbers of all; None for the first ones of a stream.
         loaded: whether a `DataLoader` gives them.
     """
 
-    def __init__(self, name: str, most: int | None, *, loaded: bool = False) -> None:
-        self.name, self.most, self.loaded = name, most, loaded
-        self.taken, self.next = 0, UNASKED
-        self.noticed = False
+    name: str
+    names: tuple[str, ...] | None
+    pairs: Iterable[tuple[str, Any]]
+    most: int | None
+    max_samples: int | None
+    rows: NDArray[np.int64] | None = None
+    loaded: bool = False
+    taken: int = field(default=0, init=False)
+    asked_from: int = field(default_factory=lambda: UNASKED, init=False)
 
-    def take(self, count: int, items: int) -> None:
-        """Count so many bytes more, after which that many items are there."""
-        self.taken += count
-        if self.most is None and items >= MANY and not self.noticed:
-            self.noticed = True
-            warn(
-                f"{self.name}: {items} items are read, and more follow; max_samples=N takes the "
-                "first N, which one without an end needs",
-                DataNotice,
-            )
-        if self.taken < self.next:
+    def whole(self) -> LabeledDataset:
+        """Hold all inputs.
+
+        Raises:
+            InputError: an item is no pair, inputs are of different kinds, or do not fit in memory.
+        """
+        inputs: list[Any] = []
+        labels: list[Any] = []
+        for item, label in self._read():
+            inputs.append(item)
+            labels.append(label)
+            self.take(_bytes_of(item), len(inputs))
+        return self._labelled(inputs, labels)
+
+    def extracted(
+        self,
+        extract: Callable[[LabeledDataset], NDArray[Any]],
+        batch_size: int,
+        progress: Progress | None,
+    ) -> LabeledDataset:
+        """Hold features in place of the inputs, a dataset of vectors.
+
+        Args:
+            extract: features (k, d) of some inputs, without labels.
+            batch_size: they are a multiple of it, but for the last ones.
+            progress: called with (inputs done, how many there are as far as anybody knows).
+
+        Raises:
+            InputError: as for `whole`.
+        """
+        parts: list[NDArray[Any]] = []
+        labels: list[Any] = []
+        chunk: list[Any] = []
+        held = 0
+
+        def flush() -> None:
+            inputs = _stacked(chunk, self.name)
+            given = LabeledDataset(inputs, None, (), None, _modality(chunk[0]), self.name)
+            first = len(labels) - len(chunk)
+            try:
+                parts.append(extract(given))
+            except InputError as error:
+                if first == 0:
+                    raise
+                raise prefixed(f"{self.name} from row {first} on", error) from error
+            if parts[-1].shape[1:] != parts[0].shape[1:]:
+                raise InputError(
+                    f"inputs of {self.name} have no common feature dimension: "
+                    f"{parts[0].shape[1]} and {parts[-1].shape[1]}; bring them to one size"
+                )
+            self.take(parts[-1].nbytes, len(labels))
+            chunk.clear()
+            if progress is not None:
+                progress(len(labels), max(len(labels), self.most or 0))
+
+        for item, label in self._read():
+            chunk.append(item)
+            labels.append(label)
+            held += _bytes_of(item)
+            if held >= UNASKED and len(chunk) % batch_size == 0:
+                flush()
+                held = 0
+        if chunk:
+            flush()
+        return self._labelled(np.concatenate(parts) if parts else [], labels)
+
+    def take(self, size: int, items: int) -> None:
+        """Count bytes that are held of so many items, and refuse more before memory is full."""
+        self.taken += size
+        if self.taken < self.asked_from:
             return
-        self.next = 2 * self.taken
-        # Without a number of items, as much again must fit.
-        more = self.taken if self.most is None else self.taken * (self.most / items - 1)
-        others = "as many again" if self.most is None else "the others"
+        self.asked_from = 2 * self.taken
+        # Where nobody knows how many items there are, as many again must fit.
+        others = self.taken
+        if self.most is not None:
+            rest = int(self.taken * (self.most / items - 1))
+            others = rest if self.rows is not None else min(rest, others)
         check_room(
-            f"{self.name}: its first {items} items take {self.taken >> 20} MiB, and {others}",
-            int(more),
+            f"{self.name}: its first {items} items take {self.taken >> 20} MiB, and "
+            f"{others / self.taken * items:.0f} more",
+            others,
             f"take fewer, such as max_samples={items}"
             + (", or give a dataset of torchvision itself, not its DataLoader" * self.loaded),
         )
+
+    def _read(self) -> Iterator[tuple[Any, Any]]:
+        first = None
+        for count, (place, pair) in enumerate(self.pairs):
+            given, label = _pair(pair, place)
+            item = _input(given, place)
+            kind = _modality(item)
+            first = first or kind
+            if kind != first:
+                raise InputError(
+                    f"the input of {place} is {CALLED[kind]}, {shown(given)}, and that of the "
+                    f"first is {CALLED[first]}; leave it out"
+                )
+            if self.most is None and count == MANY:
+                warn(_may_not_end(self.name, count), DataNotice)
+            yield item, _label(label, place)
+
+    def _labelled(self, inputs: Any, labels: list[Any]) -> LabeledDataset:
+        dataset = _labelled(inputs, labels, self.names, self.name, self.rows)
+        return subset(dataset, None, self.max_samples, 0)
+
+
+def _may_not_end(name: str, count: int) -> str:
+    return (
+        f"{name}: {count} items are read, and more follow; max_samples=N takes the first N, which "
+        "one without an end needs"
+    )
 
 
 def _bytes_of(item: Any) -> int:
@@ -535,14 +605,16 @@ def _first_rows(stream: Any, name: str, most: int | None) -> Any:
     from datasets.table import InMemoryTable, table_cast
 
     size = ROWS_AT_ONCE if most is None else min(ROWS_AT_ONCE, most)
-    parts, count, room = [], 0, _Room(name, most)
+    parts, count, read = [], 0, ReadOnce(name, None, (), most, most)
     # As Arrow holds them: the library would decode images.
     for _, batch in _each(stream.with_format("arrow").iter(batch_size=size), "batch", name):
         parts.append(batch if most is None else batch.slice(0, most - count))
         count += len(parts[-1])
-        room.take(parts[-1].nbytes, count)
+        read.take(parts[-1].nbytes, count)
         if count == most:
             break
+        if most is None and count - len(parts[-1]) < MANY <= count:
+            warn(_may_not_end(name, count), DataNotice)
     if count == 0:
         return parts
     table = pyarrow.concat_tables(parts, promote_options="permissive").replace_schema_metadata()
@@ -584,7 +656,7 @@ def _input(value: Any, place: str) -> Any:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Image.Image):
-        return value
+        return plain_item(value, place)
     what = f"the input of {place}"
     if isinstance(value, Tensor):
         tensor = real_tensor(what, dense(what, value.detach())).cpu()

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.arguments.datasets import EMBED
 from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
-from otdd_flash.data.given import Held, as_dataset, check_vectors
+from otdd_flash.data.given import Held, ReadOnce, check_vectors, opened
 from otdd_flash.data.images import plain_item
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
@@ -30,7 +31,7 @@ from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
-from otdd_flash.extractors.raw_vectors import identity
+from otdd_flash.extractors.raw_vectors import RawVectors, identity
 from otdd_flash.files.cache import TensorCache
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.samples import Array, LabeledSamples
@@ -118,7 +119,7 @@ def embed(
             kind of data, inputs have no common dimension, features are not finite, or the device is
             not there.
     """
-    dataset = as_dataset(
+    dataset = opened(
         dataset,
         max_samples=max_samples,
         seed=seed,
@@ -127,6 +128,17 @@ def embed(
         weights=weights,
         num_workers=num_workers,
     )
+    if isinstance(dataset, ReadOnce):
+        # Pixels are held as inputs or as features, and a cache asks for all inputs first.
+        held = extractor is None or isinstance(extractor, PixelValues | RawVectors)
+        if held or cache_dir is not None or features_path is not None:
+            dataset = dataset.whole()
+        else:
+            options = {"batch_size": batch_size, "device": device, "num_workers": num_workers}
+            options |= {"mixed_precision": mixed_precision, "group": group}
+            extract = partial(_features, extractor, options)
+            dataset = dataset.extracted(extract, batch_size, progress)
+            extractor = progress = None
     if extractor is None:
         check_vectors(dataset, "an extractor", dataset.name)
         extractor = identity()
@@ -170,6 +182,14 @@ def embed(
         name=dataset.name,
         subset_hash=dataset.subset_hash,
     )
+
+
+def _features(
+    extractor: Extractor, options: dict[str, Any], dataset: LabeledDataset
+) -> NDArray[Any]:
+    """The features (n, d) of a part of a dataset, as an array."""
+    found: NDArray[Any] = embed(dataset, extractor, **options).features.numpy()
+    return found
 
 
 @dataclass(frozen=True)

@@ -287,6 +287,42 @@ def test_a_function_gets_tensors_as_they_are() -> None:
     assert torch.equal(found.features, tensors.mean((2, 3)))
 
 
+@pytest.mark.parametrize("kind", ["stream", "loader", "dataset"])
+def test_inputs_that_a_function_takes_are_not_held(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    done: list[tuple[int, int]] = []
+
+    def read(row: int) -> Any:
+        events.append("read")
+        return vector(row)
+
+    def squares(batch: np.ndarray) -> np.ndarray:
+        events.append("extract")
+        return batch**2
+
+    def make() -> Any:
+        pairs = Pairs(read)
+        streams = {"stream": Stream(lambda: map(read, range(30))), "dataset": pairs}
+        return streams.get(kind) or DataLoader(pairs, batch_size=4)
+
+    extractor = otdd.extractors.from_callable(squares)
+    monkeypatch.setattr(given_module, "UNASKED", 4 * 32)
+    found = otdd.embed(make(), extractor, batch_size=4, progress=lambda *n: done.append(n))
+    assert events == (["read"] * 4 + ["extract"]) * 7 + ["read"] * 2 + ["extract"]
+    assert [n for n, _ in done] == [*range(4, 29, 4), 30]
+    assert found.fingerprint == otdd.LabeledSamples.from_arrays(X**2, Y).fingerprint
+    held = otdd.embed(make(), extractor, batch_size=4, features_path=tmp_path / "x.npy")
+    assert held.fingerprint == found.fingerprint
+
+    def later(batch: np.ndarray) -> np.ndarray:
+        return batch if np.array_equal(batch[0], X[0]) else batch * np.nan
+
+    with pytest.raises(InputError, match=r"^dataset from row 4 on: .* \(first at row 0, col"):
+        otdd.embed(make(), otdd.extractors.from_callable(later), batch_size=4)
+
+
 def test_labels_are_those_of_the_items() -> None:
     """Some hold other labels beside them: before their transform, or those of a subclass."""
 
@@ -381,7 +417,10 @@ def test_a_stream_that_may_have_no_end(kind: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(given_module, "MANY", 1000)
     with (
         pytest.warns(DataNotice, match="items are read, and more follow; max_samples=N takes"),
-        pytest.raises(InputError, match=r"as many again need .* such as max_samples=\d+$"),
+        pytest.raises(
+            InputError,
+            match=r"its first (\d+) items take 0 MiB, and \1 more need .* such as max_samples=\1$",
+        ),
     ):
         otdd.embed(stream)
 
