@@ -143,11 +143,11 @@ def opened(
     name = _title(given) or name
     names = _class_names(given, name)
     if is_a(given, LOADER_CLASS):
-        pairs = islice(_of_loader(given, name), max_samples)
-        return ReadOnce(name, names, pairs, max_samples, max_samples, loaded=True)
+        read = islice(_of_loader(given, name), max_samples)
+        return ReadOnce(name, names, read, max_samples, max_samples, loaded=True)
     if isinstance(given, IterableDataset):
-        pairs = islice(_each(given, "row", name), max_samples)
-        return ReadOnce(name, names, pairs, max_samples, max_samples)
+        read = islice(_each(given, "row", name), max_samples)
+        return ReadOnce(name, names, read, max_samples, max_samples)
     try:
         count = len(given)
     except (TypeError, NotImplementedError):

@@ -130,12 +130,12 @@ def embed(
     )
     if isinstance(dataset, ReadOnce):
         # Pixels are held as inputs or as features, and a cache asks for all inputs first.
-        held = extractor is None or isinstance(extractor, PixelValues | RawVectors)
-        if held or cache_dir is not None or features_path is not None:
+        kept = cache_dir is not None or features_path is not None
+        if extractor is None or isinstance(extractor, PixelValues | RawVectors) or kept:
             dataset = dataset.whole()
         else:
-            options = {"batch_size": batch_size, "device": device, "num_workers": num_workers}
-            options |= {"mixed_precision": mixed_precision, "group": group}
+            options: dict[str, Any] = {"batch_size": batch_size, "device": device, "group": group}
+            options |= {"mixed_precision": mixed_precision, "num_workers": num_workers}
             extract = partial(_features, extractor, options)
             dataset = dataset.extracted(extract, batch_size, progress)
             extractor = progress = None

@@ -367,6 +367,16 @@ def test_classes_are_called_as_the_dataset_says(names: list[Any], expected: Any)
     assert otdd.embed(loader).class_names == expected
 
 
+def test_names_of_classes_that_do_not_fit_are_said() -> None:
+    parts = [Pairs(vector, 15), Pairs(vector, 15)]
+    parts[0].classes, parts[1].classes = NAMES, NAMES[::-1]
+    with pytest.warns(DataNotice, match="its parts name their classes differently"):
+        otdd.embed(ConcatDataset(parts))
+    parts[0].classes = NAMES[:2]
+    with pytest.warns(DataNotice, match="it names 2 classes, and labels go up to 2"):
+        otdd.embed(parts[0])
+
+
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 def test_max_samples_draws_by_class_where_labels_are_known() -> None:
     kinds = np.repeat([0, 1, 2], [24, 4, 2])
