@@ -71,6 +71,8 @@ def embed(
     """Extract the features of every input.
 
     ```python
+    import otdd_flash as otdd
+    import torch
     from torch.utils.data import DataLoader, TensorDataset
 
     rows = TensorDataset(torch.randn(60, 4), torch.arange(60) % 3)
