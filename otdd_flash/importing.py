@@ -16,6 +16,7 @@ from otdd_flash.errors import InputError, UserCodeError
 
 FORM = "package.module:function or package.module.function"
 
+IN_A_WORKER = " in DataLoader worker process "
 # Frames of these say nothing of the user's code.
 OUR_FRAMES = ("otdd_flash.", "importlib.", "contextlib")
 
@@ -91,8 +92,11 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
 
 
 def _in_one_line(error: BaseException) -> str:
-    words = " ".join(str(error).split())
-    kind = type(error).__name__
+    kind, lines = type(error).__name__, str(error).splitlines()
+    if lines and IN_A_WORKER in lines[0]:
+        # A DataLoader raises the error of its process anew, with the traceback as its words.
+        return " ".join(lines[-1].split())
+    words = " ".join(" ".join(lines).split())
     return f"{kind}: {words}" if words else kind
 
 

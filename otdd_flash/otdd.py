@@ -16,6 +16,7 @@ from dataclasses import replace
 from otdd_flash.arguments.comparisons import DATASET_DISTANCE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import shared_since, sharing_from_here
 from otdd_flash.eager import computes
 from otdd_flash.labels import (
@@ -33,7 +34,7 @@ from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.shards import takes_shards
 from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.problem import SIDES, Problem, terms_of
@@ -71,8 +72,8 @@ def dataset_distance(
     """Compare two labelled datasets by optimal transport.
 
     Args:
-        source: n labelled points, as samples or as arrays (features, labels); without labels only
-            `labels="none"` applies.
+        source: n labelled points, as samples, as arrays (features, labels) or as any dataset of
+            vectors that `otdd.embed` takes; without labels only `labels="none"` applies.
         target: m labelled points of the same dimension.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, with `inner` of the mean of
@@ -104,7 +105,7 @@ def dataset_distance(
         InputError: what was asked for cannot be met; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
-    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    source, target = as_samples(source, "source"), as_samples(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     options, metric = solver or Converged(), metric_of(labels)
     if class_distances is not None:

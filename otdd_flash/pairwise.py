@@ -16,6 +16,7 @@ from itertools import combinations
 
 from otdd_flash.arguments.comparisons import PAIRWISE_DISTANCES
 from otdd_flash.checks import takes
+from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
@@ -33,7 +34,6 @@ from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
-from otdd_flash.samples import Samples
 from otdd_flash.shown import display
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
@@ -68,8 +68,8 @@ def pairwise_distances(
     source, at the same epsilon.
 
     Args:
-        datasets: K >= 2 labelled datasets of one dimension, on one device, as samples or as arrays
-            (features, labels).
+        datasets: K >= 2 labelled datasets of one dimension, on one device, as samples, as arrays
+            (features, labels) or as any datasets of vectors that `otdd.embed` takes.
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
             different datasets; replaces `epsilon`.

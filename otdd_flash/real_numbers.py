@@ -8,6 +8,7 @@ text are.
 
 from __future__ import annotations
 
+import math
 import numbers
 import warnings
 from decimal import Decimal
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from otdd_flash.checks import check_numbers, shown
 from otdd_flash.errors import InputError
+from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.raw_labels import is_missing, of_integers, rows_shown
 from otdd_flash.table_columns import Column, columns_of, is_complete
 
@@ -59,6 +61,39 @@ def real_tensor(what: str, values: Any) -> Tensor:
     if tensor.layout != torch.strided:
         raise InputError(f"{what} must be dense, got {tensor.layout}; give them as .to_dense()")
     return tensor.dequantize() if tensor.is_quantized else tensor
+
+
+def dense(what: str, values: Any) -> Any:
+    """Return a sparse matrix of SciPy or PyTorch as a dense one, anything else as it is.
+
+    Raises:
+        InputError: it does not fit in memory.
+    """
+    if isinstance(values, Tensor):
+        check_numbers(what, values)
+        if values.layout == torch.strided:
+            return values
+    elif not hasattr(values, "tocsr"):
+        return values
+    shape = tuple(map(int, values.shape))
+    check_room(
+        f"{what} as a dense matrix of shape {shape}",
+        math.prod(shape) * values.dtype.itemsize,
+        "take fewer rows, or fewer columns, such as by sklearn.decomposition.TruncatedSVD",
+    )
+    return values.to_dense() if isinstance(values, Tensor) else values.toarray()
+
+
+def check_room(what: str, needed: int, way_out: str) -> None:
+    """Refuse what does not fit in the memory of the host.
+
+    Raises:
+        InputError: as said, with bytes needed and free.
+    """
+    if needed > UNASKED and needed > (free := free_memory(torch.device("cpu"))):
+        raise InputError(
+            f"{what} need {readable_bytes(needed)}, and {readable_bytes(free)} are free; {way_out}"
+        )
 
 
 def in_one_row(tensor: Tensor) -> Tensor:

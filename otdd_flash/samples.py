@@ -30,7 +30,7 @@ from otdd_flash.raw_labels import (
     one_label_a_row,
     rows_shown,
 )
-from otdd_flash.real_numbers import in_double, in_floating_point, real_tensor
+from otdd_flash.real_numbers import dense, in_double, in_floating_point, real_tensor
 from otdd_flash.shown import display
 
 # Bytes of features that are compared together.
@@ -49,7 +49,8 @@ class LabeledSamples:
     Args:
         features: (n, d) real matrix, n >= 1; types other than float32 and float64 become float32,
             and integers beyond 2^24, which that does not hold, float64. Numbers that float64 would
-            round are refused. Tables of pandas and pyarrow are read with all types of numbers.
+            round are refused. Tables of pandas and pyarrow are read with all types of numbers,
+            sparse matrices made dense.
         labels: (n,) class indices in [0, V), also as whole floats, or None for unlabelled data.
         class_names: V names, one per class index; none for unlabelled data.
         weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;
@@ -103,7 +104,7 @@ class LabeledSamples:
         return f"LabeledSamples({display(repr(self.name))}, {rows} x {columns}, {classes})"
 
     @classmethod
-    def of(cls, given: Samples, name: str = "samples") -> LabeledSamples:
+    def of(cls, given: SamplesOrArrays, name: str = "samples") -> LabeledSamples:
         """Samples as they are, or from arrays or tensors: (features, labels), or features alone.
 
         What an entry point of samples returns are numbers, through which no gradient flows.
@@ -122,7 +123,8 @@ class LabeledSamples:
         try:
             if isinstance(given, tuple):
                 return cls.from_arrays(*given, name=name).detached()
-            return cls(real_tensor("features", given), None, (), name=name).detached()
+            features = real_tensor("features", dense("features", given))
+            return cls(features, None, (), name=name).detached()
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
 
@@ -288,8 +290,9 @@ def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
 # Of this, sums over a dataset stay finite in float64.
 LARGEST_SQUARE = 1e300
 
-# What entry points take for samples: `LabeledSamples.of` makes them.
-Samples = LabeledSamples | Tensor | NDArray[Any] | tuple[ArrayLike | Tensor, ArrayLike | Tensor]
+# What `LabeledSamples.of` takes.
+Array = ArrayLike | Tensor
+SamplesOrArrays = LabeledSamples | Tensor | NDArray[Any] | tuple[Array, Array]
 
 HOW_TO_LABEL = (
     "label it with otdd_flash.data.with_pseudo_labels (on the command line "
@@ -323,7 +326,7 @@ def check_squares(*sides: LabeledSamples) -> None:
 
 
 def _as_features(values: Any) -> Tensor:
-    features = real_tensor("features", values)
+    features = real_tensor("features", dense("features", values))
     if isinstance(features, FileFeatures):
         features.check()
     elif features.dtype not in (torch.float32, torch.float64):

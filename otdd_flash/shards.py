@@ -11,10 +11,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples, Samples
+from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,9 +72,7 @@ def _whole_datasets(
     def made() -> dict[str, LabeledSamples]:
         return {
             # A shard may be without mass where others have some.
-            name: side.detached()
-            if isinstance(side, LabeledSamples)
-            else LabeledSamples.of(side, name)
+            name: side.detached() if isinstance(side, LabeledSamples) else as_samples(side, name)
             for name, side in given.items()
         }
 

@@ -1,6 +1,6 @@
-"""Columns of pandas and pyarrow as NumPy arrays and masks, and rows of results as tables of pandas.
+"""Columns of tables as NumPy arrays and masks, and rows of results as tables of pandas.
 
-Columns may be nullable, categorical or nested.
+Columns are those of pandas, pyarrow and Hugging Face, nullable, categorical or nested.
 NumPy's own conversion makes floats of integers as soon as one is missing, and of integers and
 floats side by side: large ones would be rounded. Here only what is there is converted.
 """
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from otdd_flash.arguments.values import HF_COLUMN
+from otdd_flash.checks import is_a
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -70,6 +73,8 @@ def is_complete(given: Any) -> bool:
 
 def columns_of(given: Any) -> list[Column] | None:
     """Return the columns of a table, or the only one of a series; None for any other object."""
+    if is_a(given, HF_COLUMN):
+        return [_of_hugging_face(given)]
     pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
     # An object of theirs exists only where they were imported.
     if pandas is not None:
@@ -89,6 +94,23 @@ def columns_of(given: Any) -> list[Column] | None:
         if isinstance(given, pyarrow.Array | pyarrow.ChunkedArray):
             return [_of_arrow(None, given)]
     return None
+
+
+def _of_hugging_face(column: Any) -> Column:
+    """Return a `datasets.Column`; class labels as their names."""
+    import pyarrow
+
+    source, name = column.source, column.column_name
+    if not hasattr(source, "select_columns"):
+        # A field of another column.
+        return _of_arrow(None, pyarrow.array(list(column)))
+    # As Arrow holds it: the library itself would decode images, and wrap large integers.
+    table = source.select_columns([name]).with_format("arrow")[:]
+    found = _of_arrow(None, table.column(name))
+    if (names := getattr(source.features[name], "names", None)) is None:
+        return found
+    missing = found.missing | (found.values < 0)
+    return Column(None, np.array(names)[np.where(missing, 0, found.values)], missing)
 
 
 def _of_series(name: str | None, series: Any, pandas: Any) -> Column:

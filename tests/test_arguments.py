@@ -89,6 +89,7 @@ CALLS: dict[str, Entry] = {
     "embed": (
         otdd.embed,
         {"dataset": otdd.load("blobs", samples=20), "extractor": otdd.extractors.identity()}
+        | {"max_samples": 9, "seed": 0, "input": None, "label": None, "weights": None}
         | {"batch_size": 4, "device": "cpu", "mixed_precision": "auto", "cache_dir": None}
         | {"features_path": None, "num_workers": 0, "progress": None, "group": None},
     ),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from otdd_flash.arguments.values import (
     COLUMNS,
-    DATASET_CLASS,
     PAIR,
     RANKS_CLASS,
     classes,
     count,
+    dataset,
     device,
     finite,
     mixed_precision,
@@ -77,7 +77,12 @@ SOURCE_OPTIONS: dict[str, Declaration] = {
 }
 FEATURES_FILE: Declaration = {"path": path_or_dataset, "key": optional(word)}
 EMBED: Declaration = {
-    "dataset": instance("be a dataset that otdd.load gave", DATASET_CLASS),
+    "dataset": dataset,
+    "max_samples": optional(count),
+    "seed": seed,
+    "input": COLUMNS,
+    "label": optional(word),
+    "weights": optional(word),
     "batch_size": called("extractor.batch_size", count),
     "device": device,
     "mixed_precision": called("extractor.mixed_precision", mixed_precision),

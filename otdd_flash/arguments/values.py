@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from otdd_flash.checks import (
@@ -38,6 +39,14 @@ FAKE_CLASS = "torch._subclasses.fake_tensor.FakeTensor"
 # Where the classes that arguments may be of are defined.
 SAMPLES_CLASS = "otdd_flash.samples.LabeledSamples"
 DATASET_CLASS = "otdd_flash.data.dataset.LabeledDataset"
+TORCH_DATASET_CLASS = "torch.utils.data.dataset.Dataset"
+LOADER_CLASS = "torch.utils.data.dataloader.DataLoader"
+HF_DATASET_CLASS = "datasets.arrow_dataset.Dataset"
+HF_STREAM_CLASS = "datasets.iterable_dataset.IterableDataset"
+# There since version 4 of the library.
+HF_COLUMN = "datasets.arrow_dataset.Column"
+HF_SPLITS_CLASS = "datasets.dataset_dict.DatasetDict"
+HF_STREAM_SPLITS_CLASS = "datasets.dataset_dict.IterableDatasetDict"
 METRIC_CLASS = "otdd_flash.labels.metrics.base.LabelMetric"
 TABLE_CLASS = "otdd_flash.labels.table.ClassDistances"
 JOINT_TABLE_CLASS = "otdd_flash.labels.many.JointClassDistances"
@@ -66,22 +75,65 @@ seed = integer(at_least=0, below=2**32)
 
 
 def samples(name: str, value: Any) -> Any:
-    """Labelled samples, or what `LabeledSamples.of` makes them from."""
-    if is_a(value, DATASET_CLASS):
-        raise InputError(
-            f"{name} is a dataset whose inputs have no features yet; pass "
-            f"otdd.embed({name}, extractor), such as extractor=otdd.extractors.pixels()"
-        )
-    if is_a(value, SAMPLES_CLASS):
+    """Labelled samples, or what `otdd_flash.data.given.as_samples` makes them from."""
+    if is_a(value, SAMPLES_CLASS) or holds_items(value):
         return value
     pair = isinstance(value, tuple) and len(value) == 2
-    accepted = "be LabeledSamples, arrays or tensors (features, labels), or features"
-    if not pair and not hasattr(value, "__array__"):
-        raise refused(name, accepted, value)
-    for what, part in zip(("features", "labels"), value if pair else (), strict=False):
-        if not hasattr(part, "__array__"):
-            raise refused(f"{name} must {accepted}; {what}", "be an array or a tensor", part)
+    accepted = (
+        "be LabeledSamples, a dataset of vectors, arrays or tensors (features, labels), or features"
+    )
+    if not pair and not _is_matrix(value):
+        raise _no_dataset(name, accepted, value)
+    if pair and not _is_matrix(value[0]):
+        raise refused(f"{name} must {accepted}; features", "be an array or a tensor", value[0])
+    several = pair and isinstance(value[1], Sequence) and not isinstance(value[1], str | bytes)
+    if pair and not several and not _is_matrix(value[1]):
+        raise refused(
+            f"{name} must {accepted}; labels", "be a list, an array or a tensor", value[1]
+        )
     return value
+
+
+def dataset(name: str, value: Any) -> Any:
+    """A dataset of raw inputs, or what `otdd_flash.data.given.opened` makes one from."""
+    pair = isinstance(value, tuple) and len(value) == 2
+    if holds_items(value) or (pair and all(_is_matrix(p) or isinstance(p, list) for p in value)):
+        return value
+    if is_a(value, SAMPLES_CLASS):
+        raise InputError(f"{name} has features already, {value!r}; use it as it is")
+    raise _no_dataset(
+        name,
+        "be what otdd.load gives, a dataset or DataLoader of PyTorch, a Hugging Face dataset, or "
+        "arrays (inputs, labels)",
+        value,
+    )
+
+
+def holds_items(value: object) -> bool:
+    """Whether a value is a dataset of items: of this package, of PyTorch or of Hugging Face."""
+    if is_a(value, DATASET_CLASS, TORCH_DATASET_CLASS, LOADER_CLASS, *HF_CLASSES):
+        return True
+    if isinstance(value, str | bytes | list | tuple | Mapping) or _is_matrix(value):
+        return False
+    # PyTorch asks no more of a dataset.
+    return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
+
+
+HF_CLASSES = (HF_DATASET_CLASS, HF_STREAM_CLASS)
+
+
+def _is_matrix(value: object) -> bool:
+    """Whether a value is an array, a tensor, a table, a column or a sparse matrix."""
+    return any(hasattr(value, mark) for mark in ("__array__", "tocsr")) or is_a(value, HF_COLUMN)
+
+
+def _no_dataset(name: str, accepted: str, value: Any) -> InputError:
+    if is_a(value, HF_SPLITS_CLASS, HF_STREAM_SPLITS_CLASS) and value:
+        return InputError(
+            f"{name} holds the splits {', '.join(map(str, value))} of a dataset; choose one, such "
+            f"as {name}[{next(iter(value))!r}]"
+        )
+    return refused(name, accepted, value)
 
 
 embedded = instance("be LabeledSamples", SAMPLES_CLASS)

@@ -125,7 +125,7 @@ class LabeledDataset:
         chosen = np.asarray(rows, dtype=np.int64)
         return replace(
             self,
-            inputs=_take(self.inputs, chosen),
+            inputs=take_inputs(self.inputs, chosen),
             labels=None if self.labels is None else self.labels[chosen],
             weights=None if self.weights is None else self.weights[chosen],
             rows=self.rows[chosen],
@@ -149,7 +149,7 @@ def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
     if any(part.class_names != first.class_names for part in parts):
         raise InputError(f"{name}: the splits have different classes; load one split")
     return LabeledDataset(
-        _join([part.inputs for part in parts]),
+        join_inputs([part.inputs for part in parts]),
         None if first.labels is None else np.concatenate([_known(p.labels) for p in parts]),
         first.class_names,
         None if first.weights is None else np.concatenate([_known(p.weights) for p in parts]),
@@ -224,7 +224,8 @@ def _as_masses(values: ArrayLike, name: str) -> NDArray[np.float64]:
     return masses
 
 
-def _take(inputs: Sequence[Any] | NDArray[Any], rows: NDArray[np.int64]) -> Any:
+def take_inputs(inputs: Sequence[Any] | NDArray[Any], rows: NDArray[np.int64]) -> Any:
+    """The inputs of some rows, unread ones still unread."""
     if isinstance(inputs, np.ndarray):
         return inputs[rows]
     if isinstance(inputs, LazyItems):
@@ -232,7 +233,8 @@ def _take(inputs: Sequence[Any] | NDArray[Any], rows: NDArray[np.int64]) -> Any:
     return [inputs[row] for row in rows.tolist()]
 
 
-def _join(parts: Sequence[Sequence[Any] | NDArray[Any]]) -> Any:
+def join_inputs(parts: Sequence[Sequence[Any] | NDArray[Any]]) -> Any:
+    """Several inputs one after the other, unread ones still unread."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if len(arrays) == len(parts):
         return np.concatenate(arrays)

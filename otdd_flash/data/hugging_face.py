@@ -72,6 +72,48 @@ def read_hugging_face(
     table = _one_split(opened, request.split, path)
     if len(table) == 0:
         raise InputError(f"{path} is empty: it has no rows in split={request.split}")
+    title = Path(path).name if request.split == "all" else f"{Path(path).name} {request.split}"
+    return labeled_table(
+        table,
+        title,
+        path,
+        request,
+        texts=texts,
+        input=input,
+        label=label,
+        drop_unlabelled=drop_unlabelled,
+    )
+
+
+def labeled_table(
+    table: Any,
+    title: str,
+    path: str,
+    request: Request,
+    *,
+    texts: Sequence[str] = (),
+    input: str | Sequence[str] | None = None,
+    label: str | None = None,
+    drop_unlabelled: bool | None = None,
+) -> LabeledDataset:
+    """Take inputs, labels and weights from the columns of a `datasets.Dataset`.
+
+    Args:
+        table: it, with at least one row.
+        title: what reports call it.
+        path: what messages call it.
+        request: `weights` is a column or a file, `download` says whether addresses are opened.
+        texts: the files of text that it was read from.
+        input: the input column, as for `read_hugging_face`.
+        label: the label column.
+        drop_unlabelled: whether to leave out rows without a label; None is no option of the caller.
+
+    Raises:
+        InputError: no such column, or an ambiguous choice.
+
+    Warns:
+        DataNotice: which columns were taken, where they are not named.
+    """
     columns = choose_columns(table.features, input, label, request.weights, path)
     labels = None if columns.label is None else _values(table, columns.label)
     if labels is not None and any(text.lower().endswith(".csv") for text in texts):
@@ -80,7 +122,7 @@ def read_hugging_face(
     _check_single_labels(labels, columns.label, path)
     label_feature = None if columns.label is None else table.features[columns.label]
     inputs: NDArray[Any] | LazyItems
-    if columns.modality == "array" or columns.weights:
+    if texts and (columns.modality == "array" or columns.weights):
         numbers = columns.inputs if columns.modality == "array" else ()
         _check_rounded(table, [*numbers, *([columns.weights] if columns.weights else [])], texts)
     if columns.modality == "array":
@@ -91,7 +133,6 @@ def read_hugging_face(
         stored = table.select_columns([column]).with_format("arrow")
         items = _Items(stored, column, path, table.features[column], request.download)
         inputs, modality = LazyItems(items, np.arange(len(table))), columns.modality
-    title = Path(path).name if request.split == "all" else f"{Path(path).name} {request.split}"
     return LabeledDataset.from_raw(
         inputs,
         labels,
@@ -324,7 +365,10 @@ class _Items:
         elif not is_address(path):
             image = open_image(path, place)
         elif not self.download:
-            raise InputError(f"{place} is the address {path} of an image, and {ALLOW} it")
+            raise InputError(
+                f"{place} is the address {path} of an image, and {ALLOW} it, where otdd.load or a "
+                "command reads the dataset"
+            )
         else:
             with reading(Path(place)):
                 image = plain_image(self.feature.decode_example({"bytes": None, "path": path}))

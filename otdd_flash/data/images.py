@@ -13,7 +13,8 @@ palettes resolved, transparency laid on white, and scaled by the range of the ty
 Other 32-bit integers are refused, as no value of theirs is white by agreement; so are several
 frames, of which one would have to be chosen. PIL itself reads several channels of 16 bits in
 8 bits, which is said. Colour profiles are not applied. An array has the shape (h, w) or (h, w, c):
-uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels.
+uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
+shape (h, w) or (c, h, w), as torchvision makes them.
 """
 
 from __future__ import annotations
@@ -168,6 +169,9 @@ def image_array(item: Any) -> NDArray[Any]:
     Raises:
         InputError: as for `plain_image`.
     """
+    if isinstance(item, Tensor):
+        item = item.float() if item.dtype == torch.bfloat16 else item
+        return np.asarray((item.movedim(0, -1) if item.ndim == 3 else item).numpy())
     return np.asarray(plain_image(item) if isinstance(item, Image.Image) else item)
 
 
@@ -266,5 +270,8 @@ def _full_scale(values: NDArray[Any]) -> float:
     low, high = float(values.min()), float(values.max())
     # NaN fails this test too.
     if not (low >= 0 and high <= 1):
-        raise InputError(f"float images must lie in [0, 1], got {low:g} to {high:g}; rescale them")
+        raise InputError(
+            f"float images must lie in [0, 1], got {low:g} to {high:g}; rescale them, or leave the "
+            "Normalize of a transform out"
+        )
     return 1.0

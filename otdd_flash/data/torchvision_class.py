@@ -181,23 +181,27 @@ def _hint(kind: Any, request: Request) -> str:
 
 
 def _as_dataset(opened: Any, class_names: Sequence[str] | None, title: str) -> LabeledDataset:
-    labels = np.asarray(_labels(opened))
+    labels = known_labels(opened)
+    if labels is None:
+        labels = [int(opened[row][1]) for row in range(len(opened))]
+    labels = np.asarray(labels)
     names = class_names if class_names is not None else getattr(opened, "classes", None)
     if names is not None and not all(isinstance(name, str) for name in names):
         names = [str(name) for name in names]
     if names is None and labels.dtype.kind in "iu" and labels.size and labels.max() < 0:
         names = []
     return LabeledDataset.from_raw(
-        _images(opened), labels, class_names=names, modality="image", name=title
+        stored_images(opened), labels, class_names=names, modality="image", name=title
     )
 
 
-def _labels(opened: Any) -> Any:
+def known_labels(opened: Any) -> Any | None:
+    """The labels (n,) that a dataset holds beside its items; None where it holds none."""
     for attribute in ("targets", "labels", "_labels"):
         values = getattr(opened, attribute, None)
         if values is not None and len(values) == len(opened):
             return values
-    return [int(opened[row][1]) for row in range(len(opened))]
+    return None
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,8 @@ class _Inputs:
             return plain_item(self.opened[row][0], place)
 
 
-def _images(opened: Any) -> NDArray[Any] | LazyItems:
+def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
+    """The images of a dataset without a transform: its array, or its items, still unread."""
     data = getattr(opened, "data", None)
     values = None if data is None or isinstance(data, list) else np.asarray(data)
     if values is None or values.dtype != np.uint8 or len(values) != len(opened):

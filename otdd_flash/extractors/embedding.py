@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.arguments.datasets import EMBED
 from otdd_flash.checks import shown, takes
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.given import Held, ReadOnce, check_vectors, opened
 from otdd_flash.data.images import plain_item
 from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
@@ -29,9 +31,10 @@ from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
+from otdd_flash.extractors.raw_vectors import RawVectors, identity
 from otdd_flash.files.cache import TensorCache
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import Array, LabeledSamples
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +51,14 @@ SUITABLE = {
 @computes
 @takes(EMBED)
 def embed(
-    dataset: LabeledDataset,
-    extractor: Extractor,
+    dataset: Held | tuple[Array, Array],
+    extractor: Extractor | None = None,
     *,
+    max_samples: int | None = None,
+    seed: int = 0,
+    input: str | Sequence[str] | None = None,
+    label: str | None = None,
+    weights: str | None = None,
     batch_size: int = 256,
     device: str | torch.device = "auto",
     mixed_precision: bool | Literal["auto"] = "auto",
@@ -62,9 +70,34 @@ def embed(
 ) -> LabeledSamples:
     """Extract the features of every input.
 
+    ```python
+    import otdd_flash as otdd
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    rows = TensorDataset(torch.randn(60, 4), torch.arange(60) % 3)
+    samples = otdd.embed(DataLoader(rows, batch_size=16), max_samples=50)
+    ```
+
     Args:
-        dataset: n raw inputs with labels, weights and names, which the result keeps.
-        extractor: one of `otdd_flash.extractors`.
+        dataset: what `otdd.load` gives; a PyTorch dataset of pairs (input, label), such as
+            torchvision's, a `TensorDataset`, `Subset` or `ConcatDataset`, or an `IterableDataset`;
+            a `DataLoader` of such pairs, read once, in its order; a `datasets.Dataset` or
+            `datasets.IterableDataset`; or arrays (inputs, labels). Labels are integers or text;
+            classes are called as `dataset.classes` or a `ClassLabel` says. Inputs are vectors,
+            texts, or images: of PIL, as arrays (h, w) or (h, w, c), or as tensors (h, w) or
+            (c, h, w), which an extractor of yours gets as they are.
+        extractor: one of `otdd_flash.extractors`; None takes inputs that are vectors as they are.
+        max_samples: take at most so many rows. What `otdd.load` gives, arrays, a
+            `datasets.Dataset`, a `TensorDataset`, torchvision's datasets and subsets of these are
+            drawn in proportion to the classes, as by `otdd.load`; other datasets that have a
+            length whatever the class, as only their items hold labels. Of a `DataLoader` or an
+            iterable dataset the first rows are taken; one without an end needs this.
+        seed: of the draw.
+        input: the input column of a Hugging Face dataset, or several numeric ones; found, and said
+            in a notice, where only one reading is possible.
+        label: its label column; found as the only ClassLabel, or by its name.
+        weights: its column of masses.
         batch_size: inputs per call of the extractor.
         device: where a network runs; the features come back on the CPU.
         mixed_precision: run a network under autocast (float16 on a GPU, bfloat16 on a CPU);
@@ -74,7 +107,7 @@ def embed(
             after an interruption goes on, once it has found that what is there is undamaged. What a
             function computes is known by its name alone, so that its first and last batch there
             are computed again and compared. `cache_dir` is not asked then.
-        num_workers: processes that read and prepare the inputs of a network.
+        num_workers: processes that read items of a dataset, and prepare the inputs of a network.
         progress: called with (inputs done, n).
         group: what `otdd.led` gives: processes of which each extracts some of the batches, by a
             network, by a function that all find by its name, or of pixels of images in files. Other
@@ -84,9 +117,33 @@ def embed(
         Samples with features (n, d).
 
     Raises:
-        InputError: the extractor does not take this kind of data, inputs have no common dimension,
-            features are not finite, or the device is not there.
+        InputError: items are no pairs of an input and a label, the extractor does not take this
+            kind of data, inputs have no common dimension, features are not finite, or the device is
+            not there.
     """
+    dataset = opened(
+        dataset,
+        max_samples=max_samples,
+        seed=seed,
+        input=input,
+        label=label,
+        weights=weights,
+        num_workers=num_workers,
+    )
+    if isinstance(dataset, ReadOnce):
+        # Pixels are held as inputs or as features, and a cache asks for all inputs first.
+        kept = cache_dir is not None or features_path is not None
+        if extractor is None or isinstance(extractor, PixelValues | RawVectors) or kept:
+            dataset = dataset.whole()
+        else:
+            options: dict[str, Any] = {"batch_size": batch_size, "device": device, "group": group}
+            options |= {"mixed_precision": mixed_precision, "num_workers": num_workers}
+            extract = partial(_features, extractor, options)
+            dataset = dataset.extracted(extract, batch_size, progress)
+            extractor = progress = None
+    if extractor is None:
+        check_vectors(dataset, "an extractor", dataset.name)
+        extractor = identity()
     _check(dataset, extractor)
     if isinstance(extractor, PixelValues):
         extractor = extractor.suited_to(dataset.inputs)
@@ -127,6 +184,14 @@ def embed(
         name=dataset.name,
         subset_hash=dataset.subset_hash,
     )
+
+
+def _features(
+    extractor: Extractor, options: dict[str, Any], dataset: LabeledDataset
+) -> NDArray[Any]:
+    """The features (n, d) of a part of a dataset, as an array."""
+    found: NDArray[Any] = embed(dataset, extractor, **options).features.numpy()
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from otdd_flash.checks import refused, shown
 from otdd_flash.errors import InputError
 from otdd_flash.importing import FORM, import_callable, user_code
-from otdd_flash.real_numbers import check_integers, real_tensor
+from otdd_flash.real_numbers import check_integers, dense, real_tensor
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class ImportedFunction:
         """What the function gives for a batch of b inputs, checked to be a matrix (b, d)."""
         with torch.no_grad(), user_code(f"extractor {self.name}"):
             given = self.function(batch)
-        features = real_tensor(f"what {self.name} returns, features (b, d),", given).detach().cpu()
+        what = f"what {self.name} returns, features (b, d),"
+        features = real_tensor(what, dense(what, given)).detach().cpu()
         self._check(features, len(batch))
         check_integers(f"extractor {self.name}", features)
         return features if features.dtype == torch.float64 else features.float()

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import PIL
 from PIL import Image
+from torch import Tensor
 
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.images import DECODING, image_array, plain_item
+
+KINDS = {Image.Image: "image ", Tensor: "tensor "}
 
 
 def inputs_hash(dataset: LabeledDataset) -> str:
@@ -44,5 +47,6 @@ def _content(item: Any) -> bytes:
         text = item.encode("utf-8", "surrogatepass")
         return f"{len(text)}\0".encode() + text
     array = image_array(item)
-    header = "image " if isinstance(item, Image.Image) else ""
+    # A tensor has its channels first, and a network may take it as it is.
+    header = next((kind for cls, kind in KINDS.items() if isinstance(item, cls)), "")
     return f"{header}{array.dtype}{array.shape}\0".encode() + array.tobytes()

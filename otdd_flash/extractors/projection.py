@@ -8,10 +8,11 @@ import torch
 
 from otdd_flash.arguments.datasets import REDUCE_PCA
 from otdd_flash.checks import takes
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.samples import LabeledSamples, check_squares
 
 
 @computes
@@ -30,7 +31,7 @@ def reduce_pca(
     Raises:
         InputError: the sides differ in dimension, or k is not in [1, min(n + m, d)].
     """
-    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    source, target = as_samples(source, "source"), as_samples(target, "target")
     check_same_dimension(source, target)
     check_squares(source, target)
     most = min(len(source) + len(target), source.dim)

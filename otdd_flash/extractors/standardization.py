@@ -10,9 +10,10 @@ from torch import Tensor
 
 from otdd_flash.arguments.datasets import STANDARDIZE
 from otdd_flash.checks import takes
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.eager import computes
-from otdd_flash.samples import LabeledSamples, Samples
+from otdd_flash.samples import LabeledSamples
 
 ROWS_AT_ONCE = 4096
 
@@ -31,7 +32,7 @@ def standardize(source: Samples, target: Samples) -> tuple[LabeledSamples, Label
     Raises:
         InputError: the sides differ in dimension.
     """
-    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    source, target = as_samples(source, "source"), as_samples(target, "target")
     check_same_dimension(source, target)
     count = len(source) + len(target)
     unit = _unit(source, target)

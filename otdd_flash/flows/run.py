@@ -22,6 +22,7 @@ from torch import Tensor
 from otdd_flash.arguments.flows import GRADIENT_FLOW, GRADIENT_FLOW_ELSEWHERE
 from otdd_flash.checks import takes
 from otdd_flash.content_mark import Unchanged
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
@@ -48,7 +49,7 @@ from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
-from otdd_flash.samples import LabeledSamples, Samples
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import SIDES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -81,7 +82,8 @@ def gradient_flow(
     """Move a labelled dataset towards another.
 
     Args:
-        source: n points, which the flow copies, as samples or as arrays (features, labels).
+        source: n points, which the flow copies, as samples, as arrays (features, labels) or as any
+            dataset of vectors that `otdd.embed` takes.
         target: m points in the same space.
         flow: what moves and how, `otdd.Flow()` by default.
         epsilon: entropic regularisation, in units of the cost.
@@ -110,7 +112,7 @@ def gradient_flow(
         NotConvergedWarning: a solve stopped before its tolerance.
     """
     started = time.perf_counter()
-    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    source, target = as_samples(source, "source"), as_samples(target, "target")
     flow, callbacks = flow or Flow(), callbacks or Callbacks()
     compute, solver = ComputeOptions.of(compute), solver or Converged()
     cost, metric = cost or GroundCost(), metric_of(labels)

@@ -15,6 +15,7 @@ from torch import Tensor
 from otdd_flash.arguments.comparisons import BETWEEN, CLASS_DISTANCES
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import moved
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -28,7 +29,7 @@ from otdd_flash.labels.small_classes import drop_small_classes, notice_single_sa
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.real_numbers import in_double, real_tensor
-from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.samples import LabeledSamples, check_squares
 
 UNLABELLED_CLASS = "all"
 
@@ -240,7 +241,7 @@ def class_names(samples: LabeledSamples) -> tuple[str, ...]:
 
 
 def as_datasets(datasets: Sequence[Samples], at_least: int = 1) -> list[LabeledSamples]:
-    """A list of that many datasets, each as `LabeledSamples.of` makes it.
+    """A list of that many datasets, each as `as_samples` makes it.
 
     Raises:
         InputError: there are fewer, or one is not what samples must be.
@@ -249,7 +250,7 @@ def as_datasets(datasets: Sequence[Samples], at_least: int = 1) -> list[LabeledS
         raise InputError(
             f"the list holds {len(datasets)} datasets, and at least {at_least} are needed"
         )
-    return [LabeledSamples.of(one, f"datasets[{place}]") for place, one in enumerate(datasets)]
+    return [as_samples(one, f"datasets[{place}]") for place, one in enumerate(datasets)]
 
 
 def _joint(

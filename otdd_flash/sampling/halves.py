@@ -14,11 +14,12 @@ import numpy as np
 
 from otdd_flash.arguments.comparisons import NOISE_FLOOR
 from otdd_flash.checks import takes
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.labels import LabelMetric
 from otdd_flash.result import DistanceResult
-from otdd_flash.samples import LabeledSamples, Samples
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import PER_CLASS, most_per_half, two_halves
 
@@ -91,7 +92,7 @@ def noise_floor(
     Warns:
         NotConvergedWarning: a distance stopped before the tolerance.
     """
-    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    source, target = as_samples(source, "source"), as_samples(target, "target")
     comparison = Comparison(source, target, settings)
     size = half_size(comparison.source, comparison.target)
     generator = np.random.default_rng(seed)

@@ -38,11 +38,12 @@ from scipy.stats import t
 
 from otdd_flash.arguments.comparisons import SUBSAMPLE_INTERVAL
 from otdd_flash.checks import takes
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.labels import LabelMetric
-from otdd_flash.samples import LabeledSamples, Samples
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.comparison import Comparison, drawable
 from otdd_flash.sampling.draws import least_rows, subsample
 from otdd_flash.sliced.tails import rows_excess
@@ -139,7 +140,7 @@ def subsample_interval(
         NotConvergedWarning: a distance stopped before the tolerance.
     """
     check_count(count, level)
-    source, target = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    source, target = as_samples(source, "source"), as_samples(target, "target")
     comparison = Comparison(source, target, settings)
     sizes = subsample_sizes(comparison.source, comparison.target, size)
     _notice_few_per_class(comparison, sizes)

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from otdd_flash.arguments.comparisons import SLICED_DISTANCES
 from otdd_flash.checks import takes
+from otdd_flash.data.given import Samples
 from otdd_flash.devices import resolve_device
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.eager import computes
 from otdd_flash.labels.many import as_datasets, distinct_names
-from otdd_flash.samples import LabeledSamples, Samples, check_squares
+from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.sliced.draws import Draws, draw_all
 from otdd_flash.sliced.numbers import Projected
 from otdd_flash.sliced.quantiles import squared_distances

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import SINKHORN, SINKHORN_DIVERGENCE
 from otdd_flash.checks import takes
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.samples import LabeledSamples, Samples
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
@@ -38,7 +38,8 @@ def sinkhorn(
     that exchange almost no mass may be anything. `sinkhorn_potentials` corrects or reports them.
 
     Args:
-        source: n points: `LabeledSamples`, (features, labels) or features alone.
+        source: n points: `LabeledSamples`, (features, labels), features alone, or any dataset of
+            vectors that `otdd.embed` takes.
         target: m points, likewise.
         epsilon: regularisation, in units of the cost.
         class_table: W (V_x + V_y, V_x + V_y), squared distances between all classes; None is 0.
@@ -62,7 +63,7 @@ def sinkhorn(
         NotConvergedWarning: the solve stopped early.
     """
     options = options or Converged()
-    x, y = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
     problem = Problem.between(x, y, epsilon, class_table, cost, compute, debias=False)
     divergence = problem.solve(options, debias=False, progress=progress)
@@ -100,7 +101,7 @@ def sinkhorn_divergence(
         NotConvergedWarning: a term stopped early.
     """
     options = options or Converged()
-    x, y = LabeledSamples.of(source, "source"), LabeledSamples.of(target, "target")
+    x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
     problem = Problem.between(x, y, epsilon, class_table, cost, compute, debias=debias)
     divergence = problem.solve(options, debias=debias, start=start, progress=progress)

@@ -39,7 +39,7 @@ from otdd_flash.study.result import StudyResult, gather
 from otdd_flash.study.settings import Settings
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.study_units import study_units
-from otdd_flash.study.task import Given, Task, as_tasks
+from otdd_flash.study.task import Given, Task, as_tasks, read_datasets
 from otdd_flash.study.transfer.networks import build_body, build_head
 from otdd_flash.study.transfer.settings import Transfer
 from otdd_flash.study.units.store import Store
@@ -54,7 +54,8 @@ class Study:
 
     Args:
         tasks: datasets by name, each as (train, test) or as training rows alone, of one feature
-            space; at least 4 with transfer, else at least 2.
+            space; at least 4 with transfer, else at least 2. Samples, or any datasets of vectors
+            that `otdd.embed` takes, which are read here.
         measures: names of measures: otdd, sliced, frechet, otce, and of trained sources knn,
             logme, h_score, leep; None takes all that there can be.
         transfer: how networks are trained; None for no transfer.
@@ -101,6 +102,8 @@ class Study:
 
     def __post_init__(self) -> None:
         check_fields(self, STUDY)
+        # Once, as a shuffled loader gives other rows the next time.
+        object.__setattr__(self, "tasks", read_datasets(self.tasks))
         if self.measures is None:
             object.__setattr__(self, "measures", _all_measures(transfer=self.transfer is not None))
         measures_named(self.measures or (), transfer=self.transfer is not None)

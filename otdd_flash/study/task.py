@@ -6,17 +6,18 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from otdd_flash.arguments.values import samples
+from otdd_flash.arguments.values import holds_items, samples
+from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 from otdd_flash.labels import drop_small_classes
-from otdd_flash.samples import LabeledSamples, Samples
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 
-Given = Samples | tuple[LabeledSamples, LabeledSamples | None]
+Given: TypeAlias = "Samples | tuple[Samples, Samples | None]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +91,21 @@ def as_tasks(
     if unknown:
         raise InputError(f"families names {unknown[0]!r}, which is no task: {listing(given)}")
     return with_families(tasks, families or {})
+
+
+def read_datasets(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Tasks as they are given, of which datasets that are no samples yet are read into some.
+
+    Raises:
+        InputError: as for `as_samples`.
+    """
+
+    def read(name: str, one: Any) -> Any:
+        if isinstance(one, tuple) and any(map(holds_items, one)):
+            return tuple(read(name, part) for part in one)
+        return as_samples(one, f"tasks[{name!r}]") if holds_items(one) else one
+
+    return {name: read(name, one) for name, one in given.items()}
 
 
 def shared_rows(one: Task, other: Task) -> int:
