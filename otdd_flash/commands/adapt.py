@@ -34,7 +34,6 @@ from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.report.flow.console import flow_table
 from otdd_flash.report.flow.writing import write_flow_report
@@ -69,7 +68,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
     choose("flow.space", flow.space, SPACES)
     settings.check()
     settings.report.check()
-    check_tracker(settings.log)
+    settings.log.check()
     moves = _flow(settings, directory)
     _notice_idle_keys(settings)
     solver = settings.solver.deferred()

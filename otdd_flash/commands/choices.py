@@ -8,7 +8,7 @@ from importlib import resources
 
 from otdd_flash.checks import path
 
-GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report")
+GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report", "log")
 
 # An option of Hydra's, which may be abbreviated down to three characters.
 RERUN = "--experimental-rerun"
