@@ -202,11 +202,8 @@ def _write(
     directory: Path,
 ) -> Report:
     """Write result.json, print the table, and only then write data and pictures."""
-    seconds = {
-        "load": phases.seconds["load"],
-        "extract": phases.seconds["extract"],
-        **result.seconds,
-    }
+    loaded = {name: phases.seconds[name] for name in ("load", "extract")}
+    seconds = phases.all_seconds({**loaded, **result.seconds})
     more = {"seconds": seconds, "seed": settings.seed, "choices": sides.choices, "config": kept}
     summary, console, content = result.summary(**more), Terminal(), settings.report.content
     try:

@@ -161,12 +161,15 @@ def _log(result: DistanceResult) -> None:
 
 def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
     """Wall time of every phase, in the order of the data's way."""
-    return {
-        "load": phases.seconds["load"],
-        "extract": phases.seconds["extract"],
-        **result.seconds,
-        **{name: phases.seconds[name] for name in ("sampling",) if name in phases.seconds},
-    }
+    sampling = {name: phases.seconds[name] for name in ("sampling",) if name in phases.seconds}
+    return phases.all_seconds(
+        {
+            "load": phases.seconds["load"],
+            "extract": phases.seconds["extract"],
+            **result.seconds,
+            **sampling,
+        }
+    )
 
 
 def _write(
