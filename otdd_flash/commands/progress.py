@@ -134,7 +134,8 @@ class Phases:
             self._say()
         to_width = isinstance(options, Converged) and options.bound_width is not None
         goal = "" if to_width else f" (to {options.asked_tolerance:.0e})"
-        solved, errors = "", []
+        solved = ""
+        errors: list[tuple[float, float]] = []
 
         def report(term: str, iteration: int, error: float) -> None:
             nonlocal solved, errors
@@ -169,9 +170,9 @@ class Phases:
         for task in self._bars.tasks:
             if task.visible:
                 part = f"{task.description} {task.fields['note']}".strip()
-                left = self._rest.get(task.id, task.time_remaining)
-                known = left is not None and math.isfinite(left) and left > 0
-                parts.append(f"{part}, {_duration(left)} left at this rate" if known else part)
+                left = self._rest.get(task.id, task.time_remaining) or math.nan
+                # Of what is done nothing is left, and NaN is not positive either.
+                parts.append(f"{part}, {_duration(left)} left at this rate" if left > 0 else part)
         return "; ".join(parts)
 
 

@@ -127,7 +127,10 @@ def draw_sweep(jobs: Jobs, number: str, by: str | None, path: str | Path) -> Non
         axes.plot(
             [job["overrides"][number] for job in early],
             [job["value"] for job in early],
-            **{"marker": "o", "linestyle": "", "markersize": 7, "markerfacecolor": "none"},
+            marker="o",
+            linestyle="",
+            markersize=7,
+            markerfacecolor="none",
             color="0.4",
             label="not converged: only the bounds hold",
         )

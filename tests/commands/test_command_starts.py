@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -256,7 +257,9 @@ def test_ctrl_c_during_imports_is_130_without_a_traceback(folder, imported, name
     *progress, last = ended.stderr.splitlines()
     assert last == "interrupted; what had been written is whole"
     # Hydra is imported before there is anything to say of it.
-    assert progress == (["progress: 0 s, importing torch"] if imported == "torch" else [])
+    assert [re.sub(r"\d+", "N", line) for line in progress] == (
+        ["progress: N s, importing torch"] if imported == "torch" else []
+    )
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
