@@ -15,7 +15,7 @@ _KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_]+):(?: +(?P<value>.*?))? *$")
 # Of the commands' own files: what Hydra reads, not a user's setting.
 _HYDRAS = ("defaults", "hydra")
 # Which choice a file is, known from its name.
-_CHOICES = ("name", "method", "schedule", "content")
+_CHOICES = ("name", "method", "schedule", "content", "tracker")
 _COMMANDS = ("distance", "flow", "study")
 # (folder, what stands before its keys, its heading)
 _GROUPS = (
@@ -24,6 +24,7 @@ _GROUPS = (
     ("labels", "labels.", "Class distances: `labels=`"),
     ("solver", "solver.", "Solvers: `solver=`"),
     ("report", "report.", "Reports: `report=`"),
+    ("log", "log.", "Trackers: `log=`"),
     ("tasks", "tasks.", "Tasks of a study: `tasks=`"),
 )
 

@@ -34,7 +34,6 @@ from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.report.figures.drawing import Report, write_each
 from otdd_flash.report.flow.console import flow_table
 from otdd_flash.report.flow.writing import write_flow_report
@@ -69,7 +68,7 @@ def adapt(config: DictConfig, directory: Path) -> None:
     choose("flow.space", flow.space, SPACES)
     settings.check()
     settings.report.check()
-    check_tracker(settings.log)
+    settings.log.check()
     moves = _flow(settings, directory)
     _notice_idle_keys(settings)
     solver = settings.solver.deferred()
@@ -203,11 +202,8 @@ def _write(
     directory: Path,
 ) -> Report:
     """Write result.json, print the table, and only then write data and pictures."""
-    seconds = {
-        "load": phases.seconds["load"],
-        "extract": phases.seconds["extract"],
-        **result.seconds,
-    }
+    loaded = {name: phases.seconds[name] for name in ("load", "extract")}
+    seconds = phases.all_seconds({**loaded, **result.seconds})
     more = {"seconds": seconds, "seed": settings.seed, "choices": sides.choices, "config": kept}
     summary, console, content = result.to_dict(**more), Terminal(), settings.report.content
     try:

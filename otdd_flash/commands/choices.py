@@ -9,7 +9,7 @@ from pathlib import Path
 from otdd_flash import conf, plugins
 from otdd_flash.checks import path
 
-GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report")
+GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report", "log")
 
 # An option of Hydra's, which may be abbreviated down to three characters.
 RERUN = "--experimental-rerun"

@@ -27,7 +27,6 @@ from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
-from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.labels import ClassDistances, Given, NoLabels
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance.console import summary_table
@@ -63,7 +62,7 @@ def compare(config: DictConfig, directory: Path) -> None:
     compute_options = settings.compute_options()
     settings.cost().check_labels(metric.name)
     settings.report.check()
-    check_tracker(settings.log)
+    settings.log.check()
     check_request(settings)
     with Phases() as phases:
         sides = prepare_sides(settings, phases, whole=settings.labels.full)
@@ -162,12 +161,15 @@ def _log(result: DistanceResult) -> None:
 
 def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
     """Wall time of every phase, in the order of the data's way."""
-    return {
-        "load": phases.seconds["load"],
-        "extract": phases.seconds["extract"],
-        **result.seconds,
-        **{name: phases.seconds[name] for name in ("sampling",) if name in phases.seconds},
-    }
+    sampling = {name: phases.seconds[name] for name in ("sampling",) if name in phases.seconds}
+    return phases.all_seconds(
+        {
+            "load": phases.seconds["load"],
+            "extract": phases.seconds["extract"],
+            **result.seconds,
+            **sampling,
+        }
+    )
 
 
 def _write(

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,12 +28,16 @@ from otdd_flash.errors import InputError
 RESULT_FILE = "result.json"
 ERROR_FILE = "error.json"
 SUMMARY_FILE = "summary.csv"
+PICTURE_FILE = "summary.png"
 
 # How jobs end that leave a result.
 WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
 
 # What reading raises of a file that is no JSON or YAML, or holds something else than it should.
-DAMAGED = (OSError, ValueError, LookupError, TypeError, OmegaConfBaseException, YAMLError)
+DAMAGED = (
+    *(OSError, ValueError, LookupError, TypeError, OmegaConfBaseException, YAMLError),
+    HydraException,
+)
 
 
 class Outcome(Callback):
@@ -59,13 +66,15 @@ class Outcome(Callback):
         _claim(config, "hydra.sweep.dir", OF_A_MULTIRUN)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Gather all jobs into summary.csv and take the highest exit code."""
+        """Gather all jobs into summary.csv and summary.png, and take the highest exit code."""
         from otdd_flash.commands.messages import messages, say_error
-        from otdd_flash.report.csv_tables import summary_csv
+        from otdd_flash.report.figures.drawing import write_each
+        from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
 
         sweep = Path(config.hydra.sweep.dir)
         rows = [_row(job, sweep) for job in _job_directories(sweep)]
         codes = [row.pop("exit_code") for row in rows]
+        drawn = "full" in [row.pop("content", None) for row in rows]
         Outcome.exit_code = max([Outcome.exit_code, *codes])
         try:
             summary_csv(rows, sweep / SUMMARY_FILE)
@@ -79,6 +88,17 @@ class Outcome(Callback):
             f"{(sweep / SUMMARY_FILE).absolute()}",
             soft_wrap=True,
         )
+        picture = sweep / PICTURE_FILE
+        # That of an earlier sweep would not be of these jobs.
+        with suppress(OSError):
+            picture.unlink(missing_ok=True)
+        if not drawn:
+            return
+        axes = axes_of(rows)
+        if isinstance(axes, str):
+            messages.print(f"no picture of the sweep: {axes}", soft_wrap=True)
+        elif write_each({picture: lambda path: draw_sweep(rows, *axes, path)}).missing:
+            Outcome.exit_code = max(Outcome.exit_code, exit_codes.INCOMPLETE)
 
 
 def may_replace(config: DictConfig) -> bool:
@@ -132,7 +152,7 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
     """One line of summary.csv, with the job's exit code beside it."""
     row: dict[str, Any] = {
         "job": job.name,
-        "overrides": [],
+        "overrides": {},
         "directory": str(job.relative_to(sweep)),
         "exit_code": 0,
     }
@@ -148,18 +168,30 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
 
 def _results(job: Path) -> dict[str, Any]:
     """What a job's files hold of its line."""
-    row: dict[str, Any] = {
-        "overrides": OmegaConf.to_container(OmegaConf.load(job / ".hydra" / "overrides.yaml"))
-    }
+    given: Any = OmegaConf.to_container(OmegaConf.load(job / ".hydra" / "overrides.yaml"))
+    row: dict[str, Any] = {"overrides": dict(map(_override, given))}
     result, error = _read(job / RESULT_FILE), _read(job / ERROR_FILE)
     # Beside an error of any other kind, the result is that of an earlier run.
     if result and error.get("exit_code", 0) in WITH_RESULT:
         lower, upper = result["bounds"]
         row |= {key: result[key] for key in ("source", "target", "value", "epsilon", "converged")}
-        row |= {"lower": lower, "upper": upper}
+        row |= {"lower": lower, "upper": upper, "seconds": sum(result.get("seconds", {}).values())}
+        row |= {key: result.get(key) for key in ("stopped_by", "marginal_error")}
+        row["content"] = result.get("config", {}).get("report", {}).get("content")
+        if sampling := result.get("subsample"):
+            row |= {f"sampling_{end}": sampling[end] for end in ("lower", "upper")}
     if error:
         row |= {"error": error["error"], "exit_code": int(error["exit_code"])}
     return row
+
+
+def _override(text: str) -> tuple[str, Any]:
+    """Return key and value of an argument as Hydra reads it: numbers as such, lists as written."""
+    override = OverridesParser.create().parse_override(text)
+    value = override.value()
+    if value is None or isinstance(value, (list, dict)):
+        value = override.get_value_element_as_str()
+    return override.key_or_group, value
 
 
 def _read(file: Path) -> dict[str, Any]:

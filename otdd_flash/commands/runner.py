@@ -16,6 +16,7 @@ from otdd_flash.commands.hydra_errors import check_references
 from otdd_flash.commands.messages import messages, say_error, shown
 from otdd_flash.commands.outcome import ERROR_FILE, Outcome, may_replace, may_share
 from otdd_flash.commands.ranks import named
+from otdd_flash.commands.start import job_ended
 from otdd_flash.commands.streams import unheard
 from otdd_flash.errors import ConvergenceError, IncompleteError, InputError, LostRankError
 from otdd_flash.files.json_file import write_json
@@ -34,7 +35,10 @@ def run_job(work: Work, config: DictConfig) -> int:
     Returns:
         The job's exit code.
     """
-    code = _ended_with(work, config, Path(HydraConfig.get().runtime.output_dir))
+    try:
+        code = _ended_with(work, config, Path(HydraConfig.get().runtime.output_dir))
+    finally:
+        job_ended()
     Outcome.exit_code = max(Outcome.exit_code, code)
     return code
 

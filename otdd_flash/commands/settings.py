@@ -17,6 +17,7 @@ from otdd_flash.commands.mistyped import mistyped
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.start import conceal_environment
 from otdd_flash.errors import DataNotice, InputError, choose
+from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.labels import METRICS, LabelMetric, fields_of, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
@@ -27,6 +28,21 @@ from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
 
 Schema = TypeVar("Schema")
+
+
+@dataclass
+class LogSettings:
+    """One choice of conf/log; each leaves out what has no meaning for it."""
+
+    tracker: str | None
+    project: str | None = None
+    name: str | None = None
+    uri: str | None = None
+    online: bool = False
+
+    def check(self) -> None:
+        """Raise an `InputError` for what no tracker can do, as far as can be known."""
+        check_tracker(self.tracker, self.uri, online=self.online)
 
 
 @dataclass
@@ -43,7 +59,7 @@ class RuntimeSettings:
     download: bool
     cache_dir: str | None
     overwrite: bool
-    log: str | None
+    log: LogSettings
     log_level: str
 
     def compute_options(self) -> ComputeOptions:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,8 @@ from otdd_flash.shown import hidden
 # Keys of an extractor's configuration that are arguments of `embed`.
 EMBEDDING = ("batch_size", "mixed_precision", "num_workers")
 OTHER = {"source": "target", "target": "source"}
+# What an extractor imports when it is built, which takes seconds.
+LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "text": "sentence_transformers"}
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
         "download": settings.download,
     }
     nodes = {"source": {**shared, **settings.source}, "target": {**shared, **settings.target}}
-    extractor, standardised = build(settings.extractor)
+    extractor, standardised = build(settings.extractor, phases)
     logger.info("networks run on %s", resolve_device(settings.device))
     chosen = {side: _load(side, node, phases) for side, node in nodes.items()}
     loaded = {side: _whole(side, node, phases) for side, node in nodes.items()} if whole else chosen
@@ -95,12 +98,16 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     )
 
 
-def build(node: dict[str, Any]) -> tuple[Extractor, bool]:
+def build(node: dict[str, Any], phases: Phases) -> tuple[Extractor, bool]:
     """The extractor of both sides, and whether to standardise what it gives."""
     standardised = node.get("standardize", False)
     if not isinstance(standardised, bool):
         raise InputError(f"extractor.standardize must be true or false, got {standardised!r}")
-    return build_extractor(**{"name": named(node, "extractor"), **node}), standardised
+    name = named(node, "extractor")
+    library = LIBRARIES.get(name)
+    new = library is not None and library not in sys.modules
+    with phases.phase("import", f"importing {library}") if new else nullcontext():
+        return build_extractor(**{**node, "name": name}), standardised
 
 
 def named(node: dict[str, Any], group: str) -> str:
@@ -115,7 +122,7 @@ def named(node: dict[str, Any], group: str) -> str:
 
 
 def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
-    with phases.phase("load", f"loading {named(node, side)}"), blamed(side):
+    with phases.phase("load", f"loading {side}: {named(node, side)}"), blamed(side):
         dataset = load(**without_clustering(node))
         # Named after its file, whose name may come from the environment.
         dataset = replace(dataset, name=hidden(dataset.name))
@@ -142,7 +149,7 @@ def embed_side(
     """Features of one dataset; `node` is the extractor's configuration."""
     embedding = {key: node[key] for key in EMBEDDING if key in node}
     with (
-        phases.phase("extract", f"embedding {dataset.name}") as progress,
+        phases.phase("extract", f"embedding {side}: {dataset.name}") as progress,
         blamed(side),
     ):
         samples = embed(

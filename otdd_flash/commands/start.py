@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +26,35 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+@dataclass
+class Job:
+    """The job under way.
+
+    Attributes:
+        started: when it began, by `time.perf_counter`: the first with the command.
+        seconds: wall time of its finished phases, by name.
+    """
+
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+_job: Job | None = None
+
+
+def job_under_way() -> Job:
+    """Return the job under way, which begins now if there is none."""
+    global _job
+    _job = _job or Job()
+    return _job
+
+
+def job_ended() -> None:
+    """The next job begins when it is first asked for."""
+    global _job
+    _job = None
 
 
 def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
@@ -105,6 +136,8 @@ def run_script(main: Callable[[], None]) -> None:
 
 def run_command(main: Callable[[], None]) -> None:
     """Call an entry point and leave the process with its jobs' exit code."""
+    job_ended()
+    job_under_way()
     # The backends of notebooks and desktops exist neither here nor in worker processes.
     os.environ["MPLBACKEND"] = "agg"
     # Threads of OpenMP that spin while they wait take the cores that others would work on.

@@ -27,7 +27,6 @@ from otdd_flash.commands.settings import (
 from otdd_flash.commands.tasks import LoadedTasks, StudyInputs, TaskSettings, load_tasks
 from otdd_flash.commands.tracked import track_study
 from otdd_flash.errors import ConvergenceError, InputError
-from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.report.study.console import study_table
 from otdd_flash.report.study.writing import FILES, write_study_report
 from otdd_flash.study.folder import STUDY_FILE
@@ -109,13 +108,13 @@ def study(config: DictConfig, directory: Path) -> None:
             )
         with phases.phase("report", "drawing"):
             report = write_study_report(result, directory, content=settings.report.content)
-            report += track_study(result, settings.log, kept, directory)
     console = Terminal()
     if settings.report.content != "none":
         console.print(study_table(result))
         for note in result.notes():
             console.print(note, soft_wrap=True)
     console.print(f"written to {directory}", soft_wrap=True)
+    report += track_study(result, settings.log, kept, directory)
     if interrupted():
         raise KeyboardInterrupt
     _raise_worst(result)
@@ -137,7 +136,7 @@ def _check(settings: StudySettings, directory: Path) -> None:
         )
     if settings.labels.full:
         raise InputError("labels.full=true has no meaning in a study; leave it out")
-    check_tracker(settings.log)
+    settings.log.check()
     study_of(settings, NO_TASKS)
     node = settings.study
     Shard.parse(node.shard)

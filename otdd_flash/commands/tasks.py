@@ -89,7 +89,7 @@ def load_tasks(
     extractor_node = dict(settings.extractor)
     if given is None and extractor_node["name"] == "pixels" and extractor_node["size"] is None:
         extractor_node["size"] = group.size
-    extractor, standardised = build(extractor_node)
+    extractor, standardised = build(extractor_node, phases)
     embedded: list[LabeledSamples] = []
     places: list[tuple[str, int, int | None]] = []
     shape: tuple[int, ...] | None = None

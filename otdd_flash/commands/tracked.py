@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import traceback
+import warnings
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.integrations.tracking import TrackedRun, finite, folder_of, track
-from otdd_flash.report.figures.drawing import Report, write_each
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.settings import LogSettings
+from otdd_flash.errors import DataNotice, MissingFileNotice
+from otdd_flash.integrations.tensorboard import EVENTS
+from otdd_flash.integrations.tracking import (
+    TrackedRun,
+    finite,
+    folder_at,
+    folder_of,
+    is_remote,
+    track,
+    unfollowed,
+)
+from otdd_flash.report.figures.drawing import Report
 from otdd_flash.shown import display
+
+logger = logging.getLogger(__name__)
 
 # As `settings.recorded` makes them.
 Settings = Mapping[str, Any]
@@ -24,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def track_distance(
-    result: DistanceResult, log: str | None, config: Settings, directory: Path
+    result: DistanceResult, log: LogSettings, config: Settings, directory: Path
 ) -> Report:
     """Value, solver bounds, epsilon, seconds, and the marginal error of every term."""
     lower, upper = result.bounds
@@ -38,7 +61,7 @@ def track_distance(
     return _track(log, TrackedRun(name, directory, config, finite(numbers)))
 
 
-def track_flow(result: FlowResult, log: str | None, config: Settings, directory: Path) -> Report:
+def track_flow(result: FlowResult, log: LogSettings, config: Settings, directory: Path) -> Report:
     """The distance before and after with its solver bounds, and what every step found."""
     ends = {"before": result.before, "after": result.after}
     numbers = {
@@ -65,7 +88,7 @@ def track_flow(result: FlowResult, log: str | None, config: Settings, directory:
     return _track(log, run)
 
 
-def track_study(result: StudyResult, log: str | None, config: Settings, directory: Path) -> Report:
+def track_study(result: StudyResult, log: LogSettings, config: Settings, directory: Path) -> Report:
     """What every measure says of every pair, with bounds, and how it follows what was gained."""
     numbers: dict[str, float | None] = {}
     for pair in result.pairs():
@@ -80,11 +103,74 @@ def track_study(result: StudyResult, log: str | None, config: Settings, director
 
 def _label(name: str) -> str:
     """Return a name without slashes, which would make groups of runs or metrics."""
-    return re.sub(r"[/\\]", "_", display(name, LONGEST_LABEL))
+    return re.sub(r"[/\\]|^\.+$", "_", display(name, LONGEST_LABEL))
 
 
-def _track(log: str | None, run: TrackedRun) -> Report:
-    """A tracker that fails is a notice, as a picture is: the result is there already."""
-    if log is None:
+def _track(log: LogSettings, run: TrackedRun) -> Report:
+    """Hand a run to its tracker; one that fails is a notice: the result is there already."""
+    if log.tracker is None:
         return Report()
-    return write_each({folder_of(log, run.directory): lambda _: track(log, run)})
+    run, place = _placed(log, run)
+    try:
+        if variables := unfollowed(log.tracker, log.uri, online=log.online):
+            _notice_once(
+                f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} set and not "
+                f"followed: log={log.tracker} writes to this machine alone; log.online=true or "
+                "log.uri=ADDRESS sends runs elsewhere"
+            )
+        with Phases() as phases, phases.phase("log", f"logging to {log.tracker}"):
+            track(log.tracker, run)
+    except Exception as error:
+        logger.debug("%s", traceback.format_exc())
+        reason = f"cannot log to {place} ({type(error).__name__}: {error})"
+        warnings.warn(reason, MissingFileNotice, stacklevel=2)
+        return Report(missing=(Path(f"the run in {log.tracker}"),))
+    if run.config["report"]["content"] != "none":
+        Terminal().print(f"logged to {display(place, None)}", soft_wrap=True)
+    return Report()
+
+
+@cache
+def _notice_once(text: str) -> None:
+    """Give a notice once in this process, however many jobs of a sweep would."""
+    warnings.warn(text, DataNotice, stacklevel=2)
+
+
+def _placed(log: LogSettings, run: TrackedRun) -> tuple[TrackedRun, Path | str]:
+    """Return the run with its name and its store, and where that is, for people.
+
+    A sweep's jobs share one store, in the sweep's folder unless `log.uri` names another.
+    """
+    assert log.tracker is not None
+    start, home, job, own = Path.cwd(), run.directory, None, Path(run.directory.name)
+    if HydraConfig.initialized():
+        hydra = HydraConfig.get()
+        # Jobs may run in folders of their own.
+        start = Path(hydra.runtime.cwd)
+        if hydra.mode == RunMode.MULTIRUN:
+            home, job = start / hydra.sweep.dir, hydra.job.num
+            inside = run.directory.is_relative_to(home)
+            own = run.directory.relative_to(home) if inside else Path(str(job))
+    name = log.name or (run.name if job is None else f"{run.name}, job {job}")
+    group = None if job is None else home.resolve().name
+    run = replace(run, name=name, project=log.project, group=group, online=log.online)
+    if log.uri is not None and (is_remote(log.uri) or log.uri.startswith("sqlite:")):
+        return replace(run, store=log.uri), log.uri
+    if log.uri is None and log.online:
+        return run, f"the server of {log.tracker}"
+    store = folder_of(log.tracker, home) if log.uri is None else folder_at(log.uri, start)
+    place = store
+    if log.tracker == "wandb" and log.uri is None:
+        # It makes the folder itself.
+        store = home
+    if log.tracker == "tensorboard":
+        for part in (log.project, log.name):
+            store = store / _label(part) if part else store
+        if log.uri is not None:
+            store = store / own if group is None else store / group / own
+        else:
+            store = store if group is None else store / own
+            # The place is this run's alone: it replaces an earlier one.
+            for file in store.glob(EVENTS):
+                file.unlink()
+    return replace(run, store=store), place

@@ -39,6 +39,8 @@ OUTPUT = "${hydra.runtime.output_dir}/"
 ENVIRONMENT = "hydra.job.env_set."
 # Settings that name a function to be imported.
 FUNCTIONS = ("extractor.path", "transfer.network.path", "flow.functionals")
+# Settings that send what a run has computed somewhere.
+DESTINATIONS = ("log.uri", "log.online")
 
 
 @cache
@@ -107,6 +109,8 @@ def _is_named(key: str, named: Set[str]) -> bool:
 def _runs_code(key: str, value: Any) -> bool:
     last = key.rpartition(".")[2]
     if not key.startswith("hydra."):
+        if key in DESTINATIONS:
+            return value not in (None, False)
         functional = key.startswith(FUNCTIONS[2]) and last == "path"
         return value not in (None, "???") and (key in FUNCTIONS or functional)
     if last == "_target_":

@@ -1,60 +1,112 @@
-"""`log=mlflow`: a run in RUN/mlruns, for `mlflow ui --backend-store-uri`."""
+"""`log=mlflow`: a run in a store of files, in a database or on a server, for `mlflow ui`."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from otdd_flash.integrations.tracking import TrackedRun, folder_of
+from otdd_flash.files.locks import lock, unlock
+from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment, folder_of
 
-EXPERIMENT = "otdd-flash"
-# The longest value of a parameter that every server takes.
-LONGEST = 500
-# The store in files needs no server and no database, and has to be asked for. Nothing is sent.
-SETTINGS = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+# The longest value of a parameter, and the most of both in one request, that every server takes.
+LONGEST, MOST_PARAMETERS, MOST_METRICS = 500, 100, 1000
+# The store in files needs no server and no database, and has to be asked for. Nothing is sent that
+# was not asked for, and nothing is printed beside the result.
+SETTINGS = {
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+LOCK_FILE = ".otdd-flash.lock"
 _NOT_IN_NAMES = re.compile(r"[^\w.\- :/]")
+_DATABASE = "sqlite:///"
+
+Item = TypeVar("Item")
 
 
 def write(run: TrackedRun) -> None:
     """Write settings as parameters, numbers and series as metrics, pictures as artifacts."""
-    with _environment(SETTINGS):
-        _write(run)
+    with environment(SETTINGS):
+        from mlflow import MlflowClient
+
+        store = run.store
+        if store is None and run.online:
+            store = os.environ["MLFLOW_TRACKING_URI"]
+        elif store is None:
+            store = folder_of("mlflow", run.directory)
+        if isinstance(store, Path):
+            store.mkdir(parents=True, exist_ok=True)
+        address = store.absolute().as_uri() if isinstance(store, Path) else store
+        # A client of its own: the user's tracking address stays as it is.
+        client = MlflowClient(tracking_uri=address)
+        with _alone(store):
+            experiment = _experiment(client, run.project or PROJECT, store)
+        tags = None if run.group is None else {"sweep": run.group}
+        created = client.create_run(experiment, run_name=run.name, tags=tags)
+        try:
+            _log(client, created.info.run_id, run)
+        except BaseException:
+            client.set_terminated(created.info.run_id, "FAILED")
+            raise
+        client.set_terminated(created.info.run_id)
+
+
+def _experiment(client: MlflowClient, name: str, store: Path | str) -> str:
+    if (known := client.get_experiment_by_name(name)) is not None:
+        return str(known.experiment_id)
+    artifacts = None
+    if isinstance(store, str) and store.startswith(_DATABASE):
+        # Beside the database; by default it would be the folder that the command was started in.
+        beside = Path(store.removeprefix(_DATABASE)).absolute().parent
+        artifacts = (beside / "mlartifacts").as_uri()
+    return str(client.create_experiment(name, artifact_location=artifacts))
 
 
 @contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """The environment with these variables, and afterwards as it was."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+def _alone(store: Path | str) -> Iterator[None]:
+    """Keep other jobs of a sweep from creating the same experiment at the same time."""
+    if not isinstance(store, Path):
+        yield
+        return
+    while (descriptor := lock(store / LOCK_FILE)) is None:
+        time.sleep(0.05)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        unlock(store / LOCK_FILE, descriptor)
 
 
-def _write(run: TrackedRun) -> None:
-    from mlflow import MlflowClient
+def _log(client: MlflowClient, run_id: str, run: TrackedRun) -> None:
+    from mlflow.entities import Metric, Param
 
-    folder = folder_of("mlflow", run.directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    # A client of its own: the user's tracking address stays as it is.
-    client = MlflowClient(tracking_uri=folder.absolute().as_uri())
-    known = client.get_experiment_by_name(EXPERIMENT)
-    experiment = client.create_experiment(EXPERIMENT) if known is None else known.experiment_id
-    tracked = client.create_run(experiment, run_name=run.name).info.run_id
-    for key, value in run.flat_config.items():
-        client.log_param(tracked, key, str(value)[:LONGEST])
-    for name, value in run.numbers.items():
-        client.log_metric(tracked, _NOT_IN_NAMES.sub("_", name), value)
-    for name, points in run.series.items():
-        for step, value in points:
-            client.log_metric(tracked, _NOT_IN_NAMES.sub("_", name), value, step=step)
+    now = int(1000 * time.time())
+    parameters = [Param(key, str(value)[:LONGEST]) for key, value in run.flat_config.items()]
+    metrics = [Metric(_name(name), value, now, 0) for name, value in run.numbers.items()]
+    metrics += [
+        Metric(_name(name), value, now, step)
+        for name, points in run.series.items()
+        for step, value in points
+    ]
+    for some in _parts(parameters, MOST_PARAMETERS):
+        client.log_batch(run_id, params=some, synchronous=True)
+    for some in _parts(metrics, MOST_METRICS):
+        client.log_batch(run_id, metrics=some, synchronous=True)
     for path in run.pictures:
-        client.log_artifact(tracked, str(path))
-    client.set_terminated(tracked)
+        client.log_artifact(run_id, str(path))
+
+
+def _name(name: str) -> str:
+    return _NOT_IN_NAMES.sub("_", name)
+
+
+def _parts(items: Sequence[Item], most: int) -> Iterator[Any]:
+    for start in range(0, len(items), most):
+        yield items[start : start + most]

@@ -1,20 +1,24 @@
-"""`log=tensorboard`: event files in RUN/tensorboard, for `tensorboard --logdir`."""
+"""`log=tensorboard`: event files in a folder, for `tensorboard --logdir`."""
 
 from __future__ import annotations
 
 import json
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from otdd_flash.integrations.tracking import TrackedRun, folder_of
 
+EVENTS = "events.out.tfevents.*"
+
 
 def write(run: TrackedRun) -> None:
     """Write settings as text, numbers and series as scalars, pictures as images."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder_of("tensorboard", run.directory)))
+    writer = SummaryWriter(str(_folder(run)))
     try:
         writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```")
         for name, value in run.numbers.items():
@@ -27,3 +31,13 @@ def write(run: TrackedRun) -> None:
                 writer.add_image(path.stem, np.asarray(image.convert("RGB")), 0, dataformats="HWC")
     finally:
         writer.close()
+
+
+def _folder(run: TrackedRun) -> Path:
+    """Return a folder of this run's alone: files of two runs in one are shown as one run."""
+    first = folder_of("tensorboard", run.directory) if run.store is None else Path(run.store)
+    folders = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    folder = first
+    while any(folder.glob(EVENTS)):
+        folder = next(folders)
+    return folder

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import entry_points
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from otdd_flash.errors import InputError, choose
 
 # Each a module beside this one, with the package that it needs.
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+PROJECT = "otdd-flash"
+
+# Variables of the environment by which a tracker would, unasked, send runs to a server.
+SENDING = {
+    "tensorboard": (),
+    "wandb": ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"),
+    "mlflow": ("MLFLOW_TRACKING_URI",),
+}
+# Values of WANDB_MODE that send nothing.
+SILENT = ("offline", "dryrun", "disabled")
+
+# Schemes of `log.uri` beside those of plugins. The first two stay on this machine.
+LOCAL_SCHEMES = ("file", "sqlite")
+MLFLOW_SCHEMES = (*LOCAL_SCHEMES, "http", "https", "postgresql", "mysql", "mssql")
+# Addresses of MLflow's without a scheme, or as one.
+DATABRICKS = ("databricks", "databricks-uc", "uc")
+WANDB_SERVER = "https://api.wandb.ai"
 
 
 @dataclass(frozen=True)
@@ -26,6 +49,11 @@ class TrackedRun:
         config: all settings, nested by group.
         numbers: by name, such as `value`, `lower` and `upper`.
         series: by name, (step, number) for every step of a flow.
+        store: the folder that the tracker writes to, or the address that it sends to; None: a
+            folder of the tracker's in `directory`.
+        online: whether it sends, where `store` is no address.
+        project: the experiment or project; None: `PROJECT`.
+        group: what the runs of one sweep have in common; None for a run of its own.
     """
 
     name: str
@@ -33,6 +61,10 @@ class TrackedRun:
     config: Mapping[str, Any]
     numbers: Mapping[str, float]
     series: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    store: Path | str | None = None
+    online: bool = False
+    project: str | None = None
+    group: str | None = None
 
     @property
     def pictures(self) -> list[Path]:
@@ -45,19 +77,78 @@ class TrackedRun:
         return dict(_flattened(self.config))
 
 
-def check_tracker(name: str | None) -> None:
-    """Raise an `InputError` unless there is such a tracker and its package is installed."""
+def check_tracker(name: str | None, uri: str | None = None, *, online: bool = False) -> None:
+    """Raise an `InputError` unless a run can be handed to this tracker, as far as can be known.
+
+    Args:
+        name: of the tracker; None for none.
+        uri: `log.uri`.
+        online: `log.online`.
+    """
     if name is None:
+        if online or uri is not None:
+            given = "log.online=true" if uri is None else f"log.uri={uri}"
+            raise InputError(
+                f"{given} does nothing without a tracker; give log={' or log='.join(TRACKERS)}, or "
+                "leave it out"
+            )
         return
     package = TRACKERS[choose("log", name, tuple(TRACKERS))]
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"log={name} needs the package {package}: pip install 'otdd-flash[integrations]'"
         )
+    if uri is not None and not uri.strip():
+        raise InputError("log.uri must be a folder or an address, got an empty one; leave it out")
+    if name == "tensorboard":
+        if online or is_remote(uri):
+            given = f"log.uri={uri}" if is_remote(uri) else "log.online=true"
+            raise InputError(
+                f"{given} has no meaning with log=tensorboard, which writes files and knows no "
+                "server; leave it out, or take log=mlflow or log=wandb"
+            )
+    elif online and uri is not None and not is_remote(uri):
+        raise InputError(
+            f"log.online=true and log.uri={uri}, which is on this machine, exclude each other; "
+            "give the address of a server, or leave log.online out"
+        )
+    scheme = _scheme(uri)
+    schemes = {"wandb": ("file", "http", "https"), "mlflow": _mlflow_schemes()}.get(name, ("file",))
+    if scheme and scheme not in schemes:
+        raise InputError(
+            f"log={name} knows no address such as log.uri={uri}; give a folder or one of "
+            f"{', '.join(f'{known}://' for known in schemes)}"
+        )
+    if name == "mlflow":
+        _check_mlflow(scheme, uri, online=online)
+    if name == "wandb" and (online or is_remote(uri)):
+        _check_key_of_wandb(uri)
+
+
+def is_remote(uri: str | None) -> bool:
+    """Whether `log.uri` is the address of a server rather than of a place on this machine."""
+    return uri in DATABRICKS or _scheme(uri) not in ("", *LOCAL_SCHEMES)
+
+
+def folder_at(uri: str, start: Path) -> Path:
+    """Return the folder that `log.uri` names, a relative one in `start`."""
+    plain = unquote(urlsplit(uri).path) if _scheme(uri) == "file" else uri
+    return start / Path(plain).expanduser()
+
+
+def unfollowed(name: str, uri: str | None, *, online: bool) -> list[str]:
+    """Return the variables that are set, but send nothing: no setting asks for it."""
+    if uri is not None or online:
+        return []
+    return [
+        key
+        for key in SENDING[name]
+        if (value := os.environ.get(key)) and not (key == "WANDB_MODE" and value in SILENT)
+    ]
 
 
 def track(name: str, run: TrackedRun) -> None:
-    """Hand a run to the tracker of this name, which writes into the run's folder.
+    """Hand a run to the tracker of this name.
 
     Raises:
         InputError: as `check_tracker`.
@@ -67,7 +158,7 @@ def track(name: str, run: TrackedRun) -> None:
 
 
 def folder_of(name: str, directory: Path) -> Path:
-    """Where a tracker writes: a folder of its own inside the run's, as its programs expect."""
+    """Where a tracker writes: a folder of its own inside another, as its programs expect."""
     return directory / {"mlflow": "mlruns"}.get(name, name)
 
 
@@ -78,6 +169,66 @@ def finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
         for name, value in numbers.items()
         if value is not None and math.isfinite(value)
     }
+
+
+@contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """The environment with these variables, and afterwards as it was."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _scheme(uri: str | None) -> str:
+    """The scheme of an address; "" for a path, also for one with a drive's letter."""
+    scheme, colon, rest = (uri or "").partition(":")
+    # As in mysql+pymysql://.
+    scheme = scheme.partition("+")[0].lower()
+    is_address = colon and len(scheme) > 1 and (rest.startswith("/") or scheme in DATABRICKS)
+    return scheme if is_address else ""
+
+
+def _mlflow_schemes() -> tuple[str, ...]:
+    plugins = entry_points(group="mlflow.tracking_store")
+    return (*MLFLOW_SCHEMES, *DATABRICKS, *(plugin.name for plugin in plugins))
+
+
+def _check_mlflow(scheme: str, uri: str | None, *, online: bool) -> None:
+    if online and uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise InputError(
+            "log.online=true needs the address of an MLflow server: give log.uri=ADDRESS, or set "
+            "MLFLOW_TRACKING_URI"
+        )
+    if scheme == "sqlite" and importlib.util.find_spec("sqlalchemy") is None:
+        raise InputError(
+            f"log.uri={uri} needs the package sqlalchemy: pip install mlflow, or give a folder"
+        )
+
+
+def _check_key_of_wandb(uri: str | None) -> None:
+    """Raise an `InputError` without an API key, for which the package would ask after the solve."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    server = uri or os.environ.get("WANDB_BASE_URL") or WANDB_SERVER
+    host = urlsplit(server).hostname or server
+    given = os.environ.get("NETRC")
+    for file in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        try:
+            if netrc(file).authenticators(host) is not None:
+                return
+        except (OSError, NetrcParseError):
+            continue
+    raise InputError(
+        f"log=wandb has no API key for {host}: run `wandb login`, set WANDB_API_KEY, or leave "
+        f"{'log.online' if uri is None else 'log.uri'} out to log to this machine"
+    )
 
 
 def _flattened(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

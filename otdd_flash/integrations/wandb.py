@@ -1,25 +1,46 @@
-"""`log=wandb`: an offline run in RUN/wandb, which `wandb sync` sends if its owner wants that."""
+"""`log=wandb`: an offline run, which `wandb sync` sends later, or one that is sent if asked for."""
 
 from __future__ import annotations
 
-from otdd_flash.integrations.tracking import TrackedRun
+from pathlib import Path
 
-PROJECT = "otdd-flash"
+from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment
+
+# Reports of its own errors would be sent elsewhere, also from an offline run.
+SETTINGS = {"WANDB_ERROR_REPORTING": "false"}
 
 
 def write(run: TrackedRun) -> None:
     """Write settings, series step by step, numbers as the run's summary, and pictures."""
+    with environment(SETTINGS):
+        _write(run)
+
+
+def _write(run: TrackedRun) -> None:
     import wandb
 
+    address = {"base_url": run.store} if isinstance(run.store, str) else {}
+    folder = run.store if isinstance(run.store, Path) else run.directory
+    folder.mkdir(parents=True, exist_ok=True)
     tracked = wandb.init(
-        project=PROJECT,
+        project=run.project or PROJECT,
         name=run.name,
-        dir=str(run.directory),
+        group=run.group,
+        dir=str(folder),
         config=run.flat_config,
-        # Nothing leaves this machine.
-        mode="offline",
+        mode="online" if run.online or address else "offline",
         reinit="create_new",
-        settings=wandb.Settings(silent=True),
+        settings=wandb.Settings(
+            silent=True,
+            # The settings are what a run is: neither arguments, in which a secret may stand, nor
+            # what the terminal shows, nor the user's code and machine.
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            **address,
+        ),
     )
     try:
         by_step: dict[int, dict[str, float]] = {}

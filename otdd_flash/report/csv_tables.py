@@ -1,10 +1,10 @@
-"""Tables as csv: matrices with named rows and columns, lists, and the summary of a multirun."""
+"""Tables as csv: matrices with named rows and columns, and lists."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,6 @@ from torch import Tensor
 
 from otdd_flash.files.atomic import write_text
 from otdd_flash.shown import csv_cell
-
-SUMMARY_COLUMNS = (
-    "job",
-    "overrides",
-    "source",
-    "target",
-    "value",
-    "lower",
-    "upper",
-    "epsilon",
-    "converged",
-    "error",
-    "directory",
-)
 
 
 def write_matrix_csv(
@@ -71,22 +57,6 @@ def write_table_csv(
         InputError: the file cannot be written.
     """
     write_text(path, _csv_text([columns, *rows]))
-
-
-def summary_csv(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Write one line per job of a multirun, in the columns `SUMMARY_COLUMNS`.
-
-    Args:
-        rows: per job a mapping; an absent column is left empty, `overrides` may be a list, and keys
-            outside `SUMMARY_COLUMNS` become further columns in their order of appearance.
-        path: the csv file.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    extra = dict.fromkeys(key for row in rows for key in row if key not in SUMMARY_COLUMNS)
-    columns = [*SUMMARY_COLUMNS, *extra]
-    write_table_csv(path, columns, ([row.get(column) for column in columns] for row in rows))
 
 
 def _cell(value: Any) -> Any:

@@ -20,9 +20,9 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = ("source", "target", "extractor", "labels", "solver")
+GROUPS = ("source", "target", "extractor", "labels", "solver", "log")
 # The key of a choice that is its name.
-NAMED_BY = {"labels": "method", "solver": "schedule"}
+NAMED_BY = {"labels": "method", "solver": "schedule", "log": "tracker"}
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted(CONF.glob(f"{group}/*.yaml"))]
 # What a choice cannot do without.
 NEEDED = {"callable": "extractor.path=math:sqrt"}
@@ -58,7 +58,6 @@ DEFAULTS = {
     "download": False,
     "cache_dir": "~/.cache/otdd_flash",
     "overwrite": False,
-    "log": None,
     "log_level": "WARNING",
 }
 
@@ -71,7 +70,8 @@ def test_every_choice_composes_and_fits_the_settings(composed, group, choice):
     with pytest.raises(ConfigAttributeError):
         config[group].no_such_key = 1
     parse(config, DistanceSettings)
-    assert config[group][NAMED_BY.get(group, "name")] == choice
+    name = config[group][NAMED_BY.get(group, "name")]
+    assert name == (None if (group, choice) == ("log", "none") else choice)
 
 
 def test_the_root_holds_the_documented_defaults_and_nothing_else(composed):
@@ -83,6 +83,7 @@ def test_the_root_holds_the_documented_defaults_and_nothing_else(composed):
     labels = {"full": False, "unbiased": True, "diagonal": False, "epsilon": 0.1, "path": None}
     assert nodes["labels"] == {"method": "gaussian", **labels}
     assert nodes["solver"] == {"schedule": "converged", **SOLVER}
+    assert nodes["log"] == {"tracker": None}
 
 
 def test_a_choice_of_solver_takes_no_key_of_the_other(composed):

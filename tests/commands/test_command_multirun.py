@@ -6,10 +6,10 @@ import csv
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from otdd_flash.commands import compare, runner
 from otdd_flash.errors import InputError
-from otdd_flash.report.csv_tables import SUMMARY_COLUMNS
 from otdd_flash.report.distance import writing
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -26,10 +26,15 @@ def test_a_failing_job_does_not_stop_the_others(command, read):
     assert ended.code == 2
     assert "Traceback" not in ended.err
     rows = _summary()
-    assert list(rows[0]) == list(SUMMARY_COLUMNS)
+    assert list(rows[0]) == [
+        *("job", "extractor", "cache_dir", "overwrite", "max_samples"),
+        *("source", "target", "value", "lower", "upper", "epsilon", "converged", "stopped_by"),
+        *("marginal_error", "seconds", "error", "directory"),
+    ]
     assert [row["job"] for row in rows] == ["0", "1", "2", "3"]
     assert [bool(row["value"]) for row in rows] == [True, False, False, False]
-    assert "source=blobs target=digits" in rows[1]["overrides"]
+    # A job without a result says what it was given.
+    assert (rows[1]["source"], rows[1]["target"]) == ("blobs", "digits")
     for row in rows[1:]:
         assert read(f"sweep/{row['directory']}/error.json")["error"] == row["error"]
         assert "digits" in row["error"]
@@ -37,8 +42,48 @@ def test_a_failing_job_does_not_stop_the_others(command, read):
     assert float(rows[0]["value"]) == result["value"]
     assert [float(rows[0][end]) for end in ("lower", "upper")] == result["bounds"]
     assert (rows[0]["converged"], rows[0]["error"]) == ("true", "")
+    assert rows[0]["stopped_by"] == "tolerance"
+    assert float(rows[0]["marginal_error"]) == result["marginal_error"]
+    assert float(rows[0]["seconds"]) == pytest.approx(sum(result["seconds"].values()))
     assert "4 jobs, 3 failed" in ended.err
     assert str(Path("sweep/summary.csv").absolute()) in ended.err
+
+
+@pytest.mark.slow
+def test_a_summary_has_a_column_for_every_override_and_a_picture(command):
+    sweep = ("-m", "solver.tolerance=1e-2,1e-3", "subsample=39", "labels=gaussian,means")
+    ended = command(*sweep, "source.classes=['0','1']", "hydra.sweep.dir=swept")
+    assert ended.code == 0, ended.err
+    rows = _summary("swept")
+    given = [(row["solver.tolerance"], row["labels"], row["source.classes"]) for row in rows]
+    assert given == [
+        (tolerance, labels, "['0','1']")
+        for tolerance in ("0.01", "0.001")
+        for labels in ("gaussian", "means")
+    ]
+    for row in rows:
+        assert float(row["sampling_lower"]) <= float(row["value"]) <= float(row["sampling_upper"])
+    with Image.open("swept/summary.png") as image:
+        assert image.size == (1140, 720)
+    assert "no picture" not in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("labels=gaussian,means",), "labels is swept, which is no number"),
+        (("epsilon=0.1,-1",), "fewer than two jobs have a value"),
+        (("epsilon=0.1,0.2", "report=table"), None),
+    ],
+)
+def test_why_there_is_no_picture_of_a_sweep_is_said(command, arguments, reason):
+    Path("sweep").mkdir()
+    Path("sweep/summary.png").write_text("of an earlier sweep")
+    ended = command("-m", *arguments)
+    said = [line for line in ended.err.splitlines() if line.startswith("no picture of the sweep: ")]
+    assert said == ([] if reason is None else [f"no picture of the sweep: {reason}"])
+    assert not Path("sweep/summary.png").exists()
 
 
 @pytest.mark.slow

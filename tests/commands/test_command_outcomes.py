@@ -36,7 +36,7 @@ RESULT_KEYS = {
     *("lambda_x", "lambda_y", "seed", "fingerprints", "subset_hash", "versions"),
     *("device", "backend", "precision", "config"),
 }
-PHASES = ["load", "extract", "class_distances", "solve"]
+PHASES = ["load", "extract", "class_distances", "solve", "other"]
 
 
 def _files(directory: str) -> set[str]:
@@ -55,6 +55,8 @@ def test_a_run_writes_everything_and_prints_a_table(command, read):
     assert set(result["terms"]) == {"xy", "xx", "yy"}
     assert all(set(term) >= TERM_KEYS for term in result["terms"].values())
     assert list(result["seconds"]) == PHASES
+    # Imports were there before; what the phases do not name is named, too.
+    assert min(result["seconds"].values()) >= 0
     assert set(result["classes"]) == {"source", "target"}
     assert result["bounds"][0] <= result["value"] <= result["bounds"][1]
     assert (result["seed"], result["n"], result["m"]) == (4, 40, 40)

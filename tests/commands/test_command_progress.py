@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
-from otdd_flash.commands import messages, progress
+from otdd_flash.commands import messages, progress, start
 from otdd_flash.commands.progress import Phases
 from otdd_flash.solver.schedules.converged import Converged
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time that phases read, in seconds, as clock[0]."""
+    """The time that phases read, in seconds, as clock[0]; the job began at 100."""
     now = [100.0]
-    monkeypatch.setattr(progress, "SECONDS_APART", 1.0)
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(start, "_job", start.Job(started=100.0))
     return now
 
 
@@ -26,52 +30,131 @@ def written(monkeypatch):
     """What goes to a file in place of a terminal."""
     file = io.StringIO()
     console = Console(file=file, width=40)
+    monkeypatch.setattr(progress, "say", messages.say)
     monkeypatch.setattr(progress, "messages", console)
     monkeypatch.setattr(messages, "messages", console)
     return file
 
 
-def test_there_is_a_line_a_second_at_the_most(clock, written):
-    with Phases() as phases, phases.phase("load", "loading digits") as report:
-        for count in range(50):
-            clock[0] += 0.125
-            report(count, 1200)
-    lines = written.getvalue().splitlines()
-    assert lines == [
-        f"progress: {second} s, loading digits {8 * second - 1} of 1,200" for second in range(1, 7)
+def test_a_stage_has_a_line_when_it_begins_and_one_a_minute_with_the_rest(clock, written):
+    with Phases() as phases:
+        clock[0] += 4
+        with phases.phase("load", "loading digits") as report:
+            for count in range(601):
+                report(count, 1200)
+                clock[0] += 0.25
+        with phases.phase("extract", "embedding digits"):
+            clock[0] += 7
+    assert written.getvalue().splitlines() == [
+        "progress: 4 s, loading digits",
+        # 4 a second.
+        "progress: 64 s, loading digits 240 of 1,200, 4 min left at this rate",
+        "progress: 124 s, loading digits 480 of 1,200, 3 min left at this rate",
+        "progress: 154 s, embedding digits",
     ]
+    assert phases.seconds == {"load": 150.25, "extract": 7}
 
 
-def test_a_line_says_what_all_parts_are_doing(clock, written):
+def test_a_flow_is_one_stage_and_class_distances_begin_another(clock, written):
     with (
         Phases() as phases,
         phases.flowing(20),
         phases.solving("solving", Converged()) as solving,
         phases.counting("class distances") as counting,
     ):
-        counting(1200, 21900)
         clock[0] += 5
-        solving("xy", 24, 2e-2)
-    assert written.getvalue() == (
-        "progress: 5 s, flowing; solving xy 24: marginal error 2.0e-02 (to 1e-03); "
-        "class distances 1,200 of 21,900\n"
-    )
+        counting(0, 21900)
+        for count in range(1, 61):
+            clock[0] += 0.5
+            counting(100 * count, 21900)
+        counting(21900, 21900)
+        for count in range(100):
+            clock[0] += 1
+            solving("xy", count, 10 ** (-count / 50))
+    solving_xy, rate = "flowing; solving xy", " left at this rate"
+    assert written.getvalue().splitlines() == [
+        "progress: 0 s, flowing",
+        "progress: 5 s, flowing; solving; class distances 0 of 21,900",
+        # The error falls by a factor of ten in 50 s, and is to fall to a thousandth.
+        f"progress: 65 s, {solving_xy} 29: marginal error 2.6e-01 (to 1e-03), 2 min{rate}",
+        f"progress: 125 s, {solving_xy} 89: marginal error 1.7e-02 (to 1e-03), 61 s{rate}",
+    ]
 
 
-def test_what_is_done_in_a_second_says_nothing(clock, written):
-    with Phases() as phases, phases.phase("load", "loading digits") as report:
-        clock[0] += 0.9
-        report(1, 2)
-    assert written.getvalue() == ""
+@pytest.mark.parametrize("rising", [False, True])
+def test_nothing_is_said_of_the_rest_where_nothing_tells(clock, written, rising):
+    """A width of the bounds has no known way there, and neither has an error that rises."""
+    options = Converged() if rising else Converged(bound_width=1e-4)
+    with Phases() as phases, phases.solving("comparing", options) as solving:
+        for count in range(70):
+            clock[0] += 1
+            solving("xy", count, 0.1 * 1.01 ** (count if rising else -count))
+    lines = written.getvalue().splitlines()
+    assert lines[0] == "progress: 0 s, comparing"
+    assert lines[1].startswith("progress: 60 s, comparing xy 59: marginal error ")
+    assert not any("left" in line for line in lines)
+
+
+def test_seconds_of_result_and_progress_are_of_one_clock(clock, written):
+    clock[0] += 3
+    with Phases() as phases:
+        with phases.phase("import", "importing torch"):
+            clock[0] += 4
+        clock[0] += 2
+        with phases.phase("load", "loading digits"):
+            clock[0] += 1
+    # What a library measured itself is among the parts.
+    found = phases.all_seconds({"load": phases.seconds["load"], "solve": 0.5})
+    assert found == {"import": 4, "load": 1, "solve": 0.5, "other": 4.5}
+    assert list(found) == ["import", "load", "solve", "other"]
+    # A second set of phases in the same job goes on.
+    with Phases() as drawing, drawing.phase("report", "drawing"):
+        pass
+    assert written.getvalue().splitlines()[-1] == f"progress: {sum(found.values()):.0f} s, drawing"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runner", ["command", "flow_command"])
-def test_every_command_has_lines_of_progress(runner, request, monkeypatch, undrawn):
+def test_every_command_has_lines_of_progress(runner, request, monkeypatch, undrawn, read):
+    monkeypatch.setattr(progress, "say", messages.say)
     monkeypatch.setattr(progress, "SECONDS_APART", 0.0)
-    ended = request.getfixturevalue(runner)()
-    assert ended.code == 0
-    assert "progress: 0 s, " in ended.err
-    assert "xy" in ended.err
-    if runner == "flow_command":
-        assert "step 1 of 2: objective " in ended.err
+    # One job after another: each has a clock of its own.
+    for _ in range(2):
+        ended = request.getfixturevalue(runner)()
+        assert ended.code == 0
+        stages = re.findall(r"^progress: (\d+) s, (.*)", ended.err, re.MULTILINE)
+        told = [stage for _, stage in stages]
+        for stage in ("loading source: blobs", "embedding target: blobs test", "drawing"):
+            assert stage in told
+        assert "xy" in ended.err
+        if runner == "flow_command":
+            assert "step 1 of 2: objective " in ended.err
+        elapsed = sum(read("run/result.json")["seconds"].values())
+        drawing = told.index("drawing")
+        assert int(stages[drawing - 1][0]) <= elapsed + 1
+        assert abs(int(stages[drawing][0]) - elapsed) < 2
+
+
+@pytest.mark.slow
+def test_imports_are_named_and_counted(folder):
+    given = ("source=blobs", "target=blobs", "extractor=identity", "max_samples=40")
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "otdd_flash.distance", *given, "report=table"),
+            *("cache_dir=null", "hydra.run.dir=run"),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    lines = ended.stderr.splitlines()
+    assert re.fullmatch(r"progress: \d+ s, importing torch", lines[0])
+    assert re.fullmatch(r"progress: \d+ s, importing scipy and otdd_flash", lines[1])
+    assert [re.sub(r".* s, ", "", line) for line in lines[2:]] == [
+        *("loading source: blobs", "loading target: blobs"),
+        *("embedding source: blobs train", "embedding target: blobs test", "comparing"),
+        *(stage for stage in ("class distances",) if f"{stage} " in ended.stderr),
+        "drawing",
+    ]
+    assert re.search(r"\(import \d", ended.stdout)

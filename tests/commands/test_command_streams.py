@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash.commands import adapt, compare, progress
+from otdd_flash.commands import adapt, compare, messages, progress
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -102,7 +102,7 @@ def test_a_full_standard_error_counts_where_something_was_to_be_said(
 
 
 def test_progress_that_nobody_takes_is_no_loss(command, monkeypatch, full):
-    monkeypatch.setattr(progress, "SECONDS_APART", 0.0)
+    monkeypatch.setattr(progress, "say", messages.say)
     monkeypatch.setattr(sys, "stderr", full)
     assert command("report=none").code == 0
 

@@ -96,6 +96,7 @@ LOG_CLASS = 'hydra_logging: {handlers: {x: {"()": os.system, command: touch impo
 LOG_FILE = "job_logging: {handlers: {x: {class: logging.FileHandler, filename: imported}}}"
 ENVIRONMENT = "job: {env_set: {LD_PRELOAD: evil.so}}"
 FUNCTION = "extractor: {name: callable, path: os:system}"
+ADDRESS = "log: {tracker: mlflow, uri: 'http://127.0.0.1:9'}"
 
 
 @pytest.mark.parametrize(
@@ -106,13 +107,14 @@ FUNCTION = "extractor: {name: callable, path: os:system}"
         (LOG_FILE, "hydra.job_logging.handlers.x.filename=imported"),
         (ENVIRONMENT, "hydra.job.env_set.LD_PRELOAD=evil.so"),
         (FUNCTION, "extractor.path=os:system"),
+        (ADDRESS, "log.uri=http://127.0.0.1:9"),
     ],
 )
 def test_a_folder_of_configurations_names_no_code(
     ended: Callable, folder: Path, content: str, key: str
 ) -> None:
     (folder / "theirs" / "solver").mkdir(parents=True)
-    text = content if content is FUNCTION else f"hydra: {{{content}}}"
+    text = content if content in (FUNCTION, ADDRESS) else f"hydra: {{{content}}}"
     (folder / "theirs" / "solver" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
     searched = f"hydra.searchpath=[file://{folder}/theirs]"
     where = (searched,) if content is FUNCTION else ("--config-dir", "theirs")

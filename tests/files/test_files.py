@@ -12,7 +12,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing, replacing_folder
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.locks import lock
-from otdd_flash.report.csv_tables import SUMMARY_COLUMNS, summary_csv, write_matrix_csv
+from otdd_flash.report.csv_tables import write_matrix_csv
 from otdd_flash.shown import csv_cell
 
 NASTY = ["a,b", 'say "hi"', "two\nlines", "", " =1+1", "naïve 猫", "T-shirt/top"]
@@ -109,25 +109,6 @@ def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path: Path) -> No
 def test_matrix_csv_refuses_names_that_do_not_match(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot have 1 row names"):
         write_matrix_csv(tmp_path / "m.csv", torch.zeros(2, 2), ["a"], ["a", "b"])
-
-
-def test_summary_has_one_line_per_job_failed_ones_too(tmp_path: Path) -> None:
-    jobs = [
-        {"job": 0, "overrides": ["source=mnist", "target=usps"], "value": 1 / 3, "converged": True},
-        {
-            "job": 1,
-            "overrides": "source=nowhere",
-            "error": 'unknown dataset "nowhere", choose',
-            "n": 5,
-        },
-    ]
-    summary_csv(jobs, tmp_path / "summary.csv")
-    header, *body = read_rows(tmp_path / "summary.csv")
-    assert header == [*SUMMARY_COLUMNS, "n"]
-    first, second = (dict(zip(header, row, strict=True)) for row in body)
-    assert first["overrides"] == "source=mnist target=usps"
-    assert (float(first["value"]), first["converged"], first["error"]) == (1 / 3, "true", "")
-    assert (second["error"], second["value"], second["n"]) == (jobs[1]["error"], "", "5")
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
