@@ -78,7 +78,7 @@ SOURCE_OPTIONS: dict[str, Declaration] = {
 FEATURES_FILE: Declaration = {"path": path_or_dataset, "key": optional(word)}
 EMBED: Declaration = {
     "dataset": instance("be a dataset that otdd.load gave", DATASET_CLASS),
-    "batch_size": called("extractor.batch_size", count),
+    "batch_size": optional(called("extractor.batch_size", count)),
     "device": device,
     "mixed_precision": called("extractor.mixed_precision", mixed_precision),
     "cache_dir": optional(path),
@@ -105,8 +105,16 @@ EXTRACTORS: dict[str, Declaration] = {
         "seed": seed,
         "download": flag,
     },
+    "efficientnet_lite0": {},
     "text": {"model": text, "download": flag},
+    "wordllama": {},
     "callable": {},
+    "from_module": {
+        "transform": optional(function),
+        "layer": optional(word),
+        "batch_size": count,
+        "device": device,
+    },
 }
 STANDARDIZE: Declaration = PAIR
 REDUCE_PCA: Declaration = {**PAIR, "k": called("extractor.pca", count), "seed": seed}

@@ -33,7 +33,7 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
         InputError: the file cannot be read, or its weights are not exactly those of the network.
     """
     path = Path(file)
-    state = _unwrapped(_read(path), path)
+    state = read_weights(path)
     wanted = module.state_dict()
     state = {
         name: tensor
@@ -48,6 +48,15 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
         )
     # Not strict for one reason: counters of batches, which old files lack and evaluation ignores.
     module.load_state_dict(state, strict=False)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read a state dict (.pt, .pth or .safetensors), wrapped as training scripts do it or not.
+
+    Raises:
+        InputError: the file cannot be read, or holds something else.
+    """
+    return _unwrapped(_read(path), path)
 
 
 def _read(path: Path) -> Any:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from otdd_flash.arguments.datasets import EMBED
 from otdd_flash.checks import shown, takes
@@ -22,11 +23,12 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.ranks import Progress, Ranks
 from otdd_flash.eager import computes
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.by_ranks import Ways, features_of_ranks, is_shared
 from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
+from otdd_flash.extractors.module_features import ModuleFeatures, from_module
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
 from otdd_flash.files.cache import TensorCache
@@ -39,8 +41,8 @@ logger = logging.getLogger(__name__)
 BATCHES_OF_A_ROUND = 64
 
 SUITABLE = {
-    "image": "pixels, timm, torchvision or callable",
-    "text": "text or callable",
+    "image": "pixels, timm, torchvision, efficientnet_lite0 or callable",
+    "text": "text, wordllama or callable",
     "array": "identity or callable",
 }
 
@@ -49,9 +51,9 @@ SUITABLE = {
 @takes(EMBED)
 def embed(
     dataset: LabeledDataset,
-    extractor: Extractor,
+    extractor: Extractor | nn.Module,
     *,
-    batch_size: int = 256,
+    batch_size: int | None = None,
     device: str | torch.device = "auto",
     mixed_precision: bool | Literal["auto"] = "auto",
     cache_dir: str | os.PathLike[str] | None = None,
@@ -64,11 +66,12 @@ def embed(
 
     Args:
         dataset: n raw inputs with labels, weights and names, which the result keeps.
-        extractor: one of `otdd_flash.extractors`.
-        batch_size: inputs per call of the extractor.
-        device: where a network runs; the features come back on the CPU.
+        extractor: one of `otdd_flash.extractors`, or a PyTorch module, for `from_module(module)`.
+        batch_size: inputs per call of the extractor; None: 256, or what `from_module` was given.
+        device: where a network runs; the features come back on the CPU. With "auto" a module of
+            yours stays where it is, unless `from_module` was given a device.
         mixed_precision: run a network under autocast (float16 on a GPU, bfloat16 on a CPU);
-            "auto" does so on CUDA only.
+            "auto" does so on CUDA only, and never with a module of yours.
         cache_dir: where features of networks are kept, by content of inputs and weights; None: not.
         features_path: a .npy file to write features to as they come, where they then stay: a call
             after an interruption goes on, once it has found that what is there is undamaged. What a
@@ -87,12 +90,22 @@ def embed(
         InputError: the extractor does not take this kind of data, inputs have no common dimension,
             features are not finite, or the device is not there.
     """
+    extractor = from_module(extractor) if isinstance(extractor, nn.Module) else extractor
     _check(dataset, extractor)
+    if isinstance(extractor, ModuleFeatures):
+        batch_size, device, mixed_precision = extractor.settings(
+            batch_size, device, mixed_precision
+        )
+    batch_size = batch_size or 256
     if isinstance(extractor, PixelValues):
         extractor = extractor.suited_to(dataset.inputs)
     where = resolve_device(device)
     autocast = _autocast_type(mixed_precision, where)
-    cache = TensorCache(cache_dir if extractor.cacheable and features_path is None else None)
+    asked = cache_dir is not None and features_path is None
+    cached = asked and extractor.cacheable
+    if asked and not cached and isinstance(extractor, ModuleFeatures):
+        warn(f"features are not cached: {extractor.unidentified}", DataNotice)
+    cache = TensorCache(cache_dir if cached else None)
     kept = cache.active or features_path is not None
     key = _cache_key(dataset, extractor, where, autocast) if kept else ""
     stored = _sound(cache.get(key), dataset)
@@ -180,7 +193,8 @@ class _Extraction:
 
 
 def _check(dataset: LabeledDataset, extractor: Extractor) -> None:
-    if not isinstance(extractor, Extractor):
+    # The second asks for the key, which reads all weights.
+    if not isinstance(extractor, (Network, Extractor)):
         raise InputError(
             f"extractor must be one of otdd_flash.extractors, got {shown(extractor)}; "
             "otdd_flash.extractors.from_callable wraps a function"
@@ -276,26 +290,28 @@ def _batches(inputs: Any, batch_size: int) -> Iterator[Any]:
 
 def _gather(
     name: str,
-    blocks: Iterator[Tensor],
+    blocks: Generator[Tensor],
     count: int,
     progress: Progress | None,
 ) -> Tensor:
     """Fill one matrix (n, d) block by block: a list of blocks would need the memory twice."""
     done = 0
     features, shape = torch.empty(0), torch.Size()
-    for block in blocks:
-        if done == 0:
-            shape = block.shape[1:]
-            _check_room(name, (count, shape.numel()), block.dtype)
-            features = torch.empty((count, shape.numel()), dtype=block.dtype)
-        _require_same_shape(shape, block.shape[1:], name)
-        if block.dtype != features.dtype:
-            # Numbers of a later batch may need a type that those of the first did without.
-            features = features.to(torch.promote_types(features.dtype, block.dtype))
-        features[done : done + len(block)] = block.flatten(1)
-        done += len(block)
-        if progress is not None:
-            progress(done, count)
+    # Closed at once, not when an error's traceback goes: a network is then as it was before.
+    with closing(blocks):
+        for block in blocks:
+            if done == 0:
+                shape = block.shape[1:]
+                _check_room(name, (count, shape.numel()), block.dtype)
+                features = torch.empty((count, shape.numel()), dtype=block.dtype)
+            _require_same_shape(shape, block.shape[1:], name)
+            if block.dtype != features.dtype:
+                # Numbers of a later batch may need a type that those of the first did without.
+                features = features.to(torch.promote_types(features.dtype, block.dtype))
+            features[done : done + len(block)] = block.flatten(1)
+            done += len(block)
+            if progress is not None:
+                progress(done, count)
     return features
 
 

@@ -10,19 +10,23 @@ from otdd_flash.checks import takes
 from otdd_flash.checks import text as text_name
 from otdd_flash.errors import InputError, choose
 from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.efficientnet import efficientnet_lite0
 from otdd_flash.extractors.imported_function import from_callable
 from otdd_flash.extractors.pixel_values import pixels
 from otdd_flash.extractors.raw_vectors import identity
 from otdd_flash.extractors.sentence_embedding import text
 from otdd_flash.extractors.timm_models import timm
 from otdd_flash.extractors.torchvision_models import torchvision
+from otdd_flash.extractors.word_embedding import wordllama
 
 FACTORIES: dict[str, Callable[..., Extractor]] = {
     "identity": identity,
     "pixels": pixels,
     "timm": timm,
     "torchvision": torchvision,
+    "efficientnet_lite0": efficientnet_lite0,
     "text": text,
+    "wordllama": wordllama,
     "callable": from_callable,
 }
 

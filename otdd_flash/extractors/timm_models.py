@@ -46,7 +46,6 @@ def timm(
     if pretrained and checkpoint is not None:
         raise InputError("give extractor.pretrained=true or extractor.checkpoint=FILE, not both")
     import timm as library
-    from timm.data import create_transform, resolve_model_data_config
 
     with network(allowed=download):
         module = _create(library, model, pretrained, seed, download)
@@ -54,11 +53,28 @@ def timm(
         load_checkpoint(module, str(checkpoint), _heads(module))
     elif not pretrained:
         notice_random_features(model, seed, "extractor.pretrained=true")
+    return image_network(f"timm {library.__version__} {model}", module)
+
+
+def image_network(name: str, module: nn.Module) -> Network:
+    """Return a timm model as an extractor, its images prepared as its configuration says.
+
+    Args:
+        name: what its features are of; the preparation is added to it.
+        module: the model without its classifier.
+
+    Raises:
+        InputError: it takes another number of channels than 3.
+    """
+    from timm.data import create_transform, resolve_model_data_config
+
     settings = resolve_model_data_config(module)
     if settings["input_size"][0] != 3:
-        raise InputError(f"{model} takes {settings['input_size'][0]} channels; choose one with 3")
+        raise InputError(
+            f"{name.split()[-1]} takes {settings['input_size'][0]} channels; choose one with 3"
+        )
     return Network(
-        description=f"timm {library.__version__} {model} {sorted(settings.items())}",
+        description=f"{name} {sorted(settings.items())}",
         module=module.eval(),
         modalities=frozenset({"image"}),
         prepare=PreparedImage(create_transform(**settings, is_training=False)),
