@@ -14,7 +14,7 @@ from otdd_flash.arguments.datasets import EXTRACTORS
 from otdd_flash.checks import takes
 from otdd_flash.data.images import rgb_image
 from otdd_flash.errors import InputError
-from otdd_flash.extractors.checkpoint import load_checkpoint
+from otdd_flash.extractors.checkpoint import classifiers, load_checkpoint
 from otdd_flash.extractors.network import Network, forward_images
 from otdd_flash.extractors.random_weights import notice_random_features, seeded_weights
 from otdd_flash.offline import ALLOW, network
@@ -50,7 +50,7 @@ def timm(
     with network(allowed=download):
         module = _create(library, model, pretrained, seed, download)
     if checkpoint is not None:
-        load_checkpoint(module, str(checkpoint), _heads(module))
+        load_checkpoint(module, str(checkpoint), classifiers(module))
     elif not pretrained:
         notice_random_features(model, seed, "extractor.pretrained=true")
     return image_network(f"timm {library.__version__} {model}", module)
@@ -127,9 +127,3 @@ def _require_known(library: Any, model: str) -> None:
         raise InputError(
             f"timm has no weights {tag!r} of {architecture}; choose one of: {', '.join(tags)}"
         )
-
-
-def _heads(module: Any) -> tuple[str, ...]:
-    """Where the classifier stood, as the model's configuration says."""
-    names = module.pretrained_cfg.get("classifier") or ()
-    return (names,) if isinstance(names, str) else tuple(names)
