@@ -113,7 +113,8 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
 
 def _models_that_fit(state: Mapping[str, Tensor]) -> str:
     """Name the models of timm that the weights are of, or could be under other names."""
-    fitting, alike = [], []
+    fitting: list[str] = []
+    alike: list[str] = []
     for name, module in models_like(state):
         misfit = _mismatches(state, module.state_dict(), classifiers(module))
         (alike if misfit else fitting).append(name)

@@ -123,7 +123,8 @@ def _state(module: nn.Module) -> Any:
 
 def _function(function: FunctionType) -> Any:
     """A function's code, and what it takes from elsewhere."""
-    names, codes = set(), [function.__code__]
+    names: set[str] = set()
+    codes = [function.__code__]
     for code in codes:
         names.update(code.co_names)
         codes.extend(part for part in code.co_consts if isinstance(part, CodeType))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -290,7 +290,7 @@ def _batches(inputs: Any, batch_size: int) -> Iterator[Any]:
 
 def _gather(
     name: str,
-    blocks: Generator[Tensor],
+    blocks: Iterator[Tensor],
     count: int,
     progress: Progress | None,
 ) -> Tensor:
@@ -298,7 +298,7 @@ def _gather(
     done = 0
     features, shape = torch.empty(0), torch.Size()
     # Closed at once, not when an error's traceback goes: a network is then as it was before.
-    with closing(blocks):
+    with closing(cast("Generator[Tensor]", blocks)):
         for block in blocks:
             if done == 0:
                 shape = block.shape[1:]

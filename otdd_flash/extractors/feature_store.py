@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO, RawIOBase
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -195,8 +196,8 @@ class FeatureStore:
         done = 0 if note is None else note.rows
         # Closed at once, not when an error's traceback goes; see `embedding._gather`.
         missing = (block for block in (blocks(done) if done < self._count else ()))
-        mode = "wb" if note is None else "ab"
-        with self._partial.open(mode, buffering=0) as file, closing(missing):
+        begun: Literal["wb", "ab"] = "wb" if note is None else "ab"
+        with self._partial.open(begun, buffering=0) as file, closing(missing):
             for block in missing:
                 if note is None:
                     note = Note(self._key, 0, [*block.shape[1:]], _name(block.dtype), "0")

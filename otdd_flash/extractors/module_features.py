@@ -273,7 +273,8 @@ class ModuleOutput:
         if output.is_complex():
             raise InputError(f"{of} must return real features, got {output.dtype}; {WRAP}")
         check_integers(of, output)
-        return output
+        rows: Tensor = output
+        return rows
 
     def _way_out(self) -> str:
         other = "another layer" if self.layer else "layer=NAME"
