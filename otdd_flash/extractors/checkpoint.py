@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +116,12 @@ def _models_that_fit(state: Mapping[str, Tensor]) -> str:
     """Name the models of timm that the weights are of, or could be under other names."""
     fitting: list[str] = []
     alike: list[str] = []
-    for name, module in models_like(state):
+    for name, module in islice(models_like(state), BUILT):
         misfit = _mismatches(state, module.state_dict(), classifiers(module))
         (alike if misfit else fitting).append(name)
-        if len(fitting) == NAMED:
-            break
     if len(fitting) == 1:
-        return (
-            f"these are weights of timm's {fitting[0]}: extractor=timm extractor.model={fitting[0]}"
-        )
+        name = fitting[0]
+        return f"it fits timm's {name}: give extractor=timm extractor.model={name}"
     if fitting:
         return (
             f"it fits timm's {_some(fitting)}; choose the one that it was saved from with "

@@ -48,14 +48,13 @@ def _without_classifier(state: Mapping[str, Tensor]) -> list[int]:
     """Return digests of a checkpoint's shapes, whole and without what may be its classifier."""
     whole = shapes_digest(tensor.shape for tensor in state.values())
     digests = [whole]
-    for name, tensor in state.items():
-        # A layer (k, d), as a convolution (k, d, 1, 1) too, and its bias.
+    for tensor in state.values():
+        # A layer (k, d), as a convolution (k, d, 1, 1) too, with a bias (k,) or without.
         if tensor.ndim < 2 or tensor.shape[2:].numel() > 1:
             continue
-        bias = state.get(f"{name.removesuffix('weight')}bias")
-        head = shapes_digest([tensor.shape, *([] if bias is None else [bias.shape])])
-        # Distilled transformers have two.
-        digests += [(whole - head) % MODULUS, (whole - 2 * head) % MODULUS]
+        for head in ([tensor.shape], [tensor.shape, tensor.shape[:1]]):
+            # Distilled transformers have two.
+            digests += [(whole - count * shapes_digest(head)) % MODULUS for count in (1, 2)]
     return list(dict.fromkeys(digests))
 
 
