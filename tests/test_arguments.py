@@ -104,6 +104,11 @@ CALLS: dict[str, Entry] = {
     ),
     "text": (otdd.extractors.text, {"model": "nothing", "download": False}),
     "from_callable": (otdd.extractors.from_callable, {"path": "nowhere:f"}),
+    "from_module": (
+        otdd.extractors.from_module,
+        {"net": torch.nn.Linear(2, 2), "transform": None, "layer": None, "batch_size": 4}
+        | {"device": "cpu"},
+    ),
     "build_extractor": (otdd.extractors.build_extractor, {"name": "identity"}),
     "standardize": (standardize, {"source": ONE, "target": TWO}),
     "reduce_pca": (reduce_pca, {"source": ONE, "target": TWO, "k": 2, "seed": 0}),

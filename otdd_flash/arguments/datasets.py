@@ -83,7 +83,7 @@ EMBED: Declaration = {
     "input": COLUMNS,
     "label": optional(word),
     "weights": optional(word),
-    "batch_size": called("extractor.batch_size", count),
+    "batch_size": optional(called("extractor.batch_size", count)),
     "device": device,
     "mixed_precision": called("extractor.mixed_precision", mixed_precision),
     "cache_dir": optional(path),
@@ -110,8 +110,16 @@ EXTRACTORS: dict[str, Declaration] = {
         "seed": seed,
         "download": flag,
     },
+    "efficientnet_lite0": {},
     "text": {"model": text, "download": flag},
+    "wordllama": {},
     "callable": {},
+    "from_module": {
+        "transform": optional(function),
+        "layer": optional(word),
+        "batch_size": count,
+        "device": device,
+    },
 }
 STANDARDIZE: Declaration = PAIR
 REDUCE_PCA: Declaration = {**PAIR, "k": called("extractor.pca", count), "seed": seed}

@@ -1,7 +1,8 @@
 """Feature extractors: from raw images, text or arrays to the vectors that transport compares.
 
-`identity`, `pixels`, `timm`, `torchvision`, `text` and `from_callable` make extractors, `embed`
-applies one to a dataset, `standardize` and `reduce_pca` then treat both sides together.
+`identity`, `pixels`, `timm`, `torchvision`, `efficientnet_lite0`, `text`, `wordllama`,
+`from_module` and `from_callable` make extractors, `embed` applies one to a dataset, `standardize`
+and `reduce_pca` then treat both sides together.
 
 One that an installed package adds is found here by its name, `otdd.extractors.theirs(...)`.
 """
@@ -10,8 +11,10 @@ from functools import partial
 from typing import Any
 
 from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.efficientnet import efficientnet_lite0
 from otdd_flash.extractors.embedding import embed
 from otdd_flash.extractors.imported_function import from_callable
+from otdd_flash.extractors.module_features import from_module
 from otdd_flash.extractors.pixel_values import pixels
 from otdd_flash.extractors.projection import reduce_pca
 from otdd_flash.extractors.raw_vectors import identity
@@ -20,12 +23,15 @@ from otdd_flash.extractors.sentence_embedding import text
 from otdd_flash.extractors.standardization import standardize
 from otdd_flash.extractors.timm_models import timm
 from otdd_flash.extractors.torchvision_models import torchvision
+from otdd_flash.extractors.word_embedding import wordllama
 
 __all__ = [
     "Extractor",
     "build_extractor",
+    "efficientnet_lite0",
     "embed",
     "from_callable",
+    "from_module",
     "identity",
     "pixels",
     "reduce_pca",
@@ -33,6 +39,7 @@ __all__ = [
     "text",
     "timm",
     "torchvision",
+    "wordllama",
 ]
 
 

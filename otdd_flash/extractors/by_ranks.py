@@ -16,6 +16,7 @@ from otdd_flash.distributed.ranks import Progress, Ranks, restored, saved
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.imported_function import ImportedFunction
+from otdd_flash.extractors.module_features import ModuleFeatures
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues
 from otdd_flash.importing import user_code
@@ -47,10 +48,10 @@ class Ways(NamedTuple):
 def is_shared(extractor: Extractor, inputs: Any) -> bool:
     """Whether ranks share the work: where it takes longer than to send the inputs.
 
-    So they do with networks, with functions that processes find by their names, and with pixels of
-    files, which each rank reads for itself.
+    So they do with networks, with functions and modules of a user's that pickle takes, and with
+    pixels of files, which each rank reads for itself.
     """
-    if isinstance(extractor, ImportedFunction):
+    if isinstance(extractor, ImportedFunction | ModuleFeatures):
         try:
             pickle.dumps(extractor)
         except Exception:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from otdd_flash.errors import InputError
+from otdd_flash.extractors.timm_shapes import models_like
 from otdd_flash.files.tensor_file import DamagedFileError
 from otdd_flash.files.torch_file import load_torch_file
 
@@ -17,6 +19,8 @@ from otdd_flash.files.torch_file import load_torch_file
 WRAPPERS = ("state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
 NAMED = 3
+# Models of timm that are built to see whether a checkpoint fits them, a second each.
+BUILT = 8
 GIVE_ANOTHER = "it is damaged, or no checkpoint: give an undamaged .pt, .pth or .safetensors file"
 
 
@@ -33,21 +37,31 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
         InputError: the file cannot be read, or its weights are not exactly those of the network.
     """
     path = Path(file)
-    state = _unwrapped(_read(path), path)
-    wanted = module.state_dict()
-    state = {
-        name: tensor
-        for name, tensor in state.items()
-        if name in wanted or not name.startswith(tuple(f"{head}." for head in heads))
-    }
-    problems = _mismatches(state, wanted)
+    state = read_weights(path)
+    problems = _mismatches(state, module.state_dict(), heads)
     if problems:
         raise InputError(
             f"checkpoint {path} does not fit {type(module).__name__}: {'; '.join(problems)}; "
-            "choose the model that it was saved from with extractor.model=NAME"
+            f"{_models_that_fit(state)}"
         )
-    # Not strict for one reason: counters of batches, which old files lack and evaluation ignores.
+    # Not strict for two reasons: classifiers, and counters of batches, which old files lack and
+    # evaluation ignores.
     module.load_state_dict(state, strict=False)
+
+
+def classifiers(module: Any) -> tuple[str, ...]:
+    """Return where the classifier of a timm model stood, as its configuration says."""
+    names = module.pretrained_cfg.get("classifier") or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read a state dict (.pt, .pth or .safetensors), wrapped as training scripts do it or not.
+
+    Raises:
+        InputError: the file cannot be read, or holds something else.
+    """
+    return _unwrapped(_read(path), path)
 
 
 def _read(path: Path) -> Any:
@@ -98,7 +112,42 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _mismatches(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+def _models_that_fit(state: Mapping[str, Tensor]) -> str:
+    """Name the models of timm that the weights are of, or could be under other names."""
+    fitting: list[str] = []
+    alike: list[str] = []
+    for name, module in islice(models_like(state), BUILT):
+        misfit = _mismatches(state, module.state_dict(), classifiers(module))
+        (alike if misfit else fitting).append(name)
+    if len(fitting) == 1:
+        name = fitting[0]
+        return f"it fits timm's {name}: give extractor=timm extractor.model={name}"
+    if fitting:
+        return (
+            f"it fits timm's {_some(fitting)}; choose the one that it was saved from with "
+            "extractor=timm extractor.model=NAME"
+        )
+    if alike:
+        return (
+            f"timm's {_some(alike)} {'have' if len(alike) > 1 else 'has'} tensors of these shapes "
+            "under other names: rename them to those of its state_dict()"
+        )
+    return (
+        "no model of timm has tensors of these shapes; choose the model that it was saved from "
+        "with extractor.model=NAME, or load it into your own network for "
+        "otdd_flash.extractors.from_module"
+    )
+
+
+def _mismatches(
+    state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], heads: tuple[str, ...]
+) -> list[str]:
+    ignored = tuple(f"{head}." for head in heads)
+    state = {
+        name: tensor
+        for name, tensor in state.items()
+        if name in wanted or not name.startswith(ignored)
+    }
     missing = [n for n in wanted if n not in state and not n.endswith("num_batches_tracked")]
     unknown = [name for name in state if name not in wanted]
     misshapen = [

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from otdd_flash.arguments.datasets import EMBED
 from otdd_flash.checks import shown, takes
@@ -24,11 +25,12 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.ranks import Progress, Ranks
 from otdd_flash.eager import computes
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.extractors.base import Extractor
 from otdd_flash.extractors.by_ranks import Ways, features_of_ranks, is_shared
 from otdd_flash.extractors.feature_store import FeatureStore
 from otdd_flash.extractors.input_hash import inputs_hash
+from otdd_flash.extractors.module_features import ModuleFeatures, from_module
 from otdd_flash.extractors.network import Network
 from otdd_flash.extractors.pixel_values import PixelValues, require_one_shape
 from otdd_flash.extractors.raw_vectors import RawVectors, identity
@@ -38,12 +40,15 @@ from otdd_flash.samples import Array, LabeledSamples
 
 logger = logging.getLogger(__name__)
 
+# Inputs per call of an extractor that says nothing else.
+BATCH_SIZE = 256
+
 # Batches that each of several processes extracts before what they found is written to a file.
 BATCHES_OF_A_ROUND = 64
 
 SUITABLE = {
-    "image": "pixels, timm, torchvision or callable",
-    "text": "text or callable",
+    "image": "pixels, timm, torchvision, efficientnet_lite0 or callable",
+    "text": "text, wordllama or callable",
     "array": "identity or callable",
 }
 
@@ -52,14 +57,14 @@ SUITABLE = {
 @takes(EMBED)
 def embed(
     dataset: Held | tuple[Array, Array],
-    extractor: Extractor | None = None,
+    extractor: Extractor | nn.Module | None = None,
     *,
     max_samples: int | None = None,
     seed: int = 0,
     input: str | Sequence[str] | None = None,
     label: str | None = None,
     weights: str | None = None,
-    batch_size: int = 256,
+    batch_size: int | None = None,
     device: str | torch.device = "auto",
     mixed_precision: bool | Literal["auto"] = "auto",
     cache_dir: str | os.PathLike[str] | None = None,
@@ -87,7 +92,8 @@ def embed(
             classes are called as `dataset.classes` or a `ClassLabel` says. Inputs are vectors,
             texts, or images: of PIL, as arrays (h, w) or (h, w, c), or as tensors (h, w) or
             (c, h, w), which an extractor of yours gets as they are.
-        extractor: one of `otdd_flash.extractors`; None takes inputs that are vectors as they are.
+        extractor: one of `otdd_flash.extractors`; a PyTorch module, for `from_module(module)`; None
+            takes inputs that are vectors as they are.
         max_samples: take at most so many rows. What `otdd.load` gives, arrays, a
             `datasets.Dataset`, a `TensorDataset`, torchvision's datasets and subsets of these are
             drawn in proportion to the classes, as by `otdd.load`; other datasets that have a
@@ -98,10 +104,11 @@ def embed(
             in a notice, where only one reading is possible.
         label: its label column; found as the only ClassLabel, or by its name.
         weights: its column of masses.
-        batch_size: inputs per call of the extractor.
-        device: where a network runs; the features come back on the CPU.
+        batch_size: inputs per call of the extractor; None: 256, or what `from_module` was given.
+        device: where a network runs; the features come back on the CPU. With "auto" a module of
+            yours stays where it is, unless `from_module` was given a device.
         mixed_precision: run a network under autocast (float16 on a GPU, bfloat16 on a CPU);
-            "auto" does so on CUDA only.
+            "auto" does so on CUDA only, and never with a module of yours.
         cache_dir: where features of networks are kept, by content of inputs and weights; None: not.
         features_path: a .npy file to write features to as they come, where they then stay: a call
             after an interruption goes on, once it has found that what is there is undamaged. What a
@@ -121,6 +128,7 @@ def embed(
             kind of data, inputs have no common dimension, features are not finite, or the device is
             not there.
     """
+    extractor = from_module(extractor) if isinstance(extractor, nn.Module) else extractor
     dataset = opened(
         dataset,
         max_samples=max_samples,
@@ -139,17 +147,27 @@ def embed(
             options: dict[str, Any] = {"batch_size": batch_size, "device": device, "group": group}
             options |= {"mixed_precision": mixed_precision, "num_workers": num_workers}
             extract = partial(_features, extractor, options)
-            dataset = dataset.extracted(extract, batch_size, progress)
+            own = extractor.batch_size if isinstance(extractor, ModuleFeatures) else BATCH_SIZE
+            dataset = dataset.extracted(extract, batch_size or own, progress)
             extractor = progress = None
     if extractor is None:
         check_vectors(dataset, "an extractor", dataset.name)
         extractor = identity()
     _check(dataset, extractor)
+    if isinstance(extractor, ModuleFeatures):
+        batch_size, device, mixed_precision = extractor.settings(
+            batch_size, device, mixed_precision
+        )
+    batch_size = batch_size or BATCH_SIZE
     if isinstance(extractor, PixelValues):
         extractor = extractor.suited_to(dataset.inputs)
     where = resolve_device(device)
     autocast = _autocast_type(mixed_precision, where)
-    cache = TensorCache(cache_dir if extractor.cacheable and features_path is None else None)
+    asked = cache_dir is not None and features_path is None
+    cached = asked and extractor.cacheable
+    if asked and not cached and isinstance(extractor, ModuleFeatures):
+        warn(f"features are not cached: {extractor.unidentified}", DataNotice)
+    cache = TensorCache(cache_dir if cached else None)
     kept = cache.active or features_path is not None
     key = _cache_key(dataset, extractor, where, autocast) if kept else ""
     stored = _sound(cache.get(key), dataset)
@@ -245,7 +263,8 @@ class _Extraction:
 
 
 def _check(dataset: LabeledDataset, extractor: Extractor) -> None:
-    if not isinstance(extractor, Extractor):
+    # The second asks for the key, which reads all weights.
+    if not isinstance(extractor, (Network, Extractor)):
         raise InputError(
             f"extractor must be one of otdd_flash.extractors, got {shown(extractor)}; "
             "otdd_flash.extractors.from_callable wraps a function"
@@ -348,19 +367,21 @@ def _gather(
     """Fill one matrix (n, d) block by block: a list of blocks would need the memory twice."""
     done = 0
     features, shape = torch.empty(0), torch.Size()
-    for block in blocks:
-        if done == 0:
-            shape = block.shape[1:]
-            _check_room(name, (count, shape.numel()), block.dtype)
-            features = torch.empty((count, shape.numel()), dtype=block.dtype)
-        _require_same_shape(shape, block.shape[1:], name)
-        if block.dtype != features.dtype:
-            # Numbers of a later batch may need a type that those of the first did without.
-            features = features.to(torch.promote_types(features.dtype, block.dtype))
-        features[done : done + len(block)] = block.flatten(1)
-        done += len(block)
-        if progress is not None:
-            progress(done, count)
+    # Closed at once, not when an error's traceback goes: a network is then as it was before.
+    with closing(cast("Generator[Tensor]", blocks)):
+        for block in blocks:
+            if done == 0:
+                shape = block.shape[1:]
+                _check_room(name, (count, shape.numel()), block.dtype)
+                features = torch.empty((count, shape.numel()), dtype=block.dtype)
+            _require_same_shape(shape, block.shape[1:], name)
+            if block.dtype != features.dtype:
+                # Numbers of a later batch may need a type that those of the first did without.
+                features = features.to(torch.promote_types(features.dtype, block.dtype))
+            features[done : done + len(block)] = block.flatten(1)
+            done += len(block)
+            if progress is not None:
+                progress(done, count)
     return features
 
 

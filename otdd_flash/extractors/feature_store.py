@@ -13,10 +13,11 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO, RawIOBase
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -192,9 +193,12 @@ class FeatureStore:
                 f"{self._partial} is a link, and would be written elsewhere; delete it, or choose "
                 "another features_path"
             )
-        with self._partial.open("wb" if note is None else "ab", buffering=0) as file:
-            done = 0 if note is None else note.rows
-            for block in blocks(done) if done < self._count else ():
+        done = 0 if note is None else note.rows
+        # Closed at once, not when an error's traceback goes; see `embedding._gather`.
+        missing = (block for block in (blocks(done) if done < self._count else ()))
+        begun: Literal["wb", "ab"] = "wb" if note is None else "ab"
+        with self._partial.open(begun, buffering=0) as file, closing(missing):
+            for block in missing:
                 if note is None:
                     note = Note(self._key, 0, [*block.shape[1:]], _name(block.dtype), "0")
                     _write_all(file, _header(self._count, note))

@@ -13,6 +13,7 @@ from otdd_flash.checks import refused, shown
 from otdd_flash.errors import InputError
 from otdd_flash.importing import FORM, import_callable, user_code
 from otdd_flash.real_numbers import check_integers, dense, real_tensor
+from otdd_flash.shown import display
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class ImportedFunction:
     def key(self) -> str:
         """The function's name: not exact, hence never a cache key."""
         return f"callable {self.name}"
+
+    def __repr__(self) -> str:
+        return f"from_callable({display(self.name)})"
 
     def __call__(self, batch: Any) -> Tensor:
         """What the function gives for a batch of b inputs, checked to be a matrix (b, d)."""

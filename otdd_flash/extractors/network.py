@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from otdd_flash.data.images import plain_item
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
+from otdd_flash.shown import display
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +36,21 @@ class Network:
     modalities: frozenset[str]
     prepare: Callable[[Any], Any]
     forward: Callable[[nn.Module, list[Any]], Tensor]
-    cacheable: bool = True
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether features are kept on disk."""
+        return True
 
     @property
     def key(self) -> str:
         """The description and a hash of the weights as they are now."""
         return f"{self.description} weights={content_hash(self.module.state_dict())}"
+
+    def __repr__(self) -> str:
+        named = display(" ".join(self.description.split()[:3]))
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        return f"<extractor {named}, {count:,} parameters>"
 
     def __call__(self, batch: Any) -> Tensor:
         """Features (b, d) of one batch, on the CPU, in the precision of the weights."""
@@ -54,7 +65,9 @@ class Network:
         autocast: torch.dtype | None = None,
         num_workers: int = 0,
     ) -> Iterator[Tensor]:
-        """Features (b, d) batch after batch, on the CPU, float32.
+        """Features (b, d) batch after batch, on the CPU, float64 where the network gives that.
+
+        Meanwhile the module is in evaluation mode and on the device; see `evaluating`.
 
         Args:
             inputs: n raw inputs.
@@ -63,7 +76,6 @@ class Network:
             autocast: the type of mixed precision, or None for the precision of the weights.
             num_workers: processes that prepare inputs; 0 prepares them in this one.
         """
-        home = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         loader = DataLoader(
             _Prepared(inputs, self.prepare),
             batch_size=batch_size,
@@ -73,18 +85,37 @@ class Network:
             # Without its own generator the loader would draw from the global one.
             generator=torch.Generator(),
         )
-        self.module.eval().to(device)
-        try:
+        with evaluating(self.module, device):
             for batch in loader:
                 _raise_errors(batch)
                 with (
                     torch.no_grad(),
                     torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
                 ):
-                    features = self.forward(self.module, batch)
-                yield features.float().cpu()
-        finally:
-            self.module.to(home)
+                    features = self.forward(self.module, batch).detach().cpu()
+                yield features if features.dtype == torch.float64 else features.float()
+
+
+@contextmanager
+def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a module in evaluation mode and on a device; then as it was.
+
+    Every submodule gets the mode that it had, as some may have been frozen. A module that is spread
+    over several devices stays where it is.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    homes = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    moves = len(homes) == 1 and homes != {device}
+    try:
+        module.eval()
+        if moves:
+            module.to(device)
+        yield
+    finally:
+        if moves:
+            module.to(homes.pop())
+        for part, mode in modes:
+            part.training = mode
 
 
 def _start_method() -> str | None:

@@ -39,6 +39,9 @@ class PixelValues:
         """Name and parameters."""
         return f"pixels size={self.size} grayscale={self.grayscale}"
 
+    def __repr__(self) -> str:
+        return f"pixels(size={self.size}, grayscale={self.grayscale})"
+
     def suited_to(self, inputs: Any) -> PixelValues:
         """Return this extractor for all images of a dataset: three channels if one has colour."""
         alike = self.grayscale or (isinstance(inputs, np.ndarray) and inputs.dtype != object)

@@ -21,6 +21,9 @@ class RawVectors:
     modalities: frozenset[str] = frozenset({"array"})
     cacheable: bool = False
 
+    def __repr__(self) -> str:
+        return "identity()"
+
     def __call__(self, batch: Any) -> Tensor:
         """A batch (b, ...) of numbers as a matrix (b, d); float64 stays, the rest is float32."""
         try:

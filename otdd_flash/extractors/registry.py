@@ -13,12 +13,14 @@ from otdd_flash.checks import shown, takes
 from otdd_flash.checks import text as text_name
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.efficientnet import efficientnet_lite0
 from otdd_flash.extractors.imported_function import from_callable
 from otdd_flash.extractors.pixel_values import pixels
 from otdd_flash.extractors.raw_vectors import identity
 from otdd_flash.extractors.sentence_embedding import text
 from otdd_flash.extractors.timm_models import timm
 from otdd_flash.extractors.torchvision_models import torchvision
+from otdd_flash.extractors.word_embedding import wordllama
 from otdd_flash.plugins import Registry, blamed_on
 
 _OWN: dict[str, Callable[..., Extractor]] = {
@@ -26,7 +28,9 @@ _OWN: dict[str, Callable[..., Extractor]] = {
     "pixels": pixels,
     "timm": timm,
     "torchvision": torchvision,
+    "efficientnet_lite0": efficientnet_lite0,
     "text": text,
+    "wordllama": wordllama,
     "callable": from_callable,
 }
 # Packages add functions of an extractor's parameters that return it.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from otdd_flash.arguments.datasets import EXTRACTORS
-from otdd_flash.checks import takes
+from otdd_flash.checks import shown, takes
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.network import Network
 from otdd_flash.offline import ALLOW, network
@@ -46,9 +46,26 @@ def text(model: str, download: bool = False) -> Network:
         description=f"text {sentence_transformers.__version__} {model} tokens={limit}",
         module=module.eval(),
         modalities=frozenset({"text"}),
-        prepare=str,
+        prepare=whole_text,
         forward=encode,
     )
+
+
+def whole_text(item: Any) -> str:
+    """Return a text that tokenizers take.
+
+    Raises:
+        InputError: it cannot be encoded, as half of a surrogate pair stands alone in it.
+    """
+    given = str(item)
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{shown(given)} holds half of a character (a lone surrogate); read its file in the "
+            "encoding that it was written in, or leave the row out"
+        ) from None
+    return given
 
 
 def encode(module: nn.Module, texts: list[str]) -> Tensor:

