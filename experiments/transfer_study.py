@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = NAME if given.checkpoint is None else f"{NAME}_features"
     whole = study(given.data_root, given.samples, given.checkpoint)
     result, spent = run(whole, given.run, given.minutes, given.workers)
-    print(f"{result.done} of {result.total} units are done")
+    print(f"{result.done} of {result.total} pieces of work are done")
     if not result.complete:
         print("call it again to go on")
         return

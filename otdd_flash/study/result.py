@@ -1,4 +1,4 @@
-"""What a study returns: pairs, transfer runs and correlations, as far as units are done."""
+"""What a study returns: pairs, transfer runs and correlations, as far as work is done."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from otdd_flash.shown import display, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.setup import Setup
+from otdd_flash.study.statistics.choices import Choice, choices
 from otdd_flash.study.statistics.findings import Finding, findings
 from otdd_flash.study.statistics.pairs import Numbers, PairTable, levelled
-from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains
+from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains, halved_gains
 from otdd_flash.study.transfer.units import TargetRun
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Unit
@@ -82,9 +83,9 @@ class StudyResult:
         readings: by measure and ordered pair (i, j).
         errors: (K, K, S) test errors of transfer runs; NaN where there is none.
         alone: (K, S) those of runs on the targets alone.
-        done: how many units are done.
+        done: how many pieces of work are done.
         total: how many there are.
-        failures: why units failed, as their error.json says.
+        failures: why some failed, as their error.json says.
         seconds: wall time of this run.
     """
 
@@ -104,7 +105,7 @@ class StudyResult:
 
     @property
     def complete(self) -> bool:
-        """Whether all units are done."""
+        """Whether all pieces of work are done."""
         return self.done == self.total
 
     @property
@@ -163,6 +164,27 @@ class StudyResult:
                 )
             )
         return tuple(rows)
+
+    def choices(self, measure: str | None = None, *, own_family: bool = True) -> tuple[Choice, ...]:
+        """Which source a measure chooses for every target, and what that costs.
+
+        Args:
+            measure: its name; None is the one that was fixed when the study began.
+            own_family: whether sources of a target's own family take part.
+
+        Returns:
+            One row for every target with two sources or more, in the order of tasks.
+        """
+        name = self.setup.settings.measure if measure is None else measure
+        return choices(
+            name,
+            self.table(name),
+            self._halves,
+            self.gain_errors,
+            names=self.names,
+            sizes=[len(task.train) for task in self.setup.tasks],
+            own_family=own_family,
+        )
 
     def correlations(self) -> tuple[Finding, ...]:
         """What the pairs say of every measure; nothing without transfer or below 4 tasks."""
@@ -228,8 +250,12 @@ class StudyResult:
             sentence(f"{failure['unit']} failed: {failure['error']}") for failure in self.failures
         ]
         if not self.complete:
-            said.append(f"{self.done} of {self.total} units are done")
+            said.append(f"{self.done} of {self.total} pieces of work are done")
         return tuple(said)
+
+    @cached_property
+    def _halves(self) -> tuple[Numbers, Numbers]:
+        return halved_gains(self.errors, self.alone)
 
     @cached_property
     def _findings(self) -> tuple[Finding, ...]:
@@ -242,6 +268,7 @@ class StudyResult:
         return findings(
             tables,
             sizes=[len(task.train) for task in self.setup.tasks],
+            halves=self._halves,
             gains_of=lambda pair: gains(self.errors, self.alone, pair),
             seeds=settings.transfer.seeds,
             seed=settings.seed,
@@ -249,7 +276,7 @@ class StudyResult:
 
 
 def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float) -> StudyResult:
-    """What the units that are done came to.
+    """What the work that is done came to.
 
     Warns:
         NotConvergedWarning: a term stopped before its tolerance.
