@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from otdd_flash.report.study.sentences import one_decimal
 from otdd_flash.shown import interval, shorten
 from otdd_flash.study.result import MeasuredPair, StudyResult
 from otdd_flash.study.statistics.choices import Choice
@@ -46,14 +47,14 @@ def _choices(result: StudyResult, rows: Sequence[Choice]) -> Table:
         table.add_row(
             target,
             best,
-            f"{row.gain:.1f}{error}",
+            f"{one_decimal(row.gain)}{error}",
             chosen_text,
-            *(f"{x:.1f}" for x in (row.regret, row.random_regret, row.largest_regret)),
+            *map(one_decimal, (row.regret, row.random_regret, row.largest_regret)),
             style="bold red" if late else "",
         )
     table.add_section()
     means = np.array([(row.regret, row.random_regret, row.largest_regret) for row in rows]).mean(0)
-    table.add_row("mean", "", "", "", *(f"{mean:.1f}" for mean in means))
+    table.add_row("mean", "", "", "", *map(one_decimal, means))
     table.caption = "regrets in points of gain"
     table.caption_justify = "left"
     return table

@@ -20,6 +20,7 @@ from otdd_flash.report.study.sentences import (
     choice_sentences,
     correlation_text,
     difference_sentences,
+    one_decimal,
     saturated_measures,
 )
 from otdd_flash.shown import LONGEST_MESSAGE, LONGEST_NAME, html_text, listing
@@ -177,7 +178,7 @@ def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> st
             [
                 _name(row.target),
                 Cell(best, html_text(row.best), "name"),
-                Cell(f"{row.gain:.1f}{error}", repr(row.gain)),
+                Cell(f"{one_decimal(row.gain)}{error}", repr(row.gain)),
                 Cell(first, html_text(row.chosen[0]), "name"),
                 *map(_points, (row.regret, row.random_regret, row.largest_regret)),
             ]
@@ -188,8 +189,7 @@ def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> st
         mean = _points(float(np.mean([getattr(row, name) for row in rows])))
         row_found = intervals.get(name)
         if row_found is not None and row_found.lower is not None and row_found.upper is not None:
-            ends = f" <small>[{row_found.lower:.1f}, {row_found.upper:.1f}]</small>"
-            mean = mean._replace(html=mean.html + ends)
+            mean = mean._replace(html=mean.html + _ends(row_found.lower, row_found.upper))
         foot.append(mean)
     mark = any(OWN in cell.html for row in body for cell in (row[1], row[3]))
     note = f'<p class="quiet">{OWN} of the target\'s own family</p>' if mark else ""
@@ -245,8 +245,7 @@ def _measures(result: StudyResult, shown: Sequence[str]) -> str:
         key = "" if correlation.lower is None else repr(correlation.value)
         regret = _points(lost.value)
         if lost.lower is not None and lost.upper is not None:
-            ends = f" <small>[{lost.lower:.1f}, {lost.upper:.1f}]</small>"
-            regret = regret._replace(html=regret.html + ends)
+            regret = regret._replace(html=regret.html + _ends(lost.lower, lost.upper))
         rows.append(
             [
                 _name(MEASURES[name].title),
@@ -400,7 +399,11 @@ def _class(kind: str) -> str:
 
 def _points(value: float) -> Cell:
     """A number of points of gain."""
-    return Cell(f"{value:.1f}", repr(value))
+    return Cell(one_decimal(value), repr(value))
+
+
+def _ends(lower: float, upper: float) -> str:
+    return f" <small>[{one_decimal(lower)}, {one_decimal(upper)}]</small>"
 
 
 def _cell(value: object, kind: str = "") -> Cell:

@@ -78,6 +78,11 @@ def correlation_text(row: Finding) -> str:
     return f"{row.value:+.2f} [{row.lower:+.2f}, {row.upper:+.2f}]"
 
 
+def one_decimal(points: float) -> str:
+    """Points of gain; what rounds to nothing has no sign."""
+    return f"{round(points, 1) + 0.0:.1f}"
+
+
 def saturated_measures(result: StudyResult) -> list[str]:
     """The measures that are the same for all sources of every target, and so show nothing."""
     return [name for name, found in result.readings.items() if found and _flat(result, name)]
