@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otdd_flash.errors import NotConvergedWarning, warn
+from otdd_flash.errors import NotConvergedWarning, choose, warn
 from otdd_flash.shown import display, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
@@ -174,8 +174,12 @@ class StudyResult:
 
         Returns:
             One row for every target with two sources or more, in the order of tasks.
+
+        Raises:
+            InputError: the study has no such measure.
         """
         name = self.setup.settings.measure if measure is None else measure
+        choose("measure", name, tuple(self.readings))
         return choices(
             name,
             self.table(name),

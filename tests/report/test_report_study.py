@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from otdd_flash.study.measures.base import Reading
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> otdd.StudyResult:
     folder = tmp_path_factory.mktemp("study")
-    return small_study(5, measures=["frechet", "knn"]).run(folder, threads=1)
+    return small_study(5, measures=["frechet", "leep"]).run(folder, threads=1)
 
 
 class Page(HTMLParser):
@@ -74,7 +75,7 @@ class Page(HTMLParser):
 def page_of(result: otdd.StudyResult, folder: Path) -> tuple[str, Page]:
     write_page(result, {}, {}, folder / "page.html")
     text = (folder / "page.html").read_text(encoding="utf-8")
-    return text, Page(text)
+    return unescape(text), Page(text)
 
 
 def renamed(result: otdd.StudyResult, names: Sequence[str], families: str) -> otdd.StudyResult:
@@ -196,7 +197,7 @@ def test_a_measure_that_follows_the_gain_more_closely_is_named(result) -> None:
     known = next(
         row
         for row in rows
-        if row.measure == "frechet - knn" and row.statistic == "spearman_over_sources"
+        if row.measure == "frechet - leep" and row.statistic == "spearman_over_sources"
     )
 
     def said(**ends: float | None) -> list[str]:
@@ -205,8 +206,8 @@ def test_a_measure_that_follows_the_gain_more_closely_is_named(result) -> None:
         return list(difference_sentences(changed))
 
     for ends, expected in (
-        ((-0.5, -0.9, -0.1), "k-nearest-neighbour accuracy follows the gain over sources more"),
-        ((0.5, 0.1, 0.9), "Fréchet distance follows the gain over sources more closely than k-"),
+        ((-0.5, -0.9, -0.1), "LEEP follows the gain over sources more closely than Fréchet"),
+        ((0.5, 0.1, 0.9), "Fréchet distance follows the gain over sources more closely than LEEP"),
     ):
         (sentence,) = said(value=ends[0], lower=ends[1], upper=ends[2])
         assert sentence.startswith(expected)
@@ -238,7 +239,7 @@ def test_all_files_are_written_and_tables_are_the_same_again(result, tmp_path) -
     assert {path.name for path in report.written} == {*FILES} - others
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     # That of the measure that chooses stands open, the other's is folded with its table.
-    places = [page.index(f"<h2>Gains against {name}") for name in ("Fréchet", "k-nearest")]
+    places = [page.index(f"<h2>Gains against {name}") for name in ("Fréchet", "LEEP")]
     assert places[0] < page.index("Other measures</summary>") < places[1]
     before = {name: (tmp_path / name).read_bytes() for name in TABLES}
     write_study_report(replace(result, seconds=99.0), tmp_path, content="none")
@@ -252,7 +253,7 @@ def test_near_tasks_stand_side_by_side(result) -> None:
         (i, j): replace(one, value=1.0 if any({i, j} <= group for group in near) else 9.0)
         for (i, j), one in result.readings["frechet"].items()
     }
-    order = task_order(replace(result, readings={"knn": {}, "frechet": found}))
+    order = task_order(replace(result, readings={"leep": {}, "frechet": found}))
     assert {*order[:2]} in near or {*order[3:]} in near
 
 
@@ -280,8 +281,10 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
     assert nearest == (
         f"Fréchet distance: of all pairs task {i} and task {j} are nearest, {least.value:.4g}."
     )
+    settings = replace(early.setup.settings, measure="otdd")
+    early_otdd = replace(early, setup=replace(early.setup, settings=settings))
     bounded = {"otdd": {(0, 1): Reading(2.0, 1.49996, 2.50004)}, "sliced": {(2, 1): Reading(3.0)}}
-    told = choice_sentences(replace(early, readings=bounded))
+    told = choice_sentences(replace(early_otdd, readings=bounded))
     assert told[1] == "OTDD: of all pairs task 0 and task 1 are nearest, 2.00 [1.49, 2.51]."
     assert told[2].endswith("task 2 and task 1 are nearest, 3.")
     write_page(early, {}, {}, tmp_path / "page.html")
