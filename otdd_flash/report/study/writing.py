@@ -53,7 +53,7 @@ def write_study_report(
     """
     choose("report", content, CONTENTS)
     directory = Path(directory)
-    contents = (
+    contents: tuple[tuple[Sequence[str], Callable[[], Sequence[Sequence[object]]]], ...] = (
         (Choice._fields, partial(_choices, result)),
         (MeasuredPair._fields, result.pairs),
         (TransferredPair._fields, result.transfers),

@@ -77,10 +77,10 @@ def choices(
     best = best_gains(mask[None], *halves)[0]
     taken = [chosen_gains(scores[None], table.gains, mask[None])[0] for scores in measures.values()]
     rows = []
-    for j in np.flatnonzero(mask.sum(0) >= 2):
+    for j in np.flatnonzero(mask.sum(0) >= 2).tolist():
         sources = np.flatnonzero(mask[:, j])
         gains = table.gains[sources, j]
-        first = sources[np.argmax(gains)]
+        first = int(sources[np.argmax(gains)])
         error = gain_errors[first, j]
         near = gains >= gains.max() - np.nan_to_num(error)
         regrets = [float(best[j] - one[j]) for one in taken]
