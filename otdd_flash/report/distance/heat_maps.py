@@ -145,8 +145,8 @@ def _draw_cells(axes: Axes, values: NDArray[np.float64], signed: bool) -> AxesIm
     low = min(0.0, float(finite.min())) if finite.size else 0.0
     high = float(finite.max()) if finite.size else 0.0
     if signed:
-        high = max(high, -low)
-        low = -high or -1.0
+        high = max(high, -low) or 1.0
+        low = -high
     colors = matplotlib.colormaps["RdBu" if signed else "viridis"].with_extremes(bad="0.8")
     shown = np.ma.masked_invalid(values)
     return axes.imshow(

@@ -81,7 +81,7 @@ for (const head of document.querySelectorAll("th[data-sorts]")) head.onclick = (
 
 
 class Cell(NamedTuple):
-    """A cell of a table: its HTML, what it is sorted by, and its class."""
+    """A cell of a table: its HTML, what it is sorted by (empty: its text), and its class."""
 
     html: str
     key: str = ""
@@ -386,11 +386,15 @@ def _table(
 
 def _row(heads: Sequence[str], cells: Sequence[Cell]) -> str:
     found = "".join(
-        f'<td data-label="{html_text(head)}" data-key="{cell.key}"{_class(cell.kind)}>'
+        f'<td data-label="{html_text(head)}"{_key(cell)}{_class(cell.kind)}>'
         + (f"<span>{cell.html}</span></td>" if cell.html else "</td>")
         for head, cell in zip(heads, cells, strict=True)
     )
     return f"<tr>{found}</tr>"
+
+
+def _key(cell: Cell) -> str:
+    return f' data-key="{cell.key}"' if cell.key not in ("", cell.html) else ""
 
 
 def _class(kind: str) -> str:
