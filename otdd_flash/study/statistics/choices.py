@@ -85,7 +85,7 @@ def choices(
         near = gains >= gains.max() - np.nan_to_num(error)
         regrets = [float(best[j] - one[j]) for one in taken]
         chosen, largest = (
-            tuple(names[i] for i in sources if scores[i, j] == scores[sources, j].max())
+            tuple(names[i] for i in sources.tolist() if scores[i, j] == scores[sources, j].max())
             for scores in (measures["regret"], measures["largest_regret"])
         )
         rows.append(
@@ -94,7 +94,7 @@ def choices(
                 own_family,
                 len(sources),
                 names[first],
-                tuple(names[i] for i in sources[near] if i != first),
+                tuple(names[i] for i in sources[near].tolist() if i != first),
                 float(best[j]),
                 float(error) if np.isfinite(error) else None,
                 measure,
