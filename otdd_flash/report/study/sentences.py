@@ -103,7 +103,8 @@ def _picking(result: StudyResult) -> str:
         "The best source is picked on half of the seeds and scored on the others, in both "
         "directions, and its gain is that score, so that none is best by luck; a regret below 0 "
         "says that a choice did better than the source picked so. Tied are sources within one "
-        "standard error (±, over seeds) of the best; where a measure does not tell sources apart, their mean counts."
+        "standard error (±, over seeds) of the best; where a measure does not tell sources apart, "
+        "their mean counts."
     )
 
 
