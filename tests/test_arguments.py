@@ -134,6 +134,7 @@ CALLS: dict[str, Entry] = {
     "Study": (
         otdd.Study,
         {"tasks": {"one": ONE, "two": TWO}, "measures": ["otdd"], "transfer": None}
+        | {"measure": "otdd"}
         | {"families": None, "epsilon": 1.0, "epsilon_relative": None, "labels": "means"}
         | {"cost": None, "min_class_size": None, "solver": None, "compute": None}
         | {"projections": 4, "subsample": None, "subsample_size": None, "noise_floor": False}

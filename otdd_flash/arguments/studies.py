@@ -45,6 +45,7 @@ TRANSFER: Declaration = {
 STUDY: Declaration = {
     "tasks": mapping("be a mapping of datasets by name, such as {'mnist': (train, test)}"),
     "measures": optional(names),
+    "measure": optional(word),
     "transfer": optional(instance("be an otdd.Transfer", TRANSFER_CLASS)),
     "families": optional(mapping("be a mapping of families by the names of tasks")),
     "epsilon": positive,

@@ -28,6 +28,7 @@ from otdd_flash.commands.tasks import LoadedTasks, StudyInputs, TaskSettings, lo
 from otdd_flash.commands.tracked import track_study
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.report.study.console import study_table
+from otdd_flash.report.study.sentences import choice_sentences
 from otdd_flash.report.study.writing import FILES, write_study_report
 from otdd_flash.study.folder import STUDY_FILE
 from otdd_flash.study.result import StudyResult
@@ -45,6 +46,7 @@ class StudyNode:
 
     tasks: list[Any] | None
     resume: bool
+    measure: str | None
     shard: str | None
     workers: int | None
     threads: int | None
@@ -111,6 +113,8 @@ def study(config: DictConfig, directory: Path) -> None:
     console = Terminal()
     if settings.report.content != "none":
         console.print(study_table(result))
+        for line in choice_sentences(result):
+            console.print(line, soft_wrap=True)
         for note in result.notes():
             console.print(note, soft_wrap=True)
     console.print(f"written to {directory}", soft_wrap=True)
@@ -131,7 +135,7 @@ def _check(settings: StudySettings, directory: Path) -> None:
     settings.report.check()
     if leading() is not None:
         raise InputError(
-            "a study is shared by jobs that each do some of its units: leave torchrun out, and "
+            "a study is shared by jobs that each do a part of its work: leave torchrun out, and "
             "start the command with study.shard=1/4, 2/4, ... and one hydra.run.dir"
         )
     if settings.labels.full:
@@ -170,6 +174,7 @@ def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
         noise_floor=settings.noise_floor,
         seed=settings.seed,
         cache_dir=settings.cache_dir,
+        measure=settings.study.measure,
     )
 
 
@@ -196,12 +201,12 @@ def _remove(directory: Path) -> None:
 
 
 def _raise_worst(result: StudyResult) -> None:
-    """Of units that failed, end as the one with the highest code asks for."""
+    """Of pieces of work that failed, end as the one with the highest code asks for."""
     if not result.failures:
         return
     worst = max(result.failures, key=lambda failure: int(failure["exit_code"]))
     kinds = {DEFECT: RuntimeError, BAD_INPUT: InputError, NOT_CONVERGED: ConvergenceError}
     raise kinds[int(worst["exit_code"])](
-        f"{len(result.failures)} of {result.total} units failed, the others are written; "
+        f"{len(result.failures)} of {result.total} pieces of work failed, the others are written; "
         f"{worst['unit']}: {worst['error']}"
     )

@@ -51,7 +51,7 @@ def work_in_processes(
     except TerminatedWorkerError as error:
         raise InputError(
             "a worker process was killed from outside, as systems do where memory runs out; "
-            "finished units are kept: go on with study.resume=true (resume=True) and a smaller "
+            "finished work is kept: go on with study.resume=true (resume=True) and a smaller "
             f"study.workers (workers) than {workers}"
         ) from error
 

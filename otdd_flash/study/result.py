@@ -1,4 +1,4 @@
-"""What a study returns: pairs, transfer runs and correlations, as far as units are done."""
+"""What a study returns: pairs, transfer runs and correlations, as far as work is done."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from otdd_flash.errors import NotConvergedWarning, warn
+from otdd_flash.errors import NotConvergedWarning, choose, warn
 from otdd_flash.files.json_file import json_content
 from otdd_flash.plugins import blamed_on
 from otdd_flash.shown import display, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.setup import Setup
+from otdd_flash.study.statistics.choices import Choice, choices
 from otdd_flash.study.statistics.findings import Finding, findings
 from otdd_flash.study.statistics.pairs import Numbers, PairTable, levelled
-from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains
+from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains, halved_gains
 from otdd_flash.study.transfer.units import TargetRun
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Unit
@@ -89,9 +90,9 @@ class StudyResult:
         readings: by measure and ordered pair (i, j).
         errors: (K, K, S) test errors of transfer runs; NaN where there is none.
         alone: (K, S) those of runs on the targets alone.
-        done: how many units are done.
+        done: how many pieces of work are done.
         total: how many there are.
-        failures: why units failed, as their error.json says.
+        failures: why some failed, as their error.json says.
         seconds: wall time of this run.
     """
 
@@ -111,7 +112,7 @@ class StudyResult:
 
     @property
     def complete(self) -> bool:
-        """Whether all units are done."""
+        """Whether all pieces of work are done."""
         return self.done == self.total
 
     @property
@@ -171,18 +172,44 @@ class StudyResult:
             )
         return tuple(rows)
 
+    def choices(self, measure: str | None = None, *, own_family: bool = True) -> tuple[Choice, ...]:
+        """Which source a measure chooses for every target, and what that costs.
+
+        Args:
+            measure: its name; None is the one that was fixed when the study began.
+            own_family: whether sources of a target's own family take part.
+
+        Returns:
+            One row for every target with two sources or more, in the order of tasks.
+
+        Raises:
+            InputError: the study has no such measure.
+        """
+        name = self.setup.settings.measure if measure is None else measure
+        choose("measure", name, tuple(self.readings))
+        return choices(
+            name,
+            self.table(name),
+            self._halves,
+            self.gain_errors,
+            names=self.names,
+            sizes=[len(task.train) for task in self.setup.tasks],
+            own_family=own_family,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return settings, rows and statistics in JSON's own types; no number or an infinite: None.
 
         Keys: `settings`, the content of study.json; `pairs`, `transfers` and `correlations`, a list
         of rows each, with the fields of the methods of these names; `notes`; `failures`; `done` of
-        `total` units; `converged`; `seconds` of this run.
+        `total` pieces of work; `converged`; `seconds` of this run.
         """
         return json_content(
             {
                 "settings": self.setup.to_dict(),
                 "pairs": [row._asdict() for row in self.pairs()],
                 "transfers": [row._asdict() for row in self.transfers()],
+                "choices": [row._asdict() for row in self.choices()] if self.readings else [],
                 "correlations": [row._asdict() for row in self.correlations()],
                 "notes": self.notes(),
                 "failures": self.failures,
@@ -225,16 +252,16 @@ class StudyResult:
         return frame_of(rows.values(), kinds)
 
     def plot(self) -> Figure:
-        """Draw gains against every measure; without transfer runs, the first distance of all tasks.
+        """Draw gains against the measure that chooses; without transfer, a distance.
 
-        These are the report's gains_against_measures.png and distances.png.
+        These are the report's gains_against_MEASURE.png and distances.png.
 
         Returns:
             A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
             it.
 
         Raises:
-            InputError: no unit that one could draw is done.
+            InputError: nothing that one could draw is done.
         """
         from otdd_flash.report.study.writing import plot_study
 
@@ -304,8 +331,12 @@ class StudyResult:
             sentence(f"{failure['unit']} failed: {failure['error']}") for failure in self.failures
         ]
         if not self.complete:
-            said.append(f"{self.done} of {self.total} units are done")
+            said.append(f"{self.done} of {self.total} pieces of work are done")
         return tuple(said)
+
+    @cached_property
+    def _halves(self) -> tuple[Numbers, Numbers]:
+        return halved_gains(self.errors, self.alone)
 
     @cached_property
     def _findings(self) -> tuple[Finding, ...]:
@@ -318,6 +349,7 @@ class StudyResult:
         return findings(
             tables,
             sizes=[len(task.train) for task in self.setup.tasks],
+            halves=self._halves,
             gains_of=lambda pair: gains(self.errors, self.alone, pair),
             seeds=settings.transfer.seeds,
             seed=settings.seed,
@@ -325,7 +357,7 @@ class StudyResult:
 
 
 def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float) -> StudyResult:
-    """What the units that are done came to.
+    """What the work that is done came to.
 
     Warns:
         NotConvergedWarning: a term stopped before its tolerance.

@@ -19,6 +19,7 @@ class Settings:
 
     Attributes:
         measures: names of measures, in the order of tables.
+        measure: the one that chooses sources, fixed before any gain is known.
         epsilon: of the transport, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost over all pairs; replaces it.
         labels: how distances between classes are measured.
@@ -35,6 +36,7 @@ class Settings:
     """
 
     measures: tuple[str, ...]
+    measure: str
     epsilon: float
     epsilon_relative: float | None
     labels: LabelMetric
@@ -84,6 +86,7 @@ class Settings:
         """The content of study.json but for the tasks."""
         return {
             "measures": list(self.measures),
+            "measure": self.measure,
             **self.transport,
             "projections": self.projections,
             **self.sampling,

@@ -1,8 +1,8 @@
 """A dataset-transfer study: which dataset to train on first, and what tells.
 
 Distances and scores between all tasks, transfer runs between them, and how the one follows the
-other, each with its error. The work is a list of units in a folder: killed at any moment, a study
-goes on where it was.
+other, each with its error. The work is a list of pieces (units) in a folder: killed at any moment,
+a study goes on where it was.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.folder import enter
-from otdd_flash.study.measures import MEASURES, measures_named
+from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
 from otdd_flash.study.pool import work_in_processes
 from otdd_flash.study.result import StudyResult, gather
 from otdd_flash.study.settings import Settings
@@ -58,6 +58,8 @@ class Study:
             that `otdd.embed` takes, which are read here.
         measures: names of measures: otdd, sliced, frechet, otce, and of trained sources knn,
             logme, h_score, leep; None takes all that there can be.
+        measure: the one of them that chooses a source for every target, fixed before any gain is
+            known; None is otdd, or the first of `measures` where otdd is not among them.
         transfer: how networks are trained; None for no transfer.
         families: the family of tasks by name. Intervals count a family as one dataset; by default
             tasks that share rows, in any chain, are one.
@@ -99,6 +101,7 @@ class Study:
     noise_floor: bool = False
     seed: int = 0
     cache_dir: str | os.PathLike[str] | None = None
+    measure: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, STUDY)
@@ -107,6 +110,7 @@ class Study:
         if self.measures is None:
             object.__setattr__(self, "measures", _all_measures(transfer=self.transfer is not None))
         measures_named(self.measures or (), transfer=self.transfer is not None)
+        measure_that_chooses(self.measure, self.measures or ())
         if self.subsample is not None:
             check_count(self.subsample, LEVEL)
         elif self.subsample_size is not None:
@@ -140,15 +144,15 @@ class Study:
         Args:
             folder: of the study, made if it does not exist: study.json and units.
             resume: go on with the study that the folder holds.
-            shard: I/N such as 2/4, this process's part of the units; N processes share the folder.
+            shard: I/N such as 2/4, this process's part of the work; N processes share the folder.
             workers: processes of this one.
-            threads: of a unit that is not computed by one thread, part of what a study is; None is
+            threads: of work that is not done by one thread, part of what a study is; None is
                 what torch has, divided among the workers, when the study begins.
-            progress: called as progress(units done, their total).
-            stop: asked between units whether to end before all are done.
+            progress: called as progress(pieces of work done, their total).
+            stop: asked between pieces of work whether to end before all are done.
 
         Returns:
-            What is there: all of it, unless stopped or units failed, which `failures` lists.
+            What is there: all of it, unless stopped or work failed, which `failures` lists.
 
         Raises:
             InputError: the folder holds something else, or a study with other settings.
@@ -161,7 +165,11 @@ class Study:
             setups[:] = [
                 Setup(tasks, self._settings(known, metric, workers, threads), self.cache_dir)
             ]
-            return setups[0].to_dict()
+            content = setups[0].to_dict()
+            if known is not None and "measure" not in known and self.measure is None:
+                # Studies begun before there was this setting chose by its default.
+                del content["measure"]
+            return content
 
         enter(folder, summarize, shared=resume or shard is not None)
         (setup,) = setups
@@ -211,6 +219,7 @@ class Study:
             threads = None if known is None else known.get("threads")
         return Settings(
             measures=tuple(dict.fromkeys(self.measures or ())),
+            measure=measure_that_chooses(self.measure, self.measures or ()),
             epsilon=self.epsilon,
             epsilon_relative=self.epsilon_relative,
             labels=metric,

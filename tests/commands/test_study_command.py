@@ -36,7 +36,7 @@ SMALL = {
     "cache_dir": "null",
     "hydra.run.dir": "run",
 }
-TABLES = ("pairs.csv", "transfer.csv", "correlations.csv")
+TABLES = ("choices.csv", "pairs.csv", "transfer.csv", "correlations.csv")
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def study(ended: Callable) -> Callable:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """No picture is drawn."""
-    for name in ("draw_measure", "draw_gains", "draw_gains_against_measures"):
+    for name in ("draw_measure", "draw_gains", "draw_gains_against"):
         monkeypatch.setattr(writing, name, lambda *_, **__: None)
 
 
@@ -72,22 +72,32 @@ def rows(name: str) -> list[dict[str, str]]:
 def test_a_study_writes_tables_pictures_and_a_page(study) -> None:
     ended = study()
     assert ended.code == 0
-    assert "rank correlation" in ended.out
+    assert "chosen by" in ended.out
+    assert "OTDD was fixed as the measure that chooses before any gain was known." in ended.out
+    assert "Rank correlation of OTDD with the gain over the sources of each target" in ended.out
     assert "written to" in ended.out
     assert len(rows("pairs.csv")) == 8 * 20
     assert len(rows("transfer.csv")) == 20
+    # Every measure and target, with and without sources of the target's own family.
+    assert len(rows("choices.csv")) == 2 * 8 * 5
     assert {row["statistic"] for row in rows("correlations.csv")} >= {"spearman", "regret"}
     page = (Path("run") / "report.html").read_text(encoding="utf-8")
     assert len(page) < 5_000_000
-    assert page.count("data:image/png;base64,") == 3
+    pictures = sorted(path.name for path in Path("run").glob("*.png"))
+    assert pictures[:2] == ["distances.png", "gains.png"]
+    drawn = {name[len("gains_against_") : -len(".png")] for name in pictures[2:]}
+    flat = set(re.findall(r"<li>(\w+) chooses no source, and is left out", page))
+    assert drawn | flat == {*MEASURES}
+    assert not drawn & flat
+    assert page.count("data:image/png;base64,") == len(pictures)
     # Nothing is fetched, and without scripts all is there.
     assert not re.search(r'(src|href)="?(https?:)?//', page)
     body = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
     for name in ("b0", "b4", "OTDD", "LogME", "projections", "torch", "Nearest sources"):
         assert name in body
-    assert "OTDD: rank correlation with the gain over ordered pairs" in body
-    for picture in ("distances", "gains", "gains_against_measures"):
-        assert (Path("run") / f"{picture}.png").stat().st_size > 1000
+    assert "Rank correlation of OTDD with the gain over the sources of each target" in body
+    for picture in pictures:
+        assert (Path("run") / picture).stat().st_size > 1000
     csvs = "".join((Path("run") / name).read_text() for name in TABLES)
     assert "seconds" not in csvs
 
@@ -111,6 +121,28 @@ def test_a_study_goes_on_and_its_tables_stay(study, undrawn, monkeypatch) -> Non
     assert "other settings: " in other.error
     assert study("overwrite=true", "epsilon=0.3", "transfer=null").code == 0
     assert json.loads((Path("run") / "study.json").read_text())["epsilon"] == 0.3
+
+
+@pytest.mark.slow
+def test_the_measure_that_chooses_is_fixed_when_a_study_begins(study, undrawn) -> None:
+    both = "measures=[frechet,knn]"
+    assert study(both, "study.measure=knn").code == 0
+    known = Path("run") / "study.json"
+    assert json.loads(known.read_text())["measure"] == "knn"
+    page = (Path("run") / "report.html").read_text(encoding="utf-8")
+    assert "k-nearest-neighbour accuracy was fixed as the measure that chooses" in page
+    for other in ("frechet", "null"):
+        refused = study(both, f"study.measure={other}", "study.resume=true")
+        assert refused.code == 2
+        assert "other settings: measure differ" in refused.error
+    # One that began before there was the setting goes on by its default, and by no other.
+    older = json.loads(known.read_text())
+    del older["measure"]
+    known.write_text(json.dumps(older))
+    assert study(both, "study.measure=knn", "study.resume=true").code == 2
+    assert study(both, "study.resume=true").code == 0
+    page = (Path("run") / "report.html").read_text(encoding="utf-8")
+    assert "Fréchet distance was fixed as the measure that chooses" in page
 
 
 @pytest.mark.slow
@@ -152,7 +184,7 @@ def test_ctrl_c_leaves_a_page_and_130(study, undrawn, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_units_that_fail_are_told_and_the_highest_code_wins(study, undrawn, monkeypatch) -> None:
+def test_work_that_fails_is_told_and_the_highest_code_wins(study, undrawn, monkeypatch) -> None:
     def fails(self, bench):
         raise ArithmeticError("a defect")
 
@@ -207,6 +239,10 @@ def test_require_convergence_ends_with_3(study, undrawn) -> None:
             ],
             "knn need trained sources: drop them or set transfer",
         ),
+        (
+            ["measures=[otdd,sliced]", "study.measure=knn"],
+            r"measure=knn \(study.measure\) .* measures are otdd, sliced; add knn to measures, or",
+        ),
         (["measures=[otdd,wasserstein]"], "unknown measure 'wasserstein'; choose one of: otdd, "),
         (["transfer.protocol=all"], r"unknown transfer.protocol 'all'; .* finetune, head"),
         (["transfer.target_samples=2"], "must lie between the 3 classes and the 60 training rows"),
@@ -231,6 +267,7 @@ def test_bad_input_ends_in_a_sentence_and_2(study, arguments, message) -> None:
     [
         ("epsilon=nan", "epsilon must be positive and finite, got nan"),
         ("measures=[oddt]", "unknown measure 'oddt'; choose one of"),
+        ("study.measure=oddt", "unknown measure 'oddt'; choose one of: otdd, "),
         ("study.workers=0", "study.workers must be at least 1, got 0"),
         ("study.threads=0", "study.threads must be at least 1, got 0"),
         ("study.shard=2/1", "study.shard must be I/N"),

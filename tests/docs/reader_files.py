@@ -46,4 +46,23 @@ def write_files(folder: Path) -> None:
         pd.DataFrame({"text": texts, "stars": stars}).to_csv(
             folder / f"reviews_{year}.csv", index=False
         )
+    for number, camera in enumerate(("gate", "yard", "roof", "river")):
+        for kind, colour in (("cat", 0), ("dog", 1)):
+            place = folder / "cameras" / camera / kind
+            place.mkdir(parents=True)
+            for i in range(20):
+                level = draw.integers(40, 120 + 20 * number, size=(9, 10, 3))
+                level[..., colour] += 60
+                Image.fromarray(level.astype(np.uint8)).save(place / f"{i}.png")
+    (folder / "clinics").mkdir()
+    for number, clinic in enumerate(("north", "south", "east", "west")):
+        well = np.arange(80) % 2
+        rows = pd.DataFrame(
+            {
+                "age": draw.integers(30, 90, size=80) - 5 * well,
+                "pulse": draw.normal(70 + 3 * number + 8 * well, 12, size=80).round(),
+                "outcome": np.where(well, "well", "ill"),
+            }
+        )
+        rows.to_csv(folder / "clinics" / f"{clinic}.csv", index=False)
     (folder / "my_features.py").write_text(FEATURES)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -139,6 +140,28 @@ def test_cells_show_the_values_and_hide_empty_ones(figures: list[Figure], tmp_pa
     draw_class_coupling(mass, (("a", "b"), ("c", "d")), ("x", "y"), tmp_path / "p.png")
     axes = figures[0].axes[0]
     assert [text.get_text() for text in axes.texts] == ["50.0", "", "10.0", "40.0"]
+
+
+@pytest.mark.parametrize("values", [[3.0, -1.0], [-4.0, -1.0], [2.0, 1.0], [0.0, 0.0]], ids=str)
+def test_colours_of_signed_values_diverge_from_white_at_0(
+    figures: list[Figure], tmp_path: Path, values: list[float]
+) -> None:
+    heat_maps.heat_map(
+        torch.tensor([values, [math.nan, 0.0]]),
+        *(("a", "b"), ("c", "d"), tmp_path / "p.png"),
+        title="gains",
+        value_label="%",
+        row_groups=[("sources", 2)],
+        column_groups=[("targets", 2)],
+        signed=True,
+    )
+    (image,) = figures[0].axes[0].get_images()
+    assert image.norm.vmin == -image.norm.vmax < 0
+    middle, up, down = (image.to_rgba(level * image.norm.vmax)[:3] for level in (0.0, 1.0, -1.0))
+    assert min(middle) > 0.94
+    # Blue above 0 and red below, whatever values there are.
+    assert up[2] > up[0]
+    assert down[0] > down[2]
 
 
 @pytest.mark.slow(after=2)

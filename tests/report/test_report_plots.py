@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[..., object],
     "pairwise": (pairwise, {}, write_pairwise_report, "distances"),
     "flow": (flow, {}, write_flow_report, "objective"),
     "flow of images": (flow, {"image_shape": IMAGES}, flow_images, "images"),
-    "study": (study, {}, write_study_report, "gains_against_measures"),
+    "study": (study, {}, write_study_report, "gains_against_frechet"),
     "study without transfer": (lambda: study(False), {}, write_study_report, "distances"),
 }
 LOADED = {"distance": otdd.DistanceResult, "pairwise": otdd.PairwiseResult}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +20,8 @@ from otdd_flash.report.study.console import study_table
 from otdd_flash.report.study.page import write_page
 from otdd_flash.report.study.pictures import draw_measure, task_order
 from otdd_flash.report.study.sentences import (
-    _differences,
-    findings_sentences,
+    choice_sentences,
+    difference_sentences,
     measured_text,
 )
 from otdd_flash.report.study.writing import FILES, TABLES, write_study_report
@@ -28,94 +31,221 @@ from otdd_flash.study.measures.base import Reading
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> otdd.StudyResult:
     folder = tmp_path_factory.mktemp("study")
-    return small_study(5, measures=["frechet", "knn"]).run(folder, threads=1)
+    return small_study(5, measures=["frechet", "leep"]).run(folder, threads=1)
 
 
 class Page(HTMLParser):
-    """Counts tags, and fails where one is closed that is not open."""
+    """The page's tags, in order, with the text of every table cell; each is closed in its turn."""
 
     VOID = ("meta", "img", "br")
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.rows = 0
+        self.tables: list[list[list[str]]] = []
+        self.heads: list[list[str]] = []
+        self.order: list[str] = []
+        # How many details are around every table.
+        self.folds: list[int] = []
+        self.attributes: list[dict[str, str | None]] = []
+        self.feed(text)
+        assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.rows += tag == "tr"
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.order.append(tag)
+        self.attributes.append(dict(attrs))
+        if tag == "table":
+            self.folds.append(self.open.count("details"))
+            self.tables.append([])
+            self.heads.append([])
+        elif tag == "tr" and "thead" not in self.open:
+            self.tables[-1].append([])
+        elif tag == "td":
+            self.tables[-1][-1].append("")
+        elif tag == "th":
+            self.heads[-1].append("")
         if tag not in self.VOID:
             self.open.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open:
+            self.tables[-1][-1][-1] += data
+        elif "th" in self.open:
+            self.heads[-1][-1] += data
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
 
-def test_a_finding_is_a_sentence_with_its_interval(result) -> None:
-    said = findings_sentences(result)
-    first = said[0]
-    assert re.match(
-        r"Fréchet distance: rank correlation with the gain over ordered pairs [+-]\d\.\d\d "
-        r"\[-?\d\.\d\d, -?\d\.\d\d\], p = \S+ by permuting tasks, 20 pairs of 5 units\.",
-        first,
-    ), first
-    assert any("Choosing the source by Fréchet distance costs" in one for one in said)
-    # Two seeds do not tell how far gains repeat.
-    assert any("is not known: needs four seeds" in one for one in said)
-    assert not any(" - " in one.partition(":")[0] for one in said)
+def page_of(result: otdd.StudyResult, folder: Path) -> tuple[str, Page]:
+    write_page(result, {}, {}, folder / "page.html")
+    text = (folder / "page.html").read_text(encoding="utf-8")
+    return unescape(text), Page(text)
+
+
+def renamed(result: otdd.StudyResult, names: Sequence[str], families: str) -> otdd.StudyResult:
+    """The study with tasks of other names, each in a family of one letter."""
+    tasks = tuple(
+        replace(task, name=name, family=family)
+        for task, name, family in zip(result.setup.tasks, names, families, strict=True)
+    )
+    return replace(result, setup=replace(result.setup, tasks=tasks))
+
+
+def test_the_page_opens_with_one_table_of_choices(result, tmp_path) -> None:
+    text, page = page_of(result, tmp_path)
+    body = page.order[page.order.index("body") :]
+    assert body[:3] == ["body", "h1", "table"]
+    assert page.heads[0] == [
+        *("target", "best source", "gain, %", "chosen by Fréchet distance"),
+        *(
+            "regret of Fréchet distance",
+            "regret of a random source",
+            "regret of the largest source",
+        ),
+    ]
+    *rows, foot = page.tables[0]
+    for row, choice in zip(rows, result.choices(), strict=True):
+        assert row[0] == choice.target
+        assert row[1].split(" tied: ")[0] == choice.best
+        assert row[2] == f"{choice.gain:.1f} ± {choice.gain_error:.1f}"
+        assert row[3] == " = ".join(choice.chosen)
+        numbers = choice.regret, choice.random_regret, choice.largest_regret
+        assert [float(cell) for cell in row[4:]] == [
+            pytest.approx(number, abs=0.051) for number in numbers
+        ]
+    # The mean over targets is the statistic, with its interval over five datasets.
+    assert foot[0] == "mean of 5 targets"
+    found = {(row.measure, row.statistic): row for row in result.correlations()}
+    for cell, name in zip(foot[4:], ("regret", "random_regret", "largest_regret"), strict=True):
+        mean, lower, upper = map(float, re.fullmatch(r"(\S+) \[(\S+), (\S+)\]", cell).groups())
+        row = found["frechet", name]
+        assert (mean, lower, upper) == pytest.approx((row.value, row.lower, row.upper), abs=0.051)
+    # All else is folded, and nothing is unfolded.
+    assert page.folds[0] == 0
+    assert set(page.folds[1:]) == {1}
+    assert "details open" not in text
+    # Names of columns go with the cells, which are blocks of lines below 600 px.
+    cells = [one for tag, one in zip(page.order, page.attributes, strict=True) if tag == "td"]
+    assert all(cell.get("data-label") for cell in cells)
+    assert "@media (max-width: 600px)" in text
+    assert "width=device-width" in text
+
+
+def test_the_page_has_one_correlation_over_sources(result, tmp_path) -> None:
+    row = next(
+        row
+        for row in result.correlations()
+        if (row.measure, row.statistic) == ("frechet", "spearman_over_sources")
+    )
+    said = choice_sentences(result)
+    (sentence,) = (one for one in said if one.startswith("Rank correlation"))
+    assert sentence == (
+        "Rank correlation of Fréchet distance with the gain over the sources of each target: "
+        f"{row.value:+.2f} [{row.lower:+.2f}, {row.upper:+.2f}], the mean over targets, from 5 "
+        "independent datasets; it is positive where the measure predicts gain."
+    )
+    text, _ = page_of(result, tmp_path)
+    assert "over ordered pairs" not in text.replace("Correlations over ordered pairs, and", "")
+    # No piece of work, dataset or number of errors is called a unit.
+    assert not re.search(r"\bunits?\b", re.sub(r"<script>.*</script>", "", text, flags=re.S))
+
+
+def test_below_five_independent_datasets_it_is_too_few_to_tell(result, tmp_path) -> None:
+    fewer = renamed(result, result.names, "aabbc")
+    said = choice_sentences(fewer)
+    assert any(
+        one.endswith("too few to tell, from 3 independent datasets, and an interval needs 5.")
+        for one in said
+    )
+    assert any("5 tasks come from 3 families" in one for one in said)
+    _, page = page_of(fewer, tmp_path)
+    assert all("[" not in cell for cell in page.tables[0][-1])
+    others = page.tables[2]
+    assert [row[4] for row in others] == ["too few to tell"] * 2
+
+
+def test_sources_of_the_own_family_are_marked_and_left_out_of_a_second_table(
+    result, tmp_path
+) -> None:
+    related = renamed(result, result.names, "aabbc")
+    text, page = page_of(related, tmp_path)
+    family = {task.name: task.family for task in related.setup.tasks}
+    for row in page.tables[0][:-1]:
+        for cell in (row[1].split(" tied: ")[0], row[3]):
+            own = family[cell.removesuffix("*")] == family[row[0]]
+            assert cell.endswith("*") == own
+    assert "* of the target's own family" in text
+    assert "Without sources of the target's own family" in text
+    assert page.folds[:2] == [0, 0]
+    assert not any("*" in cell for row in page.tables[1] for cell in row)
+    for row, choice in zip(page.tables[1], related.choices(own_family=False), strict=False):
+        assert float(row[4]) == pytest.approx(choice.regret, abs=0.051)
+        assert choice.sources == 4 - (choice.target != "task 4")
+    # Without families there is no second table, and no mark.
+    assert "own family" not in page_of(result, tmp_path)[0]
+
+
+def test_one_seed_is_said_to_pick_and_score_the_best_by_the_same_runs(result, tmp_path) -> None:
+    one = replace(result, errors=result.errors[..., :1], alone=result.alone[:, :1])
+    assert any(said.startswith("There is one seed, so that") for said in choice_sentences(one))
+    _, page = page_of(one, tmp_path)
+    for row, choice in zip(page.tables[0], one.choices(), strict=False):
+        assert choice.gain == pytest.approx(np.nanmax(one.gains[:, one.names.index(choice.target)]))
+        assert choice.gain_error is None
+        assert "±" not in row[2]
+    assert not any("one seed" in said for said in choice_sentences(result))
 
 
 def test_a_measure_that_follows_the_gain_more_closely_is_named(result) -> None:
+    rows = result.correlations()
     known = next(
         row
-        for row in result.correlations()
-        if row.measure == "frechet - knn" and row.statistic == "spearman"
+        for row in rows
+        if row.measure == "frechet - leep" and row.statistic == "spearman_over_sources"
     )
+
+    def said(**ends: float | None) -> list[str]:
+        changed = replace(result)
+        changed.__dict__["_findings"] = (known._replace(**ends),)
+        return list(difference_sentences(changed))
+
     for ends, expected in (
-        ((-0.5, -0.9, -0.1), "k-nearest-neighbour accuracy follows the gain more closely than"),
-        ((0.5, 0.1, 0.9), "Fréchet distance follows the gain more closely than k-nearest"),
+        ((-0.5, -0.9, -0.1), "LEEP follows the gain over sources more closely than Fréchet"),
+        ((0.5, 0.1, 0.9), "Fréchet distance follows the gain over sources more closely than LEEP"),
     ):
-        value, lower, upper = ends
-        other = known._replace(value=value, lower=lower, upper=upper)
-        (sentence,) = _differences([other])
+        (sentence,) = said(value=ends[0], lower=ends[1], upper=ends[2])
         assert sentence.startswith(expected)
         assert sentence.endswith("is larger by 0.50 [0.10, 0.90].")
-    (sentence,) = _differences([known._replace(value=0.1, lower=-0.1, upper=0.3)])
+    (sentence,) = said(value=0.1, lower=-0.1, upper=0.3)
     assert sentence.startswith("No two measures differ")
-    assert not list(_differences([known._replace(lower=None, upper=None)]))
-
-
-def test_no_more_is_claimed_than_families_carry(result) -> None:
-    tasks = tuple(
-        replace(task, family=family)
-        for task, family in zip(result.setup.tasks, "aabbc", strict=True)
-    )
-    fewer = replace(result, setup=replace(result.setup, tasks=tasks))
-    said = findings_sentences(fewer)
-    assert "no interval: 3 units, and 5 are needed" in said[0]
-    assert any("5 tasks come from 3 families" in one for one in said)
-    assert "An interval needs five independent units, datasets or families." in said
+    assert not said(lower=None, upper=None)
 
 
 def test_the_page_is_whole_and_escapes_names(result, tmp_path) -> None:
     names = ["<b>one</b>", 'two "x"', "three & four", "task 3", "task 4"]
-    tasks = tuple(
-        replace(task, name=name) for task, name in zip(result.setup.tasks, names, strict=True)
-    )
-    renamed = replace(result, setup=replace(result.setup, tasks=tasks))
-    write_page(renamed, {"nowhere": tmp_path / "missing.png"}, tmp_path / "page.html")
+    odd = renamed(result, names, "abcde")
+    missing = {"nowhere": tmp_path / "missing.png"}
+    write_page(odd, missing, {"nor here": tmp_path / "missing.png"}, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "<b>one" not in text
-    page = Page()
-    page.feed(text)
-    assert page.open == []
-    assert page.rows > 20
+    page = Page(text)
+    assert {row[0] for row in page.tables[0][:-1]} == {*names}
+    assert sum(map(len, page.tables)) > 20
     assert "nowhere" not in text
+    assert "nor here" not in text
 
 
 @pytest.mark.slow
 def test_all_files_are_written_and_tables_are_the_same_again(result, tmp_path) -> None:
     report = write_study_report(result, tmp_path)
-    assert {path.name for path in report.written} == {*FILES}
+    shown = {f"gains_against_{name}.png" for name in result.readings}
+    others = {name for name in FILES if name.startswith("gains_against_")} - shown
+    assert {path.name for path in report.written} == {*FILES} - others
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    # That of the measure that chooses stands open, the other's is folded with its table.
+    places = [page.index(f"<h2>Gains against {name}") for name in ("Fréchet", "LEEP")]
+    assert places[0] < page.index("Other measures</summary>") < places[1]
     before = {name: (tmp_path / name).read_bytes() for name in TABLES}
     write_study_report(replace(result, seconds=99.0), tmp_path, content="none")
     assert {name: (tmp_path / name).read_bytes() for name in TABLES} == before
@@ -128,11 +258,11 @@ def test_near_tasks_stand_side_by_side(result) -> None:
         (i, j): replace(one, value=1.0 if any({i, j} <= group for group in near) else 9.0)
         for (i, j), one in result.readings["frechet"].items()
     }
-    order = task_order(replace(result, readings={"knn": {}, "frechet": found}))
+    order = task_order(replace(result, readings={"leep": {}, "frechet": found}))
     assert {*order[:2]} in near or {*order[3:]} in near
 
 
-def test_a_table_says_what_did_not_converge(result) -> None:
+def test_a_table_says_what_did_not_converge(result, tmp_path) -> None:
     late = {
         name: {pair: replace(one, converged=False) for pair, one in found.items()}
         for name, found in result.readings.items()
@@ -141,27 +271,32 @@ def test_a_table_says_what_did_not_converge(result) -> None:
     console.print(study_table(replace(result, readings=late)))
     text = console.export_text()
     assert "frechet NOT CONVERGED" in text
+    write_page(replace(result, readings=late), {}, {}, tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert all(row[3].endswith(" NOT CONVERGED") for row in page.tables[0][:-1])
     console.print(study_table(result))
     assert "NOT CONVERGED" not in console.export_text()
 
 
 def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
     early = replace(result, errors=np.full_like(result.errors, np.nan))
-    why, nearest, sampling = findings_sentences(early)
-    assert why == "No ordered pair has both a measure and a gain yet."
+    why, nearest, sampling = choice_sentences(early)
+    assert why == "No target has two sources with a gain yet."
     (i, j), least = min(result.readings["frechet"].items(), key=lambda item: item[1].value)
     assert nearest == (
         f"Fréchet distance: of all pairs task {i} and task {j} are nearest, {least.value:.6g}."
     )
     assert sampling.startswith("Sampling error was not measured: subsample=50")
+    settings = replace(early.setup.settings, measure="otdd")
+    early_otdd = replace(early, setup=replace(early.setup, settings=settings))
     bounded = {"otdd": {(0, 1): Reading(2.0, 1.49996, 2.50004)}, "sliced": {(2, 1): Reading(3.0)}}
-    told = findings_sentences(replace(early, readings=bounded))
+    told = choice_sentences(replace(early_otdd, readings=bounded))
     near = "OTDD: of all pairs task 0 and task 1 are nearest, 2.00 [1.49, 2.51] (solver bounds)."
     assert told[1] == near
     assert told[2].endswith("task 2 and task 1 are nearest, 3.")
-    write_page(early, {}, tmp_path / "page.html")
+    write_page(early, {}, {}, tmp_path / "page.html")
     assert "gain, %" not in (tmp_path / "page.html").read_text(encoding="utf-8")
-    write_page(result, {}, tmp_path / "page.html")
+    write_page(result, {}, {}, tmp_path / "page.html")
     assert "gain, %" in (tmp_path / "page.html").read_text(encoding="utf-8")
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(study_table(early))
@@ -211,8 +346,8 @@ def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
 def test_a_study_with_sampling_intervals_misses_none(result) -> None:
     settings = replace(result.setup.settings, subsample=50)
     sampled = replace(result, setup=replace(result.setup, settings=settings))
-    assert not any("Sampling error" in sentence for sentence in findings_sentences(sampled))
-    assert any("Sampling error" in sentence for sentence in findings_sentences(result))
+    assert not any("Sampling error" in sentence for sentence in choice_sentences(sampled))
+    assert any("Sampling error" in sentence for sentence in choice_sentences(result))
 
 
 @pytest.mark.slow
@@ -224,7 +359,8 @@ def test_a_study_of_nothing_yet_is_told_as_such(result, tmp_path) -> None:
         alone=np.full_like(result.alone, np.nan),
         done=0,
     )
-    assert findings_sentences(empty) == ["No ordered pair has both a measure and a gain yet."]
+    assert choice_sentences(empty) == ["No target has two sources with a gain yet."]
     report = write_study_report(empty, tmp_path)
     assert not report.missing
-    assert "0 of" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f'<p class="late">0 of {empty.total} pieces of work are done.</p>' in page

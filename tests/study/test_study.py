@@ -30,6 +30,7 @@ from otdd_flash.report.study.console import study_table
 from otdd_flash.report.study.writing import TABLES, write_study_report
 from otdd_flash.study import bench as benches
 from otdd_flash.study import pool
+from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.measures.base import Reading
 from otdd_flash.study.measures.frechet import frechet_distance
 from otdd_flash.study.measures.otce import conditional_entropy
@@ -59,7 +60,7 @@ def test_all_units_are_done_and_every_ordered_pair_has_its_rows(result) -> None:
     assert {row.measure for row in result.pairs()} == {*otdd.Study(small_tasks()).measures}
     assert {row.statistic for row in result.correlations() if row.measure == "otdd"} == {
         *("spearman", "pearson", "spearman_over_sources", "regret", "random_regret"),
-        "partial_spearman",
+        *("largest_regret", "partial_spearman"),
     }
 
 
@@ -112,7 +113,10 @@ BY_TARGET = np.array([9.0, 4.0, 9.0, 9.0])
 
 
 def measured(result: otdd.StudyResult, **values: Any) -> otdd.StudyResult:
-    """The study as if its measures had been these (4, 4), or values with lower and upper bounds."""
+    """The study as if its measures had been these (4, 4), or values with lower and upper bounds.
+
+    The first of them chooses.
+    """
     readings = {}
     for name, value in values.items():
         parts = value if isinstance(value, tuple) else (value,)
@@ -120,7 +124,8 @@ def measured(result: otdd.StudyResult, **values: Any) -> otdd.StudyResult:
             pair: Reading(*(float(part[pair]) for part in parts))
             for pair in result.setup.ordered_pairs()
         }
-    return replace(result, readings=readings)
+    settings = replace(result.setup.settings, measure=next(iter(values)))
+    return replace(result, readings=readings, setup=replace(result.setup, settings=settings))
 
 
 def correlations(result: otdd.StudyResult) -> dict[tuple[str, str], Finding]:
@@ -161,10 +166,22 @@ def test_a_measure_that_chooses_no_source_has_no_correlation(
     assert why in line
     page = (tmp_path / "report.html").read_text("utf-8")
     assert f"{measure} has no correlation with the gain; the measure is {why}" in page
-    assert page.count('<td class="name">the same for all sources</td>') == 4
+    assert f"{measure} chooses no source, and is left out of pictures and tables" in page
+    title = MEASURES[measure].title
+    assert page.count(f"<span>{title}</span>") == 0
+    # As the measure that was fixed it stays in the table, where it chooses at random.
+    fixed = replace(
+        flat, setup=replace(flat.setup, settings=replace(flat.setup.settings, measure=measure))
+    )
+    for row in fixed.choices():
+        assert len(row.chosen) == row.sources == 3
+        assert row.regret == pytest.approx(row.random_regret)
+    write_study_report(fixed, tmp_path, content="table")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert page.count("<span>any: the same for all sources</span>") == 4
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(study_table(flat))
-    assert re.search(rf"{measure} +│ none +│ none", console.export_text())
+    console.print(study_table(fixed))
+    assert len(re.findall(r"│ any +│", console.export_text())) == 4
 
 
 def test_ties_up_to_rounding_have_one_rank(result) -> None:

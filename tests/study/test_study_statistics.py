@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -12,6 +13,7 @@ from scipy import stats
 from experiments.interval_coverage import Design, coverage, dyads, truth_of
 from otdd_flash.study.statistics import permutation
 from otdd_flash.study.statistics.ceiling import ceiling, disjoint_pairs
+from otdd_flash.study.statistics.choices import choices
 from otdd_flash.study.statistics.findings import findings
 from otdd_flash.study.statistics.jackknife import (
     Replicates,
@@ -24,12 +26,14 @@ from otdd_flash.study.statistics.pairs import PairTable, levelled
 from otdd_flash.study.statistics.partial import freed_of_sizes, partial_spearman
 from otdd_flash.study.statistics.permutation import orders_of, p_value
 from otdd_flash.study.statistics.statistics import (
+    Statistic,
+    best_gains,
     pearson,
-    random_regret,
     regret,
     spearman,
     spearman_over_sources,
 )
+from otdd_flash.study.transfer.gains import gain_errors, gains, halved_gains
 
 
 def some_table(tasks: int = 6, *, holes: int = 3, seed: int = 0) -> PairTable:
@@ -41,6 +45,11 @@ def some_table(tasks: int = 6, *, holes: int = 3, seed: int = 0) -> PairTable:
         gains[i, j] = np.nan
     np.fill_diagonal(gains, np.nan)
     return PairTable(measure, gains, [str(k) for k in range(tasks)])
+
+
+def on_all_runs(table: PairTable) -> Statistic:
+    """The regret whose best source is picked and scored by the same runs."""
+    return regret(table.gains[None], table.gains[None])
 
 
 def value(statistic, table: PairTable) -> float:
@@ -67,7 +76,7 @@ def test_correlations_over_pairs_are_those_of_scipy(seed: int) -> None:
 def test_many_masks_at_once_are_each_alone() -> None:
     table = some_table(tasks=7, holes=5)
     masks = table.without_each_unit()
-    for statistic in (pearson, spearman, spearman_over_sources, regret, random_regret):
+    for statistic in (pearson, spearman, spearman_over_sources, on_all_runs(table)):
         together = statistic(np.broadcast_to(table.measure, masks.shape), table.gains, masks)
         alone = [
             float(statistic(table.measure[None], table.gains, mask[None])[0]) for mask in masks
@@ -80,11 +89,139 @@ def test_regret_is_what_a_user_loses_by_the_measure() -> None:
     near = np.array([[0.0, 1.0, 3.0], [1.0, 0.0, 2.0], [2.0, 3.0, 0.0]])
     # Chosen are the sources 1, 0, 1, best 2, 2, 0.
     table = PairTable(-near, gains, "abc")
-    assert value(regret, table) == pytest.approx((2 + 4 + 5) / 3)
-    assert value(regret, PairTable(near, gains, "abc")) == pytest.approx(0)
-    assert value(random_regret, table) == pytest.approx((1 + 2 + 2.5) / 3)
-    # Of tied sources any may be chosen, in whatever order they stand.
-    assert value(regret, PairTable(np.ones((3, 3)), gains, "abc")) == value(random_regret, table)
+    lost = on_all_runs(table)
+    assert value(lost, table) == pytest.approx((2 + 4 + 5) / 3)
+    assert value(lost, PairTable(near, gains, "abc")) == pytest.approx(0)
+    # Of tied sources any may be chosen, in whatever order they stand: their mean counts.
+    assert value(lost, PairTable(np.ones((3, 3)), gains, "abc")) == pytest.approx((1 + 2 + 2.5) / 3)
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3, 4, 5, 7])
+def test_halves_of_the_seeds_share_no_run_and_their_mean_is_the_gain(seeds: int) -> None:
+    generator = np.random.default_rng(seeds)
+    errors, alone = generator.integers(5, 90, (4, 4, seeds)), generator.integers(20, 90, (4, seeds))
+    picking, scoring = halved_gains(errors, alone)
+    for side in (picking, scoring):
+        np.testing.assert_allclose(side.mean(0), gains(errors, alone), rtol=1e-12, atol=1e-12)
+    if seeds > 1:
+        # One run changes one side of every direction, never both.
+        moved = errors.copy()
+        moved[0, 1, 0] += 1
+        after = halved_gains(moved, alone)
+        changed = [(after[side] != (picking, scoring)[side])[:, 0, 1] for side in (0, 1)]
+        assert (changed[0] ^ changed[1]).all()
+
+
+def simulated_regret(gap: float, sources: int, seeds: int) -> tuple[float, float, float]:
+    """The mean over 40,000 targets of the regret of source 0, its error, and that on all runs.
+
+    The gain of source 1 is larger by `gap` than that of the others; one run has deviation 1.
+    """
+    generator = np.random.default_rng(0)
+    truth = np.zeros((sources, 40_000, 1))
+    truth[1] = gap
+    runs = 100 - truth - generator.standard_normal((sources, 40_000, seeds))
+    alone = np.full((40_000, seeds), 100.0)
+    mask = np.ones((1, sources, 40_000), dtype=bool)
+    whole = gains(runs, alone)
+    lost = best_gains(mask, *halved_gains(runs, alone))[0] - whole[0]
+    naive = best_gains(mask, whole[None], whole[None])[0] - whole[0]
+    return lost.mean(), lost.std() / 200, naive.mean()
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.5, 2.0])
+def test_a_regret_is_unbiased_for_what_the_source_that_half_of_the_runs_pick_is_worth(gap) -> None:
+    """By 40,000 simulated targets with two sources and six seeds, against the closed form."""
+    mean, error, naive = simulated_regret(gap, 2, 6)
+    # Means of three runs differ by gap with deviation sqrt(2 / 3).
+    expected = gap * stats.norm.cdf(gap / math.sqrt(2 / 3))
+    assert abs(mean - expected) < 4 * error
+    # Picked and scored on the same runs: the mean of the larger of 0 and a normal number.
+    deviation = math.sqrt(2 / 6)
+    z = gap / deviation
+    assert naive == pytest.approx(
+        gap * stats.norm.cdf(z) + deviation * stats.norm.pdf(z), abs=4 * error
+    )
+
+
+def test_of_equal_sources_none_wins_by_luck() -> None:
+    """By 40,000 simulated targets: ten sources of one worth have no regret."""
+    for seeds in (2, 5):
+        mean, error, naive = simulated_regret(0.0, 10, seeds)
+        assert abs(mean) < 4 * error
+        # The mean of the largest of ten normal numbers.
+        assert naive == pytest.approx(1.5388 / math.sqrt(seeds), abs=4 * error)
+
+
+def regretted(generator: np.random.Generator, design: Design) -> tuple[PairTable, Statistic]:
+    """Simulated pairs whose gains were measured by five seeds, and the statistic of regrets."""
+    table = dyads(generator, design)
+    runs = table.gains[..., None] + generator.standard_normal((*table.gains.shape, 5))
+    # Baselines of 100 errors: a gain is a number of errors.
+    alone = np.full((len(runs), 5), 100.0)
+    measured = replace(table, gains=gains(100 - runs, alone))
+    return measured, regret(*halved_gains(100 - runs, alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("design", [Design(5, None, 0.0, 0.6), Design(12, 6, 0.8, 0.6)], ids=str)
+def test_intervals_hold_the_mean_regret_in_90_of_100_simulations(design) -> None:
+    """By 200 simulations of 5 tasks, and of 12 in 6 families, for the mean of 800."""
+    generator = np.random.default_rng(0)
+    drawn = [regretted(generator, design) for _ in range(800)]
+    truth = np.mean([value(lost, table) for table, lost in drawn])
+    intervals = [number_interval(replicates(table, lost)) for table, lost in drawn[:200]]
+    assert np.mean([lower <= truth <= upper for _, lower, upper in intervals]) >= 0.9
+
+
+def test_choices_are_those_of_a_loop_over_targets() -> None:
+    generator = np.random.default_rng(4)
+    errors = generator.integers(20, 40, (5, 5, 3)).astype(float)
+    alone = generator.integers(40, 50, (5, 3)).astype(float)
+    errors[0, 4] = np.nan
+    measure = generator.integers(0, 3, (5, 5)).astype(float)
+    table = PairTable(measure, gains(errors, alone), list("aabcd"))
+    errors_of = gain_errors(errors, alone)
+    sizes, names = [30, 70, 70, 10, 20], list("vwxyz")
+    for own_family in (True, False):
+        rows = choices(
+            "otdd",
+            table,
+            halved_gains(errors, alone),
+            errors_of,
+            names=names,
+            sizes=sizes,
+            own_family=own_family,
+        )
+        assert [row.target for row in rows] == names
+        for j, row in enumerate(rows):
+            sources = [i for i in range(5) if i != j and (i, j) != (0, 4)]
+            if not own_family:
+                sources = [i for i in sources if {i, j} != {0, 1}]
+            gain = {i: 100 * (1 - errors[i, j].mean() / alone[j].mean()) for i in sources}
+            best = max(gain, key=gain.get)
+            scored = []
+            # Rotations of three seeds: each alone against both others, either way.
+            for one in range(3):
+                halves = [one], [k for k in range(3) if k != one]
+                for picks, scores in (halves, halves[::-1]):
+                    fewest = min(errors[i, j, picks].mean() for i in sources)
+                    tied = [i for i in sources if errors[i, j, picks].mean() == fewest]
+                    scored += [np.mean([errors[i, j, scores].mean() for i in tied])]
+            expected = 100 * (1 - np.mean(scored) / alone[j].mean())
+            assert row.gain == pytest.approx(expected)
+            assert (row.best, row.sources) == (names[best], len(sources))
+            assert row.gain_error == pytest.approx(errors_of[best, j])
+            near = [i for i in sources if gain[i] >= gain[best] - errors_of[best, j] and i != best]
+            assert row.tied == tuple(names[i] for i in near)
+            for keys, taken, lost in (
+                (measure[:, j], row.chosen, row.regret),
+                (np.array(sizes), row.largest, row.largest_regret),
+            ):
+                first = [i for i in sources if keys[i] == max(keys[sources])]
+                assert taken == tuple(names[i] for i in first)
+                assert lost == pytest.approx(expected - np.mean([gain[i] for i in first]))
+            assert row.random_regret == pytest.approx(expected - np.mean([*gain.values()]))
 
 
 def test_constant_numbers_and_few_pairs_have_no_correlation() -> None:
@@ -199,7 +336,7 @@ def test_above_seven_tasks_permutations_are_drawn(monkeypatch) -> None:
     strong, none = (dyads(generator, Design(9, None, rho)) for rho in (0.95, 0.0))
     assert p_value(strong, spearman, 0) == 1 / 1000
     assert p_value(none, spearman, 0) > 0.05
-    assert p_value(strong, regret, 0, small=True) < 0.05
+    assert p_value(strong, on_all_runs(strong), 0, small=True) < 0.05
     assert not orders_of(strong.families, 0)[1]
 
 
@@ -257,12 +394,13 @@ def test_findings_have_a_row_for_everything() -> None:
     rows = findings(
         {"one": one, "other": other},
         sizes=[10, 20, 30, 40, 50, 60],
+        halves=(one.gains[None], one.gains[None]),
         gains_of=lambda pair: one.gains,
         seeds=5,
         seed=0,
     )
     by = {(row.measure, row.statistic): row for row in rows}
-    assert len(by) == len(rows) == 2 * 6 + 4 + 2
+    assert len(by) == len(rows) == 2 * 7 + 4 + 2
     assert by["one", "spearman"].value == by["other", "spearman"].value
     assert by["one", "spearman"].p == by["other", "spearman"].p
     assert by["one", "regret"].value == by["other", "regret"].value
@@ -271,6 +409,7 @@ def test_findings_have_a_row_for_everything() -> None:
     few = findings(
         {"one": some_table(tasks=4)},
         sizes=[9] * 4,
+        halves=(np.zeros((1, 4, 4)), np.zeros((1, 4, 4))),
         gains_of=lambda pair: one.gains,
         seeds=2,
         seed=0,

@@ -55,6 +55,9 @@ def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data: Path) -> N
     setup = Setup(whole._tasks(), whole._settings(None, 1, 1))
     now = json.loads(json.dumps(setup.to_dict()))
     then = committed("")["settings"]
+    # It was run before the measure that chooses was a setting.
+    assert now.pop("measure") == "otdd"
+    assert "measure" not in then
     for content in (now, then):
         for key in OF_THE_MACHINE:
             del content[key]

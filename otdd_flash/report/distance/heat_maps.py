@@ -45,6 +45,7 @@ def heat_map(
     column_colors: Sequence[str] = COLORS,
     decimals: int | None = None,
     zero: str = "0",
+    signed: bool = False,
     notes: Sequence[str] = (),
 ) -> Figure:
     """Draw a matrix (R, C) with its class names, datasets bracketed and separated by a line.
@@ -66,6 +67,7 @@ def heat_map(
         column_colors: bracket colours of the column groups.
         decimals: of the numbers in the cells; None keeps three digits of the largest.
         zero: what cells show whose value rounds to nothing.
+        signed: values have a sign that matters; colours diverge from white at 0.
         notes: lines below the title, for which the page is made wide enough.
 
     Raises:
@@ -103,7 +105,7 @@ def heat_map(
         return x / page_width, y / page_height, w / page_width, h / page_height
 
     axes = figure.add_axes(box(left, bottom, width, height))
-    image = _draw_cells(axes, values)
+    image = _draw_cells(axes, values, signed)
     _draw_separators(axes, row_sizes, column_sizes)
     _draw_names(axes, rows, columns)
     _draw_numbers(figure, axes, image, values, (width, height), cell_texts(values, decimals, zero))
@@ -146,13 +148,16 @@ def _check(
         raise ValueError(f"the groups hold {grouped} classes, the matrix {shape}")
 
 
-def _draw_cells(axes: Axes, values: NDArray[np.float64]) -> AxesImage:
+def _draw_cells(axes: Axes, values: NDArray[np.float64], signed: bool) -> AxesImage:
     import matplotlib
 
     finite = values[np.isfinite(values)]
     low = min(0.0, float(finite.min())) if finite.size else 0.0
     high = float(finite.max()) if finite.size else 0.0
-    colors = matplotlib.colormaps["viridis"].with_extremes(bad="0.8")
+    if signed:
+        high = max(high, -low) or 1.0
+        low = -high
+    colors = matplotlib.colormaps["RdBu" if signed else "viridis"].with_extremes(bad="0.8")
     shown = np.ma.masked_invalid(values)
     return axes.imshow(
         shown, cmap=colors, vmin=low, vmax=high if high > low else low + 1.0, aspect="auto"

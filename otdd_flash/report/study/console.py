@@ -1,51 +1,61 @@
-"""The table that a command prints of a study: the statistics of every measure."""
+"""The table that a command prints of a study: what choosing sources by its measure costs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from otdd_flash.report.study.sentences import measured_text, not_sampled
+import numpy as np
+
+from otdd_flash.report.study.sentences import measured_text, not_sampled, one_decimal
 from otdd_flash.shown import shorten
 from otdd_flash.study.result import MeasuredPair, StudyResult
-from otdd_flash.study.statistics.findings import Finding
+from otdd_flash.study.statistics.choices import Choice
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 LONGEST_NAME = 24
 MOST_ROWS = 20
-SHOWN = ("spearman", "spearman_over_sources", "regret")
 
 
 def study_table(result: StudyResult) -> Table:
-    """Make a table of one line per measure if there are correlations, else one per pair of tasks.
-
-    `StudyResult.notes` says why a measure has no correlation.
-    """
-    known = any(row.pairs for row in result.correlations())
-    return _statistics(result) if known else _pairs(result)
+    """Make a table of one line per target if sources can be chosen, else one per pair of tasks."""
+    rows = result.choices()
+    return _choices(result, rows) if rows else _pairs(result)
 
 
-def _statistics(result: StudyResult) -> Table:
+def _choices(result: StudyResult, rows: Sequence[Choice]) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
-    rows = {(row.measure, row.statistic): row for row in result.correlations()}
-    some = next(iter(rows.values()))
-    title = f"{len(result.names)} tasks, {some.pairs} ordered pairs, {some.units} units"
-    table = Table(title=title, title_justify="left")
-    for column in ("measure", "rank correlation", "over sources", "regret", "p"):
+    measure = rows[0].measure
+    late = not all(one.converged for one in result.readings[measure].values())
+    seeds = result.alone.shape[-1]
+    table = Table(title=f"{len(result.names)} tasks, {seeds} seeds", title_justify="left")
+    by = f"chosen by {measure}" + (" NOT CONVERGED" if late else "")
+    for column in ("target", "best source", "gain, %", by, "regret", "random", "largest"):
         table.add_column(column)
-    for measure in result.readings:
-        found = [rows.get((measure, statistic)) for statistic in SHOWN]
-        if found[0] is None:
-            continue
-        late = not all(one.converged for one in result.readings[measure].values())
-        p = "" if found[0].p is None else f"{found[0].p:.2g}"
-        cells = [_cell(one) for one in found]
-        name = measure + (" NOT CONVERGED" if late else "")
-        table.add_row(name, *cells, p, style="bold red" if late else "")
-    table.caption = "a positive correlation predicts gain"
+    for row in rows:
+        error = "" if row.gain_error is None else f" ± {row.gain_error:.1f}"
+        tied = f", {len(row.tied)} tied" if row.tied else ""
+        chosen = " = ".join(shorten(name, LONGEST_NAME) for name in row.chosen[:2])
+        chosen = "any" if len(row.chosen) == row.sources else chosen
+        names = (shorten(row.target, LONGEST_NAME), shorten(row.best, LONGEST_NAME) + tied, chosen)
+        target, best, chosen_text = map(Text, names)
+        table.add_row(
+            target,
+            best,
+            f"{one_decimal(row.gain)}{error}",
+            chosen_text,
+            *map(one_decimal, (row.regret, row.random_regret, row.largest_regret)),
+            style="bold red" if late else "",
+        )
+    table.add_section()
+    means = np.array([(row.regret, row.random_regret, row.largest_regret) for row in rows]).mean(0)
+    table.add_row("mean", "", "", "", *map(one_decimal, means))
+    table.caption = "regrets in points of gain"
     table.caption_justify = "left"
     return table
 
@@ -74,13 +84,3 @@ def _pairs(result: StudyResult) -> Table:
     table.caption = "\n".join([*more, *not_sampled(result)])
     table.caption_justify = "left"
     return table
-
-
-def _cell(row: Finding | None) -> str:
-    if row is None:
-        return ""
-    if row.value is None:
-        return "none"
-    if row.lower is None or row.upper is None:
-        return f"{row.value:.2f}"
-    return f"{row.value:.2f} [{row.lower:.2f}, {row.upper:.2f}]"

@@ -1,4 +1,8 @@
-"""report.html: all of a study in one file, without network, readable without scripts."""
+"""report.html: all of a study in one file, without network, readable without scripts.
+
+It opens with one table, what choosing a source by the study's measure costs; other measures and
+details are folded. On narrow screens the rows of tables become blocks of named lines.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,59 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from otdd_flash.files.atomic import write_text
-from otdd_flash.report.study.sentences import findings_sentences
+from otdd_flash.report.study.sentences import (
+    choice_sentences,
+    correlation_text,
+    difference_sentences,
+    one_decimal,
+    saturated_measures,
+)
 from otdd_flash.shown import LONGEST_MESSAGE, LONGEST_NAME, html_text, listing
 from otdd_flash.study.measures import MEASURES
-from otdd_flash.study.result import StudyResult, TransferredPair
+from otdd_flash.study.result import StudyResult
+from otdd_flash.study.statistics.choices import Choice
+from otdd_flash.study.statistics.findings import Finding
 from otdd_flash.study.statistics.pairs import Numbers
 
 NEAREST = 3
+# More names of tied sources are counted.
+MOST_TIED = 3
+# After the name of a source of the target's own family.
+OWN = "*"
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 70rem; margin: 2rem auto;
-       padding: 0 1rem }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: right }
-th:first-child, td:first-child, td.name { text-align: left }
-th[data-sorts] { cursor: pointer } .late { color: #b00; font-weight: bold }
-img { max-width: 100% } pre { background: #f6f6f6; padding: 1rem; overflow: auto }
+* { box-sizing: border-box }
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; max-width: 74rem; margin: 1rem auto;
+       padding: 0 1rem; overflow-wrap: anywhere }
+h1 { font-size: 1.4rem; margin: .5rem 0 } h2, summary { font-size: 1.1rem; font-weight: bold }
+h2 { margin: 1.5rem 0 .5rem } summary { cursor: pointer; margin: .8rem 0 }
+table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums }
+th, td { padding: .15rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
+         vertical-align: top }
+td { white-space: nowrap }
+td.name, th.name { text-align: left; white-space: normal }
+tfoot td { font-weight: bold; border-bottom: 0 }
+th { overflow-wrap: normal } th[data-sorts] { cursor: pointer }
+small, .quiet { color: #555; font-weight: normal; white-space: normal }
+.late { color: #b00; font-weight: bold } img { max-width: 100%; height: auto }
+pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap }
 """
+# Rows as blocks, every cell behind the name of its column.
+STACKED = """
+TABLE, TABLE tbody, TABLE tfoot, TABLE tr { display: block }
+TABLE thead { display: none } TABLE tr { border-bottom: 2px solid #bbb; padding: .4rem 0 }
+TABLE td { display: grid; grid-template-columns: 45% 1fr; column-gap: .5rem; border: 0;
+     text-align: left; padding: .1rem 0 } TABLE td, TABLE td.name { white-space: normal }
+TABLE td:empty { display: none } TABLE td::before { content: attr(data-label); color: #555;
+     font-weight: normal }
+"""
+for width, tables in ((600, "table"), (1100, "table.wide")):
+    STYLE += f"@media (max-width: {width}px) {{{STACKED.replace('TABLE', tables)}}}\n"
 
 # Sorts the rows of a table by the column whose head is clicked; again, the other way.
 SCRIPT = """
@@ -44,30 +80,49 @@ for (const head of document.querySelectorAll("th[data-sorts]")) head.onclick = (
 """
 
 
-def write_page(result: StudyResult, pictures: Mapping[str, Path], path: Path) -> None:
+class Cell(NamedTuple):
+    """A cell of a table: its HTML, what it is sorted by (empty: its text), and its class."""
+
+    html: str
+    key: str = ""
+    kind: str = ""
+
+
+def write_page(
+    result: StudyResult,
+    pictures: Mapping[str, Path],
+    folded: Mapping[str, Path],
+    path: Path,
+) -> None:
     """Write the page.
 
     Args:
-        result: what is told.
-        pictures: files by their captions; those that are not there are left out.
+        result: of a study, as far as it has come.
+        pictures: files by their captions; those that do not exist are left out.
+        folded: likewise, of the other measures.
         path: of the page.
 
     Raises:
         InputError: it cannot be written.
     """
+    shown = [name for name in result.readings if name not in saturated_measures(result)]
     parts = [
-        f"<h1>Study of {len(result.names)} tasks</h1>",
-        _list(findings_sentences(result)),
-        "" if not result.notes() else "<h2>Left out</h2>" + _list(result.notes()),
-        *(_picture(caption, file) for caption, file in pictures.items() if file.exists()),
-        _statistics(result),
-        _nearest(result),
-        _pairs(result),
-        _about(result),
+        _heading(result),
+        _unfinished(result),
+        _choices(result, result.choices()),
+        _list(choice_sentences(result)),
+        _without_own_family(result),
+        _pictures(pictures),
+        _fold("Other measures", _measures(result, shown), _pictures(folded)),
+        _fold("Nearest sources", _nearest(result, shown)),
+        _fold("All ordered pairs", _pairs(result, shown)),
+        _fold("Left out", _left_out(result)),
+        _fold("Settings and versions", _about(result)),
     ]
     title = html_text(f"Study of {listing(result.names)}", LONGEST_MESSAGE)
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head><body>\n"
         + "\n".join(part for part in parts if part)
         + f"\n<script>{SCRIPT}</script></body></html>\n"
@@ -75,28 +130,145 @@ def write_page(result: StudyResult, pictures: Mapping[str, Path], path: Path) ->
     write_text(path, text)
 
 
-def _list(sentences: Iterable[str]) -> str:
-    items = (f"<li>{html_text(sentence, LONGEST_MESSAGE)}</li>" for sentence in sentences)
-    return f"<ul>{''.join(items)}</ul>"
+def _heading(result: StudyResult) -> str:
+    tasks = f"{len(result.names)} tasks"
+    if result.setup.settings.transfer is None:
+        return f"<h1>Distances between {tasks}</h1>"
+    title = html_text(MEASURES[result.setup.settings.measure].title)
+    return f"<h1>Which of {tasks} to train on first, and whether {title} tells</h1>"
 
 
-def _picture(caption: str, file: Path) -> str:
-    content = b64encode(file.read_bytes()).decode()
-    return (
-        f'<h2>{html_text(caption)}</h2><img alt="{html_text(caption)}" '
-        f'src="data:image/png;base64,{content}">'
+def _unfinished(result: StudyResult) -> str:
+    if result.complete:
+        return ""
+    failed = f", {len(result.failures)} failed" if result.failures else ""
+    return f'<p class="late">{result.done} of {result.total} pieces of work are done{failed}.</p>'
+
+
+def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> str:
+    """One row for every target: the best source, the one chosen, and regrets of other choices."""
+    if not rows:
+        return ""
+    measure = rows[0].measure
+    chosen = MEASURES[measure].title
+    heads = ["target", "best source", "gain, %", f"chosen by {chosen}", f"regret of {chosen}"]
+    heads += ["regret of a random source", "regret of the largest source"]
+    family = {task.name: task.family for task in result.setup.tasks}
+    late = _late_targets(result, measure)
+
+    def named(target: str, names: Sequence[str], link: str) -> str:
+        marks = [OWN if family[name] == family[target] else "" for name in names]
+        shown = [f"{html_text(name)}{mark}" for name, mark in zip(names, marks, strict=True)]
+        more = [f"{len(names) - MOST_TIED} more"] if len(names) > MOST_TIED else []
+        return link.join(shown[:MOST_TIED] + more)
+
+    body = []
+    for row in rows:
+        tied = named(row.target, row.tied, ", ")
+        best = named(row.target, (row.best,), "") + (
+            f" <small>tied: {tied}</small>" if tied else ""
+        )
+        error = "" if row.gain_error is None else f" ± {row.gain_error:.1f}"
+        first = named(row.target, row.chosen, " = ")
+        if len(row.chosen) == row.sources:
+            first = "any: the same for all sources"
+        if row.target in late:
+            first += ' <span class="late">NOT CONVERGED</span>'
+        body.append(
+            [
+                _name(row.target),
+                Cell(best, html_text(row.best), "name"),
+                Cell(f"{one_decimal(row.gain)}{error}", repr(row.gain)),
+                Cell(first, html_text(row.chosen[0]), "name"),
+                *map(_points, (row.regret, row.random_regret, row.largest_regret)),
+            ]
+        )
+    foot = [Cell(f"mean of {len(rows)} targets", "", "name"), Cell(""), Cell(""), Cell("")]
+    intervals = _regret_intervals(result, measure) if rows[0].own_family else {}
+    for name in ("regret", "random_regret", "largest_regret"):
+        mean = _points(float(np.mean([getattr(row, name) for row in rows])))
+        row_found = intervals.get(name)
+        if row_found is not None and row_found.lower is not None and row_found.upper is not None:
+            mean = mean._replace(html=mean.html + _ends(row_found.lower, row_found.upper))
+        foot.append(mean)
+    mark = any(OWN in cell.html for row in body for cell in (row[1], row[3]))
+    note = f'<p class="quiet">{OWN} of the target\'s own family</p>' if mark else ""
+    return _table(title, heads, body, foot=foot) + note
+
+
+def _regret_intervals(result: StudyResult, measure: str) -> dict[str, Finding]:
+    return {row.statistic: row for row in result.correlations() if row.measure == measure}
+
+
+def _late_targets(result: StudyResult, measure: str) -> set[str]:
+    """Targets with a source whose reading rests on transport that stopped early."""
+    readings = result.readings[measure]
+    return {result.names[j] for (_, j), reading in readings.items() if not reading.converged}
+
+
+def _has_own_family(result: StudyResult) -> bool:
+    """Whether a source of some target is of the target's own family."""
+    tasks = result.setup.tasks
+    return any(tasks[i].family == tasks[j].family for i, j in result.setup.transferred())
+
+
+def _without_own_family(result: StudyResult) -> str:
+    """The same table where sources of a target's own family take no part, if there are any."""
+    whole = result.choices()
+    if not whole or not _has_own_family(result):
+        return ""
+    rows = result.choices(own_family=False)
+    title = "Without sources of the target's own family"
+    gone = [row.target for row in whole if row.target not in {one.target for one in rows}]
+    note = ""
+    if gone:
+        names = html_text(listing(gone), LONGEST_MESSAGE)
+        note = f'<p class="quiet">No two sources are left for {names}.</p>'
+    return (_choices(result, rows, title) or f"<h2>{title}</h2>") + note
+
+
+def _measures(result: StudyResult, shown: Sequence[str]) -> str:
+    """One row for every measure: its regrets, and its correlation over sources."""
+    found = {(row.measure, row.statistic): row for row in result.correlations()}
+    with_families = _has_own_family(result)
+    heads = ["measure", "mean regret", "p"]
+    heads += ["mean regret without own family"] if with_families else []
+    heads += ["rank correlation over sources", "independent datasets"]
+    rows = []
+    for name in shown:
+        lost = found.get((name, "regret"))
+        if lost is None or lost.value is None:
+            continue
+        others = [row.regret for row in result.choices(name, own_family=False)]
+        mean = [_points(float(np.mean(others))) if others else Cell("")] if with_families else []
+        correlation = found[name, "spearman_over_sources"]
+        key = "" if correlation.lower is None else repr(correlation.value)
+        regret = _points(lost.value)
+        if lost.lower is not None and lost.upper is not None:
+            regret = regret._replace(html=regret.html + _ends(lost.lower, lost.upper))
+        rows.append(
+            [
+                _name(MEASURES[name].title),
+                regret,
+                Cell("" if lost.p is None else f"{lost.p:.2g}", repr(lost.p)),
+                *mean,
+                Cell(html_text(correlation_text(correlation)), key),
+                _cell(correlation.datasets),
+            ]
+        )
+    if not rows:
+        return ""
+    note = (
+        '<p class="quiet">p: the share of permutations of the tasks whose regret is as small. '
+        "These measures were not fixed beforehand: the best of several looks better than it is. "
+        "Correlations over ordered pairs, and given sizes, are in correlations.csv.</p>"
     )
+    return _table("", heads, rows) + note + _list(difference_sentences(result))
 
 
-def _statistics(result: StudyResult) -> str:
-    columns = ("measure", "statistic", "value", "lower", "upper", "p", "units", "pairs", "note")
-    rows = [[_cell(getattr(row, column)) for column in columns] for row in result.correlations()]
-    return _table("What the pairs say", columns, rows) if rows else ""
-
-
-def _pairs(result: StudyResult) -> str:
+def _pairs(result: StudyResult, shown: Sequence[str]) -> str:
     """One row per ordered pair: every measure, and the gain."""
-    measures = [name for name, found in result.readings.items() if found]
+    measures = [name for name in shown if result.readings[name]]
     transfers = {(row.source, row.target): row for row in result.transfers()}
     rows = []
     for i, j in result.setup.ordered_pairs():
@@ -104,35 +276,32 @@ def _pairs(result: StudyResult) -> str:
         cells = [_name(name) for name in names]
         for measure in measures:
             reading = result.readings[measure].get((i, j))
-            late = "" if reading is None or reading.converged else ' class="late"'
+            late = "" if reading is None or reading.converged else "late"
             value = np.nan if reading is None else reading.value
             cells.append(_cell(value if np.isfinite(value) else None, late))
         if transfers:
-            cells += _gain(transfers.get(names))
+            row = transfers.get(names)
+            parts = (row.gain, row.gain_error, row.alone, row.transferred) if row else [None] * 4
+            cells += map(_cell, parts)
         rows.append(cells)
     heads = ["source", "target", *(MEASURES[measure].title for measure in measures)]
     heads += ["gain, %", "±", "error alone, %", "transferred, %"] if transfers else []
-    return _table("All ordered pairs", heads, rows)
+    return _table("", heads, rows, kind="wide")
 
 
-def _gain(row: TransferredPair | None) -> list[str]:
-    if row is None:
-        return [_cell(None)] * 4
-    return [_cell(part) for part in (row.gain, row.gain_error, row.alone, row.transferred)]
-
-
-def _nearest(result: StudyResult) -> str:
+def _nearest(result: StudyResult, shown: Sequence[str]) -> str:
     """For every target the sources that a measure puts first."""
     rows = []
     for j, target in enumerate(result.names):
-        for measure, found in result.readings.items():
+        for measure in shown:
             scores = result.oriented(measure)[:, j]
+            found = result.readings[measure]
             sources = [i for i, k in found if k == j and np.isfinite(scores[i])]
             if sources:
                 near = _first(result.names, sources, scores)
                 title = MEASURES[measure].title
                 rows.append([_name(target), _name(title), _name(near, LONGEST_MESSAGE)])
-    return _table("Nearest sources", ("target", "by", "sources, the nearest first"), rows)
+    return _table("", ("target", "by", "sources, the nearest first"), rows)
 
 
 def _first(names: Sequence[str], sources: Iterable[int], scores: Numbers) -> str:
@@ -149,30 +318,105 @@ def _first(names: Sequence[str], sources: Iterable[int], scores: Numbers) -> str
     return text
 
 
+def _left_out(result: StudyResult) -> str:
+    """What has no number, and which measures have no place in tables and pictures."""
+    said = [
+        f"{name} chooses no source, and is left out of pictures and tables"
+        for name in saturated_measures(result)
+    ]
+    return _list([*result.notes(), *said])
+
+
 def _about(result: StudyResult) -> str:
     lines = json.dumps(result.setup.to_dict(), indent=1, ensure_ascii=False).split("\n")
     settings = "\n".join(html_text(line, LONGEST_MESSAGE) for line in lines)
     return (
-        f"<h2>Settings and versions</h2><pre>{settings}</pre>"
-        f"<p>{result.done} of {result.total} units; {result.seconds:.1f} s in the last run.</p>"
+        f"<pre>{settings}</pre><p>{result.done} of {result.total} pieces of work; "
+        f"{result.seconds:.1f} s in the last run.</p>"
     )
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th data-sorts="">{html_text(one)}</th>' for one in heads)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+def _fold(title: str, *parts: str) -> str:
+    content = "".join(parts)
+    return f"<details><summary>{title}</summary>{content}</details>" if content else ""
+
+
+def _list(sentences: Iterable[str]) -> str:
+    items = "".join(f"<li>{html_text(one, LONGEST_MESSAGE)}</li>" for one in sentences)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _pictures(files: Mapping[str, Path]) -> str:
+    return "".join(_picture(caption, file) for caption, file in files.items())
+
+
+def _picture(caption: str, file: Path) -> str:
+    if not file.exists():
+        return ""
+    content = b64encode(file.read_bytes()).decode()
     return (
-        f"<h2>{html_text(title)}</h2><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table>"
+        f'<h2>{html_text(caption)}</h2><img alt="{html_text(caption)}" '
+        f'src="data:image/png;base64,{content}">'
     )
 
 
-def _cell(value: object, late: str = "") -> str:
+def _table(
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    foot: Sequence[Cell] = (),
+    kind: str = "",
+) -> str:
+    if not rows:
+        return ""
+    named = [cell.kind == "name" for cell in rows[0]]
+    head = "".join(
+        f'<th data-sorts=""{_class("name" if left else "")}>{html_text(one)}</th>'
+        for one, left in zip(heads, named, strict=True)
+    )
+    body = "".join(_row(heads, row) for row in rows)
+    end = f"<tfoot>{_row(heads, foot)}</tfoot>" if foot else ""
+    heading = f"<h2>{html_text(title)}</h2>" if title else ""
+    return (
+        f"{heading}<table{_class(kind)}><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody>{end}</table>"
+    )
+
+
+def _row(heads: Sequence[str], cells: Sequence[Cell]) -> str:
+    found = "".join(
+        f'<td data-label="{html_text(head)}"{_key(cell)}{_class(cell.kind)}>'
+        + (f"<span>{cell.html}</span></td>" if cell.html else "</td>")
+        for head, cell in zip(heads, cells, strict=True)
+    )
+    return f"<tr>{found}</tr>"
+
+
+def _key(cell: Cell) -> str:
+    return f' data-key="{cell.key}"' if cell.key not in ("", cell.html) else ""
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
+
+
+def _points(value: float) -> Cell:
+    """A number of points of gain."""
+    return Cell(one_decimal(value), repr(value))
+
+
+def _ends(lower: float, upper: float) -> str:
+    return f" <small>[{one_decimal(lower)}, {one_decimal(upper)}]</small>"
+
+
+def _cell(value: object, kind: str = "") -> Cell:
     if isinstance(value, float):
-        return f'<td data-key="{value!r}"{late}>{value:.4g}</td>'
+        return Cell(f"{value:.4g}", repr(value), kind)
     text = "" if value is None else html_text(value)
-    return f'<td{late} data-key="{text}">{text}</td>'
+    return Cell(text, text, kind)
 
 
-def _name(text: str, limit: int = LONGEST_NAME) -> str:
-    return f'<td class="name">{html_text(text, limit)}</td>'
+def _name(text: str, limit: int = LONGEST_NAME) -> Cell:
+    shown = html_text(text, limit)
+    return Cell(shown, shown, "name")

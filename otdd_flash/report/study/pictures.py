@@ -1,4 +1,4 @@
-"""Pictures of a study: heat maps over all tasks, and gains against every measure."""
+"""Pictures of a study: heat maps over all tasks, and gains against a measure by target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from otdd_flash.report.figures.page import (
     new_figure,
     save_picture,
 )
+from otdd_flash.report.figures.point_names import PointName, draw_names
 from otdd_flash.report.pairwise import bounds_text, rows_text
+from otdd_flash.shown import shorten
 from otdd_flash.study.measures import MEASURES, Reading
 from otdd_flash.study.result import StudyResult
 from otdd_flash.study.statistics.pairs import Numbers
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Inches of one panel of gains.
-PANEL_WIDTH, PANEL_HEIGHT = 3.4, 2.9
-PANELS_ACROSS = 4
+PANEL_WIDTH, PANEL_HEIGHT = 4.4, 3.5
+MARGINS = (0.75, 0.5, 0.1, 0.3)  # left, bottom, right, top
+PANELS_ACROSS = 3
 LABEL_POINTS = 9.0
+LONGEST_TARGET = 40
 MOST_TICKS = 5
 
 
@@ -75,65 +79,90 @@ def _notes(result: StudyResult, measure: str) -> list[str]:
 def draw_gains(result: StudyResult, path: Path) -> None:
     """Draw the gains of all transfers as a heat map."""
     title = "Gain by transfer, sources down and targets across"
-    _draw_tasks(result, result.gains, path, title=title, label="errors spared, %", decimals=0)
+    _draw_tasks(
+        result, result.gains, path, title=title, label="errors spared, %", decimals=0, signed=True
+    )
 
 
-def draw_gains_against_measures(result: StudyResult, path: Path | None) -> Figure:
-    """Draw the gain of every ordered pair against every measure, both with their errors."""
-    measures = [name for name, found in result.readings.items() if found]
-    across = min(PANELS_ACROSS, len(measures))
-    down = math.ceil(len(measures) / across)
-    figure = new_figure(PANEL_WIDTH * across, PANEL_HEIGHT * down)
+def draw_gains_against(result: StudyResult, measure: str, path: Path | None) -> Figure:
+    """Draw gains against a measure, a panel for every target and a named point for every source.
+
+    Sources of the target's own family are italic. Further to the right is what predicts more gain.
+    """
+    table = result.table(measure)
+    targets = [j for j in range(len(result.names)) if table.present[:, j].any()]
+    across = min(PANELS_ACROSS, len(targets))
+    down = math.ceil(len(targets) / across)
+    width, height = PANEL_WIDTH * across, PANEL_HEIGHT * down
+    figure = new_figure(width, height)
+    left, bottom, right, top = MARGINS
+    figure.subplots_adjust(
+        left / width,
+        bottom / height,
+        1 - right / width,
+        1 - top / height,
+        (left + right) / (PANEL_WIDTH - left - right),
+        (bottom + top) / (PANEL_HEIGHT - bottom - top),
+    )
     panels = figure.subplots(down, across, squeeze=False).ravel()
-    for axes, measure in zip(panels, measures, strict=False):
-        _draw_panel(axes, result, measure)
-    for axes in panels[len(measures) :]:
+    for axes in panels[len(targets) :]:
         axes.set_visible(False)
-    figure.tight_layout()
+    drawn = [
+        _draw_panel(axes, result, measure, j) for axes, j in zip(panels, targets, strict=False)
+    ]
+    for axes, names in zip(panels, drawn, strict=False):
+        draw_names(figure, axes, names, np.zeros((0, 2, 2)))
     save_picture(figure, path)
     return figure
 
 
-def _draw_panel(axes: Axes, result: StudyResult, measure: str) -> None:
+def _draw_panel(axes: Axes, result: StudyResult, measure: str, j: int) -> list[PointName]:
+    """Draw the sources of a target, and return the names of its points."""
     from matplotlib.ticker import MaxNLocator
 
-    table, values = result.table(measure), result.matrix(measure)
-    kind = MEASURES[measure]
-    pairs = np.argwhere(table.present)
-    x = np.array([values[i, j] for i, j in pairs])
-    y = np.array([table.gains[i, j] for i, j in pairs])
-    readings = [result.readings[measure][int(i), int(j)] for i, j in pairs]
-    reach = np.array([_reach(one) for one in readings]).reshape(-1, 2).T
-    spread = np.array([result.gain_errors[i, j] for i, j in pairs])
-    if len(pairs):
-        bars = None if np.isnan(spread).all() else np.nan_to_num(spread)
-        color = SOURCE_COLOR if kind.nearer < 0 else TARGET_COLOR
-        axes.errorbar(
-            x,
-            y,
-            xerr=reach,
-            yerr=bars,
-            fmt="o",
-            markersize=3,
-            color=color,
-            linewidth=0.8,
-            alpha=0.6,
-        )
-    axes.axhline(0, color="0.7", linewidth=0.8)
+    present, values = result.table(measure).present, result.matrix(measure)
+    kind, tasks = MEASURES[measure], result.setup.tasks
+    sources = np.flatnonzero(present[:, j])
+    x, y = values[sources, j], result.gains[sources, j]
+    readings = [result.readings[measure][int(i), j] for i in sources]
+    spread = result.gain_errors[sources, j]
+    color = SOURCE_COLOR if kind.nearer < 0 else TARGET_COLOR
+    axes.errorbar(
+        x,
+        y,
+        xerr=np.array([_reach(one) for one in readings]).T,
+        yerr=None if np.isnan(spread).all() else np.nan_to_num(spread),
+        fmt="o",
+        markersize=3.5,
+        color=color,
+        ecolor="0.75",
+        linewidth=0.8,
+    )
+    axes.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+    axes.margins(0.12, 0.15)
     label = kind.title
-    if table.saturated:
-        label += " (the same for all sources)"
-    elif kind.nearer < 0:
-        # Further to the right is what predicts more gain, in every panel.
+    if kind.nearer < 0:
         axes.invert_xaxis()
         label += " (falls to the right)"
-    axes.set_xlabel(label, fontsize=LABEL_POINTS, color=INK, **name_style(label))
+    title = f"target {shorten(result.names[j], LONGEST_TARGET)}"
+    axes.set_title(title, fontsize=LABEL_POINTS + 1, color=INK, loc="left", **name_style(title))
+    axes.set_xlabel(label, fontsize=LABEL_POINTS, color=INK)
     axes.set_ylabel("gain, %", fontsize=LABEL_POINTS, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(MOST_TICKS))
     axes.tick_params(labelsize=8, color="0.6", labelcolor=INK, length=3)
     axes.spines[:].set_color("0.8")
-    if len(x) and x.min() > 0 and x.max() > 30 * x.min():
+    if x.min() > 0 and x.max() > 30 * x.min():
         axes.set_xscale("log")
+    order = sources[np.argsort(-y)]
+    return [
+        PointName(
+            result.names[i],
+            (float(values[i, j]), float(result.gains[i, j])),
+            INK,
+            italic=tasks[i].family == tasks[j].family,
+        )
+        for i in order
+    ]
 
 
 def _reach(reading: Reading) -> tuple[float, float]:
@@ -157,6 +186,7 @@ def _draw_tasks(
     title: str,
     label: str,
     decimals: int | None = None,
+    signed: bool = False,
     notes: Sequence[str] = (),
 ) -> Figure:
     order = task_order(result)
@@ -173,5 +203,6 @@ def _draw_tasks(
         row_colors=[INK],
         column_colors=[INK],
         decimals=decimals,
+        signed=signed,
         notes=notes,
     )

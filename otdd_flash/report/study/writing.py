@@ -15,9 +15,11 @@ from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, wanted,
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
 from otdd_flash.report.figures.page import figure_of
 from otdd_flash.report.study.page import write_page
-from otdd_flash.report.study.pictures import draw_gains, draw_gains_against_measures, draw_measure
+from otdd_flash.report.study.pictures import draw_gains, draw_gains_against, draw_measure
+from otdd_flash.report.study.sentences import saturated_measures
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import MeasuredPair, StudyResult, TransferredPair
+from otdd_flash.study.statistics.choices import Choice
 from otdd_flash.study.statistics.findings import Finding
 
 if TYPE_CHECKING:
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 Writer = Callable[[Path], object]
 
 PAGE = "report.html"
-TABLES = ("pairs.csv", "transfer.csv", "correlations.csv")
-PICTURES = ("distances.png", "gains.png", "gains_against_measures.png")
+TABLES = ("choices.csv", "pairs.csv", "transfer.csv", "correlations.csv")
+PICTURES = ("distances.png", "gains.png", *(f"gains_against_{name}.png" for name in MEASURES))
 # All that is written beside study.json and units.
 FILES = (*TABLES, *PICTURES, PAGE)
 
@@ -36,7 +38,7 @@ FILES = (*TABLES, *PICTURES, PAGE)
 def write_study_report(
     result: StudyResult, directory: str | Path, *, content: str = "full"
 ) -> Report:
-    """Write pairs.csv, transfer.csv, correlations.csv, pictures and report.html.
+    """Write choices.csv, pairs.csv, transfer.csv, correlations.csv, pictures and report.html.
 
     The csv files hold no times: of one study they are always the same.
 
@@ -56,7 +58,8 @@ def write_study_report(
     """
     choose("report", content, CONTENTS)
     directory = Path(directory)
-    contents = (
+    contents: tuple[tuple[Sequence[str], Callable[[], Sequence[Sequence[object]]]], ...] = (
+        (Choice._fields, partial(_choices, result)),
         (MeasuredPair._fields, result.pairs),
         (TransferredPair._fields, result.transfers),
         (Finding._fields, result.correlations),
@@ -72,36 +75,57 @@ def write_study_report(
     drawn = {path: writer for path, (_, writer) in pictures.items()}
     report += write_each(wanted(drawn, content))
     if content != "none":
-        captions = {caption: path for path, (caption, _) in pictures.items()}
-        report += write_each({directory / PAGE: lambda path: write_page(result, captions, path)})
+        first = f"gains_against_{result.setup.settings.measure}.png"
+        shown: tuple[dict[str, Path], dict[str, Path]] = ({}, {})
+        for path, (caption, _) in pictures.items():
+            shown[path.name.startswith("gains_against_") and path.name != first][caption] = path
+        report += write_each({directory / PAGE: partial(write_page, result, *shown)})
     return report
 
 
 def plot_study(result: StudyResult) -> Figure:
-    """Draw gains against measures; without gains the first distance, or else the first measure.
+    """Draw gains against the measure that chooses; without gains the first distance or measure.
 
     Raises:
         InputError: nothing that one could draw is done.
     """
-    measured = [name for name, known in result.readings.items() if known]
-    if not measured:
+    known = _drawn_measures(result)
+    if not known:
         raise InputError(
-            f"nothing of this study can be drawn yet, {result.done} of {result.total} units are "
-            "done; run it again with resume=True to go on"
+            f"nothing of this study can be drawn yet, {result.done} of {result.total} pieces of "
+            "work are done; run it again with resume=True to go on"
         )
+    gained = [name for name in known if result.transfers() and result.table(name).count]
 
     def draw() -> Figure:
-        if result.transfers():
-            return draw_gains_against_measures(result, None)
-        return draw_measure(result, _distance(result) or measured[0], None)
+        if gained:
+            return draw_gains_against(result, gained[0], None)
+        return draw_measure(result, _distance(known) or known[0], None)
 
     return figure_of(draw, result.names)
 
 
-def _distance(result: StudyResult) -> str | None:
-    """The first of the measured distances."""
-    measured = (name for name, known in result.readings.items() if known)
-    return next((name for name in measured if MEASURES[name].nearer < 0), None)
+def _drawn_measures(result: StudyResult) -> list[str]:
+    """The measures that tell sources apart, the one that chooses first."""
+    flat = saturated_measures(result)
+    known = [name for name, found in result.readings.items() if found and name not in flat]
+    return sorted(known, key=lambda name: name != result.setup.settings.measure)
+
+
+def _distance(known: Sequence[str]) -> str | None:
+    """The first of some measures that is a distance."""
+    return next((name for name in known if MEASURES[name].nearer < 0), None)
+
+
+def _choices(result: StudyResult) -> list[tuple[object, ...]]:
+    """The choices of all measures, with and without sources of the target's own family."""
+    return [
+        tuple("; ".join(part) if isinstance(part, tuple) else part for part in row)
+        for measure, found in result.readings.items()
+        if found
+        for own_family in (True, False)
+        for row in result.choices(measure, own_family=own_family)
+    ]
 
 
 def _write_table(
@@ -111,16 +135,18 @@ def _write_table(
 
 
 def _pictures(result: StudyResult, directory: Path) -> dict[Path, tuple[str, Writer]]:
-    """Captions and writers, by their files."""
-    distances, gains, against = (directory / name for name in PICTURES)
+    """Captions and writers, by their files; saturated measures have none."""
+    known = _drawn_measures(result)
     found: dict[Path, tuple[str, Writer]] = {}
-    if (distance := _distance(result)) is not None:
-        title = f"{MEASURES[distance].title} between all tasks"
-        found[distances] = title, lambda path: draw_measure(result, distance, path)
     if result.transfers():
-        found[gains] = "Gains by transfer", lambda path: draw_gains(result, path)
-        found[against] = (
-            "Gains against every measure",
-            lambda path: draw_gains_against_measures(result, path),
-        )
+        found[directory / "gains.png"] = "Gains by transfer", partial(draw_gains, result)
+        for name in known:
+            if result.table(name).count:
+                caption = f"Gains against {MEASURES[name].title}, target by target"
+                writer = partial(draw_gains_against, result, name)
+                found[directory / f"gains_against_{name}.png"] = caption, writer
+    near = _distance(known)
+    if near is not None:
+        caption = f"{MEASURES[near].title} between all tasks"
+        found[directory / "distances.png"] = caption, partial(draw_measure, result, near)
     return found

@@ -19,7 +19,14 @@ from otdd_flash.study.measures.otdd import Otdd
 from otdd_flash.study.measures.pairs import PairMeasure
 from otdd_flash.study.measures.sliced import Sliced
 
-__all__ = ["MEASURES", "Measure", "PairMeasure", "Reading", "measures_named"]
+__all__ = [
+    "MEASURES",
+    "Measure",
+    "PairMeasure",
+    "Reading",
+    "measure_that_chooses",
+    "measures_named",
+]
 
 _OWN = (Otdd, Sliced, Frechet, Otce, Knn, LogMe, HScore, Leep)
 
@@ -55,6 +62,23 @@ def measures_named(names: Sequence[str], *, transfer: bool) -> tuple[Measure, ..
     if blind:
         raise InputError(f"{', '.join(blind)} need trained sources: drop them or set transfer")
     return found
+
+
+def measure_that_chooses(given: str | None, names: Sequence[str]) -> str:
+    """The measure that a study chooses sources by: the given one, else otdd or the first it has.
+
+    Raises:
+        InputError: it is unknown, or none of the study's measures.
+    """
+    if given is None:
+        return Otdd.name if Otdd.name in names else names[0]
+    MEASURES.named(given)
+    if given not in names:
+        raise InputError(
+            f"measure={given} (study.measure) is to choose sources, but measures are "
+            f"{', '.join(names)}; add {given} to measures, or choose by one of these"
+        )
+    return given
 
 
 def _made(name: str) -> Measure:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from otdd_flash.study.statistics.ceiling import Pair, ceiling
+from otdd_flash.study.statistics.choices import comparisons
 from otdd_flash.study.statistics.jackknife import (
     FEWEST_UNITS,
     Interval,
@@ -26,7 +27,6 @@ from otdd_flash.study.statistics.statistics import (
     FEWEST_PAIRS,
     Statistic,
     pearson,
-    random_regret,
     regret,
     spearman,
     spearman_over_sources,
@@ -46,8 +46,10 @@ class Finding(NamedTuple):
     Attributes:
         measure: its name; `one - other` for a difference, `gains` for what is of gains alone.
         statistic: `spearman` and `pearson` over ordered pairs; `spearman_over_sources`, the mean
-            over targets; `regret` in points of gain, and `random_regret`, that of a random choice;
-            `partial_spearman` given sizes; `ceiling_spearman` and `ceiling_pearson`.
+            over targets; `regret` in points of gain, `random_regret`, that of a random choice, and
+            `largest_regret`, that of the source with the most rows, the best source picked on half
+            of the seeds and scored on the others; `partial_spearman` given sizes;
+            `ceiling_spearman` and `ceiling_pearson`.
         value: the statistic; None where it is not defined. Measures of which smaller is better
             have their sign changed first, so that every correlation is positive where the measure
             predicts gain. Of a difference of correlations it is that of Fisher's z. A regret is
@@ -55,7 +57,7 @@ class Finding(NamedTuple):
         lower: lower end of the 95% interval, or None.
         upper: upper end, or None.
         p: by permutation of tasks, or None.
-        units: how many datasets, or families of tasks, the interval rests on.
+        datasets: how many independent datasets the interval rests on; a family of tasks is one.
         pairs: how many ordered pairs have both numbers.
         note: why there is no interval or number; empty where there is.
     """
@@ -66,7 +68,7 @@ class Finding(NamedTuple):
     lower: float | None
     upper: float | None
     p: float | None
-    units: int
+    datasets: int
     pairs: int
     note: str = ""
 
@@ -75,6 +77,7 @@ def findings(
     tables: Mapping[str, PairTable],
     *,
     sizes: Sequence[int],
+    halves: tuple[Numbers, Numbers],
     gains_of: Callable[[Pair], Numbers],
     seeds: int,
     seed: int,
@@ -83,18 +86,22 @@ def findings(
 
     Args:
         tables: by the measure's name, all of the same gains.
-        sizes: rows of every task, for the partial correlation where they differ.
+        sizes: rows of every task, for the largest source and, where they differ, the partial
+            correlation.
+        halves: of `halved_gains`, for regrets.
         gains_of: gains by the runs of two seeds, for the ceiling.
         seeds: how many seeds there are.
         seed: of random permutations.
     """
     rows: list[Finding] = []
+    lost = regret(*halves)
     for name, table in tables.items():
         rows += _of_one(name, table, seed)
+        rows += _regrets(name, table, lost, sizes, seed)
         if len({*sizes}) > 1:
             rows.append(_partial(name, table, sizes, seed))
     for one, other in combinations(tables, 2):
-        rows += _differences(f"{one} - {other}", tables[one], tables[other])
+        rows += _differences(f"{one} - {other}", tables[one], tables[other], lost)
     some = next(iter(tables.values()))
     for name in ("spearman", "pearson"):
         rows.append(_ceiling(name, some, gains_of, seeds))
@@ -102,7 +109,7 @@ def findings(
 
 
 def _of_one(name: str, table: PairTable, seed: int) -> list[Finding]:
-    rows = [
+    return [
         _row(
             name,
             key,
@@ -112,11 +119,16 @@ def _of_one(name: str, table: PairTable, seed: int) -> list[Finding]:
         )
         for key, statistic in CORRELATIONS.items()
     ]
-    found = number_interval(replicates(table, regret))
-    rows.append(_row(name, "regret", table, found, p_value(table, regret, seed, small=True)))
-    rows.append(
-        _row(name, "random_regret", table, number_interval(replicates(table, random_regret)), None)
-    )
+
+
+def _regrets(
+    name: str, table: PairTable, lost: Statistic, sizes: Sequence[int], seed: int
+) -> list[Finding]:
+    rows = []
+    for key, measure in comparisons(table, sizes).items():
+        found = number_interval(replicates(replace(table, measure=measure), lost))
+        p = p_value(table, lost, seed, small=True) if key == "regret" else None
+        rows.append(_row(name, key, table, found, p))
     return rows
 
 
@@ -126,13 +138,13 @@ def _partial(name: str, table: PairTable, sizes: Sequence[int], seed: int) -> Fi
     return _row(name, "partial_spearman", table, found, p)
 
 
-def _differences(name: str, one: PairTable, other: PairTable) -> list[Finding]:
+def _differences(name: str, one: PairTable, other: PairTable, lost: Statistic) -> list[Finding]:
     """Compare two measures by the pairs that both have; by no correlation that either lacks."""
     shared = one.present & other.present
     both = [
         replace(table, measure=np.where(shared, table.measure, np.nan)) for table in (one, other)
     ]
-    statistics = {**CORRELATIONS, "regret": regret}
+    statistics = {**CORRELATIONS, "regret": lost}
     some = next((table for table in both if table.saturated), both[0])
     return [
         _row(
@@ -168,9 +180,9 @@ def _row(name: str, statistic: str, table: PairTable, found: Interval, p: float 
     if value is None:
         note = _why_undefined(statistic, table)
     elif found.lower is None and units < FEWEST_UNITS:
-        note = f"no interval: {units} units, and {FEWEST_UNITS} are needed"
+        note = f"no interval: {units} independent datasets, and {FEWEST_UNITS} are needed"
     elif found.lower is None:
-        note = "no interval: without one of the units it is not defined"
+        note = "no interval: without one of the datasets it is not defined"
     p = None if p is None or math.isnan(p) else p
     return Finding(name, statistic, value, found.lower, found.upper, p, units, table.count, note)
 

@@ -40,23 +40,43 @@ def spearman_over_sources(measures: Numbers, gains: Numbers, masks: Mask) -> Num
     return _mean_of_known(correlation(ranks(x, by_target), ranks(y, by_target), by_target))
 
 
-def regret(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-    """Return the mean over targets of the gain of the best source less that of the chosen one.
+def regret(picking: Numbers, scoring: Numbers) -> Statistic:
+    """The mean over targets of the gain of the best source less that of the chosen one.
 
     Chosen is the source of which the measure is largest; of several, one at random, and the number
-    is the expected one. Targets with fewer than two sources have no part.
+    is the expected one. A constant measure has the regret of a random choice. Targets with fewer
+    than two sources have no part. The number estimates, without bias, what the chosen source gives
+    away to the one that half of the runs put first; it may be negative.
+
+    Args:
+        picking: (D, K, K) gains by some runs, by which the best source is picked.
+        scoring: (D, K, K) gains by other runs, which say what it is worth. By the same runs the
+            luckiest source would look better than it is.
     """
-    scores = np.where(masks, measures, -np.inf)
-    chosen = masks & (scores == scores.max(1, keepdims=True))
-    taken = np.where(chosen, gains, 0.0).sum(1) / np.maximum(chosen.sum(1), 1)
-    return _mean_regret(np.where(masks, gains, -np.inf), taken, masks)
+
+    def of(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+        # Permutations of complete tables leave the pairs as they are.
+        same = len(masks) > 1 and bool((masks == masks[:1]).all())
+        best = best_gains(masks[:1] if same else masks, picking, scoring)
+        return _mean_of_known(best - chosen_gains(measures, gains, masks))
+
+    return of
 
 
-def random_regret(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-    """The same of a source that is chosen at random."""
-    known = np.where(masks, gains, -np.inf)
-    total = np.where(masks, gains, 0).sum(1)
-    return _mean_regret(known, total / np.maximum(masks.sum(1), 1), masks)
+def best_gains(masks: Mask, picking: Numbers, scoring: Numbers) -> Numbers:
+    """What the best source of every target gains (B, K), by other runs than those that pick it.
+
+    Arguments as for `regret`; NaN where a target has fewer than two sources.
+    """
+    scores = np.zeros((len(masks), masks.shape[-1]))
+    for picked, scored in zip(picking, scoring, strict=True):
+        scores += _mean_of_largest(picked, scored, masks)
+    return np.where(masks.sum(1) >= 2, scores / len(picking), np.nan)
+
+
+def chosen_gains(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+    """What the source gains of which the measure is largest (B, K), a mean over ties."""
+    return np.where(masks.sum(1) >= 2, _mean_of_largest(measures, gains, masks), np.nan)
 
 
 def correlation(x: Numbers, y: Numbers, mask: Mask) -> Numbers:
@@ -86,12 +106,12 @@ def _centred(side: Numbers, mask: Mask, count: Numbers) -> Numbers:
     return np.where(varies, centred, 0.0)
 
 
-def _mean_regret(known: Numbers, taken: Numbers, masks: Mask) -> Numbers:
-    """Mean over targets (B, K) of the best gain less the one taken."""
-    choice = masks.sum(1) >= 2
-    best = np.where(choice, known.max(1), 0.0)
-    lost = np.where(choice, best - np.where(choice, taken, 0.0), np.nan)
-    return _mean_of_known(lost)
+def _mean_of_largest(scores: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+    """Per target (B, K), the mean gain of the sources with the largest score."""
+    known = np.where(masks, scores, -np.inf)
+    taken = masks & (known == known.max(1, keepdims=True))
+    found: Numbers = np.where(taken, gains, 0.0).sum(1) / np.maximum(taken.sum(1), 1)
+    return found
 
 
 def _mean_of_known(numbers: Numbers) -> Numbers:

@@ -37,6 +37,34 @@ def gains(transferred: Numbers, alone: Numbers, seeds: Sequence[int] | None = No
     return found
 
 
+def halved_gains(transferred: Numbers, alone: Numbers) -> tuple[Numbers, Numbers]:
+    """Gains by one half of the seeds and by the other, (D, K, K) each, in D = 2 S directions.
+
+    A source that is picked by the first and scored by the second is no better for its luck. Halves
+    are the rotations of the seeds, S // 2 and the others, in both directions, and baselines those
+    of all seeds, so that the mean over directions of either is `gains`. With one seed there are no
+    halves, and both are the gains of that seed.
+
+    Args:
+        transferred: (K, K, S) as for `gains`.
+        alone: (K, S) as for `gains`.
+    """
+    count = alone.shape[-1]
+    if count < 2:
+        whole = gains(transferred, alone)[None]
+        return whole, whole
+    enough = alone.mean(-1) >= FEWEST_ERRORS
+    base = np.where(enough, alone.mean(-1), np.nan)
+    sides: tuple[list[Numbers], list[Numbers]] = ([], [])
+    for first in range(count):
+        turned = np.roll(transferred, -first, axis=-1)
+        halves = (turned[..., : count // 2], turned[..., count // 2 :])
+        one, other = (100 * (base - half.mean(-1)) / base for half in halves)
+        sides[0].extend((one, other))
+        sides[1].extend((other, one))
+    return np.stack(sides[0]), np.stack(sides[1])
+
+
 def gain_errors(transferred: Numbers, alone: Numbers) -> Numbers:
     """Standard errors of the gains over seeds (K, K), by the jackknife; NaN of one seed."""
     count = alone.shape[-1]
