@@ -145,5 +145,5 @@ def test_a_study_of_which_nothing_is_done_says_so(
     monkeypatch.chdir(tmp_path)
     result = study(False)
     nothing = replace(result, readings={"frechet": {}}, done=0)
-    with pytest.raises(otdd.InputError, match=f"0 of {result.total} units are done; run it again"):
+    with pytest.raises(otdd.InputError, match=f"0 of {result.total} pieces of work are done"):
         nothing.plot()
