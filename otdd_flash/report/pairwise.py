@@ -15,7 +15,7 @@ from otdd_flash.report.distance.heat_maps import heat_map
 from otdd_flash.report.figures.drawing import Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
 from otdd_flash.report.figures.page import INK
-from otdd_flash.shown import interval, shorten
+from otdd_flash.shown import epsilon_shown, interval, shorten
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +30,10 @@ def pairwise_table(result: PairwiseResult) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    title = f"distances between {len(result.names)} datasets, epsilon {result.epsilon:.6g}"
+    epsilon = epsilon_shown(result.epsilon, result.mean_cost)
+    title = f"distances between {len(result.names)} datasets, epsilon {epsilon}"
+    if (own := result.details.get("labels_epsilon")) is not None:
+        title += f", class distances by sinkhorn, epsilon {own:.6g}"
     table = Table("", "", "distance", "marginal error", title=title, title_justify="left")
     for pair in result.pairs():
         table.add_row(

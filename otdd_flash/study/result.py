@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from otdd_flash.errors import NotConvergedWarning, warn
-from otdd_flash.shown import display, sentence
+from otdd_flash.shown import display, epsilon_shown, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.setup import Setup
@@ -18,6 +18,8 @@ from otdd_flash.study.statistics.findings import Finding, findings
 from otdd_flash.study.statistics.pairs import Numbers, PairTable, levelled
 from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains
 from otdd_flash.study.transfer.units import TargetRun
+from otdd_flash.study.transport.classes import Epsilon
+from otdd_flash.study.transport.terms import Term
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Unit
 
@@ -86,6 +88,8 @@ class StudyResult:
         total: how many there are.
         failures: why units failed, as their error.json says.
         seconds: wall time of this run.
+        epsilon: of all transport, in units of the cost; None where it is not known yet.
+        mean_cost: over all pairs, likewise.
     """
 
     setup: Setup
@@ -96,6 +100,8 @@ class StudyResult:
     total: int
     failures: tuple[Mapping[str, Any], ...]
     seconds: float
+    epsilon: float | None = None
+    mean_cost: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -203,7 +209,7 @@ class StudyResult:
 
     def notes(self) -> tuple[str, ...]:
         """What was left out, and why."""
-        names, said = [display(name) for name in self.names], []
+        names, said = [display(name) for name in self.names], [*self._epsilons()]
         for (i, j), count in self.setup.shared.items():
             said.append(
                 f"{names[i]} and {names[j]} share {count} rows: nothing is transferred between them"
@@ -230,6 +236,13 @@ class StudyResult:
         if not self.complete:
             said.append(f"{self.done} of {self.total} units are done")
         return tuple(said)
+
+    def _epsilons(self) -> Iterator[str]:
+        """What regularised the transport."""
+        if self.epsilon is not None:
+            yield f"epsilon is {epsilon_shown(self.epsilon, self.mean_cost)} in all transport"
+        if (own := getattr(self.setup.settings.labels, "epsilon", None)) is not None:
+            yield f"epsilon is {own:.6g} in class distances by sinkhorn"
 
     @cached_property
     def _findings(self) -> tuple[Finding, ...]:
@@ -269,7 +282,21 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     # Asked last: reading computes damaged units again.
     failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
     done = sum(store.done(unit) for unit in units)
-    result = StudyResult(setup, readings, errors, alone, done, len(units), tuple(failures), seconds)
+    shown = bench.known(Epsilon(setup)) if any(isinstance(unit, Term) for unit in units) else None
+    facts = {} if shown is None else shown.facts
+    result = StudyResult(
+        setup,
+        readings,
+        errors,
+        alone,
+        done,
+        len(units),
+        tuple(failures),
+        seconds,
+        # Of earlier versions, which kept no mean.
+        facts.get("epsilon"),
+        facts.get("mean_cost"),
+    )
     _warn_unconverged(result)
     return result
 

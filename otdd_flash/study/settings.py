@@ -19,8 +19,8 @@ class Settings:
 
     Attributes:
         measures: names of measures, in the order of tables.
-        epsilon: of the transport, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost over all pairs; replaces it.
+        epsilon: of the transport, in units of the cost; None where it is relative.
+        epsilon_relative: the same as a multiple of the mean cost over all pairs.
         labels: how distances between classes are measured.
         cost: the ground cost.
         solver: how transport is solved.
@@ -35,7 +35,7 @@ class Settings:
     """
 
     measures: tuple[str, ...]
-    epsilon: float
+    epsilon: float | None
     epsilon_relative: float | None
     labels: LabelMetric
     cost: GroundCost
@@ -53,7 +53,7 @@ class Settings:
     def transport(self) -> dict[str, Any]:
         """What a transport term depends on beside the datasets, for JSON."""
         return {
-            "epsilon": self.epsilon if self.epsilon_relative is None else None,
+            "epsilon": self.epsilon,
             "epsilon_relative": self.epsilon_relative,
             "labels": self.metric,
             "cost": asdict(self.cost),

@@ -22,7 +22,7 @@ from otdd_flash.checks import check_fields, takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.labels import LabelMetric, metric_of, notice_single_samples
+from otdd_flash.labels import LabelMetric, metric_of, notice_single_samples, settled_metric
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import budget_in_bytes
@@ -30,6 +30,7 @@ from otdd_flash.operators.request import check_comparable
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE, refuse_both
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.folder import enter
 from otdd_flash.study.measures import MEASURES, measures_named
@@ -61,7 +62,7 @@ class Study:
             tasks that share rows, in any chain, are one.
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
-            different tasks; replaces `epsilon`.
+            different tasks; instead of `epsilon`. Neither given means 0.01 of that mean.
         labels: how distances between classes are measured, as for `pairwise_distances`.
         cost: the ground cost, `otdd.GroundCost()` by default.
         min_class_size: drop classes with fewer training rows, with a notice.
@@ -82,7 +83,7 @@ class Study:
     measures: Sequence[str] | None = None
     transfer: Transfer | None = DEFAULT_TRANSFER
     families: Mapping[str, str] | None = None
-    epsilon: float = 0.1
+    epsilon: float | None = None
     epsilon_relative: float | None = None
     labels: str | LabelMetric = "gaussian"
     cost: GroundCost | None = None
@@ -108,6 +109,7 @@ class Study:
                 f"subsample_size={self.subsample_size} needs subsample=K, the number of subsamples"
             )
         _check_solver(self.solver)
+        refuse_both(self.epsilon, self.epsilon_relative)
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
         if metric.name == "given":
             raise InputError(
@@ -152,7 +154,8 @@ class Study:
         setups: list[Setup] = []
 
         def summarize(known: Mapping[str, Any] | None) -> dict[str, Any]:
-            setups[:] = [Setup(tasks, self._settings(known, workers, threads), self.cache_dir)]
+            settings = self._settings(tasks, known, workers, threads)
+            setups[:] = [Setup(tasks, settings, self.cache_dir)]
             return setups[0].summary()
 
         enter(folder, summarize, shared=resume or shard is not None)
@@ -183,18 +186,26 @@ class Study:
         return tasks
 
     def _settings(
-        self, known: Mapping[str, Any] | None, workers: int, threads: int | None
+        self,
+        tasks: Sequence[Task],
+        known: Mapping[str, Any] | None,
+        workers: int,
+        threads: int | None,
     ) -> Settings:
         """The settings with nothing left to choose: as the folder has it, or as it is now."""
         kept = {} if known is None else known.get("compute") or {}
         if threads is None:
             threads = None if known is None else known.get("threads")
+        relative, cost = self.epsilon_relative, self.cost or GroundCost()
+        if self.epsilon is None and relative is None:
+            relative = DEFAULT_RELATIVE
+        seen = [cost.seen(task.train) for task in tasks]
         return Settings(
             measures=tuple(dict.fromkeys(self.measures or ())),
             epsilon=self.epsilon,
-            epsilon_relative=self.epsilon_relative,
-            labels=metric_of(self.labels),
-            cost=self.cost or GroundCost(),
+            epsilon_relative=relative,
+            labels=settled_metric(metric_of(self.labels), self.epsilon, seen),
+            cost=cost,
             solver=_check_solver(self.solver),
             compute=_resolved(ComputeOptions.of(self.compute), kept),
             projections=self.projections,

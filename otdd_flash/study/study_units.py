@@ -5,6 +5,8 @@ from __future__ import annotations
 from otdd_flash.study.measures import measures_named
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.transfer.units import transfer_units
+from otdd_flash.study.transport.classes import Epsilon
+from otdd_flash.study.transport.terms import Term
 from otdd_flash.study.units.unit import Unit
 from otdd_flash.study.units.work import in_order
 
@@ -15,6 +17,8 @@ def study_units(setup: Setup) -> list[Unit]:
     with_transfer = settings.transfer is not None
     measures = measures_named(settings.measures, transfer=with_transfer)
     units = [unit for measure in measures for unit in measure.units(setup)]
+    if any(isinstance(unit, Term) for unit in in_order(units)):
+        units.append(Epsilon(setup))
     if with_transfer:
         units += transfer_units(setup)
     return in_order(units)
