@@ -83,7 +83,11 @@ def _missing(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
         required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if required and name not in given:
             return f"needs {name}: {REQUIRED.get(name, f'give {name}=...')}"
-        if required and f"{name}_relative" in given and f"{name}_relative" not in signature.parameters:
+        if (
+            required
+            and f"{name}_relative" in given
+            and f"{name}_relative" not in signature.parameters
+        ):
             return f"takes no {name}_relative: {REQUIRED[name]}"
     return ""
 

@@ -127,7 +127,7 @@ class DistanceResult:
     def mean_cost(self) -> float:
         """The mean cost: `epsilon_relative` is `epsilon` in units of it."""
         if self.request is not None:
-            return mean_cost(self._inputs)
+            return mean_cost(self.request.inputs(SIDES["xy"], self.class_distances.xy))
         # Where the datasets are, which may not be where a loaded result was computed.
         sides = self.cost.seen(self.source), self.cost.seen(self.target)
         return mean_cost(CostInputs(*sides, self.class_distances.xy, self.cost, self.compute))

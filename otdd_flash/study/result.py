@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -207,9 +207,17 @@ class StudyResult:
             lower, upper = self.matrix(measure, "lower"), self.matrix(measure, "upper")
         return kind.nearer * levelled(values, unit=kind.unit, lower=lower, upper=upper)
 
+    def epsilon_text(self) -> str:
+        """What regularised the transport, and class distances by `sinkhorn`; "" where nothing."""
+        if self.epsilon is None:
+            return ""
+        own = getattr(self.setup.settings.labels, "epsilon", None)
+        classes = "" if own is None else f"; class distances by sinkhorn, epsilon {own:.6g}"
+        return f"epsilon {epsilon_shown(self.epsilon, self.mean_cost)}{classes}"
+
     def notes(self) -> tuple[str, ...]:
         """What was left out, and why."""
-        names, said = [display(name) for name in self.names], [*self._epsilons()]
+        names, said = [display(name) for name in self.names], []
         for (i, j), count in self.setup.shared.items():
             said.append(
                 f"{names[i]} and {names[j]} share {count} rows: nothing is transferred between them"
@@ -236,13 +244,6 @@ class StudyResult:
         if not self.complete:
             said.append(f"{self.done} of {self.total} units are done")
         return tuple(said)
-
-    def _epsilons(self) -> Iterator[str]:
-        """What regularised the transport."""
-        if self.epsilon is not None:
-            yield f"epsilon is {epsilon_shown(self.epsilon, self.mean_cost)} in all transport"
-        if (own := getattr(self.setup.settings.labels, "epsilon", None)) is not None:
-            yield f"epsilon is {own:.6g} in class distances by sinkhorn"
 
     @cached_property
     def _findings(self) -> tuple[Finding, ...]:
@@ -283,7 +284,11 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
     done = sum(store.done(unit) for unit in units)
     shown = bench.known(Epsilon(setup)) if any(isinstance(unit, Term) for unit in units) else None
-    facts = {} if shown is None else shown.facts
+    epsilon = None if shown is None else shown.facts["epsilon"]
+    mean_cost = None if shown is None else shown.facts.get("mean_cost")
+    if shown is not None and mean_cost is None and settings.epsilon_relative is not None:
+        # Of an earlier version.
+        mean_cost = epsilon / settings.epsilon_relative
     result = StudyResult(
         setup,
         readings,
@@ -293,9 +298,8 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
         len(units),
         tuple(failures),
         seconds,
-        # Of earlier versions, which kept no mean.
-        facts.get("epsilon"),
-        facts.get("mean_cost"),
+        epsilon,
+        mean_cost,
     )
     _warn_unconverged(result)
     return result

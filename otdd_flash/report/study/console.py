@@ -23,7 +23,10 @@ def study_table(result: StudyResult) -> Table:
     `StudyResult.notes` says why a measure has no correlation.
     """
     known = any(row.pairs for row in result.correlations())
-    return _statistics(result) if known else _pairs(result)
+    table = _statistics(result) if known else _pairs(result)
+    said = [part for part in (table.caption, result.epsilon_text()) if part]
+    table.caption, table.caption_justify = "\n".join(map(str, said)) or None, "left"
+    return table
 
 
 def _statistics(result: StudyResult) -> Table:
@@ -45,7 +48,6 @@ def _statistics(result: StudyResult) -> Table:
         name = measure + (" NOT CONVERGED" if late else "")
         table.add_row(name, *cells, p, style="bold red" if late else "")
     table.caption = "a positive correlation predicts gain"
-    table.caption_justify = "left"
     return table
 
 

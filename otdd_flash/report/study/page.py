@@ -153,7 +153,7 @@ def _about(result: StudyResult) -> str:
     lines = json.dumps(result.setup.summary(), indent=1, ensure_ascii=False).split("\n")
     settings = "\n".join(html_text(line, LONGEST_MESSAGE) for line in lines)
     return (
-        f"<h2>Settings and versions</h2><pre>{settings}</pre>"
+        f"<h2>Settings and versions</h2><p>{result.epsilon_text()}</p><pre>{settings}</pre>"
         f"<p>{result.done} of {result.total} units; {result.seconds:.1f} s in the last run.</p>"
     )
 

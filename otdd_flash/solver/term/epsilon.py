@@ -16,6 +16,8 @@ from otdd_flash.errors import InputError
 
 # Of the mean cost: the regularisation where none is given.
 DEFAULT_RELATIVE = 0.01
+# What it was in earlier versions, in units of the cost.
+EARLIER_DEFAULT = 0.1
 
 
 def refuse_both(epsilon: float | None, relative: float | None) -> None:
@@ -29,6 +31,16 @@ def refuse_both(epsilon: float | None, relative: float | None) -> None:
             "give epsilon or epsilon_relative, one of them; got both, "
             f"epsilon={epsilon:g} and epsilon_relative={relative:g}"
         )
+
+
+def once_default(epsilon: object) -> str:
+    """How to go on from what an earlier version computed by its default, "" for another value."""
+    if epsilon != EARLIER_DEFAULT:
+        return ""
+    return (
+        f"; {EARLIER_DEFAULT} was the default of earlier versions, which epsilon={EARLIER_DEFAULT} "
+        "gives today"
+    )
 
 
 def settled_epsilon(

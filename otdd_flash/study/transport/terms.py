@@ -55,7 +55,10 @@ class Term(Unit):
         table, epsilon = table_of(self.setup, bench, self.i, self.j), epsilon_of(self.setup, bench)
         request = request_of(self.setup, bench).of(self.i, self.j)
         problem = Problem(request, epsilon, table.full)
-        relative, scale = settings.epsilon_relative, settings.cost.standardized(request.given[0].dim)
+        relative, scale = (
+            settings.epsilon_relative,
+            settings.cost.standardized(request.given[0].dim),
+        )
         given = ("epsilon", epsilon) if relative is None else ("epsilon_relative", relative)
 
         def mean() -> float:
