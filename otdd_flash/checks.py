@@ -34,8 +34,8 @@ LONGEST_SHOWN = 60
 
 # Keywords without a default, and what to give.
 REQUIRED = {
-    "epsilon": "give epsilon=VALUE, the regularisation in units of the cost, such as 0.01 times the "
-    "mean cost"
+    "epsilon": "give epsilon=VALUE, the regularisation in units of the cost, such as 0.01 times "
+    "its mean"
 }
 
 
@@ -79,16 +79,13 @@ def takes(
 
 def _missing(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
     """Say which keyword that has no default is missing, "" for none, and what to give."""
-    for name, parameter in signature.parameters.items():
+    known = signature.parameters
+    if "epsilon_relative" in given and "epsilon" in known and "epsilon_relative" not in known:
+        return f"takes no epsilon_relative: {REQUIRED['epsilon']}"
+    for name, parameter in known.items():
         required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         if required and name not in given:
             return f"needs {name}: {REQUIRED.get(name, f'give {name}=...')}"
-        if (
-            required
-            and f"{name}_relative" in given
-            and f"{name}_relative" not in signature.parameters
-        ):
-            return f"takes no {name}_relative: {REQUIRED[name]}"
     return ""
 
 

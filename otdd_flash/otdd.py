@@ -142,8 +142,8 @@ def dataset_distance(
     def mean() -> float:
         return mean_cost(request.inputs(SIDES["xy"], table.xy))
 
-    *given, used = settled_epsilon(epsilon, epsilon_relative, mean)
-    with epsilon_of_datasets(*given, used, mean, cost.standardized(source.dim)):
+    key, given, used = settled_epsilon(epsilon, epsilon_relative, mean)
+    with epsilon_of_datasets(key, given, used, mean, cost.standardized(source.dim)):
         problem = Problem(request, used, table.full)
         divergence = problem.solve(options, debias=debias, progress=progress)
     report_convergence(divergence, options)

@@ -122,9 +122,9 @@ def pairwise_distances(
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
     mean = _mean_cost(request, table)
-    *given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
+    key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
     scale = cost.standardized(sides[0].dim)
-    with epsilon_of_datasets(*given, used, lambda: mean, scale):
+    with epsilon_of_datasets(key, given, used, lambda: mean, scale):
         found = _Solves(request, table, used, options, progress).run()
     solved = time.perf_counter()
     streaming = request.streaming

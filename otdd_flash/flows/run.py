@@ -143,7 +143,7 @@ def gradient_flow(
     shared = measured_by_ranks(metric, compute.group)
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     mean = mean_cost(request.inputs(SIDES["xy"], table.xy))
-    *given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
+    key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
     # Features of a network cannot be standardized on the way from pixels.
     in_features = isinstance(flow.space, FeatureSpace)
     scale = cost.standardized(points.dim) if in_features else math.inf
@@ -163,9 +163,9 @@ def gradient_flow(
     prepared = time.perf_counter()
     with ThreadPoolExecutor(1) as beside:
         coming = beside.submit(on_host, points, goal, ready(device))
-        with nullcontext() if checkpoints is None else checkpoints.held():
-            with epsilon_of_datasets(*given, used, lambda: mean, scale):
-                loop.run()
+        named = epsilon_of_datasets(key, given, used, lambda: mean, scale)
+        with nullcontext() if checkpoints is None else checkpoints.held(), named:
+            loop.run()
     began, aim, room = coming.result()
     result = FlowResult(
         began,

@@ -132,7 +132,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         self.fixed_epsilon = self._as_state()
 
     def _as_state(self) -> Tensor:
-        """Return the epsilon as a state that processes exchange, () float64; NaN before the first."""
+        """Return the epsilon as processes exchange it, () float64; NaN before the first."""
         epsilon = math.nan if self.epsilon is None else self.epsilon
         return torch.tensor(epsilon, dtype=torch.float64)
 

@@ -146,7 +146,7 @@ class GroundCost:
         return self.lambda_x * first * second
 
     def standardized(self, dim: int) -> float:
-        """About the mean cost between standardized features; infinite where scales do not matter."""
+        """About the mean cost between standardized features, infinite where scales do nothing."""
         if self.ground != "sqeuclidean":
             return math.inf
         return 2 * dim * (self.lambda_x + self.lambda_y)

@@ -60,9 +60,10 @@ class Comparison:
         self._settings = dict(arguments)
         relative = self._settings.pop("epsilon_relative", None)
         if relative is not None or self._settings.get("epsilon") is None:
+            instead = "" if relative is None else ", instead of epsilon_relative"
             raise InputError(
                 "parts of the data are compared at the epsilon of the whole: give the result's, "
-                f"epsilon=result.epsilon{'' if relative is None else ', instead of epsilon_relative'}"
+                f"epsilon=result.epsilon{instead}"
             )
         check_squares(source, target)
         for key in ("cache_dir", "class_progress", "progress"):

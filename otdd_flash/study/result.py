@@ -286,7 +286,7 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     shown = bench.known(Epsilon(setup)) if any(isinstance(unit, Term) for unit in units) else None
     epsilon = None if shown is None else shown.facts["epsilon"]
     mean_cost = None if shown is None else shown.facts.get("mean_cost")
-    if shown is not None and mean_cost is None and settings.epsilon_relative is not None:
+    if epsilon is not None and mean_cost is None and settings.epsilon_relative is not None:
         # Of an earlier version.
         mean_cost = epsilon / settings.epsilon_relative
     result = StudyResult(

@@ -432,7 +432,7 @@ def test_a_folder_is_a_studys_own(tmp_path) -> None:
     with pytest.raises(InputError, match=r"holds a study already; give study\.resume=true"):
         study.run(tmp_path / "a")
     other = small_study(measures=["frechet"], transfer=None, seed=1, epsilon=0.2)
-    with pytest.raises(InputError, match="other settings: epsilon, seed differ"):
+    with pytest.raises(InputError, match="other settings: epsilon, epsilon_relative, seed differ"):
         other.run(tmp_path / "a", resume=True)
     content = json.loads((tmp_path / "a" / "study.json").read_text())
     del content["fingerprint_version"]

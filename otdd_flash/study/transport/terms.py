@@ -55,16 +55,13 @@ class Term(Unit):
         table, epsilon = table_of(self.setup, bench, self.i, self.j), epsilon_of(self.setup, bench)
         request = request_of(self.setup, bench).of(self.i, self.j)
         problem = Problem(request, epsilon, table.full)
-        relative, scale = (
-            settings.epsilon_relative,
-            settings.cost.standardized(request.given[0].dim),
-        )
+        relative, cost = settings.epsilon_relative, settings.cost
         given = ("epsilon", epsilon) if relative is None else ("epsilon_relative", relative)
 
         def mean() -> float:
             return mean_cost(request.inputs((0, 1), table.xy))
 
-        with epsilon_of_datasets(*given, epsilon, mean, scale):
+        with epsilon_of_datasets(*given, epsilon, mean, cost.standardized(request.given[0].dim)):
             divergence = problem.solve(settings.solver, debias=problem.identical)
         term = divergence.xy
         facts = {
