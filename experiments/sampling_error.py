@@ -3,9 +3,9 @@
     python -m experiments.sampling_error --data-root DIR
 
 For 500 to 2,000 samples a side, epsilon 0.1: the distance, its 95% interval from subsamples and the
-noise floor; once beside it what a bootstrap with replacement gives. Then how often the intervals of independent
-samples hold the mean distance of all of them, where rows are drawn uniformly and where, as by
-`max_samples`, in proportion to the classes.
+noise floor; once beside it what a bootstrap with replacement gives. Then how often the intervals of
+independent samples hold the mean distance of all of them, where rows are drawn uniformly and where,
+as by `max_samples`, in proportion to the classes.
 """
 
 from __future__ import annotations
