@@ -32,6 +32,12 @@ Declaration = Mapping[str, Check]
 
 LONGEST_SHOWN = 60
 
+# Keywords without a default, and what to give.
+REQUIRED = {
+    "epsilon": "give epsilon=VALUE, the regularisation in units of the cost, such as 0.01 times "
+    "its mean"
+}
+
 
 def takes(
     declaration: Declaration, prefix: str = "", elsewhere: Mapping[str, str] | None = None
@@ -57,6 +63,8 @@ def takes(
                         raise InputError(
                             f"{function.__name__} takes no {name}: write {elsewhere[name]}"
                         ) from None
+                if missing := _missing(signature, kwargs):
+                    raise InputError(f"{function.__name__} {missing}") from None
                 # Too many arguments, or too few: Python's own words name the function as well.
                 return function(*args, **kwargs)
             for name, value in bound.arguments.items():
@@ -67,6 +75,18 @@ def takes(
         return checked
 
     return decorate
+
+
+def _missing(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
+    """Say which keyword that has no default is missing, "" for none, and what to give."""
+    known = signature.parameters
+    if "epsilon_relative" in given and "epsilon" in known and "epsilon_relative" not in known:
+        return f"takes no epsilon_relative: {REQUIRED['epsilon']}"
+    for name, parameter in known.items():
+        required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if required and name not in given:
+            return f"needs {name}: {REQUIRED.get(name, f'give {name}=...')}"
+    return ""
 
 
 def check_fields(options: object, declaration: Declaration, prefix: str = "") -> None:

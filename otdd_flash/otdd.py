@@ -27,10 +27,11 @@ from otdd_flash.labels import (
     measure_classes,
     metric_of,
     notice_single_samples,
+    settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.pairs import Progress as PairProgress
-from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
+from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.result import DistanceResult
@@ -40,7 +41,7 @@ from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.problem import SIDES, Problem, terms_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.epsilon import epsilon_given_as
+from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 from otdd_flash.solver.term.result import Progress
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def dataset_distance(
     source: Samples,
     target: Samples,
     *,
-    epsilon: float = 0.1,
+    epsilon: float | None = None,
     epsilon_relative: float | None = None,
     labels: Labels = "gaussian",
     class_distances: ClassDistances | None = None,
@@ -77,7 +78,8 @@ def dataset_distance(
         target: m labelled points of the same dimension.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, with `inner` of the mean of
-            lambda_x ||x|| ||y|| + lambda_y W; replaces `epsilon`.
+            lambda_x ||x|| ||y|| + lambda_y W; instead of `epsilon`. Neither given means 0.01 of
+            the mean cost.
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
@@ -105,6 +107,7 @@ def dataset_distance(
         InputError: what was asked for cannot be met; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
+    refuse_both(epsilon, epsilon_relative)
     source, target = as_samples(source, "source"), as_samples(target, "target")
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     options, metric = solver or Converged(), metric_of(labels)
@@ -126,6 +129,7 @@ def dataset_distance(
         one, other = class_statistics
         class_statistics = request.see(one), request.see(other)
     x, y = request.seen
+    metric = settled_metric(metric, epsilon, class_statistics or (x, y), request.streaming)
     table = measure_classes(
         x,
         y,
@@ -136,12 +140,13 @@ def dataset_distance(
         progress=class_progress,
     )
     measured = time.perf_counter()
-    given = ("epsilon", epsilon)
-    if epsilon_relative is not None:
-        given = ("epsilon_relative", epsilon_relative)
-        epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))
-    with epsilon_given_as(*given, epsilon):
-        problem = Problem(request, epsilon, table.full)
+
+    def mean() -> float:
+        return mean_cost(request.inputs(SIDES["xy"], table.xy))
+
+    key, given, used = settled_epsilon(epsilon, epsilon_relative, mean)
+    with epsilon_of_datasets(key, given, used, mean, cost.standardized(source.dim)):
+        problem = Problem(request, used, table.full)
         divergence = problem.solve(options, debias=debias, progress=progress)
     report_convergence(divergence, options)
     seconds = {
@@ -157,6 +162,7 @@ def dataset_distance(
         cost,
         compute.alone,
         method=metric.name,
+        labels_epsilon=getattr(metric, "epsilon", None),
         seconds=seconds,
         request=replace(request, compute=compute.alone),
         shared=shared_since(before, compute.group),

@@ -26,6 +26,7 @@ from otdd_flash.labels import (
     drop_small_classes,
     metric_of,
     notice_single_samples,
+    settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.many import as_datasets, measure_all
@@ -40,7 +41,7 @@ from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
-from otdd_flash.solver.term.epsilon import epsilon_given_as
+from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 
 
 @computes
@@ -48,7 +49,7 @@ from otdd_flash.solver.term.epsilon import epsilon_given_as
 def pairwise_distances(
     datasets: Sequence[Samples],
     *,
-    epsilon: float = 0.1,
+    epsilon: float | None = None,
     epsilon_relative: float | None = None,
     labels: Labels = "gaussian",
     class_distances: JointClassDistances | None = None,
@@ -72,7 +73,7 @@ def pairwise_distances(
             (features, labels) or as any datasets of vectors that `otdd.embed` takes.
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
-            different datasets; replaces `epsilon`.
+            different datasets; instead of `epsilon`. Neither given means 0.01 of that mean.
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
@@ -96,6 +97,7 @@ def pairwise_distances(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
+    refuse_both(epsilon, epsilon_relative)
     cost, compute = GroundCost(lambda_x, lambda_y, ground), ComputeOptions.of(compute)
     options, metric = solver or Converged(), metric_of(labels)
     if not isinstance(options, Converged) or options.bound_width or options.max_seconds:
@@ -114,17 +116,17 @@ def pairwise_distances(
 
     started = time.perf_counter()
     if class_distances is None:
+        metric = settled_metric(metric, epsilon, request.seen, request.streaming)
         measure = measured_by_ranks(metric, None if request.streaming else compute.group)
         table = measure_all(request.seen, measure, cache_dir=cache_dir, progress=class_progress)
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
-    given = ("epsilon", epsilon)
-    if epsilon_relative is not None:
-        given = ("epsilon_relative", epsilon_relative)
-        epsilon = epsilon_relative * _mean_cost(request, table)
-    with epsilon_given_as(*given, epsilon):
-        found = _Solves(request, table, epsilon, options, progress).run()
+    mean = _mean_cost(request, table)
+    key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
+    scale = cost.standardized(sides[0].dim)
+    with epsilon_of_datasets(key, given, used, lambda: mean, scale):
+        found = _Solves(request, table, used, options, progress).run()
     solved = time.perf_counter()
     streaming = request.streaming
     return gather(
@@ -134,6 +136,8 @@ def pairwise_distances(
         cost=cost,
         compute=compute.alone,
         method=metric.name if class_distances is None else "given",
+        labels_epsilon=getattr(metric, "epsilon", None) if class_distances is None else None,
+        mean_cost=mean,
         seconds={"class_distances": measured - started, "solve": solved - measured},
         streamed=None if streaming is None else streaming.tally.summary(solved - measured),
     )
@@ -145,10 +149,7 @@ def _mean_cost(request: Request, table: JointClassDistances) -> float:
         mean_cost(request.inputs(pair, table.between(*pair).xy))
         for pair in combinations(range(len(request.seen)), 2)
     ]
-    mean = sum(means, 0.0) / len(means)
-    if not mean > 0:
-        raise InputError("epsilon_relative needs a positive mean cost; here it is 0: set epsilon")
-    return mean
+    return sum(means, 0.0) / len(means)
 
 
 class _Solves:

@@ -108,6 +108,11 @@ class PairwiseResult:
         return self.class_distances.datasets
 
     @property
+    def mean_cost(self) -> float | None:
+        """The mean cost over all pairs; None in what earlier versions saved."""
+        return self.details.get("mean_cost")
+
+    @property
     def method(self) -> str:
         """How class distances were measured."""
         return str(self.details["labels"])
@@ -244,6 +249,8 @@ def gather(
     cost: GroundCost,
     compute: ComputeOptions,
     method: str,
+    labels_epsilon: float | None,
+    mean_cost: float,
     seconds: Mapping[str, float],
     streamed: Mapping[str, Any] | None = None,
 ) -> PairwiseResult:
@@ -264,6 +271,8 @@ def gather(
         "n": [len(samples) for samples in datasets],
         "d": datasets[0].dim,
         "labels": method,
+        **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
+        "mean_cost": mean_cost,
         **asdict(cost),
         "fingerprints": [samples.fingerprint for samples in datasets],
         "seconds": dict(seconds),

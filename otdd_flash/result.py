@@ -25,7 +25,13 @@ from otdd_flash.files.json_file import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
-from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs, build_operator
+from otdd_flash.operators.build import (
+    Compute,
+    ComputeOptions,
+    CostInputs,
+    build_operator,
+    mean_cost,
+)
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.real_numbers import real_tensor
@@ -58,6 +64,8 @@ class DistanceResult:
         cost: the weights of the ground cost.
         compute: where and how passes ran, and will run for the plan.
         method: how class distances were measured.
+        labels_epsilon: the regularisation of class distances by `sinkhorn`, in units of ||.||^2;
+            else None.
         seconds: wall time of each phase.
         request: both datasets where they were compared, for the plan; a loaded result prepares its
             own when it is first asked.
@@ -78,6 +86,7 @@ class DistanceResult:
     cost: GroundCost
     compute: ComputeOptions
     method: str = field(kw_only=True)
+    labels_epsilon: float | None = field(default=None, kw_only=True)
     seconds: dict[str, float] = field(kw_only=True)
     request: Request | None = field(default=None, kw_only=True, repr=False)
     shared: Shared = field(default=ALONE, kw_only=True)
@@ -125,6 +134,15 @@ class DistanceResult:
     def epsilon(self) -> float:
         """The regularisation that was used, in units of the cost."""
         return self.divergence.xy.epsilon
+
+    @cached_property
+    def mean_cost(self) -> float:
+        """The mean cost: `epsilon_relative` is `epsilon` in units of it."""
+        if self.request is not None:
+            return mean_cost(self.request.inputs(SIDES["xy"], self.class_distances.xy))
+        # Where the datasets are, which may not be where a loaded result was computed.
+        sides = self.cost.seen(self.source), self.cost.seen(self.target)
+        return mean_cost(CostInputs(*sides, self.class_distances.xy, self.cost, self.compute))
 
     @property
     def class_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -232,12 +250,14 @@ class DistanceResult:
             "target": self.target.name,
             **self.divergence.to_dict(),
             "epsilon": self.epsilon,
+            "mean_cost": self.mean_cost,
             "seconds": dict(self.seconds),
             "n": len(self.source),
             "m": len(self.target),
             "d": self.source.dim,
             "classes": dict(zip(("source", "target"), map(list, self.class_names), strict=True)),
             "labels": self.method,
+            **({} if self.labels_epsilon is None else {"labels_epsilon": self.labels_epsilon}),
             **asdict(self.cost),
             "fingerprints": {
                 "source": self.source.fingerprint,
@@ -464,6 +484,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
         GroundCost(**{f.name: summary[f.name] for f in fields(GroundCost) if f.name in summary}),
         ComputeOptions(**asked),
         method=summary["labels"],
+        labels_epsilon=summary.get("labels_epsilon"),
         seconds=summary["seconds"],
         shared=ALONE._replace(**{key: summary[key] for key in Shared._fields if key in summary}),
         streamed=summary.get("streamed"),

@@ -46,6 +46,13 @@ PLAIN_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _concealed: dict[str, str] = {}
 
 
+def epsilon_shown(epsilon: float, mean_cost: float | None) -> str:
+    """Return a regularisation in units of the cost and, where that is known, of the mean cost."""
+    if not mean_cost:
+        return f"{epsilon:.6g}"
+    return f"{epsilon:.6g} ({epsilon / mean_cost:.3g} of the mean cost {mean_cost:.6g})"
+
+
 def interval(value: float, lower: float, upper: float) -> str:
     """`value [lower, upper]` with as many digits as the bounds support.
 

@@ -17,7 +17,7 @@ from experiments.bench_divergence import marginal_error
 from experiments.otdd_scaling.features import resnet18
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import CostInputs, build_operator, relative_epsilon
+from otdd_flash.operators.build import CostInputs, build_operator, mean_cost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.term.certificate import certify
 
@@ -153,4 +153,4 @@ def make_term(
         table = None
     term = CrossTerm(source, target, table, 1.0, compute)
     inputs = CostInputs(source, target, term.block, COST, compute)
-    return replace(term, epsilon=relative_epsilon(relative, inputs))
+    return replace(term, epsilon=relative * mean_cost(inputs))

@@ -44,7 +44,7 @@ MEASURING: Declaration = {
 COMPARING: Declaration = {
     **MEASURING,
     "solver": solver,
-    "epsilon": positive,
+    "epsilon": optional(positive),
     "epsilon_relative": optional(positive),
     "lambda_x": not_negative,
     "lambda_y": not_negative,

@@ -48,7 +48,7 @@ def functional(name: str, value: Any) -> Any:
 GRADIENT_FLOW: Declaration = {
     **PAIR,
     "flow": optional(instance("be an otdd.Flow", FLOW_CLASS)),
-    "epsilon": positive,
+    "epsilon": optional(positive),
     "epsilon_relative": optional(positive),
     "labels": labels,
     "min_class_size": optional(count),

@@ -48,7 +48,7 @@ STUDY: Declaration = {
     "measure": optional(word),
     "transfer": optional(instance("be an otdd.Transfer", TRANSFER_CLASS)),
     "families": optional(mapping("be a mapping of families by the names of tasks")),
-    "epsilon": positive,
+    "epsilon": optional(positive),
     "epsilon_relative": optional(positive),
     "labels": labels,
     "cost": cost,

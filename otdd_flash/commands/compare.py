@@ -27,7 +27,7 @@ from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
-from otdd_flash.labels import ClassDistances, Given, NoLabels
+from otdd_flash.labels import ClassDistances, Given, NoLabels, Sinkhorn
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.report.distance.console import summary_table
 from otdd_flash.report.distance.contributions import write_contributions
@@ -98,7 +98,10 @@ def compare(config: DictConfig, directory: Path) -> None:
             result,
             phases,
             seed=settings.seed,
-            labels=metric,
+            # At the epsilon of the whole, where it has one.
+            labels=metric
+            if result.labels_epsilon is None
+            else Sinkhorn(result.labels_epsilon, solver.asked_tolerance),
             class_distances=result.class_distances if fixed_classes else None,
             debias=settings.debias,
             # Halves are at nearly 0 from each other, of which no relative width can be asked.

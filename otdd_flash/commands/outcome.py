@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -82,6 +82,8 @@ class Outcome(Callback):
             say_error(error)
             Outcome.exit_code = max(Outcome.exit_code, exit_codes.BAD_INPUT)
             return
+        if differ := _different_epsilons(rows):
+            messages.print(differ, soft_wrap=True)
         failed = sum(code > 0 for code in codes)
         messages.print(
             f"{len(rows)} jobs, {failed} failed; summary written to "
@@ -192,6 +194,16 @@ def _override(text: str) -> tuple[str, Any]:
     if value is None or isinstance(value, (list, dict)):
         value = override.get_value_element_as_str()
     return override.key_or_group, value
+
+
+def _different_epsilons(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say that values of a sweep are not at one regularisation, and how they would be."""
+    used = [float(row["epsilon"]) for row in rows if row.get("epsilon") is not None]
+    if len(set(used)) < 2:
+        return ""
+    said = f"the rows are not at one epsilon: it goes from {min(used):.6g} to {max(used):.6g}"
+    swept = any("epsilon" in row["overrides"] for row in rows)
+    return said if swept else f"{said}; give epsilon=VALUE to compare them at one"
 
 
 def _read(file: Path) -> dict[str, Any]:

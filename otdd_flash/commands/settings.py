@@ -26,6 +26,7 @@ from otdd_flash.report.figures.drawing import CONTENTS
 from otdd_flash.shown import hidden
 from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.term.epsilon import refuse_both
 
 Schema = TypeVar("Schema")
 
@@ -81,12 +82,12 @@ class LabelSettings:
     # Keys that a metric of another package has beside these.
     parameters: dict[str, Any] = field(default_factory=dict)
 
-    def metric(self, tolerance: float, epsilon: float) -> LabelMetric:
+    def metric(self, tolerance: float, epsilon: float | None) -> LabelMetric:
         """The same for the library.
 
         Args:
             tolerance: at which solves between classes stop.
-            epsilon: of the transport between datasets, which `epsilon` follows by default.
+            epsilon: as given for the transport between datasets, which `epsilon` follows.
 
         Warns:
             DataNotice: a key is set that the method does not have.
@@ -159,7 +160,7 @@ class ComparisonSettings:
     lambda_x: float
     lambda_y: float
     ground: str
-    epsilon: float
+    epsilon: float | None
     epsilon_relative: float | None
     min_class_size: int | None
     solver: SolverSettings
@@ -168,6 +169,7 @@ class ComparisonSettings:
         """Raise an `InputError` for numbers that no data can meet."""
         for name in ("epsilon", "epsilon_relative", "min_class_size"):
             COMPARING[name](name, getattr(self, name))
+        refuse_both(self.epsilon, self.epsilon_relative)
 
     def cost(self) -> GroundCost:
         """The ground cost, for the library."""

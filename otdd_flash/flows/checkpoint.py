@@ -29,6 +29,7 @@ from otdd_flash.files.tensor_file import DamagedFileError
 from otdd_flash.fingerprint import VERSION
 from otdd_flash.flows.nest import put_together, taken_apart
 from otdd_flash.flows.shard import NAMES, Shard, Write, read_shards, write_alone
+from otdd_flash.solver.term.epsilon import once_default
 from otdd_flash.version import __version__
 
 MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
@@ -202,7 +203,7 @@ class Checkpoints:
                 raise InputError(
                     f"flow.resume=true, but {key} was {then} in the run of "
                     f"{self.folder / MANIFEST} and is {now} now; set {key} as it was, or start "
-                    "again without flow.resume"
+                    f"again without flow.resume{once_default(then) if key == 'epsilon' else ''}"
                 )
 
     def _manifest(self) -> dict[str, Any] | None:

@@ -58,6 +58,8 @@ class FlowResult:
         seconds: wall time of the preparation and of the flow.
         unchanged: source and target as the flow saw them; what is asked of them once they were
             changed in place is refused. None where nobody else has their memory.
+        mean_cost: at the start, of which `epsilon_relative` is a multiple; None in what earlier
+            versions saved.
     """
 
     source: LabeledSamples
@@ -74,6 +76,7 @@ class FlowResult:
     stopped_by: str
     seconds: Mapping[str, float]
     unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
+    mean_cost: float | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
         """The distances before and after, and what moved, in one line."""
@@ -160,6 +163,7 @@ class FlowResult:
             "converged": self.converged,
             "marginal_error": max(record.marginal_error for record in self.evaluations),
             "epsilon": self.settings["epsilon"],
+            "mean_cost": self.mean_cost,
             "seconds": dict(self.seconds),
             "n": len(self.source),
             "m": len(self.target),
@@ -346,4 +350,5 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         moments=tuple(moments),
         compute=ComputeOptions(**{**summary["compute"], "device": "auto"}),
         **{key: summary[key] for key in ("ran_on", "stopped_by", "seconds")},
+        mean_cost=summary.get("mean_cost"),
     )

@@ -8,6 +8,7 @@ after Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in Probab
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -44,9 +45,10 @@ from otdd_flash.labels import (
     measure_classes,
     metric_of,
     notice_single_samples,
+    settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.operators.build import Compute, ComputeOptions, relative_epsilon
+from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.samples import LabeledSamples
@@ -54,6 +56,7 @@ from otdd_flash.solver.problem import SIDES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
+from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ def gradient_flow(
     target: Samples,
     flow: Flow | None = None,
     *,
-    epsilon: float = 0.1,
+    epsilon: float | None = None,
     epsilon_relative: float | None = None,
     labels: Labels = "gaussian",
     min_class_size: int | None = None,
@@ -87,7 +90,8 @@ def gradient_flow(
         target: m points in the same space.
         flow: what moves and how, `otdd.Flow()` by default.
         epsilon: entropic regularisation, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost at the start; replaces `epsilon`.
+        epsilon_relative: the same as a multiple of the mean cost at the start; instead of
+            `epsilon`. Neither given means 0.01 of that mean.
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points of two
             classes, which is called again where particles have moved (mode `features`); those of a
@@ -112,6 +116,7 @@ def gradient_flow(
         NotConvergedWarning: a solve stopped before its tolerance.
     """
     started = time.perf_counter()
+    refuse_both(epsilon, epsilon_relative)
     source, target = as_samples(source, "source"), as_samples(target, "target")
     flow, callbacks = flow or Flow(), callbacks or Callbacks()
     compute, solver = ComputeOptions.of(compute), solver or Converged()
@@ -137,11 +142,15 @@ def gradient_flow(
     # Class distances are measured where both are.
     start, end = request.given[0].to(request.home), request.given[1]
     told = callbacks.class_progress
+    metric = settled_metric(metric, epsilon, (start, end), request.streaming)
     shared = measured_by_ranks(metric, compute.group)
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
-    if epsilon_relative is not None:
-        epsilon = relative_epsilon(epsilon_relative, request.inputs(SIDES["xy"], table.xy))
-    setting = FlowSetting(request, metric, epsilon, solver, callbacks.solver_progress, told)
+    mean = mean_cost(request.inputs(SIDES["xy"], table.xy))
+    key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
+    # Features of a network cannot be standardized on the way from pixels.
+    in_features = isinstance(flow.space, FeatureSpace)
+    scale = cost.standardized(points.dim) if in_features else math.inf
+    setting = FlowSetting(request, metric, used, solver, callbacks.solver_progress, told)
     settings = {**setting.settings(points, goal, table), **flow.settings}
     options = LoopOptions(flow, build_functionals(flow.functionals, points), settings, callbacks)
     loop = Loop(
@@ -157,7 +166,8 @@ def gradient_flow(
     prepared = time.perf_counter()
     with ThreadPoolExecutor(1) as beside:
         coming = beside.submit(on_host, points, goal, ready(device))
-        with nullcontext() if checkpoints is None else checkpoints.held():
+        named = epsilon_of_datasets(key, given, used, lambda: mean, scale)
+        with nullcontext() if checkpoints is None else checkpoints.held(), named:
             loop.run()
     began, aim, room = coming.result()
     result = FlowResult(
@@ -175,6 +185,7 @@ def gradient_flow(
         loop.stopped_by,
         {"prepare": prepared - started, "flow": time.perf_counter() - prepared},
         unchanged=unchanged,
+        mean_cost=mean,
     )
     report_convergence(result.evaluations, solver, compute)
     report_growth(result, options)

@@ -32,7 +32,8 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
         steps: of the flow.
         step_size: share of its way that a row goes in a step.
         epsilon: entropic regularisation, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost at the start; replaces `epsilon`.
+        epsilon_relative: the same as a multiple of the mean cost at the start; instead of
+            `epsilon`. Neither given means 0.01 of that mean.
         labels: how classes are compared, such as "gaussian"; "none" does not read y.
 
     Attributes:
@@ -45,7 +46,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
         self,
         steps: int = 10,
         step_size: float = 0.2,
-        epsilon: float = 0.1,
+        epsilon: float | None = None,
         epsilon_relative: float | None = None,
         labels: Any = "none",
     ) -> None:

@@ -5,6 +5,7 @@ Its state is the rows seen, which torchmetrics gathers from all processes before
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.term.epsilon import refuse_both
 
 
 class DatasetDistance(Metric):  # type: ignore[misc]
@@ -31,12 +33,13 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             with a notice.
         labels: how classes are compared; without labels in `update` it has to be "none".
         epsilon: entropic regularisation, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost; replaces `epsilon`.
+        epsilon_relative: the same as a multiple of the mean cost at the first `compute`, which
+            fixes `epsilon` for all later ones; instead of `epsilon`. Neither given means 0.01.
         options: further keywords of `dataset_distance`, such as {"solver": otdd.Converged(...)}.
         **kwargs: of `torchmetrics.Metric`.
 
     Raises:
-        InputError: `max_rows` is below 1.
+        InputError: `max_rows` is below 1, or both epsilons are given.
     """
 
     is_differentiable = False
@@ -47,13 +50,14 @@ class DatasetDistance(Metric):  # type: ignore[misc]
     target_rows: list[Tensor] | Tensor
     source_labels: list[Tensor] | Tensor
     target_labels: list[Tensor] | Tensor
+    fixed_epsilon: Tensor
 
     def __init__(
         self,
         *,
         max_rows: int = 10_000,
         labels: Any = "gaussian",
-        epsilon: float = 0.1,
+        epsilon: float | None = None,
         epsilon_relative: float | None = None,
         options: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -64,6 +68,10 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             **{"labels": labels, "epsilon": epsilon, "epsilon_relative": epsilon_relative},
             **(options or {}),
         }
+        refuse_both(self.settings["epsilon"], self.settings["epsilon_relative"])
+        # Fixed by the first `compute`: numbers at another one could not be compared.
+        self.epsilon = self.settings["epsilon"]
+        self.add_state("fixed_epsilon", default=self._as_state(), dist_reduce_fx=_smallest)
         for side in ("source", "target"):
             for part in ("rows", "labels"):
                 self.add_state(f"{side}_{part}", default=[], dist_reduce_fx="cat")
@@ -102,13 +110,31 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         Raises:
             InputError: a side has no rows yet, or the distance cannot be computed.
         """
-        result = dataset_distance(self._samples("source"), self._samples("target"), **self.settings)
+        settings, fixed = dict(self.settings), float(self.fixed_epsilon)
+        if not math.isnan(fixed):
+            # Of all processes, where some have computed before on rows of their own.
+            self.epsilon = fixed
+        if self.epsilon is not None:
+            settings |= {"epsilon": self.epsilon, "epsilon_relative": None}
+        result = dataset_distance(self._samples("source"), self._samples("target"), **settings)
+        self.epsilon = result.epsilon
+        self.fixed_epsilon = self._as_state()
         lower, upper = result.bounds
         numbers = {"value": result.value, "lower": lower, "upper": upper}
         return {
             name: torch.tensor(number, dtype=torch.float64, device=self.device)
             for name, number in numbers.items()
         }
+
+    def reset(self) -> None:
+        """Forget all rows; the epsilon that the first `compute` fixed stays."""
+        super().reset()
+        self.fixed_epsilon = self._as_state()
+
+    def _as_state(self) -> Tensor:
+        """Return the epsilon as processes exchange it, () float64; NaN before the first."""
+        epsilon = math.nan if self.epsilon is None else self.epsilon
+        return torch.tensor(epsilon, dtype=torch.float64)
 
     def _check(self, side: str, rows: Tensor, labels: Tensor | None) -> None:
         """Refuse rows that do not fit those of before.
@@ -173,6 +199,12 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         if labels is None:
             return LabeledSamples.of(rows, side)
         return LabeledSamples.from_arrays(rows, labels.cpu(), name=side)
+
+
+def _smallest(epsilons: Tensor) -> Tensor:
+    """Return the least of several states (k,), without those that are NaN."""
+    known = epsilons[~epsilons.isnan()]
+    return known.min() if len(known) else epsilons[0]
 
 
 def _joined(side: str, parts: list[Tensor] | Tensor) -> Tensor | None:

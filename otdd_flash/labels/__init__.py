@@ -9,7 +9,7 @@ their means and covariances; `gaussian`, `exact` and `sinkhorn_pairs` each measu
 W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x is.
 """
 
-from otdd_flash.labels.many import JointClassDistances, class_distances
+from otdd_flash.labels.many import JointClassDistances, class_distances, settled_metric
 from otdd_flash.labels.metrics import (
     METRICS,
     Exact,
@@ -51,4 +51,5 @@ __all__ = [
     "metric_named",
     "metric_of",
     "notice_single_samples",
+    "settled_metric",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -22,14 +22,25 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.metrics import Given, LabelMetric, Labels, NoLabels, metric_of
+from otdd_flash.labels.metrics import (
+    Given,
+    LabelMetric,
+    Labels,
+    NoLabels,
+    Sinkhorn,
+    metric_of,
+)
 from otdd_flash.labels.metrics.given import measures_nothing
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
 from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
+from otdd_flash.operators.build import points_of
+from otdd_flash.operators.float64_rows import squared_distances, weighted_mean
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.host_points import Streaming
 from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE
 
 UNLABELLED_CLASS = "all"
 
@@ -182,7 +193,8 @@ def class_distances(
     Args:
         datasets: K labelled datasets of one dimension, as samples or as arrays (features, labels).
         labels: how to measure, a name, a metric of `otdd.labels`, any but `given`, or a function
-            f(x, y) of the points of two classes.
+            f(x, y) of the points of two classes. `sinkhorn` without an epsilon takes 0.01 of
+            the mean squared distance between all rows.
         ground: `cosine` measures between features of length 1, for a comparison with that ground
             cost; `inner` has no distance between classes.
         min_class_size: drop classes with fewer samples, with a notice.
@@ -203,7 +215,51 @@ def class_distances(
     check_squares(*kept)
     notice_single_samples(kept, metric)
     seen = [cost.seen(one) for one in kept]
+    metric = settled_metric(metric, None, seen)
     return measure_all(seen, metric, cache_dir=cache_dir, progress=progress)
+
+
+def settled_metric(
+    metric: LabelMetric,
+    epsilon: float | None,
+    datasets: Sequence[LabeledSamples],
+    streaming: Streaming | None = None,
+) -> LabelMetric:
+    """Return the metric with the regularisation that `sinkhorn` takes where it has none of its own.
+
+    It is the epsilon that was given for the comparison, else a share of the mean squared distance
+    between the rows of all datasets, pooled, and 1 where that is 0.
+
+    Args:
+        metric: any; all but `sinkhorn` come back as they are.
+        epsilon: as given by the user, or None.
+        datasets: as the ground cost sees them.
+        streaming: of points that do not stay on the device.
+    """
+    if not isinstance(metric, Sinkhorn) or metric.epsilon is not None:
+        return metric
+    if epsilon is None:
+        epsilon = DEFAULT_RELATIVE * _mean_square(datasets, streaming) or 1.0
+    return replace(metric, epsilon=epsilon)
+
+
+def _mean_square(datasets: Sequence[LabeledSamples], streaming: Streaming | None) -> float:
+    """The mean of ||x - x'||^2 over pooled rows, twice their mean squared distance from the mean.
+
+    A dataset counts by its rows, which count within it by their masses.
+    """
+    rows = torch.tensor([len(samples) for samples in datasets], dtype=torch.float64)
+    shares = rows / rows.sum()
+    centres, spreads = [], []
+    for samples in datasets:
+        points = points_of(samples, streaming)
+        masses = samples.masses.to(points.device)
+        centre = weighted_mean(points, masses)
+        centres.append(centre.cpu())
+        spreads.append((masses @ squared_distances(points, centre)).cpu())
+    mean = shares @ torch.stack(centres)
+    between = (torch.stack(centres) - mean).square().sum(1)
+    return 2 * float(shares @ (torch.stack(spreads) + between))
 
 
 def measure_all(

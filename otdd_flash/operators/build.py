@@ -237,20 +237,6 @@ def mean_cost(inputs: CostInputs) -> float:
     return lengths + float(classes.labelled.mean_cost)
 
 
-def relative_epsilon(multiple: float, inputs: CostInputs) -> float:
-    """A regularisation given as a multiple of the mean cost, in units of the cost.
-
-    Raises:
-        InputError: the mean cost is 0.
-    """
-    mean = mean_cost(inputs)
-    if not mean > 0:
-        raise InputError(
-            f"epsilon_relative needs a positive mean cost; here it is {mean:g}: set epsilon"
-        )
-    return multiple * mean
-
-
 def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
     """Refuse costs whose sums would overflow."""
     highest = max(map(abs, cost.cost_range))

@@ -18,6 +18,7 @@ Operators and solvers know squared distances only. Terms of one side leave every
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -143,6 +144,12 @@ class GroundCost:
         )
         first, second = lengths
         return self.lambda_x * first * second
+
+    def standardized(self, dim: int) -> float:
+        """About the mean cost between standardized features, infinite where scales do nothing."""
+        if self.ground != "sqeuclidean":
+            return math.inf
+        return 2 * dim * (self.lambda_x + self.lambda_y)
 
     def check_labels(self, method: str) -> None:
         """Refuse class distances that this cost does not define.

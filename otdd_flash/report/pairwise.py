@@ -16,7 +16,7 @@ from otdd_flash.report.distance.heat_maps import heat_map
 from otdd_flash.report.figures.drawing import Report, Writers, write_each
 from otdd_flash.report.figures.fonts import notice_missing_glyphs
 from otdd_flash.report.figures.page import INK, figure_of
-from otdd_flash.shown import NOT_SAMPLED, interval, shorten
+from otdd_flash.shown import NOT_SAMPLED, epsilon_shown, interval, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +34,10 @@ def pairwise_table(result: PairwiseResult) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    title = f"distances between {len(result.names)} datasets, epsilon {result.epsilon:.6g}"
+    epsilon = epsilon_shown(result.epsilon, result.mean_cost)
+    title = f"distances between {len(result.names)} datasets, epsilon {epsilon}"
+    if (own := result.details.get("labels_epsilon")) is not None:
+        title += f", class distances by sinkhorn, epsilon {own:.6g}"
     columns = ("", "", "distance, solver bounds", "marginal error")
     table = Table(*columns, title=title, title_justify="left")
     for pair in result.pairs():

@@ -15,6 +15,7 @@ from otdd_flash.labels import (
     Given,
     LabelMetric,
     NoLabels,
+    Sinkhorn,
     drop_small_classes,
     measure_classes,
     metric_of,
@@ -49,17 +50,20 @@ class Comparison:
         ranks: the processes that share the work, if there are several.
 
     Raises:
-        InputError: `epsilon_relative` is among the arguments, or features are not finite.
+        InputError: `epsilon` is not among the arguments, or `epsilon_relative` is; the same of the
+            epsilon of `sinkhorn`; or features are not finite.
     """
 
     def __init__(
         self, source: LabeledSamples, target: LabeledSamples, arguments: dict[str, Any]
     ) -> None:
         self._settings = dict(arguments)
-        if self._settings.pop("epsilon_relative", None) is not None:
+        relative = self._settings.pop("epsilon_relative", None)
+        if relative is not None or self._settings.get("epsilon") is None:
+            instead = "" if relative is None else ", instead of epsilon_relative"
             raise InputError(
                 "parts of the data are compared at the epsilon of the whole: give the result's, "
-                "epsilon=result.epsilon, instead of epsilon_relative"
+                f"epsilon=result.epsilon{instead}"
             )
         check_squares(source, target)
         for key in ("cache_dir", "class_progress", "progress"):
@@ -67,6 +71,11 @@ class Comparison:
         given = self._settings.pop("class_distances", None)
         labels = self._settings.get("labels", "gaussian")
         metric = metric_of(labels) if given is None else Given(given)
+        if isinstance(metric, Sinkhorn) and metric.epsilon is None:
+            raise InputError(
+                "class distances between parts are measured at the epsilon of the whole: give the "
+                "result's, labels=otdd.labels.Sinkhorn(epsilon=result.labels_epsilon)"
+            )
         minimum = self._settings.pop("min_class_size", None)
         sides = drawable(source, metric, minimum), drawable(target, metric, minimum)
         self._cost = cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))

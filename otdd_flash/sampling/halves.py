@@ -82,7 +82,8 @@ def noise_floor(
         target: samples of which no row occurs twice.
         seed: of the split.
         progress: called as progress(distances computed, their total).
-        **settings: those of `dataset_distance`, the resolved epsilon of the whole among them. What
+        **settings: those of `dataset_distance`, the epsilon of the whole among them, as its result
+            has it. What
             concerns a cache or progress has no effect.
 
     Raises:

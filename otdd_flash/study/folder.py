@@ -12,6 +12,7 @@ from typing import Any
 from otdd_flash.errors import InputError
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.locks import lock, unlock
+from otdd_flash.solver.term.epsilon import once_default
 
 STUDY_FILE = "study.json"
 LOCK_FILE = ".study.lock"
@@ -63,9 +64,10 @@ def enter(
             )
         elif different := sorted(_different(known, summary)):
             shown = ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
+            earlier = once_default(known.get("epsilon")) if "epsilon" in different else ""
             raise InputError(
                 f"{folder} holds a study with other settings: {shown} differ; give it the same, "
-                "or another folder"
+                f"or another folder{earlier}"
             )
     return dict(summary)
 

@@ -12,7 +12,7 @@ import numpy as np
 from otdd_flash.errors import NotConvergedWarning, choose, warn
 from otdd_flash.files.json_file import json_content
 from otdd_flash.plugins import blamed_on
-from otdd_flash.shown import display, sentence
+from otdd_flash.shown import display, epsilon_shown, sentence
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.setup import Setup
@@ -21,6 +21,8 @@ from otdd_flash.study.statistics.findings import Finding, findings
 from otdd_flash.study.statistics.pairs import Numbers, PairTable, levelled
 from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains, halved_gains
 from otdd_flash.study.transfer.units import TargetRun
+from otdd_flash.study.transport.classes import Epsilon
+from otdd_flash.study.transport.terms import Term
 from otdd_flash.study.units.store import Store
 from otdd_flash.study.units.unit import Unit
 from otdd_flash.table_columns import frame_of
@@ -94,6 +96,8 @@ class StudyResult:
         total: how many there are.
         failures: why some failed, as their error.json says.
         seconds: wall time of this run.
+        epsilon: of all transport, in units of the cost; None where it is not known yet.
+        mean_cost: over all pairs, likewise.
     """
 
     setup: Setup
@@ -104,6 +108,8 @@ class StudyResult:
     total: int
     failures: tuple[Mapping[str, Any], ...]
     seconds: float
+    epsilon: float | None = None
+    mean_cost: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -304,6 +310,14 @@ class StudyResult:
             lower, upper = self.matrix(measure, "lower"), self.matrix(measure, "upper")
         return kind.nearer * levelled(values, unit=kind.unit, lower=lower, upper=upper)
 
+    def epsilon_text(self) -> str:
+        """What regularised the transport, and class distances by `sinkhorn`; "" where nothing."""
+        if self.epsilon is None:
+            return ""
+        own = getattr(self.setup.settings.labels, "epsilon", None)
+        classes = "" if own is None else f"; class distances by sinkhorn, epsilon {own:.6g}"
+        return f"epsilon {epsilon_shown(self.epsilon, self.mean_cost)}{classes}"
+
     def notes(self) -> tuple[str, ...]:
         """What was left out, and why."""
         names, said = [display(name) for name in self.names], []
@@ -380,7 +394,24 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     # Asked last: reading computes damaged units again.
     failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
     done = sum(store.done(unit) for unit in units)
-    result = StudyResult(setup, readings, errors, alone, done, len(units), tuple(failures), seconds)
+    shown = bench.known(Epsilon(setup)) if any(isinstance(unit, Term) for unit in units) else None
+    epsilon = None if shown is None else shown.facts["epsilon"]
+    mean_cost = None if shown is None else shown.facts.get("mean_cost")
+    if epsilon is not None and mean_cost is None and settings.epsilon_relative is not None:
+        # Of an earlier version.
+        mean_cost = epsilon / settings.epsilon_relative
+    result = StudyResult(
+        setup,
+        readings,
+        errors,
+        alone,
+        done,
+        len(units),
+        tuple(failures),
+        seconds,
+        epsilon,
+        mean_cost,
+    )
     _warn_unconverged(result)
     return result
 

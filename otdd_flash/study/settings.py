@@ -20,8 +20,8 @@ class Settings:
     Attributes:
         measures: names of measures, in the order of tables.
         measure: the one that chooses sources, fixed before any gain is known.
-        epsilon: of the transport, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost over all pairs; replaces it.
+        epsilon: of the transport, in units of the cost; None where it is relative.
+        epsilon_relative: the same as a multiple of the mean cost over all pairs.
         labels: how distances between classes are measured.
         cost: the ground cost.
         solver: how transport is solved.
@@ -37,7 +37,7 @@ class Settings:
 
     measures: tuple[str, ...]
     measure: str
-    epsilon: float
+    epsilon: float | None
     epsilon_relative: float | None
     labels: LabelMetric
     cost: GroundCost
@@ -55,7 +55,7 @@ class Settings:
     def transport(self) -> dict[str, Any]:
         """What a transport term depends on beside the datasets, for JSON."""
         return {
-            "epsilon": self.epsilon if self.epsilon_relative is None else None,
+            "epsilon": self.epsilon,
             "epsilon_relative": self.epsilon_relative,
             "labels": self.metric,
             "cost": asdict(self.cost),

@@ -22,7 +22,14 @@ from otdd_flash.checks import check_fields, takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.labels import LabelMetric, Labels, PairFunction, metric_of, notice_single_samples
+from otdd_flash.labels import (
+    LabelMetric,
+    Labels,
+    PairFunction,
+    metric_of,
+    notice_single_samples,
+    settled_metric,
+)
 from otdd_flash.labels.classes import pool
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
 from otdd_flash.operators.ground import GroundCost
@@ -31,6 +38,7 @@ from otdd_flash.operators.request import check_comparable
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE, refuse_both
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.folder import enter
 from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
@@ -65,7 +73,7 @@ class Study:
             tasks that share rows, in any chain, are one.
         epsilon: entropic regularisation of all pairs, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
-            different tasks; replaces `epsilon`.
+            different tasks; instead of `epsilon`. Neither given means 0.01 of that mean.
         labels: how distances between classes are measured, as for `pairwise_distances`. Of a
             function the study keeps the value for one pair of classes, and goes on only with a
             function that has the same.
@@ -88,7 +96,7 @@ class Study:
     measures: Sequence[str] | None = None
     transfer: Transfer | None = DEFAULT_TRANSFER
     families: Mapping[str, str] | None = None
-    epsilon: float = 0.1
+    epsilon: float | None = None
     epsilon_relative: float | None = None
     labels: Labels = "gaussian"
     cost: GroundCost | None = None
@@ -118,6 +126,7 @@ class Study:
                 f"subsample_size={self.subsample_size} needs subsample=K, the number of subsamples"
             )
         _check_solver(self.solver)
+        refuse_both(self.epsilon, self.epsilon_relative)
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
         if metric.name == "given":
             raise InputError(
@@ -201,10 +210,10 @@ class Study:
     def _metric(self, tasks: Sequence[Task]) -> LabelMetric:
         """How class distances are measured; a function with its value for one pair of classes."""
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
+        seen = [cost.seen(task.train) for task in tasks]
         if isinstance(metric, PairFunction):
-            clouds, _ = pool([cost.seen(task.train) for task in tasks])
-            return metric.probed(clouds)
-        return metric
+            return metric.probed(pool(seen)[0])
+        return settled_metric(metric, self.epsilon, seen)
 
     def _settings(
         self,
@@ -217,11 +226,14 @@ class Study:
         kept = {} if known is None else known.get("compute") or {}
         if threads is None:
             threads = None if known is None else known.get("threads")
+        relative = self.epsilon_relative
+        if self.epsilon is None and relative is None:
+            relative = DEFAULT_RELATIVE
         return Settings(
             measures=tuple(dict.fromkeys(self.measures or ())),
             measure=measure_that_chooses(self.measure, self.measures or ()),
             epsilon=self.epsilon,
-            epsilon_relative=self.epsilon_relative,
+            epsilon_relative=relative,
             labels=metric,
             cost=self.cost or GroundCost(),
             solver=_check_solver(self.solver),

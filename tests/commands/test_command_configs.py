@@ -38,7 +38,7 @@ DEFAULTS = {
     "ground": "sqeuclidean",
     "lambda_x": 0.5,
     "lambda_y": 0.5,
-    "epsilon": 0.1,
+    "epsilon": None,
     "epsilon_relative": None,
     "debias": True,
     "min_class_size": None,
@@ -80,7 +80,7 @@ def test_the_root_holds_the_documented_defaults_and_nothing_else(composed):
     assert root == DEFAULTS
     assert nodes["source"]["name"] == nodes["target"]["name"] == "digits"
     assert nodes["extractor"]["name"] == "pixels"
-    labels = {"full": False, "unbiased": True, "diagonal": False, "epsilon": 0.1, "path": None}
+    labels = {"full": False, "unbiased": True, "diagonal": False, "epsilon": None, "path": None}
     assert nodes["labels"] == {"method": "gaussian", **labels}
     assert nodes["solver"] == {"schedule": "converged", **SOLVER}
     assert nodes["log"] == {"tracker": None}
@@ -134,9 +134,9 @@ def test_shorthands_reach_both_sides_and_the_labels(composed):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("epsilon=abc", "epsilon must be a number, got 'abc'"),
-        ("epsilon=null", "epsilon must be a number, got null"),
-        ("epsilon=[1]", "epsilon must be a number, got [1]"),
+        ("epsilon=abc", "epsilon must be a number or null, got 'abc'"),
+        ("lambda_x=null", "lambda_x must be a number, got null"),
+        ("epsilon=[1]", "epsilon must be a number or null, got [1]"),
         ("solver.max_iterations=1.5", "solver.max_iterations must be an integer, got 1.5"),
         ("debias=maybe", "debias must be true or false, got 'maybe'"),
         ("seed=1.5", "seed must be an integer, got 1.5"),

@@ -88,12 +88,27 @@ def test_why_there_is_no_picture_of_a_sweep_is_said(command, arguments, reason):
 
 @pytest.mark.slow
 def test_every_directory_is_self_contained(command):
-    assert command("-m", "epsilon=0.1,0.3").code == 0
+    ended = command("-m", "epsilon=0.1,0.3")
+    assert ended.code == 0
+    assert "the rows are not at one epsilon: it goes from 0.1 to 0.3" in ended.err
+    assert "give epsilon" not in ended.err
     for job in ("0", "1"):
         files = {str(path.relative_to(f"sweep/{job}")) for path in Path(f"sweep/{job}").rglob("*")}
         assert {"result.json", "class_coupling.csv", "class_distances.csv"} <= files
         assert {".hydra/config.yaml", ".hydra/overrides.yaml"} <= files
     assert [float(row["epsilon"]) for row in _summary()] == [0.1, 0.3]
+
+
+@pytest.mark.slow
+def test_a_sweep_says_whether_its_rows_are_at_one_epsilon(command):
+    """By default every row has a hundredth of its own mean cost."""
+    ended = command("-m", "target.split=test,train", "report=none")
+    used = [float(row["epsilon"]) for row in _summary()]
+    said = f"it goes from {min(used):.6g} to {max(used):.6g}; give epsilon=VALUE to compare them"
+    assert said in " ".join(ended.err.split())
+    again = command("-m", "target.split=test,train", "report=none", "epsilon=1", "overwrite=true")
+    assert again.code == 0
+    assert "not at one epsilon" not in again.err
 
 
 @pytest.mark.slow

@@ -83,6 +83,11 @@ def test_choices_are_the_files_of_every_group():
     [
         (("epsilon_relative=1e-30",), "epsilon_relative=1e-30 is too small for float32"),
         (("epsilon_relative=1e-30",), "raise epsilon_relative to about"),
+        (
+            ("epsilon=0.1", "epsilon_relative=0.2"),
+            "one of them; got both, epsilon=0.1 and epsilon_relative=0.2",
+        ),
+        (("epsilon=1e-30",), ", or give epsilon_relative=0.01 in its place"),
         (("labels=sinkhorn", "labels.epsilon=1e-30"), "labels.epsilon=1e-30 is too small"),
         (("labels=sinkhorn", "labels.epsilon=1e-30"), "raise labels.epsilon"),
         (

@@ -254,6 +254,7 @@ def test_a_step_that_overshoots_leaves_the_last_good_state(flow_command):
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
+        (("epsilon=1", "epsilon_relative=1"), ("got both, epsilon=1 and epsilon_relative=1",)),
         (("flow.mode=sideways",), ("'sideways'", "features, attached, joint, augmented")),
         (("flow.optimizer=newton",), ("'newton'", "sgd", "adam")),
         (("flow.optimizer_options={speed: 3}",), ("speed", "momentum")),

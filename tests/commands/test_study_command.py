@@ -213,6 +213,7 @@ def test_require_convergence_ends_with_3(study, undrawn) -> None:
             ["study.tasks=[{name: blobs}, {name: blobs, seed: 1, as: b}]"],
             "correlates from 4, got 2: add tasks or set transfer=null",
         ),
+        (["epsilon=1", "epsilon_relative=1"], "got both, epsilon=1 and epsilon_relative=1"),
         (
             ["study.tasks=[{name: blobs}, {name: blobs, dim: 5, as: b}]", "transfer=null"],
             "blobs has 2 features and b has 5",

@@ -214,6 +214,17 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path: Path, whole: otdd.
         again.load({**stopped, "labels.unbiased": False}, CPU)
 
 
+def test_a_flow_by_the_default_of_earlier_versions_goes_on_when_that_is_given(
+    tmp_path: Path,
+) -> None:
+    options = {**ONE_STEP, "source": SOURCE, "target": TARGET}
+    flow(checkpoints=otdd.Checkpoints(tmp_path), **options | {"epsilon": 0.1})
+    again = otdd.Checkpoints(tmp_path, resume=True)
+    with pytest.raises(InputError, match=r"epsilon was 0.1 .* the default of earlier versions"):
+        flow(checkpoints=again, **options | {"epsilon": None})
+    flow(checkpoints=again, **options | {"epsilon": 0.1})
+
+
 def test_a_schedule_that_ends_with_the_flow_fixes_its_length(tmp_path: Path) -> None:
     options = {**ONE_STEP, "stepping": Stepping(0.1, schedule="linear")}
     flow(SOURCE, TARGET, checkpoints=otdd.Checkpoints(tmp_path), **options)

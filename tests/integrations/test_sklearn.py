@@ -117,6 +117,7 @@ def test_settings_are_those_of_an_estimator():
         ({}, {"sample_domain": np.where(LABELS == 1, np.nan, 1.0)}, "got NaN at rows "),
         ({}, {"sample_domain": DOMAIN > 0}, "must be numbers, >= 0 source, < 0 target, got bool"),
         ({"labels": "gaussian"}, {"sample_domain": DOMAIN}, "fit needs y of all rows"),
+        ({"epsilon": 1.0, "epsilon_relative": 1.0}, {"sample_domain": DOMAIN}, "got both"),
     ],
 )
 def test_domains_that_say_nothing_are_refused(settings, arguments, message):

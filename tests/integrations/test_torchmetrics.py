@@ -64,6 +64,38 @@ def test_reset_forgets_and_forward_is_of_the_batch():
     assert of_batch["value"].item() == _expected().value
 
 
+def test_the_first_compute_fixes_the_epsilon_for_all_later_ones():
+    metric = DatasetDistance(labels="none")
+    metric.update(SOURCE[0][:20], TARGET[0][:15])
+    first = otdd.dataset_distance(SOURCE[0][:20], TARGET[0][:15], labels="none")
+    assert metric.compute()["value"].item() == first.value
+    metric.reset()
+    metric.update(SOURCE[0] * 10, TARGET[0])
+    later = otdd.dataset_distance(SOURCE[0] * 10, TARGET[0], labels="none", epsilon=first.epsilon)
+    assert metric.compute()["value"].item() == later.value
+    # What a batch fixes holds for the rest of the epoch, and in a copy.
+    other = DatasetDistance(labels="none", epsilon_relative=0.5)
+    other(SOURCE[0][:20], TARGET[0][:15])
+    half = 50 * first.epsilon
+    assert other.epsilon == pytest.approx(half)
+    other.update(SOURCE[0], TARGET[0])
+    assert pickle.loads(pickle.dumps(other)).epsilon == other.epsilon
+    with pytest.raises(InputError, match="got both"):
+        DatasetDistance(epsilon=1.0, epsilon_relative=0.1)
+
+
+def test_merged_metrics_compute_at_one_epsilon():
+    """As processes do whose batches differ: the least that one of them has fixed."""
+    one, other = DatasetDistance(labels="none"), DatasetDistance(labels="none")
+    one(SOURCE[0] * 10, TARGET[0])
+    other(SOURCE[0], TARGET[0])
+    assert other.epsilon < one.epsilon
+    least = other.epsilon
+    one.merge_state(other)
+    one.compute()
+    assert one.epsilon == least
+
+
 def test_without_labels_features_alone_count():
     metric = DatasetDistance(epsilon=0.5, labels="none")
     metric.update(SOURCE[0], TARGET[0])

@@ -38,7 +38,6 @@ def unlabelled():
     ("name", "parameters", "message"),
     [
         ("gauss", {}, "unknown labels.method 'gauss'; choose one of: gaussian, sinkhorn"),
-        ("sinkhorn", {}, "needs labels.epsilon"),
         ("sinkhorn", {"epsilon": 0}, "labels.epsilon must be positive and finite, got 0"),
         (
             "sinkhorn",

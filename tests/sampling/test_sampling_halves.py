@@ -52,23 +52,31 @@ def test_halves_are_disjoint_parts_of_one_dataset_and_all_of_one_size(compared, 
 
 
 def test_different_datasets_are_above_the_floor_and_equal_ones_are_not(pair):
-    floor = noise_floor(*pair)
+    floor = noise_floor(*pair, epsilon=0.1)
     assert floor.between.lower > 5 * max(floor.source.upper, floor.target.upper)
     generator = np.random.default_rng(1)
-    like = noise_floor(mixture(100, generator), mixture(100, generator))
+    like = noise_floor(mixture(100, generator), mixture(100, generator), epsilon=0.1)
     assert like.between.value < 3 * max(like.source.value, like.target.value)
 
 
 def test_a_given_table_holds_within_each_dataset(pair, compared):
     blocks = [torch.tensor([[0.0, w], [w, 0.0]]) for w in (1.0, 2.0, 3.0)]
-    noise_floor(*pair, class_distances=ClassDistances(*blocks))
+    noise_floor(*pair, class_distances=ClassDistances(*blocks), epsilon=0.1)
     for (_, _, settings, _), block in zip(compared[:2], (blocks[0], blocks[2]), strict=True):
         assert torch.equal(settings["class_distances"].full, block.double().repeat(2, 2))
     assert torch.equal(compared[2][2]["class_distances"].xy, blocks[1].double())
 
 
+@pytest.mark.parametrize("settings", [{}, {"epsilon": None}, {"epsilon_relative": 0.1}])
+def test_halves_take_the_epsilon_of_the_whole(pair, settings):
+    with pytest.raises(InputError, match=r"epsilon of the whole: give .* epsilon=result\.epsilon"):
+        noise_floor(*pair, **settings)
+
+
 def test_a_seed_decides_the_split(pair):
-    first, again, other = (noise_floor(*pair, seed=seed, labels="means") for seed in (1, 1, 2))
+    first, again, other = (
+        noise_floor(*pair, seed=seed, labels="means", epsilon=0.1) for seed in (1, 1, 2)
+    )
     assert first == again
     assert first.source != other.source
 
@@ -93,10 +101,10 @@ def test_where_rounding_stopped_the_solves_more_iterations_are_not_advised(pair)
 def test_classes_too_small_to_halve_are_an_error_and_can_be_dropped():
     source, target = numbered(8, 3), numbered(9, 8)
     with pytest.raises(InputError, match="min_class_size=4"):
-        noise_floor(source, target, labels="means")
+        noise_floor(source, target, labels="means", epsilon=0.1)
     assert noise_floor(source, target, labels="means", epsilon=10.0, min_class_size=4).size == 4
 
 
 def test_halves_too_small_for_the_classes_of_the_other_are_an_error():
     with pytest.raises(InputError, match=r"halves of 4 rows, .* hold two of each of the 3 classes"):
-        noise_floor(numbered(8), numbered(9, 8, 7), labels="means")
+        noise_floor(numbered(8), numbered(9, 8, 7), labels="means", epsilon=0.1)

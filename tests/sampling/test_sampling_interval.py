@@ -54,7 +54,9 @@ def test_a_known_normal_law_is_covered_as_often_as_the_level_says(asked, size):
             for n in (64, 160)
         ]
         value = float(sides[0].features.mean() - sides[1].features.mean())
-        found = subsample_interval(*sides, value, count=79, size=size, seed=seed, labels="none")
+        found = subsample_interval(
+            *sides, value, count=79, size=size, seed=seed, labels="none", epsilon=0.1
+        )
         covered += found.lower <= 0 <= found.upper
     # Within 2.5 deviations of a binomial count, or more: of normal rows too few are seen to tell
     # their tail from a heavier one.
@@ -84,7 +86,9 @@ def test_a_mean_of_heavy_tailed_numbers_is_covered(monkeypatch, law):
             truth = 4 * (np.e - 1) * np.e
         sides = [LabeledSamples(torch.from_numpy(part), None, ()) for part in rows]
         value = answer(*sides).value
-        found = subsample_interval(*sides, value, count=FEWEST, seed=seed, labels="none")
+        found = subsample_interval(
+            *sides, value, count=FEWEST, seed=seed, labels="none", epsilon=0.1
+        )
         covered += found.lower <= truth <= found.upper
     # Two deviations of a binomial count below 95%.
     assert covered >= 91
@@ -98,7 +102,7 @@ def test_the_upper_part_is_longer_by_the_tail_of_the_rows(asked):
     lengths = generator.pareto(1.0, size=(2, 200, 1))
     excesses = []
     for rows in (directions, directions * (1 + lengths)):
-        found = subsample_interval(*rows, 2.0, count=FEWEST, labels="none")
+        found = subsample_interval(*rows, 2.0, count=FEWEST, labels="none", epsilon=0.1)
         assert (found.upper - 2) / (2 - found.lower) == pytest.approx(1 + 3 * found.excess)
         reach = t.ppf(0.975, FEWEST - 1) * found.rate * np.std(found.values, ddof=1)
         assert 2 - found.lower == pytest.approx(reach)
@@ -148,27 +152,31 @@ def test_the_mean_distance_between_so_many_samples_is_covered():
 
 def test_a_seed_decides_the_draws(pair, asked):
     first, again, other = (
-        subsample_interval(*pair, 0.0, count=FEWEST, seed=seed) for seed in (1, 1, 2)
+        subsample_interval(*pair, 0.0, count=FEWEST, seed=seed, epsilon=0.1) for seed in (1, 1, 2)
     )
     assert first == again
     assert set(first.values).isdisjoint(other.values)
 
 
 def test_the_interval_moves_with_the_value(pair, asked):
-    here, there = (subsample_interval(*pair, value, count=FEWEST) for value in (1.0, 3.5))
+    here, there = (
+        subsample_interval(*pair, value, count=FEWEST, epsilon=0.1) for value in (1.0, 3.5)
+    )
     assert there.lower - here.lower == pytest.approx(2.5)
     assert there.upper - here.upper == pytest.approx(2.5)
 
 
 def test_sizes_are_in_proportion_and_no_more_than_a_quarter_without_need(pair, asked):
-    found = subsample_interval(*pair, 0.0, count=FEWEST)
+    found = subsample_interval(*pair, 0.0, count=FEWEST, epsilon=0.1)
     assert found.size == (15, 12)
     assert found.rate == pytest.approx(np.sqrt(1 / 3))
     assert {(len(x), len(y)) for x, y, _ in asked} == {(15, 12)}
-    assert subsample_interval(*pair, 0.0, count=FEWEST, size=45).size == (45, 36)
+    assert subsample_interval(*pair, 0.0, count=FEWEST, size=45, epsilon=0.1).size == (45, 36)
     # Two of each of eight classes are 16 of 40 rows.
     with pytest.warns(DataNotice, match="16 rows for 8 classes"):
-        found = subsample_interval(numbered(*[5] * 8), numbered(40, 40), 0.0, count=FEWEST)
+        found = subsample_interval(
+            numbered(*[5] * 8), numbered(40, 40), 0.0, count=FEWEST, epsilon=0.1
+        )
     assert found.size == (16, 32)
 
 
@@ -182,11 +190,13 @@ def test_everything_but_the_rows_stays_as_it_was_for_the_whole(pair, asked):
 
 def test_class_distances_stay_where_they_do_not_depend_on_the_rows(pair, asked):
     table = ClassDistances(*(torch.tensor([[0.0, w], [w, 0.0]]) for w in (1.0, 2.0, 3.0)))
-    subsample_interval(*pair, 0.0, count=FEWEST, class_distances=table)
+    subsample_interval(*pair, 0.0, count=FEWEST, class_distances=table, epsilon=0.1)
     assert all(torch.equal(s["class_distances"].full, table.full) for _, _, s in asked)
     asked.clear()
     wholes = mixture(90, np.random.default_rng(1)), mixture(70, np.random.default_rng(2), 1.0)
-    subsample_interval(*pair, 0.0, count=FEWEST, class_statistics=wholes, labels="means")
+    subsample_interval(
+        *pair, 0.0, count=FEWEST, class_statistics=wholes, labels="means", epsilon=0.1
+    )
     whole = dataset_distance(*wholes, labels="means").class_distances
     assert len(asked) == FEWEST
     assert all(torch.equal(s["class_distances"].full, whole.full) for _, _, s in asked)
@@ -203,7 +213,8 @@ def test_rows_without_weight_are_never_drawn(pair, asked):
     )
     weighted = replace(source, weights=ones)
     one, other = (
-        subsample_interval(side, target, 0.0, count=FEWEST, size=15) for side in (weighted, padded)
+        subsample_interval(side, target, 0.0, count=FEWEST, size=15, epsilon=0.1)
+        for side in (weighted, padded)
     )
     assert one.size == other.size
     assert one.values == other.values
@@ -211,14 +222,14 @@ def test_rows_without_weight_are_never_drawn(pair, asked):
 
 def test_unlabelled_data_and_labels_that_do_not_count(pair, asked):
     source, target = pair
-    settings = {"count": FEWEST, "size": 15, "labels": "none"}
+    settings = {"count": FEWEST, "size": 15, "labels": "none", "epsilon": 0.1}
     labelled = subsample_interval(source, target, 0.0, **settings)
     bare = [LabeledSamples(side.features, None, ()) for side in pair]
     assert subsample_interval(*bare, 0.0, **settings) == labelled
 
 
 def test_a_dataset_and_itself_have_no_interval(pair, asked):
-    found = subsample_interval(pair[0], pair[0], 0.0)
+    found = subsample_interval(pair[0], pair[0], 0.0, epsilon=0.1)
     assert (found.lower, found.upper, found.values, found.identical) == (0.0, 0.0, (), True)
     assert not asked
 
@@ -235,7 +246,9 @@ def test_solves_that_stop_early_are_told_once(pair):
 
 def test_progress_counts_subsamples(pair, asked):
     heard = []
-    subsample_interval(*pair, 0.0, count=40, progress=lambda *report: heard.append(report))
+    subsample_interval(
+        *pair, 0.0, count=40, progress=lambda *report: heard.append(report), epsilon=0.1
+    )
     assert heard == [(done, 40) for done in range(1, 41)]
 
 
@@ -248,16 +261,18 @@ def test_progress_counts_subsamples(pair, asked):
         ({"size": 3}, "at least 4 rows, two of each of its 2 classes"),
         ({"size": 60}, "fewer than its 60: size 60 of the source makes 60"),
         ({"size": 0}, "size must be at least 1, got 0"),
-        ({"epsilon_relative": 0.1}, "epsilon=result.epsilon"),
+        ({"epsilon_relative": 0.1}, "epsilon=result.epsilon, instead of epsilon_relative"),
+        ({"epsilon": None}, "the epsilon of the whole: give the result's, epsilon=result.epsilon$"),
+        ({"labels": "sinkhorn"}, r"Sinkhorn\(epsilon=result.labels_epsilon\)"),
     ],
 )
 def test_what_cannot_be_met_is_an_error(pair, asked, settings, message):
     with pytest.raises(InputError, match=message):
-        subsample_interval(*pair, 0.0, **settings)
+        subsample_interval(*pair, 0.0, **{"epsilon": 0.1} | settings)
     assert not asked
 
 
 def test_enough_rows_per_class_give_no_notice(pair, asked):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        subsample_interval(*pair, 0.0, count=FEWEST, size=15)
+        subsample_interval(*pair, 0.0, count=FEWEST, size=15, epsilon=0.1)

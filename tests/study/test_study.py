@@ -487,13 +487,21 @@ def test_sampling_gives_intervals_of_scores(tmp_path) -> None:
     assert min(max(found) for found in deviations.values()) > 0
 
 
+def test_a_study_by_the_default_of_earlier_versions_goes_on_when_that_is_given(tmp_path) -> None:
+    settings = {"measures": ["frechet"], "transfer": None}
+    small_study(**settings, epsilon=0.1).run(tmp_path)
+    with pytest.raises(InputError, match=r"epsilon, .* 0\.1 was the default of earlier versions"):
+        small_study(**settings).run(tmp_path, resume=True)
+    assert small_study(**settings, epsilon=0.1).run(tmp_path, resume=True).complete
+
+
 def test_a_folder_is_a_studys_own(tmp_path) -> None:
     study = small_study(measures=["frechet"], transfer=None)
     study.run(tmp_path / "a")
     with pytest.raises(InputError, match=r"holds a study already; give study\.resume=true"):
         study.run(tmp_path / "a")
     other = small_study(measures=["frechet"], transfer=None, seed=1, epsilon=0.2)
-    with pytest.raises(InputError, match="other settings: epsilon, seed differ"):
+    with pytest.raises(InputError, match="other settings: epsilon, epsilon_relative, seed differ"):
         other.run(tmp_path / "a", resume=True)
     content = json.loads((tmp_path / "a" / "study.json").read_text())
     del content["fingerprint_version"]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from otdd_flash.arguments.values import positive
 from otdd_flash.checks import Declaration, optional
-from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.pairs import PairDistances, Progress
@@ -23,11 +22,12 @@ class Sinkhorn(LabelMetric):
     """S_epsilon(i, j) = OT_epsilon(i, j) - OT_epsilon(i, i) / 2 - OT_epsilon(j, j) / 2, bounded.
 
     Args:
-        epsilon: entropic regularisation, in units of ||.||^2; must be given.
+        epsilon: entropic regularisation, in units of ||.||^2; None: the `epsilon` that a comparison
+            is given, else 0.01 of the mean squared distance between all rows compared.
         tolerance: L1 marginal error at which solves stop.
 
     Raises:
-        InputError: `epsilon` is missing, or one of them is not positive and finite.
+        InputError: one of them is not positive and finite.
     """
 
     name = "sinkhorn"
@@ -35,11 +35,6 @@ class Sinkhorn(LabelMetric):
 
     epsilon: float | None = None
     tolerance: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.epsilon is None:
-            raise InputError("labels=sinkhorn needs labels.epsilon, in units of squared distance")
 
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None

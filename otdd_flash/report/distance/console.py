@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.shown import bounded, display, interval
+from otdd_flash.shown import bounded, display, epsilon_shown, interval
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,17 +60,23 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     spent = ", ".join(f"{phase.replace('_', ' ')} {_time(took)}" for phase, took in seconds.items())
     return [
         *_sampling(summary),
-        ("epsilon", f"{summary['epsilon']:.6g}"),
+        ("epsilon", epsilon_shown(summary["epsilon"], summary.get("mean_cost"))),
         ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
         *([] if ground == "sqeuclidean" else [("ground cost", ground)]),
-        ("class distances", str(summary["labels"])),
+        ("class distances", str(summary["labels"]) + _own_epsilon(summary)),
         ("converged", f"yes{reached}" if converged else "no"),
         ("marginal error", error),
         ("iterations", str(summary["iterations"])),
         ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
         ("computed on", ", ".join(str(summary[k]) for k in ("device", "backend", "precision"))),
     ]
+
+
+def _own_epsilon(summary: Mapping[str, Any]) -> str:
+    """Of class distances by `sinkhorn`."""
+    epsilon = summary.get("labels_epsilon")
+    return "" if epsilon is None else f", epsilon {epsilon:.6g}"
 
 
 def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.shown import bounded, display
+from otdd_flash.shown import bounded, display, epsilon_shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,7 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         details.append(("objective", f"{objective['start']:.5g} → {objective['end']:.5g}"))
     return [
         *details,
-        ("epsilon", f"{summary['epsilon']:.6g}"),
+        ("epsilon", epsilon_shown(summary["epsilon"], summary.get("mean_cost"))),
         ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} coordinates"),
         ("class distances", _class_distances(settings)),
         ("marginal error", f"{summary['marginal_error']:.2g}"),
@@ -79,6 +79,8 @@ def _seen_by_steps(summary: Mapping[str, Any]) -> str:
 
 def _class_distances(settings: Mapping[str, Any]) -> str:
     method = str(settings["labels.method"])
+    if (epsilon := settings.get("labels.epsilon")) is not None:
+        method += f", epsilon {epsilon:.6g}"
     if settings["flow.mode"] not in ("joint", "augmented"):
         return method
     return f"{method}, of classes that moved beside the points"

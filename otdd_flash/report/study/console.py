@@ -23,7 +23,10 @@ MOST_ROWS = 20
 def study_table(result: StudyResult) -> Table:
     """Make a table of one line per target if sources can be chosen, else one per pair of tasks."""
     rows = result.choices()
-    return _choices(result, rows) if rows else _pairs(result)
+    table = _choices(result, rows) if rows else _pairs(result)
+    said = [part for part in (table.caption, result.epsilon_text()) if part]
+    table.caption, table.caption_justify = "\n".join(map(str, said)) or None, "left"
+    return table
 
 
 def _choices(result: StudyResult, rows: Sequence[Choice]) -> Table:

@@ -331,7 +331,8 @@ def _about(result: StudyResult) -> str:
     lines = json.dumps(result.setup.to_dict(), indent=1, ensure_ascii=False).split("\n")
     settings = "\n".join(html_text(line, LONGEST_MESSAGE) for line in lines)
     return (
-        f"<pre>{settings}</pre><p>{result.done} of {result.total} pieces of work; "
+        f"<p>{result.epsilon_text()}</p><pre>{settings}</pre>"
+        f"<p>{result.done} of {result.total} pieces of work; "
         f"{result.seconds:.1f} s in the last run.</p>"
     )
 

@@ -20,7 +20,7 @@ from otdd_flash.solver.matrix.problem import Costs, MatrixProblem, relative_to_m
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.epsilon import epsilon_given_as
+from otdd_flash.solver.term.epsilon import epsilon_given_as, refuse_both
 from otdd_flash.solver.term.result import Progress
 from otdd_flash.solver.term_solves import Potentials, Solved
 
@@ -94,9 +94,9 @@ def check_one_epsilon(epsilon: float | None, relative: float | None) -> None:
     Raises:
         InputError: as said.
     """
-    if (epsilon is None) == (relative is None):
-        got = "none" if epsilon is None else "both"
-        raise InputError(f"give epsilon or epsilon_relative, one of them; got {got}")
+    refuse_both(epsilon, relative)
+    if epsilon is None and relative is None:
+        raise InputError("give epsilon or epsilon_relative, one of them; got none")
 
 
 def solve_matrix(

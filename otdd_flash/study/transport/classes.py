@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from otdd_flash.errors import InputError
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.blocks import class_block
 from otdd_flash.operators.build import mean_cost
+from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE, settled_epsilon
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.transport.clouds import request_of
 from otdd_flash.study.units.unit import Bench, Content, Unit
@@ -54,7 +54,7 @@ class ClassBlock(Unit):
 
 
 class Epsilon(Unit):
-    """The regularisation of all pairs, as a multiple of the mean over them of the mean cost."""
+    """The mean over all pairs of the mean cost, and the regularisation that is relative to it."""
 
     kind = "epsilon"
 
@@ -85,14 +85,12 @@ class Epsilon(Unit):
         for i, j in self.setup.pairs():
             block = bench.found(ClassBlock(self.setup, i, j)).tensors["values"]
             means.append(mean_cost(request.inputs((i, j), block)))
-        mean = sum(means, 0.0) / len(means)
-        if not mean > 0:
-            raise InputError(
-                "epsilon_relative needs a positive mean cost; here it is 0: set epsilon"
-            )
-        multiple = self.setup.settings.epsilon_relative
-        assert multiple is not None
-        return Content({"epsilon": multiple * mean})
+        mean, settings = sum(means, 0.0) / len(means), self.setup.settings
+        relative = settings.epsilon_relative
+        # The default of all studies, which a constant cost does not stop.
+        relative = None if relative == DEFAULT_RELATIVE else relative
+        *_, epsilon = settled_epsilon(settings.epsilon, relative, lambda: mean)
+        return Content({"epsilon": epsilon, "mean_cost": mean})
 
 
 def epsilon_units(setup: Setup) -> tuple[Unit, ...]:
@@ -103,7 +101,10 @@ def epsilon_units(setup: Setup) -> tuple[Unit, ...]:
 def epsilon_of(setup: Setup, bench: Bench) -> float:
     """The regularisation of all pairs, in units of the cost."""
     units = epsilon_units(setup)
-    return float(bench.found(units[0]).facts["epsilon"]) if units else setup.settings.epsilon
+    if units:
+        return float(bench.found(units[0]).facts["epsilon"])
+    assert setup.settings.epsilon is not None
+    return setup.settings.epsilon
 
 
 def table_units(setup: Setup, i: int, j: int) -> tuple[Unit, ...]:

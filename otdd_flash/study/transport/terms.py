@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from otdd_flash.operators.build import mean_cost
 from otdd_flash.result import DistanceResult
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.term.epsilon import epsilon_given_as
+from otdd_flash.solver.term.epsilon import epsilon_of_datasets
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.transport.classes import epsilon_of, epsilon_units, table_of, table_units
 from otdd_flash.study.transport.clouds import request_of
@@ -54,10 +55,13 @@ class Term(Unit):
         table, epsilon = table_of(self.setup, bench, self.i, self.j), epsilon_of(self.setup, bench)
         request = request_of(self.setup, bench).of(self.i, self.j)
         problem = Problem(request, epsilon, table.full)
-        given = ("epsilon", epsilon)
-        if settings.epsilon_relative is not None:
-            given = ("epsilon_relative", settings.epsilon_relative)
-        with epsilon_given_as(*given, epsilon):
+        relative, cost = settings.epsilon_relative, settings.cost
+        given = ("epsilon", epsilon) if relative is None else ("epsilon_relative", relative)
+
+        def mean() -> float:
+            return mean_cost(request.inputs((0, 1), table.xy))
+
+        with epsilon_of_datasets(*given, epsilon, mean, cost.standardized(request.given[0].dim)):
             divergence = problem.solve(settings.solver, debias=problem.identical)
         term = divergence.xy
         facts = {
