@@ -202,7 +202,8 @@ def _different_epsilons(rows: Sequence[Mapping[str, Any]]) -> str:
     if len(set(used)) < 2:
         return ""
     said = f"the rows are not at one epsilon: it goes from {min(used):.6g} to {max(used):.6g}"
-    swept = any("epsilon" in row["overrides"] for row in rows)
+    keys = "epsilon", "epsilon_relative"
+    swept = any(len({str(row["overrides"].get(key)) for row in rows}) > 1 for key in keys)
     return said if swept else f"{said}; give epsilon=VALUE to compare them at one"
 
 
