@@ -37,7 +37,7 @@ from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.pairwise_result import PairwiseResult, gather
 from otdd_flash.shown import display
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
@@ -146,7 +146,7 @@ def pairwise_distances(
 def _mean_cost(request: Request, table: JointClassDistances) -> float:
     """The mean cost over all pairs of different datasets."""
     means = [
-        mean_cost(request.inputs(pair, table.between(*pair).xy))
+        mean_cost(request.of(*pair).inputs(SIDES["xy"], table.between(*pair).xy))
         for pair in combinations(range(len(request.seen)), 2)
     ]
     return sum(means, 0.0) / len(means)

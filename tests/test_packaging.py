@@ -56,5 +56,5 @@ def test_versions_agree():
 
 
 def test_type_annotations_are_shipped():
-    assert SETTINGS["tool"]["setuptools"]["package-data"]["otdd_flash"] == ["py.typed"]
+    assert SETTINGS["tool"]["setuptools"]["package-data"]["otdd_flash"][0] == "py.typed"
     assert (ROOT / "otdd_flash" / "py.typed").exists()

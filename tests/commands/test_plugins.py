@@ -313,6 +313,7 @@ def test_unknown_options_of_a_packages_dataset_are_refused(installed) -> None:
 def test_the_working_directory_is_no_place_for_packages(folder: Path, monkeypatch) -> None:
     """Not even once a function of it has been named, which puts it at the end of sys.path."""
     install(folder, shown_files())
+    monkeypatch.delitem(sys.modules, "ring_data", raising=False)
     (folder / "function_of_here.py").write_text("def embed(batch):\n    return batch\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(otdd, "_started_in", str(folder))

@@ -293,7 +293,7 @@ def bounds() -> Iterator[Claim]:
         largest,
     )
     width = 100 * content("bench_bounds_cpu")["largest_width_over_value"]
-    yield "width of the interval, 2,000 images of two pairs", [width]
+    yield "width of the solver bounds, 2,000 images of two pairs", [width]
     for name, start in [
         ("cpu", "random problems with exact values: outside / undecided / refused with an error"),
         ("cuda", "the same on a GPU"),

@@ -42,8 +42,12 @@ def test_features_do_not_share_memory_with_the_data(make_dataset: Any) -> None:
 @pytest.mark.parametrize(
     ("inputs", "modality", "way_out"),
     [
-        (np.zeros((2, 4, 4), dtype=np.uint8), "image", "pixels, timm, torchvision or callable"),
-        (["a text", "another"], "text", "text or callable"),
+        (
+            np.zeros((2, 4, 4), dtype=np.uint8),
+            "image",
+            "pixels, timm, torchvision, efficientnet_lite0 or callable",
+        ),
+        (["a text", "another"], "text", "text, wordllama or callable"),
     ],
 )
 def test_other_modalities_name_what_takes_them(

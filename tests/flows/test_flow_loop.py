@@ -205,7 +205,7 @@ def test_a_solve_that_is_refused_says_so_with_an_end_to_its_causes() -> None:
 
 
 def test_a_relative_epsilon_is_that_share_of_the_mean_cost() -> None:
-    result = rough_flow(SOURCE, TARGET, epsilon_relative=0.2, steps=1)
+    result = rough_flow(SOURCE, TARGET, epsilon=None, epsilon_relative=0.2, steps=1)
     table = otdd.class_distances([SOURCE, TARGET]).between(0, 1)
     setting = setting_of(SOURCE, TARGET, otdd.labels.Gaussian())
     expected = 0.2 * setting.mean_cost(SOURCE.features, table)
@@ -255,6 +255,6 @@ def test_an_evaluation_builds_one_cost_between_both_clouds(
 
     monkeypatch.setattr(build, "LabelledCost", Counted)
     rough_flow(SOURCE, TARGET, steps=2, refresh=refresh)
-    # Three evaluations; the target's self term is solved at the first.
-    assert (built.count((9, 11)), built.count((9, 9)), built.count((11, 11))) == (3, 3, 1)
-    assert len(built) == 7
+    # The mean cost, then three evaluations; the target's self term is solved at the first.
+    assert (built.count((9, 11)), built.count((9, 9)), built.count((11, 11))) == (4, 3, 1)
+    assert len(built) == 8

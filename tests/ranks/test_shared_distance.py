@@ -66,7 +66,8 @@ def of_wholes(options: dict[str, Any], settings: dict[str, Any]) -> dict[str, An
 
     def work(ranks: Ranks) -> dict[str, Any]:
         compute = otdd.ComputeOptions("cpu", group=ranks, **options)
-        result = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute, **settings)
+        given = {"epsilon": EPSILON, **settings}
+        result = otdd.dataset_distance(*datasets(), compute=compute, **given)
         return summary(result)
 
     return otdd.led(work)
@@ -147,7 +148,7 @@ def test_a_run_repeats_to_the_last_bit(size: int) -> None:
     [
         {"debias": False},
         {"labels": "none"},
-        {"epsilon_relative": 0.05},
+        {"epsilon": None, "epsilon_relative": 0.05},
         {"solver": otdd.Converged(bound_width=1e-3)},
         {"ground": "cosine"},
     ],
@@ -155,7 +156,7 @@ def test_a_run_repeats_to_the_last_bit(size: int) -> None:
 )
 def test_settings_mean_the_same(settings: dict[str, Any]) -> None:
     found = pool(2).run(of_wholes, {}, settings)[0]
-    alone = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute="cpu", **settings)
+    alone = otdd.dataset_distance(*datasets(), compute="cpu", **{"epsilon": EPSILON, **settings})
     assert found["value"] == pytest.approx(alone.value, rel=1e-3)
     assert max(found["bounds"][0], alone.bounds[0]) <= min(found["bounds"][1], alone.bounds[1])
 

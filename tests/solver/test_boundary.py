@@ -216,12 +216,23 @@ def test_a_tensor_with_nan_is_refused_by_the_loss(
 
 
 @pytest.mark.parametrize("function", [otdd.sinkhorn_loss, otdd.sinkhorn_hessian])
-def test_a_sparse_tensor_is_refused(
+def test_a_sparse_tensor_is_the_dense_one(
     pair: tuple[LabeledSamples, LabeledSamples], function: Callable[..., object]
 ) -> None:
     x, y = (side.features for side in pair)
-    with pytest.raises(InputError, match=r"^y: features must be dense, .* as \.to_dense\(\)$"):
-        function(x, y.to_sparse(), epsilon=0.5)
+    dense, sparse = (function(x, given, epsilon=0.5) for given in (y, y.to_sparse()))
+    assert getattr(sparse, "value", sparse) == getattr(dense, "value", dense)
+
+
+def test_gradients_by_a_sparse_tensor_are_those_of_the_dense_one(
+    pair: tuple[LabeledSamples, LabeledSamples],
+) -> None:
+    x, y = (side.features for side in pair)
+    leaves = [x.clone().requires_grad_(), x.to_sparse().requires_grad_()]
+    for leaf in leaves:
+        otdd.sinkhorn_loss(leaf, y, epsilon=0.5).backward()
+    dense, sparse = (leaf.grad for leaf in leaves)
+    torch.testing.assert_close(sparse.to_dense(), dense)
 
 
 @pytest.mark.parametrize(
