@@ -123,7 +123,8 @@ def _draw_distances(result: PairwiseResult, path: Path | None, order: str) -> Fi
         title=f"Distances between {len(result.names)} datasets",
         value_label="dataset distance, in units of the cost",
         notes=(
-            f"epsilon {result.epsilon:.6g}, {rows_text(result.details['n'])}",
+            f"epsilon {epsilon_shown(result.epsilon, result.mean_cost)}, "
+            f"{rows_text(result.details['n'])}",
             bounds_text([(one.lower, one.upper, one.converged) for one in result.pairs()], False),
         ),
     )

@@ -85,7 +85,7 @@ def test_the_picture_names_epsilon_rows_and_solver_bounds(
     figure = drawn[0]
     texts = [text for text in figure.texts if text.get_fontsize() == heat_maps.NOTE_POINTS]
     assert [text.get_text() for text in texts] == [
-        "epsilon 3, 20 to 1,500 rows",
+        "epsilon 3 (0.0606 of the mean cost 49.5374), 20 to 1,500 rows",
         "solver bounds at most 0.02 apart, 1 of 6 pairs not converged, sampling error not measured",
     ]
     # In sight: on the page, below the title and above the table.

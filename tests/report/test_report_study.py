@@ -333,14 +333,16 @@ def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
     draw_measure(several, "frechet", tmp_path / "frechet")
     fixed = replace(several, setup=replace(several.setup, settings=settings))
     draw_measure(fixed, "otdd", tmp_path / "fixed")
-    settings = replace(settings, epsilon_relative=0.05, subsample=50)
+    settings = replace(settings, epsilon=None, epsilon_relative=0.05, subsample=50)
     relative = replace(several, setup=replace(several.setup, settings=settings))
     draw_measure(relative, "otdd", tmp_path / "relative")
+    draw_measure(replace(relative, epsilon=0.5, mean_cost=10.0), "otdd", tmp_path / "known")
     assert [*notes["frechet"]] == ["30 to 50 rows"]
     bounds = "solver bounds at most 0.25 apart"
     first = "epsilon 0.25, 30 to 50 rows"
     assert [*notes["fixed"]] == [first, f"{bounds}, sampling error not measured"]
     assert [*notes["relative"]] == ["epsilon 0.05 of the mean cost, 30 to 50 rows", bounds]
+    assert notes["known"][0] == "epsilon 0.5 (0.05 of the mean cost 10), 30 to 50 rows"
 
 
 def test_a_study_with_sampling_intervals_misses_none(result) -> None:

@@ -22,7 +22,7 @@ from otdd_flash.report.figures.page import (
 )
 from otdd_flash.report.figures.point_names import PointName, draw_names
 from otdd_flash.report.pairwise import bounds_text, rows_text
-from otdd_flash.shown import shorten
+from otdd_flash.shown import epsilon_shown, shorten
 from otdd_flash.study.measures import MEASURES, Reading
 from otdd_flash.study.result import StudyResult
 from otdd_flash.study.statistics.pairs import Numbers
@@ -70,8 +70,11 @@ def _notes(result: StudyResult, measure: str) -> list[str]:
     ]
     if not MEASURES[measure].proven or not pairs:
         return [rows]
-    epsilon = f"{settings.epsilon:.6g}"
-    if settings.epsilon_relative is not None:
+    if result.epsilon is not None:
+        epsilon = epsilon_shown(result.epsilon, result.mean_cost)
+    elif settings.epsilon is not None:
+        epsilon = f"{settings.epsilon:.6g}"
+    else:
         epsilon = f"{settings.epsilon_relative:g} of the mean cost"
     return [f"epsilon {epsilon}, {rows}", bounds_text(pairs, settings.subsample is not None)]
 
