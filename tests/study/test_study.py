@@ -468,10 +468,11 @@ def test_sampling_gives_intervals_of_every_distance(tmp_path) -> None:
     rows = {(row.source, row.target): row for row in result.pairs() if row.measure == "otdd"}
     assert rows["0", "1"].floor_source == rows["1", "0"].floor_target
     one, other = (task.train for task in result.setup.tasks)
-    whole = otdd.dataset_distance(one, other)
-    expected = otdd.subsample_interval(one, other, whole.value, count=39, epsilon=0.1)
+    same = {"epsilon": result.epsilon}
+    whole = otdd.dataset_distance(one, other, **same)
+    expected = otdd.subsample_interval(one, other, whole.value, count=39, **same)
     assert rows["0", "1"].sample_lower == pytest.approx(expected.lower)
-    floor = otdd.noise_floor(one, other, epsilon=0.1)
+    floor = otdd.noise_floor(one, other, **same)
     assert rows["0", "1"].floor_source == pytest.approx(floor.source.value)
 
 
