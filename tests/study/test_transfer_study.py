@@ -52,7 +52,8 @@ def test_the_files_are_small() -> None:
 @pytest.mark.slow
 def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data: Path) -> None:
     whole = study(str(real_data), 2000, features=False)
-    setup = Setup(whole._tasks(), whole._settings(None, 1, 1))
+    tasks = whole._tasks()
+    setup = Setup(tasks, whole._settings(None, whole._metric(tasks), 1, 1))
     now = json.loads(json.dumps(setup.to_dict()))
     then = committed("")["settings"]
     # It was run before the measure that chooses was a setting.
