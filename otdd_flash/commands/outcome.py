@@ -197,14 +197,23 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _different_epsilons(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Say that values of a sweep are not at one regularisation, and how they would be."""
+    """Say that values of a sweep are not at one regularisation, and how they would be.
+
+    No advice is due where only the epsilon that was swept makes the difference.
+    """
     used = [float(row["epsilon"]) for row in rows if row.get("epsilon") is not None]
     if len(set(used)) < 2:
         return ""
     said = f"the rows are not at one epsilon: it goes from {min(used):.6g} to {max(used):.6g}"
-    keys = "epsilon", "epsilon_relative"
-    swept = any(len({str(row["overrides"].get(key)) for row in rows}) > 1 for key in keys)
-    return said if swept else f"{said}; give epsilon=VALUE to compare them at one"
+    alike: dict[tuple[str, ...], set[float]] = {}
+    for row in rows:
+        if row.get("epsilon") is not None:
+            given = tuple(str(row["overrides"].get(key)) for key in ("epsilon", "epsilon_relative"))
+            alike.setdefault(given, set()).add(float(row["epsilon"]))
+    if all(len(same) == 1 for same in alike.values()):
+        return said
+    values = "VALUE" if len(alike) == 1 else "VALUE,VALUE,..."
+    return f"{said}; give epsilon={values} to compare them at the same"
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+MULTIRUN = ("-m", "--multirun")
 
 
 @dataclass
@@ -80,6 +81,8 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         return
     from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
 
+    # Argparse takes settings only where no flag parts them.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in MULTIRUN)
     if (refusal := refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
     sys.argv[1:] = with_folders(sys.argv[1:])

@@ -289,12 +289,16 @@ def _known(given: Any, name: str) -> tuple[Any, list[Any]] | None:
     if kind is Subset:
         if (whole := _known(given.dataset, name)) is None:
             return None
-        rows = np.asarray(given.indices, dtype=np.int64)
+        rows = _rows_of(given.indices, len(whole[1]), name)
         return take_inputs(whole[0], rows), [whole[1][row] for row in rows.tolist()]
     if kind is ConcatDataset:
         parts = [part for one in given.datasets if (part := _known(one, name)) is not None]
         if len(parts) < len(given.datasets):
             return None
+        shapes = {part[0].shape[1:] for part in parts if isinstance(part[0], np.ndarray)}
+        if len(shapes) > 1:
+            listed = " and ".join(map(str, sorted(shapes)))
+            raise InputError(f"{name}: its parts hold inputs of shapes {listed}; bring them to one")
         return join_inputs([part[0] for part in parts]), [y for part in parts for y in part[1]]
     reader = getattr(kind, "__getitem__", None)
     if not getattr(reader, "__module__", "").startswith("torchvision.datasets."):
@@ -310,6 +314,21 @@ def _known(given: Any, name: str) -> tuple[Any, list[Any]] | None:
     if getattr(given, "transform", None) is None and getattr(given, "transforms", None) is None:
         return stored_images(given), labels
     return LazyItems(_Inputs(given, name), np.arange(len(given))), labels
+
+
+def _rows_of(indices: Any, count: int, name: str) -> NDArray[np.int64]:
+    """The rows of a `Subset`, which does not check them itself."""
+    rows = np.asarray(indices)
+    if rows.size and not np.issubdtype(rows.dtype, np.integer):
+        raise InputError(
+            f"{name}: the indices of a Subset must be row numbers, got {rows.dtype}; of a mask "
+            "these are mask.nonzero()"
+        )
+    if rows.size and not (-count <= rows.min() and rows.max() < count):
+        raise InputError(
+            f"{name}: a Subset has rows {rows.min()} to {rows.max()} of a dataset of {count}"
+        )
+    return rows.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -557,6 +576,8 @@ def _at(
         batch_size=ITEMS_AT_ONCE,
         num_workers=num_workers,
         collate_fn=list,
+        # Else it draws from the generator of whoever calls.
+        generator=torch.Generator(),
         # Forked workers inherit the dataset; other start methods would have to pickle it.
         multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
     )

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from otdd_flash.errors import InputError
@@ -59,7 +60,9 @@ def efficientnet_lite0() -> Network:
         ) from None
     import timm as library
 
-    module: nn.Module = library.create_model(MODEL, num_classes=0)
+    # The weights that are drawn first, and replaced, must not move the caller's generator.
+    with torch.random.fork_rng(devices=[]):
+        module: nn.Module = library.create_model(MODEL, num_classes=0)
     weights = timm_weights(read_weights(file))
     try:
         module.load_state_dict(weights)

@@ -223,14 +223,15 @@ def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:
 
 
 def mean_cost(inputs: CostInputs) -> float:
-    """What `epsilon_relative` is a multiple of: the mean cost.
+    """What `epsilon_relative` is a multiple of: the mean cost, 0 where that is rounding alone.
 
     Where costs may have any sign, as those of `inner` have, the mean of lambda_x ||x_i|| ||y_j|| +
     lambda_y W[l_i, l_j].
     """
     lengths = inputs.cost.size(inputs.source, inputs.target)
     if lengths is None:
-        return float(inputs.labelled.mean_cost)
+        mean = float(inputs.labelled.mean_cost)
+        return mean if mean > inputs.cost.error(inputs.source.dim) else min(mean, 0.0)
     if inputs.cost.lambda_y == 0:
         return lengths
     classes = replace(inputs, cost=GroundCost(0.0, inputs.cost.lambda_y))

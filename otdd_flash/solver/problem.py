@@ -31,6 +31,10 @@ Cloud = LabeledSamples | Tensor
 # Of the largest cost: an epsilon below this is too small for float64 as well.
 WITHIN_DOUBLE = 1e-12
 
+# Most by which costs that float64 knows no better may move the plan and its marginals: what a solve
+# has to reach by default.
+MOST_GROWTH = 1e-3
+
 # The rows' and the columns' side of each term.
 SIDES: dict[str, Pair] = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
 
@@ -195,6 +199,15 @@ class Problem:
         request = self.request
         x, y = request.seen
         options = options.between(x.features, y.features)
+        error = request.cost.error(x.dim)
+        if error > MOST_GROWTH * self.epsilon:
+            raise EpsilonOutOfRange(
+                f"{{given}} is too small for ground={request.cost.ground}, whose costs are off by "
+                f"up to {error:.2g}: rounding alone moves the marginals by more than "
+                f"{MOST_GROWTH:g}; centre the features, or raise {{name}} to about {{advised}}",
+                self.epsilon,
+                1.1 * error / MOST_GROWTH,
+            )
         identical = debias and self.identical
         terms = ("xx",) if identical else ("xy", "xx", "yy") if debias else ("xy",)
 
@@ -238,7 +251,7 @@ class Problem:
                 solved=solved,
             )
 
-        return request.within_memory(solve).widened(request.cost.error(x.dim))
+        return request.within_memory(solve).widened(error)
 
     def cross_term(self, divergence: Divergence) -> TransportTerm:
         """The cross term for the cost itself, whose potentials have its terms of one side too."""

@@ -111,6 +111,14 @@ class StudyResult:
     epsilon: float | None = None
     mean_cost: float | None = None
 
+    def __repr__(self) -> str:
+        """The tasks, the measures and how much is done, in one line."""
+        tasks = ", ".join(display(name) for name in self.names)
+        return (
+            f"StudyResult({len(self.names)} tasks: {tasks}; {', '.join(self.readings)}; "
+            f"{self.done} of {self.total} pieces of work done)"
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """The tasks."""

@@ -140,7 +140,8 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
     elif transfer:
         raise InputError(
             f"task {name} has no test rows to count errors on; transfer.test_fraction=0.2 splits "
-            "some off, or set transfer=null"
+            "some off on the command line, (train, test) gives some in Python; transfer=null (None "
+            "in Python) counts no errors"
         )
     if len(kept.class_names) < 2 and transfer:
         raise InputError(f"task {name} has one class, of which nothing is learnt; take it out")
@@ -158,7 +159,9 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
 def _parts(name: str, given: Any) -> tuple[LabeledSamples, LabeledSamples | None]:
     """Training and test rows; two arrays are features and labels, as elsewhere."""
     test = None
-    if isinstance(given, tuple) and any(isinstance(part, LabeledSamples) for part in given):
+    # Two pairs (features, labels), too, are (train, test).
+    kinds = (LabeledSamples, tuple)
+    if isinstance(given, tuple) and any(isinstance(part, kinds) for part in given):
         if len(given) != 2:
             raise InputError(f"task {name} must be (train, test), got {len(given)} datasets")
         given, test = given

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from otdd_flash.commands import compare, runner
+from otdd_flash.commands.outcome import _different_epsilons
 from otdd_flash.errors import InputError
 from otdd_flash.report.distance import writing
 
@@ -109,6 +110,39 @@ def test_a_sweep_says_whether_its_rows_are_at_one_epsilon(command):
     again = command("-m", "target.split=test,train", "report=none", "epsilon=1", "overwrite=true")
     assert again.code == 0
     assert "not at one epsilon" not in again.err
+
+
+@pytest.mark.parametrize(
+    ("given", "epsilons", "said"),
+    [
+        # Swept on purpose.
+        ([("0.1", None), ("0.3", None)], (0.1, 0.3), "it goes from 0.1 to 0.3"),
+        # A share of each row's own mean cost.
+        ([(None, None)] * 2, (0.1, 0.3), "to 0.3; give epsilon=VALUE to compare them"),
+        (
+            [(None, "0.1"), (None, "0.2")] * 2,
+            (0.1, 0.2, 0.3, 0.6),
+            "to 0.6; give epsilon=VALUE,VALUE,... to compare",
+        ),
+        ([("0.1", None)] * 2, (0.1, 0.1), ""),
+    ],
+)
+def test_what_is_said_of_the_epsilons_of_a_sweep(given, epsilons, said):
+    keys = "epsilon", "epsilon_relative"
+    rows = [
+        {"epsilon": used, "overrides": {k: v for k, v in zip(keys, one, strict=True) if v}}
+        for one, used in zip(given, epsilons, strict=True)
+    ]
+    told = _different_epsilons(rows)
+    assert said in told
+    assert ("give" in said) == ("give" in told)
+
+
+@pytest.mark.slow
+def test_the_flag_of_a_multirun_may_stand_after_settings(command):
+    ended = command("report=none", "-m", "epsilon=0.1,0.3")
+    assert ended.code == 0
+    assert "2 jobs, 0 failed" in ended.err
 
 
 @pytest.mark.slow

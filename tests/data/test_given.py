@@ -601,3 +601,24 @@ def test_what_entry_points_refuse_names_the_argument(
 ) -> None:
     with pytest.raises(InputError, match=message):
         otdd.dataset_distance(source(), (X, Y))
+
+
+@pytest.mark.parametrize(
+    ("indices", "said"),
+    [
+        (torch.tensor([True, False, True, False, False]), "must be row numbers, got bool"),
+        ([1.5], "must be row numbers, got float64"),
+        ([7], "has rows 7 to 7 of a dataset of 5"),
+        ([-6, 0], "has rows -6 to 0 of a dataset of 5"),
+    ],
+)
+def test_indices_of_a_subset_that_are_no_rows_are_refused(indices: Any, said: str) -> None:
+    whole = TensorDataset(torch.randn(5, 3), torch.arange(5) % 2)
+    with pytest.raises(InputError, match=said):
+        otdd.embed(Subset(whole, indices))
+
+
+def test_parts_of_different_shapes_are_refused() -> None:
+    parts = [TensorDataset(torch.randn(4, d), torch.arange(4) % 2) for d in (3, 4)]
+    with pytest.raises(InputError, match=r"parts hold inputs of shapes \(3,\) and \(4,\)"):
+        otdd.embed(ConcatDataset(parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -277,3 +278,21 @@ def test_what_a_ground_cost_cannot_compare_is_refused():
         otdd.class_distances(list(case.sides()), "means", ground="inner")
     with pytest.raises(InputError, match=r"unknown ground .*: sqeuclidean, cosine, inner"):
         otdd.GroundCost(ground="manhattan")
+
+
+def test_directions_that_float64_cannot_tell_apart_are_refused() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = (1e7 + torch.randn(n, 3, generator=draw, dtype=torch.float64) for n in (40, 30))
+    with pytest.raises(InputError, match=r"^epsilon_relative=0\.01 is too small for ground=cosine"):
+        otdd.dataset_distance(x, y, labels="none", ground="cosine")
+    advised = otdd.dataset_distance(x, y, labels="none", ground="cosine", epsilon=1e-9)
+    assert advised.divergence.marginal_error <= 2e-3
+
+
+def test_parallel_rows_have_no_mean_cost_to_take_a_share_of() -> None:
+    """Of directions that are equal but for rounding: the default is 1, as of any constant cost."""
+    found = otdd.dataset_distance(
+        np.ones((20, 3)), 2 * np.ones((10, 3)), labels="none", ground="cosine"
+    )
+    assert found.epsilon == 1
+    assert found.bounds[0] <= 0 <= found.bounds[1]

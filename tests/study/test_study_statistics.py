@@ -330,6 +330,14 @@ def test_p_is_the_share_of_all_permutations(families) -> None:
     assert tried == (720 if families[0] != families[1] else 12)
 
 
+def test_permutations_that_leave_no_pairs_are_not_counted() -> None:
+    """Every choice costs nothing, so that all permutations that are defined are hits."""
+    gains = np.full((4, 4), np.nan)
+    gains[[0, 1, 2], 3] = gains[[0, 1, 3], 2] = 0.0
+    table = PairTable(np.random.default_rng(0).normal(size=(4, 4)), gains, list("abcd"))
+    assert p_value(table, on_all_runs(table), 0, small=True) == 1
+
+
 def test_above_seven_tasks_permutations_are_drawn(monkeypatch) -> None:
     monkeypatch.setattr(permutation, "RANDOM", 999)
     generator = np.random.default_rng(0)

@@ -52,10 +52,11 @@ def p_value(table: PairTable, statistic: Statistic, seed: int, *, small: bool = 
         found = statistic(
             table.measure[rows, columns], table.gains, present & present[rows, columns]
         )
-        # What is not defined is no hit: NaN fails every comparison.
+        # A permutation that leaves too few pairs says nothing, and is not counted.
+        found = found[~np.isnan(found)]
         far = -found if small else np.abs(found)
         hit = far >= (-observed if small else abs(observed)) - ROUNDING
-        hits, tried = hits + int(hit.sum()), tried + len(some)
+        hits, tried = hits + int(hit.sum()), tried + len(found)
     return hits / tried if exhaustive else (1 + hits) / (1 + tried)
 
 
