@@ -159,9 +159,11 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
 def _parts(name: str, given: Any) -> tuple[LabeledSamples, LabeledSamples | None]:
     """Training and test rows; two arrays are features and labels, as elsewhere."""
     test = None
-    # Two pairs (features, labels), too, are (train, test).
-    kinds = (LabeledSamples, tuple)
-    if isinstance(given, tuple) and any(isinstance(part, kinds) for part in given):
+    # Two pairs (features, labels) are (train, test) as well.
+    if isinstance(given, tuple) and (
+        any(isinstance(part, LabeledSamples) for part in given)
+        or all(isinstance(part, tuple) for part in given)
+    ):
         if len(given) != 2:
             raise InputError(f"task {name} must be (train, test), got {len(given)} datasets")
         given, test = given

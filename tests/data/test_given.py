@@ -155,7 +155,7 @@ def test_every_entry_point_takes_datasets_of_vectors() -> None:
     assert otdd.class_distances([WHOLE, other]).full.shape == (6, 6)
     assert otdd.sliced_distances([WHOLE, other], projections=8).values[0, 1] > 0
     assert otdd.sinkhorn_divergence(WHOLE, other, epsilon=1.0, debias=True).value > 0
-    assert otdd.noise_floor(WHOLE, other).source is not None
+    assert otdd.noise_floor(WHOLE, other, epsilon=1.0).source is not None
     scaled, _ = otdd.extractors.standardize(WHOLE, other)
     assert scaled.features.std() < 2
     moved = otdd.gradient_flow(WHOLE, other, otdd.Flow(1), epsilon=1.0)
@@ -169,6 +169,16 @@ def test_a_study_reads_its_datasets_once(tmp_path: Path) -> None:
     study = otdd.Study(tasks, ["frechet"], None)
     for resume in (False, True):
         assert study.run(tmp_path / "study", resume=resume).complete
+
+
+def test_a_task_may_be_two_pairs_of_features_and_labels(tmp_path: Path) -> None:
+    pairs = {"one": ((X, Y), (X + 0.1, Y)), "two": (X + 1, tuple(Y.tolist()))}
+    result = otdd.Study(pairs, ["frechet"], None).run(tmp_path / "study")
+    one, two = result.setup.tasks
+    assert one.test is not None
+    assert len(one.test) == len(X)
+    assert two.test is None
+    assert repr(result) == "StudyResult(2 tasks: one, two; frechet; 1 of 1 pieces of work done)"
 
 
 @pytest.mark.parametrize(
