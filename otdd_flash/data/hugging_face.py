@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -157,7 +158,7 @@ def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[st
     if not local and not any(place.exists() for place in places):
         return _from_hub(request, path, config), []
     found = request.locate("path", path)
-    with reading(found), network(allowed=request.download):
+    with reading(found), network(allowed=request.download), without_progress_bars():
         saved = any((found / mark).exists() for mark in ("state.json", "dataset_dict.json"))
         known = () if found.is_file() or saved else datasets.get_dataset_config_names(str(found))
         if config is not None and config not in known:
@@ -174,6 +175,20 @@ def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[st
         file_format = FILE_FORMATS[suffix]
         texts = [str(found)] if file_format in TEXT_FORMATS else []
         return datasets.load_dataset(file_format, data_files=str(found)), texts
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Commands draw their own progress; the library's bars would run through it."""
+    import datasets
+
+    silent = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not silent:
+            datasets.enable_progress_bars()
 
 
 def _texts_inside(folder: Path, config: str | None) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
+from otdd_flash.data.hugging_face import without_progress_bars
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing_folder
 from otdd_flash.files.npz_file import write_arrays
@@ -85,7 +85,7 @@ def write_hugging_face(
     if samples.weights is not None:
         columns["weight"] = samples.weights.cpu().numpy()
         types["weight"] = datasets.Value("float64")
-    with _without_progress_bars():
+    with without_progress_bars():
         table = datasets.Dataset.from_dict(columns, features=datasets.Features(types))
         with replacing_folder(path) as partial:
             table.save_to_disk(str(partial))
@@ -139,17 +139,3 @@ def _distinct(names: Sequence[str]) -> list[str]:
             distinct = f"{text} ({repeats})"
         taken.append(distinct)
     return taken
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Commands draw their own progress; the library's bars would run through it."""
-    import datasets
-
-    silent = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not silent:
-            datasets.enable_progress_bars()

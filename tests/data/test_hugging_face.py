@@ -360,3 +360,13 @@ def test_several_labels_in_a_row_are_refused(tmp_path: Path, label: list[Any]) -
     path = _parquet(tmp_path, {"text": TEXTS[:2], "label": label})
     with pytest.raises(InputError, match=r"label=label of .* in row 0, and a row is of one class"):
         load("huggingface", path=path)
+
+
+def test_files_are_read_without_the_bars_of_the_library(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Commands draw their own progress, and off a terminal bars would be lines."""
+    # A name of its own: what the library has read before it reads without a bar.
+    (tmp_path / "rows.csv").write_text(f"{tmp_path.name},label\n1,0\n2,1\n")
+    otdd.load("huggingface", path=str(tmp_path / "rows.csv"), label="label")
+    assert "examples" not in capfd.readouterr().err
