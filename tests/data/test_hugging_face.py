@@ -368,5 +368,5 @@ def test_files_are_read_without_the_bars_of_the_library(
     """Commands draw their own progress, and off a terminal bars would be lines."""
     # A name of its own: what the library has read before it reads without a bar.
     (tmp_path / "rows.csv").write_text(f"{tmp_path.name},label\n1,0\n2,1\n")
-    otdd.load("huggingface", path=str(tmp_path / "rows.csv"), label="label")
+    load("huggingface", path=str(tmp_path / "rows.csv"), label="label")
     assert "examples" not in capfd.readouterr().err
