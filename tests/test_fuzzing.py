@@ -46,6 +46,8 @@ def test_bad_input_has_a_sentence_unless_its_stream_is_lost() -> None:
     ended = Ended(2, "", "", None)
     assert judged("process", "distance", ["epsilon=x"], ended, ">/dev/full").failure is not None
     assert judged("process", "distance", ["epsilon=x"], ended, "2>&-").failure is None
+    coloured = Ended(2, "", "\x1b[2K\x1b[?25h\n\x1b[1;31merror:\x1b[0m epsilon must be", None)
+    assert judged("process", "distance", ["epsilon=x"], coloured, "FORCE_COLOR=1").failure is None
 
 
 def test_the_value_of_geomloss_may_lie_outside_of_bounds_of_the_converged_distance() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -21,6 +22,9 @@ from experiments.fuzzing.verdict import EXIT_CODES, SECONDS, Attempt
 from otdd_flash import distance, flow
 from otdd_flash.commands.outcome import RESULT_FILE, Outcome
 from otdd_flash.commands.start import run_command
+
+# What a terminal reads as colours and movements.
+STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 MAINS = {"distance": distance.main, "flow": flow.main}
 
@@ -107,7 +111,8 @@ def judged(
 
 
 def _last_line(ended: Ended) -> str:
-    return (ended.err.strip().splitlines() or [""])[-1]
+    """The last line on standard error, without the colours that FORCE_COLOR asks for."""
+    return (STYLE.sub("", ended.err).strip().splitlines() or [""])[-1]
 
 
 def _without_numbers(ended: Ended, arguments: Sequence[str]) -> str | None:
