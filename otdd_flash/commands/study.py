@@ -196,8 +196,9 @@ def _remove(directory: Path) -> None:
         return
     shutil.rmtree(directory / FOLDER, ignore_errors=True)
     # The file that says what it is goes last: without it the rest would be a foreign folder's.
-    for name in (*FILES, STUDY_FILE):
-        (directory / name).unlink(missing_ok=True)
+    for pattern in (*FILES, STUDY_FILE):
+        for file in directory.glob(pattern):
+            file.unlink(missing_ok=True)
 
 
 def _raise_worst(result: StudyResult) -> None:

@@ -29,8 +29,8 @@ Writer = Callable[[Path], object]
 
 PAGE = "report.html"
 TABLES = ("choices.csv", "pairs.csv", "transfer.csv", "correlations.csv")
-PICTURES = ("distances.png", "gains.png", *(f"gains_against_{name}.png" for name in MEASURES))
-# All that is written beside study.json and units.
+PICTURES = ("distances.png", "gains.png", "gains_against_*.png")
+# Patterns of all that is written beside study.json and units: measures may be of other packages.
 FILES = (*TABLES, *PICTURES, PAGE)
 
 
