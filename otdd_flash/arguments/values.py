@@ -95,7 +95,7 @@ def samples(name: str, value: Any) -> Any:
 
 
 def dataset(name: str, value: Any) -> Any:
-    """A dataset of raw inputs, or what `otdd_flash.data.given.opened` makes one from."""
+    """Accept a dataset of raw inputs, or an object that `otdd_flash.data.given.opened` reads."""
     pair = isinstance(value, tuple) and len(value) == 2
     if holds_items(value) or (pair and all(_is_matrix(p) or isinstance(p, list) for p in value)):
         return value

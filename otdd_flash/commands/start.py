@@ -31,7 +31,7 @@ MULTIRUN = ("-m", "--multirun")
 
 @dataclass
 class Job:
-    """The job under way.
+    """The running job, with the clock that its progress and its results share.
 
     Attributes:
         started: when it began, by `time.perf_counter`: the first with the command.

@@ -197,7 +197,7 @@ class ModuleInput:
 
 
 def _what_to_pass(item: Any) -> str:
-    """What an input is that is no tensor, and how it becomes one."""
+    """Describe an input that is not a tensor, and say how to make it one."""
     if isinstance(item, str):
         return (
             "texts; pass transform=..., which makes a tensor of one text, such as the numbers of "
@@ -282,7 +282,7 @@ class ModuleOutput:
 
 
 def _described(output: Any) -> str:
-    """What came in the place of a tensor, with the names and shapes of its parts."""
+    """Describe an output that is not a tensor by its type and the shapes of its parts."""
     if isinstance(output, dict):
         parts = [f"{name}: {_shape(part)}" for name, part in output.items()]
     elif isinstance(output, tuple | list):

@@ -98,7 +98,7 @@ class Network:
 
 @contextmanager
 def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have a module in evaluation mode and on a device; then as it was.
+    """Put a module into evaluation mode and on a device, and restore both afterwards.
 
     Every submodule gets the mode that it had, as some may have been frozen. A module that is spread
     over several devices stays where it is.

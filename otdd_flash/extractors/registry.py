@@ -87,12 +87,12 @@ class AddedExtractor:
 
     @property
     def modalities(self) -> frozenset[str]:
-        """As its package says."""
+        """The same attribute of the extractor that the package returned."""
         return self.extractor.modalities
 
     @property
     def cacheable(self) -> bool:
-        """As its package says."""
+        """The same attribute of the extractor that the package returned."""
         return self.extractor.cacheable
 
     def __call__(self, batch: Any) -> Tensor:

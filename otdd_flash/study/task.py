@@ -94,7 +94,7 @@ def as_tasks(
 
 
 def read_datasets(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Tasks as they are given, of which datasets that are no samples yet are read into some.
+    """Read the datasets among the given tasks into samples, and leave samples as they are.
 
     Raises:
         InputError: as for `as_samples`.
