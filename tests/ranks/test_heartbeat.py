@@ -239,7 +239,7 @@ def test_a_lost_rank_is_named_and_all_end(number: int, kind: str, tmp_path: Path
     steps = ("flow.steps=100000", "flow.checkpoint_every=1", f"hydra.run.dir={run}")
     process = torchrun.start(str(script), *torchrun.SMALL, *steps)
     lost = torchrun.rank(process, number)
-    torchrun.wait_for_steps(process)
+    torchrun.wait_for_steps(process, run)
     os.kill(lost, getattr(signal, f"SIG{kind}"))
     started = time.monotonic()
     said = torchrun.ended(process)

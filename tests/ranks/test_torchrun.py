@@ -163,9 +163,9 @@ def test_studies_are_shared_otherwise() -> None:
 
 def test_an_interrupted_flow_goes_on_with_other_ranks(tmp_path: Path) -> None:
     run = f"hydra.run.dir={tmp_path / 'run'}"
-    process = start("flow", *SMALL, "flow.steps=100000", run)
+    process = start("flow", *SMALL, "flow.steps=100000", "flow.checkpoint_every=1", run)
     first = rank(process, 0)
-    wait_for_steps(process)
+    wait_for_steps(process, tmp_path)
     os.kill(first, signal.SIGINT)
     said = ended(process)
     assert exit_codes(said) == [130, 130], said
@@ -183,7 +183,7 @@ def test_a_restarted_flow_goes_on_in_its_directory(tmp_path: Path) -> None:
     options = ("--max-restarts", "1")
     process = start("flow", *SMALL, *steps, options=options, cwd=tmp_path / "it's here")
     lost = rank(process, 1)
-    wait_for_steps(process)
+    wait_for_steps(process, tmp_path)
     os.kill(lost, signal.SIGKILL)
     said = ended(process)
     assert process.returncode == 0, said
@@ -194,12 +194,12 @@ def test_a_restarted_flow_goes_on_in_its_directory(tmp_path: Path) -> None:
     assert len(list((tmp_path / "it's here").rglob("checkpoint.json"))) == 1
 
 
-def wait_for_steps(process: subprocess.Popen[str]) -> None:
-    """Read what it prints until a step has been taken."""
-    assert process.stdout is not None
-    said = []
-    for line in process.stdout:
-        if "flowing step" in line:
-            return
-        said.append(line)
-    raise AssertionError(f"the flow ended before its first step: {''.join(said)}")
+def wait_for_steps(process: subprocess.Popen[str], folder: Path) -> None:
+    """Wait until a flow of the process has written a checkpoint of a step below a folder."""
+    until = time.monotonic() + GONE
+    while process.poll() is None and time.monotonic() < until:
+        for manifest in folder.rglob("checkpoint.json"):
+            if json.loads(manifest.read_text())["step"] > 0:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"no step was taken: {ended(process)}")
