@@ -6,11 +6,17 @@ from math import isqrt
 
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.shown import display
 
 
 def check_same_dimension(source: LabeledSamples, target: LabeledSamples) -> None:
-    """Raise an `InputError` that names the ways out unless both feature dimensions agree."""
+    """Refuse datasets of different features: of other numbers of them, or in another order.
+
+    Raises:
+        InputError: their dimensions differ, or a name that both have stands at different places.
+    """
     if source.dim == target.dim:
+        _check_same_order(source, target)
         return
     raise InputError(
         f"{source.name} has {source.dim} features and {target.name} has {target.dim}, but both "
@@ -19,6 +25,22 @@ def check_same_dimension(source: LabeledSamples, target: LabeledSamples) -> None
         "for both; tables: the same columns. extractor.pca cannot help, as it is fitted on both "
         "sides together"
     )
+
+
+def _check_same_order(source: LabeledSamples, target: LabeledSamples) -> None:
+    """Refuse columns of one name at different places: features are compared by place."""
+    if source.feature_names is None or target.feature_names is None:
+        return
+    places = {name: place for place, name in enumerate(target.feature_names)}
+    for place, name in enumerate(source.feature_names):
+        if places.get(name, place) != place:
+            raise InputError(
+                f"the column {display(repr(name))} is number {place + 1} of {source.name} and "
+                f"number {places[name] + 1} of {target.name}, and columns are compared by place; "
+                "give both in one order: of tables target[list(source.columns)], of files the same "
+                "source.features=[...] and target.features=[...] (input=[...] for huggingface), or "
+                "arrays, which have no names"
+            )
 
 
 def _pixel_settings(source: LabeledSamples, target: LabeledSamples) -> str:

@@ -32,6 +32,7 @@ from otdd_flash.raw_labels import (
 )
 from otdd_flash.real_numbers import dense, in_double, in_floating_point, real_tensor
 from otdd_flash.shown import display
+from otdd_flash.table_columns import names_of_columns
 
 # Bytes of features that are compared together.
 BLOCK_BYTES = 1 << 24
@@ -59,10 +60,12 @@ class LabeledSamples:
         subset_hash: identifies which rows of the original dataset these are.
         mass: of these rows in what they are a part of; the sum of `weights` as given times it is
             kept. Shards of several processes are put together by it.
+        feature_names: d names, by which datasets are compared where both have some; None takes the
+            names of the columns of a table, and other features have none.
 
     Raises:
-        InputError: shapes disagree, a value is not finite or has an imaginary part, a label is
-            missing or out of range, or all weights are 0.
+        InputError: shapes or names disagree, a value is not finite or has an imaginary part, a
+            label is missing or out of range, or all weights are 0.
     """
 
     features: Tensor
@@ -72,6 +75,7 @@ class LabeledSamples:
     name: str = field(default="samples", kw_only=True)
     subset_hash: str | None = field(default=None, kw_only=True)
     mass: float = field(default=1.0, kw_only=True)
+    feature_names: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     @untraced
     def __post_init__(self) -> None:
@@ -86,7 +90,16 @@ class LabeledSamples:
         if self.labels is None:
             object.__setattr__(self, "class_names", ())
         check_fields(self, LABELED_SAMPLES)
+        columns = names_of_columns(self.features)
         features = _as_features(self.features)
+        # A column of lists holds several features.
+        if self.feature_names is None and columns and len(columns) == features.shape[1]:
+            object.__setattr__(self, "feature_names", columns)
+        if self.feature_names is not None and len(self.feature_names) != features.shape[1]:
+            raise InputError(
+                f"feature_names must be {features.shape[1]}, one a feature, got "
+                f"{len(self.feature_names)}"
+            )
         n = features.shape[0]
         object.__setattr__(self, "features", features)
         if self.labels is not None:
@@ -123,8 +136,7 @@ class LabeledSamples:
         try:
             if isinstance(given, tuple):
                 return cls.from_arrays(*given, name=name).detached()
-            features = real_tensor("features", dense("features", given))
-            return cls(features, None, (), name=name).detached()
+            return cls(given, None, (), name=name).detached()  # type: ignore[arg-type]
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
 

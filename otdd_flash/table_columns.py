@@ -71,6 +71,16 @@ def is_complete(given: Any) -> bool:
     return not bool(np.isnan(given.to_numpy()).any())
 
 
+def names_of_columns(given: Any) -> tuple[str, ...] | None:
+    """Return what a table calls its columns; None for an object that is no table."""
+    pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
+    if pandas is not None and isinstance(given, pandas.DataFrame):
+        return tuple(map(str, given.columns))
+    if pyarrow is not None and isinstance(given, pyarrow.Table | pyarrow.RecordBatch):
+        return tuple(given.schema.names)
+    return None
+
+
 def columns_of(given: Any) -> list[Column] | None:
     """Return the columns of a table, or the only one of a series; None for any other object."""
     if is_a(given, HF_COLUMN):

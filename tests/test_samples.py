@@ -12,6 +12,7 @@ import pytest
 import scipy.sparse
 import torch
 
+import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import encode_labels
 from otdd_flash.samples import LabeledSamples, displaced
@@ -328,3 +329,61 @@ def test_samples_elsewhere_are_those_made_with_other_features():
     assert found.labels is start.labels
     assert (start.fingerprint, start.subset_hash) == (before, "rows")
     assert start.features is features
+
+
+TABLE = pd.DataFrame({"age": [1.0, 2.0, 4.0], "height": [5.0, 6.0, 9.0], "mass": [7.0, 8.0, 1.0]})
+SWAPPED = TABLE[["height", "age", "mass"]]
+KINDS = ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: otdd.dataset_distance((TABLE, KINDS), (SWAPPED, KINDS)),
+        lambda: otdd.dataset_distance(TABLE, SWAPPED, labels="none"),
+        lambda: otdd.dataset_distance((pa.Table.from_pandas(TABLE), KINDS), (SWAPPED, KINDS)),
+        lambda: otdd.dataset_distance(otdd.embed((TABLE, KINDS)), otdd.embed((SWAPPED, KINDS))),
+        lambda: otdd.dataset_distance(
+            otdd.LabeledSamples.from_arrays(TABLE, KINDS).take(torch.tensor([2, 0])),
+            (SWAPPED, KINDS),
+        ),
+        lambda: otdd.pairwise_distances([(TABLE, KINDS), (TABLE, KINDS), (SWAPPED, KINDS)]),
+        lambda: otdd.sliced_distances([(TABLE, KINDS), (SWAPPED, KINDS)]),
+        lambda: otdd.gradient_flow((TABLE, KINDS), (SWAPPED, KINDS)),
+        lambda: otdd.extractors.standardize((TABLE, KINDS), (SWAPPED, KINDS)),
+        lambda: otdd.extractors.reduce_pca((TABLE, KINDS), (SWAPPED, KINDS), 2, 0),
+    ],
+)
+def test_columns_of_one_name_at_different_places_are_refused(call):
+    with pytest.raises(InputError, match=r"column .age. is number 1 of .* and number 2 of "):
+        call()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("reader", ["arrays", "huggingface"])
+def test_columns_of_files_keep_their_names(reader, suffix, tmp_path):
+    def written(name, table):
+        path, labelled = tmp_path / f"{name}.{suffix}", table.assign(kind=KINDS)
+        if suffix == "csv":
+            labelled.to_csv(path, index=False)
+        else:
+            labelled.to_parquet(path)
+        return otdd.embed(otdd.load(reader, path=str(path), label="kind", **inputs))
+
+    inputs = {} if reader == "arrays" else {"input": ["age", "height", "mass"]}
+    plain = written("plain", TABLE)
+    assert plain.feature_names == ("age", "height", "mass")
+    inputs = {} if reader == "arrays" else {"input": ["height", "age", "mass"]}
+    with pytest.raises(InputError, match=r"'age' is number 1 of plain.* number 2 of swapped"):
+        otdd.dataset_distance(plain, written("swapped", SWAPPED))
+
+
+def test_names_of_other_columns_and_of_arrays_are_not_compared():
+    other = TABLE.rename(columns={"height": "length"})
+    assert otdd.dataset_distance((TABLE, KINDS), (other, KINDS)).value == 0
+    swapped = otdd.dataset_distance((TABLE, KINDS), (SWAPPED.to_numpy(), KINDS), epsilon=1.0)
+    assert swapped.value > 1
+    projected, _ = otdd.extractors.reduce_pca((TABLE, KINDS), (TABLE, KINDS), 2, 0)
+    assert projected.feature_names is None
+    with pytest.raises(InputError, match="feature_names must be 3, one a feature, got 2"):
+        LabeledSamples(TABLE, None, (), feature_names=("age", "height"))

@@ -130,6 +130,7 @@ LABELED_SAMPLES: Declaration = {
     "name": text,
     "subset_hash": optional(text),
     "mass": positive,
+    "feature_names": optional(names),
 }
 TAKE: Declaration = {"rows": array("of row numbers"), "subset_hash": optional(text)}
 KEEP_CLASSES: Declaration = {"keep": sequence(integer(at_least=0))}

@@ -51,6 +51,7 @@ def read_arrays(
     file = request.locate("path", path)
     names: NDArray[Any] | None = None
     choices: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] | None = None
     if labels_path is not None and label is not None:
         raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
     match file.suffix.lower():
@@ -69,7 +70,7 @@ def read_arrays(
         case ".csv" | ".parquet":
             columns = [features] if isinstance(features, str) else features
             skip_label = labels_path is not None
-            inputs, labels, weights, choices = read_table(
+            inputs, labels, weights, choices, feature_names = read_table(
                 file, columns, label, request.weights, skip_label=skip_label
             )
         case _:
@@ -88,6 +89,7 @@ def read_arrays(
         weights=request.masses() if weights is None else weights,
         drop_unlabelled=drop_unlabelled,
         choices=choices,
+        feature_names=feature_names,
     )
 
 

@@ -41,6 +41,7 @@ class LabeledDataset:
         subset_hash: SHA-256 of `rows`; computed where not given.
         rows: (n,) each item's row number in the original data; 0 to n - 1 where not given.
         choices: what its reader chose that the user had not named, such as the label column.
+        feature_names: what a table calls the columns that vectors are made of.
 
     Raises:
         InputError: there are no items, or lengths or label values disagree.
@@ -55,6 +56,7 @@ class LabeledDataset:
     subset_hash: str = ""
     rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64), kw_only=True)
     choices: tuple[str, ...] = field(default=(), kw_only=True)
+    feature_names: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         n = len(self.inputs)
@@ -88,6 +90,7 @@ class LabeledDataset:
         rows: NDArray[np.int64] | None = None,
         drop_unlabelled: bool | None = None,
         choices: tuple[str, ...] = (),
+        feature_names: tuple[str, ...] | None = None,
     ) -> LabeledDataset:
         """Build a dataset from labels as its source stores them.
 
@@ -106,7 +109,8 @@ class LabeledDataset:
             raise InputError(f"{name} is empty: it has no rows")
         masses = None if weights is None else _as_masses(weights, name)
         known_rows = np.arange(len(inputs)) if rows is None else rows
-        dataset = cls(inputs, None, (), masses, modality, name, rows=known_rows, choices=choices)
+        about: dict[str, Any] = {"choices": choices, "feature_names": feature_names}
+        dataset = cls(inputs, None, (), masses, modality, name, rows=known_rows, **about)
         if labels is None:
             return dataset
         values = raw_values(labels)
@@ -155,6 +159,7 @@ def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
         None if first.weights is None else np.concatenate([_known(p.weights) for p in parts]),
         first.modality,
         name,
+        feature_names=first.feature_names,
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from multiprocessing import get_all_start_methods
 from pathlib import Path
@@ -60,6 +60,7 @@ from otdd_flash.raw_labels import raw_values, without_fractions
 from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
 from otdd_flash.samples import LabeledSamples, SamplesOrArrays
 from otdd_flash.shown import listing
+from otdd_flash.table_columns import names_of_columns
 
 if TYPE_CHECKING:
     import datasets
@@ -138,8 +139,11 @@ def opened(
     if isinstance(given, LabeledDataset):
         return given if max_samples is None else subset(given, None, max_samples, seed)
     if isinstance(given, tuple):
-        found = _array_inputs(given[0], name), given[1]
-        return subset(_labelled(*found, None, name), None, max_samples, seed)
+        inputs, columns = _array_inputs(given[0], name), names_of_columns(given[0])
+        found = _labelled(inputs, given[1], None, name)
+        if columns and inputs.shape[1:] == (len(columns),):
+            found = replace(found, feature_names=columns)
+        return subset(found, None, max_samples, seed)
     name = _title(given) or name
     names = _class_names(given, name)
     if is_a(given, LOADER_CLASS):
@@ -192,6 +196,7 @@ def as_samples(given: Samples, name: str) -> LabeledSamples:
             None if dataset.weights is None else torch.from_numpy(dataset.weights),
             name=dataset.name,
             subset_hash=dataset.subset_hash,
+            feature_names=dataset.feature_names,
         ).detached()
     except InputError as error:
         raise prefixed(name, error) from error
@@ -269,6 +274,8 @@ def _class_names(given: Any, name: str) -> tuple[str, ...] | None:
         return None
     found = getattr(given, "classes", None)
     found = found.tolist() if isinstance(found, np.ndarray) else found
+    if isinstance(found, Mapping) and sorted(found, key=str) == sorted(range(len(found)), key=str):
+        found = [found[index] for index in range(len(found))]
     if not isinstance(found, list | tuple) or not found or _changes_labels(given):
         return None
     return tuple(", ".join(c) if isinstance(c, tuple) else str(c) for c in found)

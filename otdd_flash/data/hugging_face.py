@@ -123,11 +123,15 @@ def labeled_table(
     _check_single_labels(labels, columns.label, path)
     label_feature = None if columns.label is None else table.features[columns.label]
     inputs: NDArray[Any] | LazyItems
+    feature_names: tuple[str, ...] | None = None
     if texts and (columns.modality == "array" or columns.weights):
         numbers = columns.inputs if columns.modality == "array" else ()
         _check_rounded(table, [*numbers, *([columns.weights] if columns.weights else [])], texts)
     if columns.modality == "array":
         inputs, modality = as_inputs(_numbers(table, columns.inputs, path), path)
+        # A column of lists has several features.
+        if inputs.shape[1:] == (len(columns.inputs),):
+            feature_names = columns.inputs
     else:
         column = columns.inputs[0]
         # As Arrow holds it: the library would decode images, and fetch them, by itself.
@@ -143,6 +147,7 @@ def labeled_table(
         name=title,
         drop_unlabelled=drop_unlabelled,
         choices=columns.choices,
+        feature_names=feature_names,
     )
 
 

@@ -35,8 +35,8 @@ def read_table(
     weights: str | None,
     *,
     skip_label: bool = False,
-) -> tuple[NDArray[Any], Any, Any, tuple[str, ...]]:
-    """Read inputs (n, d) float64, series of labels (n,) and weights (n,), and what was chosen.
+) -> tuple[NDArray[Any], Any, Any, tuple[str, ...], tuple[str, ...]]:
+    """Read inputs (n, d) float64, labels (n,), weights (n,), what was chosen, and names of inputs.
 
     Args:
         path: a csv or parquet file with column names.
@@ -110,6 +110,7 @@ def read_table(
         None if label is None else table[label],
         None if weight_column is None else table[weight_column],
         chosen(str(path), choices, way_out),
+        tuple(inputs),
     )
 
 

@@ -201,6 +201,7 @@ def embed(
         None if dataset.weights is None else torch.from_numpy(dataset.weights),
         name=dataset.name,
         subset_hash=dataset.subset_hash,
+        feature_names=dataset.feature_names if isinstance(extractor, RawVectors) else None,
     )
 
 

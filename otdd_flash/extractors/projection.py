@@ -47,6 +47,6 @@ def reduce_pca(
 
     def project(side: LabeledSamples) -> LabeledSamples:
         features = torch.from_numpy(fitted.transform(side.features.cpu().numpy()))
-        return replace(side, features=features.to(side.features))
+        return replace(side, features=features.to(side.features), feature_names=None)
 
     return project(source), project(target)
