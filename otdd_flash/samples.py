@@ -312,6 +312,10 @@ HOW_TO_LABEL = (
     "labels=none"
 )
 
+HOW_TO_SCALE = (
+    "scale them, such as with extractor.standardize=true (in Python otdd.extractors.standardize)"
+)
+
 
 def check_squares(*sides: LabeledSamples) -> None:
     """Raise an `InputError` unless features are finite and their squared distances fit float64.
@@ -333,7 +337,7 @@ def check_squares(*sides: LabeledSamples) -> None:
         if 4 * side.dim * largest > LARGEST_SQUARE / max(largest, 1.0):
             raise InputError(
                 f"the features of {side.name} reach {largest:.1e}, whose squared distances "
-                "overflow float64; scale them, such as with extractor.standardize=true"
+                f"overflow float64; {HOW_TO_SCALE}"
             )
 
 

@@ -73,6 +73,8 @@ def test_pairs_and_flows_show_one_line() -> None:
     source, target = _blobs()
     pairs = otdd.pairwise_distances([source, target], epsilon=0.5)
     assert repr(pairs) == "PairwiseResult(2 datasets: photos, drawings; epsilon=0.5, converged)"
+    sliced = otdd.sliced_distances([source, target], projections=1000)
+    assert repr(sliced) == "SlicedResult(2 datasets: photos, drawings; 1,000 draws)"
     flow = otdd.gradient_flow(source, target, otdd.Flow(steps=2), epsilon=0.5)
     start = f"FlowResult({flow.before.divergence:.7g} to {flow.after.divergence:.7g}, mode=features"
     assert repr(flow).startswith(start + ", 2 steps")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
+from otdd_flash.samples import HOW_TO_LABEL, HOW_TO_SCALE, LabeledSamples
 from otdd_flash.sliced.draws import Draws
 
 # Rows that are cast to float64 together.
@@ -75,7 +75,7 @@ class Projected:
         if not bool(torch.isfinite(projections).all()):
             raise InputError(
                 f"powers of the features of {self.name} overflow float64 in a sliced distance; "
-                "scale them, such as with extractor.standardize=true"
+                f"{HOW_TO_SCALE}"
             )
         values, order = projections.sort(1)
         return SortedNumbers(values, None if self.masses is None else self.masses[order])

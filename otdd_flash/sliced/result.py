@@ -25,6 +25,7 @@ from torch import Tensor
 
 from otdd_flash.errors import DataNotice, warn
 from otdd_flash.files.json_file import json_content
+from otdd_flash.shown import listing
 from otdd_flash.sliced.tails import tail_excess
 from otdd_flash.table_columns import frame_of
 
@@ -87,6 +88,13 @@ class SlicedResult:
     names: tuple[str, ...]
     projections: int
     seed: int
+
+    def __repr__(self) -> str:
+        """How many datasets over how many draws; `pairs()` lists distances."""
+        return (
+            f"SlicedResult({len(self.names)} datasets: {listing(self.names, 12)}; "
+            f"{self.projections:,} draws)"
+        )
 
     @classmethod
     def of_draws(cls, draws: Tensor, names: Sequence[str], seed: int) -> SlicedResult:
@@ -185,7 +193,8 @@ class SlicedResult:
             f"the largest {HEAVY_DRAWS:.0%} of draws carry more than half of the sliced distance "
             f"between {self.names[i]} and {self.names[j]}{more}: its mean is hardly known, and the "
             "interval is as wide as that, or not given where it has no end; standardize the "
-            "features, such as with extractor.standardize=true",
+            "features, such as with extractor.standardize=true (in Python "
+            "otdd.extractors.standardize)",
             DataNotice,
         )
 

@@ -154,7 +154,10 @@ def epsilon_of_datasets(
             if name == "epsilon" and DEFAULT_RELATIVE * mean >= error.advised:
                 ways += f", or give epsilon_relative={DEFAULT_RELATIVE} in its place"
             if name == "epsilon" and epsilon * mean >= error.advised * standardized:
-                ways += ", or standardize the features (extractor.standardize=true)"
+                ways += (
+                    ", or standardize the features (extractor.standardize=true, in Python "
+                    "otdd.extractors.standardize)"
+                )
             raise EpsilonOutOfRange(error.words + ways, error.epsilon, error.advised) from None
 
 
