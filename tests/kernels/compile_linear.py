@@ -19,7 +19,7 @@ from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.points.packed_points import PackedPoints, arrange
 
 
-def needs(m: int, count: int) -> dict[str, dict[str, int]]:
+def needs(m: int, count: int, shapes: tuple[tuple[int, int], ...]) -> dict[str, dict[str, int]]:
     layout = arrange(torch.zeros(m, dtype=torch.int64), 1)
     vectors = torch.zeros(6, count, m, dtype=torch.float64).transpose(1, 2)
     numbers = torch.zeros(7, count, dtype=torch.float64)
@@ -38,7 +38,7 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
     given = side, side, Scores(1.0, torch.zeros(1, 1), 3), (points[:, 0], points[:, 0]), 0.1
     terms = partial(plan_terms.plan_terms, *given, masses)
     runs["plan terms"] = plan_terms, "plan_terms", terms
-    for parts, slots in ((1, 2), (2, 1), (2, 2)):
+    for parts, slots in shapes:
         split = layout.size // 2 * (slots - 1)
         values = torch.zeros(layout.size + split, parts, count)
         products = halves.Unmerged(values, layout.size - split, split, slots)
@@ -73,7 +73,7 @@ def needs(m: int, count: int) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    found = needs(10_000, 1) | needs(9_999, 7)
+    found = needs(10_000, 1, ((1, 2), (2, 2))) | needs(9_999, 7, ((2, 1),))
     sys.stdout.write(json.dumps(found) + "\n")
 
 
