@@ -14,7 +14,7 @@ from otdd_flash.kernels.passes import marginal_tiles, symmetric_step
 from otdd_flash.operators import float64_rows, kernel, rounding
 from otdd_flash.operators.kernel import KernelOperator
 
-# Of a divergence, and of a pass: a multiple of the block for 2 and for 8 classes, so that padding is
+# Of a divergence, and of a pass: a multiple of the block for 2 and for 8 classes, whose padding is
 # the same.
 COUNT, COUNT_OF_PASS = 512, 1024
 CHUNK = 128
