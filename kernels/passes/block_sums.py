@@ -29,7 +29,7 @@ def add_columns(block: Tensor, values: Tensor, columns: slice, out: Tensor) -> N
 
 
 def _multiply(block: Tensor, values: Tensor, out: Tensor, *, add: bool) -> None:
-    """Out (+)= block @ values, float16 in and float32 out."""
+    """Write block @ values to `out`, or add it; float16 in and float32 out."""
     if block.is_cuda:
         if add:
             torch.addmm(out, block, values, out_dtype=torch.float32, out=out)

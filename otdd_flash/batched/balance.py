@@ -192,7 +192,7 @@ def _implicit_with_masses(
 
 
 def _log_sum(logs: Tensor, dim: int) -> Tensor:
-    """Log sum exp along a dimension, which stays; 0 where all are forbidden."""
+    """Return log sum exp along a dimension, which stays; 0 where all are forbidden."""
     found = logs.logsumexp(dim, keepdim=True)
     return torch.where(found.isfinite(), found, 0)
 

@@ -53,7 +53,7 @@ def first_scalings(chunk: Chunk, grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled(kernel: Tensor, phi: Tensor, gamma: Tensor, *, log: bool) -> Tensor:
-    """Phi_i K_ij gamma_j (n, m, s), themselves with `log` as well."""
+    """Return phi_i K_ij gamma_j (n, m, s); with `log` all three are given as logarithms."""
     if log:
         exponents = (kernel + phi[0][:, None]).add_(gamma[0])
         return exponents.add_(phi[1][:, None] + gamma[1]).exp_()

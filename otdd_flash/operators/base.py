@@ -27,7 +27,7 @@ Number = TypeVar("Number", float, Tensor)
 
 
 def below_zero(value: Number) -> Number:
-    """Min(value, 0), of a number or of each of many."""
+    """Return min(value, 0), of a number or of each of many."""
     return (value - abs(value)) / 2
 
 

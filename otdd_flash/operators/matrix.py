@@ -156,7 +156,7 @@ class MatrixOperator(TiledOperator):
     def scaled_plan(
         self, f: Tensor, g: Tensor, epsilon: float, dtype: torch.dtype, factor: Tensor | float = 1.0
     ) -> Tensor:
-        """Factor times P (n, m), rounded once; 0 at forbidden pairs and at masses of 0.
+        """Return factor P (n, m), rounded once; 0 at forbidden pairs and at masses of 0.
 
         Args:
             f: (n,) potential.

@@ -145,7 +145,7 @@ class MatrixEntries:
         self.offsets = torch.zeros(source.shape[0], dtype=torch.float64, device=source.device)
 
     def logs(self, rows: slice, term: Tensor, epsilon: float) -> Tensor:
-        """Term - C[rows] / epsilon."""
+        """Return term - C[rows] / epsilon (k, m): the scores are S = -C."""
         chosen = torch.arange(self.shape[0], device=self._source.device)[rows]
         costs = self.costs(chosen, self._every)
         return torch.add(term.to(costs), costs, alpha=-1 / epsilon)

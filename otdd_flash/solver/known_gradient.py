@@ -41,7 +41,7 @@ class KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale times each gradient."""
+        """Return scale times each gradient."""
         # Of create_graph=True.
         again = torch.is_grad_enabled()
         if again and ctx.second is not None:
@@ -62,7 +62,7 @@ class _Moving(torch.autograd.Function):
     def forward(
         ctx: Any, second: Second, gradients: Sequence[Tensor], scale: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Scale times each gradient."""
+        """Return scale times each gradient."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(scale, *gradients)
         ctx.second, ctx.inputs = second, inputs

@@ -174,7 +174,7 @@ class LossGradient:
 
 
 def _by_masses(operator: Operator, term: TransportTerm, *, columns: bool) -> Tensor:
-    """F - epsilon (r / a - 1) (n,), or that of columns (m,), float64."""
+    """Return f - epsilon (r / a - 1) (n,), or g - epsilon (c / b - 1) (m,), float64."""
     epsilon = term.epsilon
     if columns:
         potential, exact = term.g, operator.softmin_columns(term.f, epsilon, term.g)
