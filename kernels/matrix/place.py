@@ -38,7 +38,6 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Tensor) -> Place:
-        """The place of a matrix."""
         numbers = torch.tensor(numbers_of(matrix), dtype=torch.int64).to(matrix.device)
         return cls(numbers, matrix.dtype, is_aligned(matrix))
 

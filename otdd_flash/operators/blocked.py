@@ -84,21 +84,17 @@ class BlockedOperator(BlockSums):
 
     @property
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
         return max(len(self._rows), len(self._columns))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._first.operator.dtype
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed; None where operators take points as they are."""
         return self._first.operator.packing
 
     def measured_tiles(self) -> Iterator[Tile]:
-        """Pairs of blocks that tell what their costs are off by."""
         self._measure()
         return self.tiles(upper=self.cost.symmetric, points=self.packing is None)
 

@@ -67,7 +67,6 @@ class Cloud:
 
     @cached_property
     def extent(self) -> Extent:
-        """Where it lies."""
         return extent(self.points, self.masses)
 
     def distances(self, centre: Tensor) -> Distances:

@@ -113,7 +113,6 @@ class KernelOperator:
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs."""
         cost = self.cost
         return CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, self._fixed_point.cost_error)
 

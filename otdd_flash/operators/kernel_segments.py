@@ -111,12 +111,10 @@ class KernelSegments:
             self._vectors, self._sums = coarse_of._vectors.shared(), coarse_of._sums
 
     def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
-        """The iterations of all problems, in Triton."""
         return QuasiNewtonKernels(self, goal, form, start)
 
     @property
     def device(self) -> torch.device:
-        """Where passes run."""
         return self.mean_cost.device
 
     def repeat(self, step: Callable[[], None]) -> None:
@@ -129,7 +127,6 @@ class KernelSegments:
         return KernelSegments(self._classes, *self._sides, small=self._small, coarse_of=self)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
         vectors = self._vectors
         if not self._symmetric:
             self._half_step(0, epsilon, vectors.columns.candidate, active)
@@ -138,7 +135,6 @@ class KernelSegments:
         return vectors.evaluate(self._sums, epsilon, active)
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        """Choose them by the numbers of a move."""
         self._vectors.move(numbers, active)
 
     def keep(self, order: Tensor) -> None:

@@ -71,7 +71,6 @@ class KernelVectors:
         return segmented_totals(self._seen, columns, rows.first_blocks, own.first_blocks, active)
 
     def move(self, numbers: Tensor, active: Tensor) -> None:
-        """Choose the next candidates by the numbers of a move."""
         blocks, table = self._layouts[-1].blocks, self._layouts[-1].table
         segmented_move(self._masses[1], blocks, table, active, numbers, self.columns)
 

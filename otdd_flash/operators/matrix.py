@@ -37,19 +37,13 @@ class CostSource(Protocol):
     """Where the entries of C (n, m) come from."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(n, m)."""
-        ...
+    def shape(self) -> tuple[int, int]: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the entries."""
-        ...
+    def dtype(self) -> torch.dtype: ...
 
     @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
     def asked(self) -> int | None:
@@ -124,12 +118,10 @@ class MatrixOperator(TiledOperator):
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs."""
         return super().costs._replace(forbidden=self.facts.forbidden)
 
     @property
     def backend(self) -> str:
-        """How the scores are held."""
         return "torch, costs given" if self.source.asked is None else "torch, costs asked for"
 
     @property
@@ -182,12 +174,10 @@ class MatrixOperator(TiledOperator):
         return found
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
         found = [block[:, rows].diagonal().double() for rows, block in exact_blocks(self.source)]
         return torch.cat(found)
 
     def sample(self, rows: Tensor, columns: Tensor) -> MatrixOperator:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
         masses = equal_masses(rows), equal_masses(columns)
         return MatrixOperator(self.source.between(rows, columns), *masses, dtype=self.dtype)
 

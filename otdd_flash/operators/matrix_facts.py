@@ -33,7 +33,6 @@ class MatrixFacts(NamedTuple):
 
     @property
     def forbidden(self) -> bool:
-        """Whether any pair is."""
         return self.partners is not None
 
 

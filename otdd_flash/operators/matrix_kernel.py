@@ -75,12 +75,10 @@ class MatrixKernelOperator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._tiles.dtype
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs."""
         return self._tiles.costs
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
@@ -212,7 +210,6 @@ class MatrixSegment(KernelSegment):
         return (1, 1) if self._sweeps else operator.ranges
 
     def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
-        """The iterations of all problems, in Triton."""
         self._epsilon = goal.epsilon
         return super().iterations(goal, form, start)
 
@@ -237,7 +234,6 @@ class MatrixSegment(KernelSegment):
         return self.operator.sums_of_lines(f, epsilon, columns=True)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
         if not self._sweeps:
             return super().numbers(epsilon, active)
         swept = self.operator.sweep(self._vectors.columns.candidate, epsilon, active)

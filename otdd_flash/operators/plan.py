@@ -114,12 +114,10 @@ class StreamedPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the operator."""
         return self._operator.dtype
 
     @property
     def precision(self) -> float:
-        """Of the operator's type."""
         return SUM_UNITS * torch.finfo(self.dtype).eps / 2
 
     @property
@@ -145,7 +143,6 @@ class StreamedPlan:
 
     @cached_property
     def with_points(self) -> PointProducts | None:
-        """If the operator has any."""
         prepare = self._operator.execution.point_products
         found: PointProducts | None = None if prepare is None else prepare(self, *self._at)
         return found

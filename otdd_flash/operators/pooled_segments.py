@@ -68,7 +68,6 @@ class PooledSegments(ABC):
         return self.vectors.columns.kept + self.vectors.columns.residual
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        """Choose the next candidates by the numbers of a move."""
         self.vectors.move(numbers, active)
 
     @property
@@ -113,7 +112,6 @@ class ScoredSegments(PooledSegments):
         self._sums = Sums(highest, torch.ones_like(highest, dtype=torch.float64))
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
         vectors = self.vectors
         if not self._symmetric:
             self._half_step(0, epsilon, vectors.columns.candidate, active)

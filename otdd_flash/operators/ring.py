@@ -75,17 +75,14 @@ class RingPart(BlockSums):
 
     @property
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
         return len(self._own) * self._ranks.size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._first.dtype
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed; None where operators take points as they are."""
         return self._first.packing
 
     def is_near(self, joined: Joined, guess: Tensor) -> bool:

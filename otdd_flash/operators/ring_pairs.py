@@ -72,22 +72,18 @@ class RingPairs(BlockSums):
 
     @property
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
         return 2 * self._ranks.size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._first.dtype
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed; None where operators take points as they are."""
         return self._first.packing
 
     @property
     def refined(self) -> RingPairs:
-        """The same at full accuracy."""
         if self._first.execution.refined is None:
             return self
         first, (blocks,) = refined_blocks(self._first, self._blocks)
@@ -109,7 +105,6 @@ class RingShare(BlockShare):
 
     @property
     def refined(self) -> RingShare:
-        """The same at full accuracy."""
         return RingShare(self._ring.refined, refined(self._rows), self._own)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:

@@ -109,7 +109,6 @@ class BlockShare:
         return self
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """See `SelfShare`."""
         return self._pairs.joined_pairs(f, epsilon).potential
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
@@ -121,7 +120,6 @@ class BlockShare:
         return self._pairs.marginals(f, f, epsilon, accurate=accurate)
 
     def mean_error(self, ranks: Ranks) -> float:
-        """See `SelfShare`."""
         of_rows, _ = self._pairs.accurate_errors
         own = torch.cat((of_rows, of_rows.new_full((1,), self._pairs.rounding)))
         every = ranks.all_gathered(own).amax(0)
@@ -155,7 +153,6 @@ class FoldedPairs(BlockSums):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is found."""
         return torch.float64
 
     @property
@@ -165,7 +162,6 @@ class FoldedPairs(BlockSums):
 
     @property
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
         return len(self._tiles)
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:

@@ -57,7 +57,6 @@ class ShardedOperator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._dtype
 
     @property

@@ -122,7 +122,6 @@ class TiledOperator(ABC):
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs."""
         return self._costs
 
     @cached_property

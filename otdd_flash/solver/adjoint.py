@@ -161,7 +161,6 @@ class Entries:
 
     @property
     def _products(self) -> Products:
-        """With P."""
         if self.whole:
             return self.plan
         if not isinstance(self.plan, KeptPlan):

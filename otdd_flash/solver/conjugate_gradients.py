@@ -191,7 +191,6 @@ class Iterates:
         self._start(torch.ones_like(self.target, dtype=torch.bool))
 
     def repeat(self) -> None:
-        """Take a step."""
         self.step()
 
     def wanted(self) -> tuple[bool, bool]:

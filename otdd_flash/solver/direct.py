@@ -109,7 +109,6 @@ class OfRows:
         self.sound = self._rows.sound
 
     def solve(self, right: Tensor) -> Tensor:
-        """As for `Direct`."""
         moved = self._rows.solve(self._entries @ (-self._by_column * right))
         return self._by_column * (right - self._entries.T @ moved) / self._damped
 

@@ -60,7 +60,6 @@ class Divergence:
 
     @property
     def terms(self) -> dict[str, TransportTerm]:
-        """The terms that were solved, by name."""
         named = {"xy": self.xy, "xx": self.xx, "yy": self.yy}
         return {name: term for name, term in named.items() if term is not None}
 

@@ -123,7 +123,6 @@ class PointEntries:
         return found.addmm_(x, y.T, alpha=2 * cost.lambda_x / epsilon)
 
     def costs(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """C (k, l)."""
         cost = self._cost
         x = self._centred(cost.points[0][rows])
         y = (
@@ -151,7 +150,6 @@ class MatrixEntries:
         return torch.add(term.to(costs), costs, alpha=-1 / epsilon)
 
     def costs(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """C (k, l)."""
         return self._source.between(rows, columns).to(self._dtype)
 
 

@@ -116,7 +116,6 @@ class OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
-        """A copy of the gradient."""
         return gradient.clone()
 
     @staticmethod

@@ -301,7 +301,6 @@ class Solver:
         return Solution(values.mul_(unit), left.mul_(unit), residual, none, converged)
 
     def by_iterations(self, right: Tensor) -> Solution:
-        """By conjugate gradients."""
         iterates, unit = self._iterates_for(right), largest(right, dim=0)
         iterates.begin(right / unit, self._near(self._rounded))
         if self._improve(iterates, self._rounded) and self._rounded is not self._system:

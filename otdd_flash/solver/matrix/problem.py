@@ -108,7 +108,6 @@ class MatrixProblem:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
         return self.source.device
 
     @cached_property

@@ -68,7 +68,6 @@ class Batch(NamedTuple):
 
     @classmethod
     def of_one(cls, sides: tuple[LabeledSamples, LabeledSamples], table: Tensor | None) -> Batch:
-        """A single problem."""
         x, y = sides
 
         def first(part: Tensor | None) -> Tensor | None:
@@ -112,8 +111,6 @@ class Batch(NamedTuple):
         return now
 
     def part(self, problems: slice) -> Batch:
-        """Some of the problems."""
-
         def of(given: tuple[Tensor | None, Tensor | None]) -> Any:
             return tuple(None if side is None else side[problems] for side in given)
 
@@ -155,7 +152,6 @@ class GivenCosts(NamedTuple):
         return numbers_of(self.costs)
 
     def fill(self, pool: Pool, *, uniform: bool) -> bool:
-        """Fill in a pool's inputs, as `Batch.fill`."""
         for known, sides in ((pool.masses, self.masses), (pool.cross_magnitudes, self.magnitudes)):
             known.zero_()
             for start, given in zip((0, pool.room.n), sides, strict=True):

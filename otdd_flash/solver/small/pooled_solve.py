@@ -162,7 +162,6 @@ class PooledSolve:
             self._iterating.run(self._iterate)
 
     def _iterate(self) -> None:
-        """Some iterations."""
         run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))
 
     def read(self) -> Read:

@@ -128,5 +128,4 @@ class SelfNumbers(NamedTuple):
         return self.growth + 2 * self.lost
 
     def dual(self, epsilon: float) -> Any:
-        """The dual value."""
         return dual_value(2 * self.paid, self.mass, epsilon)
