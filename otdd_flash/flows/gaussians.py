@@ -60,7 +60,6 @@ class Gaussians:
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, Tensor]) -> Gaussians:
-        """What `variables` gave."""
         return cls(variables["means"], variables.get("spreads"))
 
     @property

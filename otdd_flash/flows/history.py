@@ -161,11 +161,9 @@ class Recorder:
         )
 
     def state(self) -> dict[str, Any]:
-        """All of it."""
         return {"rows": self.rows, "every": self.every, "kept": dict(self._kept)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
         self.rows, self.every, self._kept = state["rows"], state["every"], dict(state["kept"])
         self._there, self._seen = self.rows, (None, None)
 

@@ -67,7 +67,6 @@ class Rows:
             self._parameters["points"].data.add_(noise, alpha=spread)
 
     def clamp(self, low: float, high: float) -> None:
-        """Take points back into a box."""
         self._parameters["points"].data.clamp_(low, high)
 
     def undo(self) -> None:

@@ -43,11 +43,9 @@ class FeatureSpace:
     key: str = "features"
 
     def features(self, points: Tensor) -> Tensor:
-        """The points."""
         return points
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient."""
         return gradient
 
 
@@ -68,7 +66,6 @@ class DirectionSpace:
 
     @property
     def key(self) -> str:
-        """What a resumed flow compares."""
         return f"directions of {self.inner.key}"
 
     def features(self, points: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ class _MeasuredByRanks(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
         ranks, number = self.ranks, self._number(clouds)
         ranks.report_to(progress, len(pairs))
         # A GPU compares, sorts and sends in no time what takes a core seconds.
@@ -70,7 +69,6 @@ class _MeasuredByRanks(LabelMetric):
 
     @property
     def single_samples_are_points(self) -> bool:
-        """As without ranks."""
         return self.metric.single_samples_are_points
 
     def _number(self, clouds: Sequence[ClassCloud]) -> int:

@@ -31,7 +31,6 @@ class Setup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tasks' names."""
         return tuple(task.name for task in self.tasks)
 
     @property

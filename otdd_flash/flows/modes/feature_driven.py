@@ -45,7 +45,6 @@ class FeaturesMode(Mode):
         self._blocks, self._blocks_of = setting.blocks(table.full), table
 
     def measure(self, features: Tensor) -> None:
-        """Measure the distances between the classes of particles with features (n, d)."""
         particles = self._setting.at(features)
         self.class_distances = self._classes.remeasured(particles, self.class_distances)
 

@@ -61,7 +61,6 @@ class PairValue(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class."""
         return {
             "measure": self.measure.name,
             "packages": [one.package for one in parts("measures").get(self.measure.name, ())],
@@ -71,12 +70,10 @@ class PairValue(Unit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         names = self.setup.names
         return f"{self.measure.name} of {names[self.i]} for {names[self.j]}"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
         with blamed_on(self.measure, self.title):
             value = self.measure.value(source, target)

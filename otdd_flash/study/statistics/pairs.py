@@ -93,7 +93,6 @@ class PairTable:
 
     @property
     def count(self) -> int:
-        """The number of pairs that are present."""
         return int(self.present.sum())
 
     @cached_property

@@ -77,7 +77,6 @@ class Store:
             self._error_path(unit).unlink(missing_ok=True)
 
     def fail(self, unit: Unit, error: Exception) -> None:
-        """Keep why a unit failed."""
         match error:
             case InputError():
                 code = BAD_INPUT
