@@ -41,7 +41,6 @@ class Unchanged:
 
     @classmethod
     def of(cls, *sides: LabeledSamples) -> Unchanged:
-        """Samples as they are now."""
         return cls(sides, tuple(mark_of(side) for side in sides))
 
     def check(self) -> None:

@@ -82,7 +82,6 @@ class LabeledSamples:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Check the parts, and convert them."""
         if self.labels is None:
             object.__setattr__(self, "class_names", ())
         check_fields(self, LABELED_SAMPLES)

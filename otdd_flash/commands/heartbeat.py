@@ -82,7 +82,6 @@ class Heartbeat(threading.Thread):
                 self._end("the store of torchrun")
 
     def stop(self) -> None:
-        """End as meant."""
         self._ended.set()
         self.join()
         # Nobody hears of it where the store does not answer.

@@ -88,7 +88,6 @@ class SafeFormatter(logging.Formatter):
     """Hydra's log lines, which repeat arguments, without their effects on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record, safe to print."""
         return _safe(super().format(record).expandtabs(4))
 
 

@@ -64,7 +64,6 @@ class RuntimeSettings:
     log_level: str
 
     def compute_options(self) -> ComputeOptions:
-        """Where and how passes run, for the library."""
         budget, ranks = self.memory_budget, leading()
         return ComputeOptions(self.device, self.backend, self.precision, budget, ranks)
 
@@ -172,7 +171,6 @@ class ComparisonSettings:
         refuse_both(self.epsilon, self.epsilon_relative)
 
     def cost(self) -> GroundCost:
-        """The ground cost, for the library."""
         return GroundCost(self.lambda_x, self.lambda_y, self.ground)
 
 

@@ -191,7 +191,6 @@ def _transfer(node: TransferNode | None, image_shape: tuple[int, ...] | None) ->
 
 
 def _remove(directory: Path) -> None:
-    """Remove the study that the folder holds, if it holds one."""
     if not (directory / STUDY_FILE).exists():
         return
     shutil.rmtree(directory / FOLDER, ignore_errors=True)

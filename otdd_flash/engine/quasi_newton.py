@@ -182,7 +182,6 @@ class QuasiNewton:
         self.active = torch.ones_like(self.active)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some segments."""
         self.active, self.terms = self.active[order], self.terms[order]
         self._iterations = self._iterations[order]
         self._levels = Levels(*(numbers[order] for numbers in self._levels))

@@ -153,7 +153,6 @@ class QuasiNewtonKernels:
         self._begin(_costs(self._segments), settings, first, _known(start))
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some segments."""
         self._costs = self._costs[order]
         self._state = State(*(part[order] for part in self._state))
         self._other = State(*map(torch.empty_like, self._state))

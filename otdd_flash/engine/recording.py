@@ -96,7 +96,6 @@ class RecordingPool:
             self.handle = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:  # pragma: gpu
-        """What a function launches."""
         return _record(launch, self._device, self.handle)
 
 
@@ -139,7 +138,6 @@ class _Recorder:  # pragma: gpu
         self._first = self.record(lambda: torch.zeros((), device=stream.device))
 
     def record(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """What a function launches."""
         pool = None if self._first is None else self._first.pool()
         try:
             return _record(launch, self._device, pool)

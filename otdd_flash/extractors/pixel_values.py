@@ -36,7 +36,6 @@ class PixelValues:
 
     @property
     def key(self) -> str:
-        """Name and parameters."""
         return f"pixels size={self.size} grayscale={self.grayscale}"
 
     def __repr__(self) -> str:

@@ -34,7 +34,6 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        """That of a file as it is now."""
         found = os.stat(path)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 

@@ -83,14 +83,12 @@ class ScatteredFeatures(FileFeatures):
         raise InputError(CHANGED)
 
     def tolist(self) -> Any:
-        """All of it, read."""
         return self.numpy().tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ScatteredFeatures({self.file.matrix.shape}, {self.file.matrix.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
-        """All of it, read."""
         return self.file.rows(slice(0, self.shape[0])).numpy(force=force)
 
     @classmethod

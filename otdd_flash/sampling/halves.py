@@ -37,7 +37,6 @@ class BoundedValue:
 
     @classmethod
     def of(cls, result: DistanceResult) -> BoundedValue:
-        """The number of a result, with its solver bounds."""
         return cls(result.value, *result.bounds)
 
 

@@ -403,7 +403,6 @@ def _class(kind: str) -> str:
 
 
 def _points(value: float) -> Cell:
-    """A number of points of gain."""
     return Cell(one_decimal(value), repr(value))
 
 
