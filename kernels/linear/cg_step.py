@@ -107,7 +107,7 @@ def load_image(
     mask,
     PARTS: tl.constexpr,
 ):
-    """Some of an image, float64."""
+    """Load a block of an image, float64."""
     o_row = tl.load(position_ptr + o, mask=mask, other=0)
     found = load_found(found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS)
     image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * values

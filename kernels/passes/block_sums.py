@@ -23,7 +23,7 @@ def add_halves(block: Tensor, halves: tuple[Tensor, Tensor], columns: slice, out
 
 
 def add_columns(block: Tensor, values: Tensor, columns: slice, out: Tensor) -> None:
-    """The same of all parts with the same columns (m, k), to `out` (height, k) float32."""
+    """Add Q V of all parts with the same columns V (m, k) to `out` (height, k) float32."""
     for k, part in enumerate(block):
         _multiply(part, values[columns], out, add=columns.start + k > 0)
 

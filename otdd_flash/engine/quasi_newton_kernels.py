@@ -170,7 +170,7 @@ class QuasiNewtonKernels:
 
 
 def _known(start: Start) -> Tensor:
-    """What is known before the first evaluation (S, TRUST), as the kernel reads it."""
+    """Pack the state before the first evaluation (S, TRUST), as the kernel reads it."""
     level, *levels = start.levels
     fresh = *Trust.fresh(level), *Progress.none(level)
     return torch.stack((start.iterations.to(level), *fresh, *levels), 1)
@@ -183,7 +183,7 @@ def _first_level(start: Start, epsilon: float | Tensor, max_iterations: int | Te
 
 
 def _costs(segments: KernelProblems) -> Tensor:
-    """What is known of costs (S, 12), as the kernel reads it; maybe on the host."""
+    """Pack the facts of the costs (S, 12), as the kernel reads them; maybe on the host."""
     costs = segments.mean_cost, segments.cost_spread, segments.offset, *segments.errors
     return torch.stack(costs, 1)
 

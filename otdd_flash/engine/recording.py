@@ -167,7 +167,7 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:  # pragma: gpu
 def _record(  # pragma: gpu
     launch: Callable[[], object], device: torch.device, pool: Any
 ) -> torch.cuda.CUDAGraph:
-    """What a function launches, recorded on a stream of its own."""
+    """Record what a function launches, on a stream of its own."""
     graph = torch.cuda.CUDAGraph()
     with _recording:
         side = _streams(device)[0]

@@ -46,7 +46,7 @@ class Evidence(NamedTuple):
 
 
 def evaluate_cross(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
-    """Of the plan of f = T(g) and g; epsilon (S,). The upper bound is that of exact f and rows."""
+    """Bound the plan of f = T(g) and g, epsilon (S,); the upper bound takes exact f and rows."""
     size = found.row_size + found.size
     floor, rounding = rounding_of(costs, found.row_size, size, found.gap, epsilon)
     error, exact = oscillation.total_error(found.gap, floor), found.row_value + found.value
@@ -60,7 +60,7 @@ def evaluate_cross(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence
 
 
 def evaluate_self(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
-    """Of the plan of one potential, shifted to mass 1; epsilon (S,)."""
+    """Bound the plan of one potential, shifted to mass 1; epsilon (S,)."""
     shift, off = self_shift(found.mass, epsilon), oscillation.gap_at_mass_one(found.gap, found.mass)
     # Potentials are taken as they are stored.
     stored, size = torch.zeros_like(off), 2 * found.size + shift.abs()

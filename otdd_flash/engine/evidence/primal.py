@@ -47,7 +47,7 @@ class Filling(NamedTuple, Generic[Number]):
 def filling_of(
     operator: Certifiable, masses: Tensor, absent: Tensor, sums: Tensor, scale: Tensor
 ) -> Filling[Tensor]:
-    """Of a plan whose sums (n + m,), times the scale (), are at most the masses (n + m,).
+    """Measure what a plan misses: its sums (n + m,), scaled, are at most the masses (n + m,).
 
     These are 0 where a point is `absent` (n + m,).
     """
@@ -121,7 +121,7 @@ def diagonal_of(a: Tensor, f: Tensor, costs: Tensor, epsilon: Epsilon) -> Tensor
 
 
 def sums_without(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor) -> RowSums:
-    """Of a plan with row sums r (n,), each off by a share, and log P_ii, off by a spread (n,)."""
+    """Take log P_ii, off by `spread` (n,), from row sums r (n,), each off by a share `relative`."""
     low, high = (diagonal - spread).exp(), (diagonal + spread).exp()
     return RowSums(
         ((1 - relative) * rows - high).clamp_min_(0), ((1 + relative) * rows - low).clamp_min_(0)
