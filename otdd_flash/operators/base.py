@@ -184,12 +184,12 @@ class Certifiable(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials, float32 or float64."""
+        """The type of the potentials, float32 or float64."""
         ...
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of C; finding out may take long."""
+        """Facts of C; computing them may take long."""
         ...
 
     @property
@@ -260,6 +260,6 @@ class Operator(Certifiable, Protocol):
 
 
 def refined(operator: Operator) -> Operator:
-    """The same cost to the full accuracy of the potentials; often the operator itself."""
+    """Return the cost at the full accuracy of the potentials; often the operator itself."""
     refine = operator.execution.refined
     return operator if refine is None else refine()

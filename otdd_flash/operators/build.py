@@ -81,19 +81,19 @@ class ComputeOptions:
 
     @classmethod
     def of(cls, given: Compute | None) -> ComputeOptions:
-        """Options as they are, or the defaults, on a device if one is named."""
+        """Return the options as they are, or the defaults on a named device."""
         if isinstance(given, ComputeOptions):
             return given
         return cls() if given is None else cls(str(given))
 
     @property
     def alone(self) -> ComputeOptions:
-        """The same for this process without others: what results keep."""
+        """Return the options for this process alone, as results keep them."""
         return replace(self, group=None)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of them but the group, for files."""
+        """All options but the group, for files."""
         return {key.name: getattr(self, key.name) for key in fields(self) if key.compare}
 
     @property
@@ -197,7 +197,7 @@ def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device
 
 
 def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
-    """What samples are to costs; the same one as long as they hold what they held."""
+    """Return the samples as a `Cloud`; the same object as long as the samples are unchanged."""
 
     def find() -> Cloud:
         points, equal = points_of(samples, streaming), samples.weights is None
@@ -213,7 +213,7 @@ def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
 
 
 def forget_cloud(samples: LabeledSamples) -> None:
-    """Ask samples anew what they are, in a call to which they may come changed."""
+    """Drop the cached cloud: the tensors may have been modified in place since the last call."""
     forget(samples, CLOUD)
 
 

@@ -35,7 +35,7 @@ class Distances(NamedTuple):
 
     @property
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All but the first."""
+        """`farthest`, `highest` and `mean`."""
         return self.farthest, self.highest, self.mean
 
 
@@ -59,7 +59,7 @@ class Cloud:
         self.known: dict[Hashable, Any] = {}
 
     def kept(self, name: Hashable, find: Callable[[], T]) -> T:
-        """What `find` returned first by this name."""
+        """Call `find` once for this name and return its result from then on."""
         if name not in self.known:
             self.known[name] = find()
         found: T = self.known[name]
@@ -70,7 +70,7 @@ class Cloud:
         return extent(self.points, self.masses)
 
     def distances(self, centre: Tensor) -> Distances:
-        """From a centre (d,), float64."""
+        """Compute the distances from a centre (d,) float64."""
         squares = self._squares(centre)
         farthest = highest = squares.max()
         if not self._equal:
@@ -78,13 +78,13 @@ class Cloud:
         return Distances(squares, farthest, highest, self.masses @ squares)
 
     def class_masses(self, classes: int) -> Tensor:
-        """The mass of each of so many classes (V,)."""
+        """Return the mass of each class (V,)."""
         return self.kept(
             ("classes", classes), lambda: mass_per_class(self.masses, self.labels, classes)
         )
 
     def share(self, rows: slice | Tensor, name: Hashable) -> tuple[Tensor, float]:
-        """The masses (k,) of some rows over their sum, and the sum; once by every name."""
+        """Return masses (k,) of some rows over their sum, and the sum; cached by `name`."""
 
         def find() -> tuple[Tensor, float]:
             whole = self.masses

@@ -50,7 +50,7 @@ class KernelVectors:
         self._seen: Tensor | None = None
 
     def shared(self) -> KernelVectors:
-        """The same vectors, for a form of the problems that keeps segments of its own."""
+        """Share the vectors with a form of the problems that keeps segments of its own."""
         return copy(self)
 
     def take(self, softmin: Sums | Tensor, epsilon: Tensor, active: Tensor) -> None:

@@ -98,7 +98,7 @@ class LabelledCost:
 
     @classmethod
     def between(cls, x: Cloud, y: Cloud, class_costs: Tensor, lambda_x: float) -> LabelledCost:
-        """The cost between clouds that tell of themselves what they have told before."""
+        """Build the cost between two clouds, from their cached statistics."""
         cost = cls.__new__(cls)
         cost.symmetric = x is y
         cost._begin((x, y))
@@ -116,7 +116,7 @@ class LabelledCost:
 
     @cached_property
     def _measured(self) -> _Measured:
-        """What the points tell, once something asks for it."""
+        """Statistics of the points, computed when they are first asked for."""
         (x, y), symmetric = self.clouds, self.symmetric
         mean_x, mean_y = x.extent.mean, y.extent.mean
         centre = mean_x if symmetric else (mean_x + mean_y) / 2
@@ -174,7 +174,7 @@ class LabelledCost:
 
     @property
     def largest(self) -> float:
-        """Of all coordinates, in absolute value, after centring."""
+        """The largest absolute coordinate, after centring."""
         return self.whole._measured.largest
 
     @property
@@ -204,7 +204,7 @@ class LabelledCost:
 
     @property
     def held(self) -> tuple[Tensor, Tensor]:
-        """Both clouds, for what needs all of them on the device."""
+        """Both clouds as tensors on the device."""
         x, y = self.points
         assert isinstance(x, Tensor)
         assert isinstance(y, Tensor)
@@ -241,7 +241,7 @@ class LabelledCost:
         return self.costs_of(self.moments(masses))
 
     def moments(self, masses: Tensor) -> Moments:
-        """Of masses q (m,)."""
+        """Compute the moments of masses q (m,) on the columns."""
         first = weighted_sum(self.points[1], masses, self.centre)
         classes = mass_per_class(masses, self.labels[1], self.class_costs.shape[1])
         return Moments(masses.sum(), first, masses @ self.squares[1], classes)
@@ -309,7 +309,7 @@ class LabelledCost:
         masses: tuple[Tensor, Tensor] | None = None,
         diagonal: bool = False,
     ) -> LabelledCost:
-        """Some rows and columns, with their masses, and all else of the whole cost.
+        """Cut the cost to some rows and columns, with their masses.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
         Their `points`, `labels` and `masses` may be given where they are there; on the `diagonal`
@@ -335,7 +335,7 @@ class LabelledCost:
         return found
 
     def without_points(self) -> LabelledCost:
-        """The same with no point, and all that follows from these."""
+        """Drop the points; statistics that were computed before stay."""
         magnitudes, (x, y) = self.magnitudes, self.points
         found = copy(self)
         found.magnitudes, found.points = magnitudes, (x[:0], y[:0])
@@ -350,12 +350,12 @@ class LabelledCost:
 
 
 def _some(values: Tensor, rows: Cut) -> Tensor:
-    """Some of what is known point by point; of all points the same tensor."""
+    """Cut numbers of points to some of these; return the tensor itself for all."""
     return values if isinstance(rows, slice) and rows == slice(None) else values[rows]
 
 
 def _some_points(points: Points, rows: Cut) -> Points:
-    """Some points; those that stream stay where they are."""
+    """Cut points to some of these; streamed points stay where they are."""
     return _some(points, rows) if isinstance(points, Tensor) else points.part(rows)
 
 
@@ -368,6 +368,6 @@ def on_host(cost: LabelledCost) -> tuple[HostPoints, HostPoints]:
 
 
 def equal_masses(points: Tensor) -> Tensor:
-    """The same mass for each of some points, (k,) float64 that add up to 1."""
+    """Return equal masses (k,) float64 that sum to 1, for k points."""
     count = len(points)
     return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)

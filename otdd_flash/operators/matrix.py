@@ -70,11 +70,11 @@ class HeldCosts:
         self.dtype, self.device = matrix.dtype, matrix.device
 
     def rows(self, rows: slice) -> Tensor:
-        """A view."""
+        """Return C[rows] as a view."""
         return self.matrix[rows]
 
     def between(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """A copy of these entries alone."""
+        """Copy C (k, l) of some rows (k,) and columns (l,)."""
         return self.matrix[rows[:, None], columns]
 
 
@@ -126,7 +126,7 @@ class MatrixOperator(TiledOperator):
 
     @property
     def execution(self) -> Execution:
-        """As of any tiles; of a sample that lacks the allowed pairs nothing is learnt."""
+        """Passes run as in the base class; nothing is learnt of a sample if pairs are forbidden."""
         execution = super().execution._replace(prepared_plan=self._prepared_plan)
         return execution._replace(sampled=None) if self.facts.forbidden else execution
 
@@ -139,7 +139,7 @@ class MatrixOperator(TiledOperator):
         return KeptPlan(self.plan_entries(f, g, epsilon))
 
     def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
-        """As of any tiles, and exactly 0 at forbidden pairs."""
+        """Yield the tiles of the base class, exactly 0 at forbidden pairs."""
         for rows, plan in super().exact_tiles(f, g, epsilon):
             if self.facts.forbidden:
                 threshold(plan, NOTHING, 0.0, inplace=True)
@@ -187,7 +187,7 @@ class MatrixOperator(TiledOperator):
         return self._negative(elements, self.dtype)
 
     def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield them likewise, float64."""
+        """Yield -C in blocks of rows, float64, in a buffer that is overwritten."""
         return self._negative(_exact_elements(self.device), torch.float64)
 
     def _negative(self, elements: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:

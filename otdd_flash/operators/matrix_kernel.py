@@ -168,7 +168,7 @@ class MatrixKernelOperator:
 
     @cached_property
     def place(self) -> Place:
-        """Of the matrix, or of its transpose, whichever has contiguous rows."""
+        """The place of the matrix, or of its transpose if that has contiguous rows."""
         return Place.of(self.lines)
 
     @cached_property

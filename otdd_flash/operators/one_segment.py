@@ -71,7 +71,7 @@ class OneSegment(ABC):
         """Take as many iterations as pay before the device is asked."""
 
     def change(self, operator: Operator) -> None:
-        """Take another form of the cost; its errors are those of the certificate, about."""
+        """Take another form of the cost; errors of passes are about those of the certificate."""
         self.operator = operator
         self.waits = not operator.execution.recorded
         costs = operator.costs
@@ -95,7 +95,7 @@ class OneSegment(ABC):
         return
 
     def keep(self, order: Tensor) -> None:
-        """Nothing: its potentials are asked for after it is done."""
+        """Do nothing: the potentials of a problem that is done are asked for later."""
         return
 
 

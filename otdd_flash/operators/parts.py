@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
     @property
     def refined(self) -> Part:
-        """The same at full accuracy."""
+        """The part at full accuracy."""
         return self._replace(operator=refined(self.operator))
 
 
@@ -97,7 +97,7 @@ class Parts:
         build: Build,
         share: Callable[[LabelledCost, Ranks, Build], tuple[SelfShare, Operator]] | None,
     ) -> Parts:
-        """Of a cost whose points are all here, or in files that every rank reads.
+        """Build the parts of a cost whose points every rank has, in memory or in files.
 
         Args:
             cost: the whole.
@@ -134,7 +134,7 @@ class Parts:
 
     @property
     def telling(self) -> Operator:
-        """An operator that runs as parts do; on all ranks."""
+        """An operator that runs as the parts do, on all ranks."""
         if self.first is not None:
             return self.first
         part = self.rows or self.columns
@@ -150,7 +150,7 @@ class Parts:
 
     @property
     def refined(self) -> Parts:
-        """The same at full accuracy."""
+        """The parts at full accuracy."""
         later = self.later
         return replace(
             self,

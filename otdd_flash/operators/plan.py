@@ -71,7 +71,7 @@ class Plan(Products, Protocol):
 
     @property
     def quick(self) -> Products:
-        """The same, or one near it, whose products take less time and are less accurate."""
+        """The plan, or one near it, whose products are faster and less accurate."""
         ...
 
     @property
@@ -136,7 +136,7 @@ class StreamedPlan:
 
     @cached_property
     def quick(self) -> Products:
-        """One that is held, if the operator can and memory allows it."""
+        """A plan that is held, if the operator can and memory allows it."""
         prepare = self._operator.execution.rounded_plan
         found: Products | None = None if prepare is None else prepare(*self._at, self._most)
         return found or self
@@ -225,7 +225,7 @@ class KeptPlan:
         return found
 
     def _blocks(self, factors: Factors) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their entries, weighted."""
+        """Yield blocks of rows and their entries, weighted by A B^T."""
         n, m = self.entries.shape
         left, right = (factor.double() for factor in factors)
         height = max(1, (BLOCK_GPU if left.is_cuda else BLOCK_CPU) // m)
@@ -272,7 +272,7 @@ def _side_by_side(factors: Factors | None, other: Factors | None) -> Factors | N
 
 
 def _balanced(factors: Factors | None, other: Factors | None) -> Factors | None:
-    """The same where what is side by side is rounded on one scale.
+    """Balance factors whose products are rounded side by side, on one scale.
 
     One side of each is multiplied by a power of two and the other divided, for sides of one size.
     """

@@ -72,7 +72,7 @@ class PooledSegments(ABC):
 
     @property
     def facts(self) -> PooledCosts:
-        """Of the costs, (S,) each."""
+        """Facts of the costs, (S,) each."""
         known = self._pool.own if self._symmetric else self._pool.cross
         return PooledCosts(*(number.reshape(-1) for number in known))
 
@@ -88,12 +88,12 @@ class PooledSegments(ABC):
 
     @property
     def offset(self) -> Tensor:
-        """Nothing is left out of the costs (S,)."""
+        """0: no term of one side is left out of the costs (S,)."""
         return torch.zeros_like(self.facts.mean)
 
     @property
     def errors(self) -> PassErrors:
-        """About what rounding does to a pass in float32."""
+        """Estimates of what rounding does to a pass in float32."""
         mean, lowest = self.facts.mean, self.facts.lowest.clamp_max(0)
         none, unit = torch.zeros_like(mean), UNIT + torch.zeros_like(mean)
         costs, reach = unit * (mean - 2 * lowest) / 2, unit * (mean - 2 * lowest)

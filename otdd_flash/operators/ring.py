@@ -86,7 +86,7 @@ class RingPart(BlockSums):
         return self._first.packing
 
     def is_near(self, joined: Joined, guess: Tensor) -> bool:
-        """Whether those of all ranks are: a pass is for all to do again, or for none."""
+        """Decide for all ranks at once: all repeat a pass, or none does."""
         if self.packing is None:
             return True
         return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
@@ -113,7 +113,7 @@ class RingPart(BlockSums):
         return few.softmin_rows(g, epsilon)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """Of P_r: sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""
+        """Return sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""
         own, other = self._sides
         none = _nowhere(self.cost, 0)
         found = torch.empty_like(self.a)
@@ -134,7 +134,7 @@ class RingPart(BlockSums):
         return found
 
     def own_costs(self) -> Tensor:
-        """Never asked for."""
+        """Never called: the whole cost has its own diagonal."""
         raise AssertionError("the whole cost knows them")
 
 
@@ -200,7 +200,7 @@ def _width(ranks: Ranks, count: int, rank: int) -> int:
 
 
 def _nowhere(cost: LabelledCost, count: int) -> Tensor:
-    """Points (count, d) that whoever reads them fails to."""
+    """Return a meta tensor (count, d): reading these points raises."""
     points = cost.points[0]
     return torch.empty((count, points.shape[1]), dtype=points.dtype, device="meta")
 

@@ -96,13 +96,13 @@ class RingBlocks:
             ]
 
     def for_parts(self, packing: Packing | None) -> RingBlocks:
-        """The same blocks for kernels that read other parts; what is held is shared."""
+        """Return the same blocks for kernels that read other parts; the points are shared."""
         found = copy(self)
         found._packing = packing
         return found
 
     def some(self, points: Tensor) -> RingBlocks:
-        """Those that these ranks hold of some points (l,) of the side, int64."""
+        """Restrict every rank's blocks to some points (l,) int64 of the side."""
         shard, first = self._shard, 0
         place, starts = torch.empty_like(shard.labels), [0]
         for blocks in shard.blocks:
@@ -153,7 +153,7 @@ class RingBlocks:
         return self._points, shapes
 
     def _as_packed(self) -> tuple[list[Tensor], Shapes]:
-        """Likewise the parts of coordinates that softmins read."""
+        """Return this rank's packed parts that softmins read, and the shapes of every rank's."""
         assert self._packing is not None
         own, parts = self._packed[self._ranks.rank], self._packing.parts
         width = own[0].coordinates.shape[1]
@@ -191,7 +191,7 @@ def refined_blocks(
 
 
 def cut(rows: Rows, count: int, size: int) -> list[Block]:
-    """Some points (count,) in so many blocks, as even as they can be."""
+    """Cut points into `size` blocks, as even as possible."""
     ends = [place * count // size for place in range(size + 1)]
     found = []
     for first, end in itertools.pairwise(ends):

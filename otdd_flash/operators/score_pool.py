@@ -126,7 +126,7 @@ class Pool:
         self.own = PooledCosts(*self.zeros(facts, 2).unbind(1))
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Zeros (B, ...)."""
+        """Allocate zeros (B, ...)."""
         room = self.room
         return torch.zeros((room.problems, *shape), dtype=dtype, device=room.device)
 
@@ -226,7 +226,7 @@ class ScorePool(Pool):
             )
 
     def _learn(self, squares: Tensor, own_squares: Tensor, apart: Tensor) -> None:
-        """What is known of the costs; `apart` is the product of the means (B,)."""
+        """Compute the facts of the costs; `apart` is the product of the means (B,)."""
         self.log2_masses.copy_(self.masses.log2())
         present, (x, y) = self.masses > 0, self.room.sides
         masses = torch.stack(

@@ -66,7 +66,7 @@ class SelfShare(Protocol):
 
     @property
     def refined(self) -> SelfShare:
-        """The same at full accuracy."""
+        """The share at full accuracy."""
         ...
 
 
@@ -105,14 +105,14 @@ class BlockShare:
 
     @property
     def refined(self) -> SelfShare:
-        """The same: nothing was rounded."""
+        """The share itself: nothing was rounded."""
         return self
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         return self._pairs.joined_pairs(f, epsilon).potential
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """Never asked for."""
+        """Never called: no softmin is out of reach."""
         raise AssertionError("nothing is out of reach")
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:

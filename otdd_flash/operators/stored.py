@@ -75,7 +75,7 @@ class StoredOperator(TiledOperator):
 
     @property
     def execution(self) -> Execution:
-        """As of any tiles; a plan takes as much memory as scores in float64."""
+        """Passes run as in the base class; a prepared plan takes n m float64 numbers."""
         return super().execution._replace(prepared_plan=self._prepared_plan)
 
     def _prepared_plan(

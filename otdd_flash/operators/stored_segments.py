@@ -78,12 +78,12 @@ class StoredSegments:
         return QuasiNewton(self, goal, form, start)
 
     def repeat(self, step: Callable[[], None]) -> None:
-        """Once where asking costs nothing."""
+        """Take one iteration, or eight on a GPU, where asking takes time."""
         for _ in range(8 if self.costs.is_cuda else 1):
             step()
 
     def coarse(self, tolerance: float) -> Segments:
-        """The same with sums of stored exponentials."""
+        """The same problems with sums of stored exponentials."""
         return AnchoredSegments(self, tolerance)
 
     def other(self, side: int) -> int:

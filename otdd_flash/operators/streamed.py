@@ -66,7 +66,7 @@ class StreamedOperator(TiledOperator):
 
     @property
     def execution(self) -> Execution:
-        """As of any tiles; a pass over some columns takes that part of one over all."""
+        """Passes run as in the base class; one over some columns takes their share of a pass."""
         return super().execution._replace(over_columns=self._over_columns)
 
     def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
