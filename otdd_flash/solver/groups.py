@@ -343,7 +343,7 @@ def connected(plan: _Plan) -> _Linked | None:
 
 
 def _linked(plan: _Plan, threshold: float) -> _Linked | None:
-    """The same by entries of at least exp(-threshold) of their row's largest."""
+    """Connect by entries of at least exp(-threshold) times their row's largest."""
     (n, m), device = plan.entries.shape, plan.g.device
     present = plan.b > 0
     # Groups of columns so far; m stands for columns without mass.
@@ -389,7 +389,7 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
 
 
 def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
-    """Every row in some part, each of which is spread evenly; a small part of them comes first."""
+    """Yield parts of the rows, each spread evenly over all; a small one comes first."""
     budget = ELEMENTS_CPU if device.type == "cpu" else ELEMENTS_GPU
     count = -(-n // max(1, budget // m))
     first = -(-n // FIRST_ROWS)
@@ -399,7 +399,7 @@ def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
 
 
 def _most_from(plan: _Plan, columns: Tensor) -> Tensor:
-    """The row (l,) from which each of some columns has most."""
+    """Return the row (l,) from which each of some columns has most of its mass."""
     weights = plan.f + plan.a.log()
     highest = torch.full_like(columns, -torch.inf, dtype=torch.float64)
     found = torch.zeros_like(columns)
@@ -412,7 +412,7 @@ def _most_from(plan: _Plan, columns: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor, width: int) -> Sequence[Tensor]:
-    """Rows in parts of which the entries are there at once."""
+    """Cut rows into parts whose entries are held at once."""
     budget = ELEMENTS_CPU if rows.device.type == "cpu" else ELEMENTS_GPU
     return torch.split(rows, max(1, budget // (4 * max(1, width)))) if len(rows) else []
 
@@ -456,7 +456,7 @@ def contracted(plan: _Plan, linked: _Linked) -> Flows:
 def _by_group(
     plan: _Plan, rows: Tensor, columns: Tensor, groups: Tensor, count: int
 ) -> tuple[Array, Array]:
-    """Of rows (k,), largest f + g - C and log of the sum of P over the columns of each group.
+    """Return the largest f + g - C and log sum P of rows (k,) over the columns of each group.
 
     Both (k, K), in units of epsilon.
     """
@@ -525,7 +525,7 @@ def report_groups(
 
 
 def _named(groups: Groups, samples: LabeledSamples | None) -> str:
-    """The groups by classes and rows, the largest last."""
+    """Name the groups by classes and rows, the largest last."""
     rows = groups.rows.cpu()
     sizes = torch.bincount(rows[rows >= 0], minlength=len(groups.gaps))
     order = sizes.argsort(descending=True, stable=True).tolist()
@@ -550,7 +550,7 @@ def _named(groups: Groups, samples: LabeledSamples | None) -> str:
 
 
 def _range_of(groups: Groups) -> str:
-    """By how much the group that is named first may move against the largest."""
+    """Say by how much the group that is named first may move against the largest."""
     rows = groups.rows[groups.rows >= 0]
     largest, first = torch.bincount(rows, minlength=len(groups.gaps)).argsort(
         descending=True, stable=True

@@ -33,7 +33,7 @@ class KnownGradient(torch.autograd.Function):
         second: Second | None,
         *inputs: Tensor,
     ) -> Tensor:
-        """The value; keeps the gradients, and the inputs that they belong to."""
+        """Return the value; keep the gradients, and the inputs that they belong to."""
         ctx.save_for_backward(*gradients)
         # Not saved: an input may change in place before backward, which does not read it.
         ctx.inputs, ctx.second = inputs, second
@@ -70,7 +70,7 @@ class _Moving(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
-        """By the scale and by every input."""
+        """Return derivatives by the scale and by every input."""
         check_transforms("a second derivative of a loss", along)
         scale, *gradients = ctx.saved_tensors
         if all(one is None for one in along):

@@ -65,7 +65,7 @@ def rank_for(rows: int, others: int, most: int | None, device: torch.device) -> 
 def low_rank(
     times: Callable[[Tensor], Tensor], scale: Tensor, rank: int, precision: float, damping: float
 ) -> LowRank:
-    """Of D^1/2 ((1 + damping) I - A) D^1/2, up to a factor.
+    """Build the preconditioner of D^1/2 ((1 + damping) I - A) D^1/2, up to a factor.
 
     Args:
         times: A V for V (m, k), float64.

@@ -68,13 +68,13 @@ class Solved(torch.autograd.Function):
         results: tuple[Tensor, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The results; keeps nothing of how they were found."""
+        """Return the results; keep nothing of how they were computed."""
         ctx.name, ctx.solve, ctx.inputs = name, backward, inputs
         return tuple(result.clone() for result in results)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """By every input."""
+        """Return derivatives by every input."""
         check_transforms(f"the gradient of {ctx.name}", cotangents)
         ctx.inputs.check_unchanged()
         tensors = ctx.inputs.tensors

@@ -181,7 +181,7 @@ class _Plan:
         )
 
     def _names(self, needs: Needs) -> list[str]:
-        """What P is applied to."""
+        """Name what P is applied to."""
         points = ["points"] if needs & {"x", "lambda_x"} else []
         squares = ["squares"] if "lambda_x" in needs else []
         classes = ["classes"] if needs & {"classes", "lambda_y"} else []

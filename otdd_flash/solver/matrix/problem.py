@@ -136,7 +136,7 @@ class MatrixProblem:
 
     @cached_property
     def tiles(self) -> MatrixOperator:
-        """The same in PyTorch, for what is asked of a solved plan."""
+        """The cost in PyTorch, for what is asked of a solved plan."""
         return MatrixOperator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
 
     @cached_property

@@ -48,7 +48,7 @@ class Schedule(ABC):
         return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance
 
     def between(self, x: Tensor, y: Tensor) -> Self:
-        """The same with what it takes from two clouds (n, d) and (m, d).
+        """Return the schedule with what it takes from two clouds (n, d) and (m, d).
 
         Raises:
             InputError: they do not give it.

@@ -65,7 +65,7 @@ class GeomlossSchedule(Schedule):
     diameter: float | None = None
 
     def between(self, x: Tensor, y: Tensor) -> Self:
-        """With the diameter of both clouds, where none is given."""
+        """Return the schedule with the diameter of both clouds, if none is given."""
         return self if self.diameter else replace(self, diameter=box_diagonal(x, y))
 
     def solve_term(
@@ -147,7 +147,7 @@ def _cross(operator: Operator, epsilons: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def _updates(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """T(g) and T'(f)."""
+    """Return T(g) and T'(f)."""
     return operator.softmin_rows(g, epsilon, f), operator.softmin_columns(f, epsilon, g)
 
 

@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, problems: int) -> Inputs:
-        """Of all numbers for B problems, `COUNT + 32 B` of them."""
+        """Cut the views out of all numbers for B problems, `COUNT + 32 B` of them."""
         parts = [GOAL, GOAL, 3, 3, 4, 32 * problems]
         cross, own, started, of_costs, place, tables = torch.split(numbers, parts)
         whole = place.view(torch.int64), tables.view(torch.int64).view(-1, 8)
@@ -118,7 +118,7 @@ class Batch(NamedTuple):
 
     @property
     def place(self) -> tuple[int, ...]:
-        """No matrix is given: the pool makes its scores."""
+        """Zeros: the pool computes its scores, and no matrix is given."""
         return 0, 0, 0, 0
 
     @property
@@ -176,7 +176,7 @@ class TermRead(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any], *, cross: bool) -> TermRead:
-        """From all of it, in this order."""
+        """Unpack the values, in this order."""
         error, iterations, *rest = values
         known = len(PooledCosts._fields)
         numbers = (CrossNumbers if cross else SelfNumbers)(*rest[known:])
@@ -201,7 +201,7 @@ class Read(NamedTuple):
         return self.numbers[:, :4]
 
     def terms(self, problem: int | None = None) -> list[TermRead]:
-        """In the order of `PooledSolve.terms`; of one problem, or of all."""
+        """Unpack the terms in the order of `PooledSolve.terms`, of one problem or of all."""
         numbers = self.numbers
         rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
         reads, first = [], 4

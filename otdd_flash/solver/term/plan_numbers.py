@@ -72,7 +72,7 @@ class CrossNumbers(NamedTuple):
 
     @property
     def filling(self) -> Filling[Any]:
-        """Of kappa P."""
+        """What kappa P misses of its masses."""
         return Filling(
             self.missing_rows, self.missing_columns, self.filling_costs, self.filling_entropy
         )
