@@ -209,7 +209,7 @@ class LabeledSamples:
 
     @takes({"device": values.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
-        """The same samples on a device; these ones if they are there, as of a tensor."""
+        """Return the samples on a device; themselves if they are there, as a tensor does."""
         try:
             place = torch.device(device)
         except RuntimeError:
@@ -273,7 +273,7 @@ class LabeledSamples:
 
 
 def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
-    """The same samples elsewhere, which are no rows of an original dataset.
+    """Return the samples at other places, without their link to rows of a dataset.
 
     Args:
         samples: n points.

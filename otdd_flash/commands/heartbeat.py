@@ -187,7 +187,7 @@ def _key(rank: int) -> str:
 
 
 def _state(process: int) -> str:
-    """The letter that Linux has for it; nothing for one that is gone."""
+    """Return the letter that Linux has for a process's state; "" for one that is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

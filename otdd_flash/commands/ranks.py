@@ -136,7 +136,7 @@ def _alive(ranks: Ranks) -> Iterator[Heartbeat]:
 
 
 def named(error: LostRankError) -> LostRankError:
-    """The same, with the rank that has ended, where this process can tell."""
+    """Name the rank that has ended in the error, if this process can tell which."""
     if _heartbeat is None or (rank := _heartbeat.gone()) is None:
         return error
     return type(error)(
@@ -255,7 +255,7 @@ def _is_shortage(error: Exception) -> bool:
 
 
 def _joined() -> Ranks:
-    """This process in the group of all, on a GPU of its own if there are any."""
+    """Join the group of all processes, on a GPU of this one's own if there are any."""
     import torch
 
     from otdd_flash.distributed.exchange import PATIENCE
@@ -341,7 +341,7 @@ def _end_where_refused_before() -> None:
 
 
 def _store() -> TCPStore:
-    """What torchrun keeps for its processes."""
+    """Connect to the store that torchrun keeps for its processes."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

@@ -82,7 +82,7 @@ class LabelSettings:
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def metric(self, tolerance: float, epsilon: float | None) -> LabelMetric:
-        """The same for the library.
+        """Build the metric that the settings describe.
 
         Args:
             tolerance: at which solves between classes stop.
@@ -126,7 +126,7 @@ class SolverSettings:
     diameter: float | None = None
 
     def options(self) -> Schedule:
-        """The same for the library.
+        """Build the schedule that the settings describe.
 
         Raises:
             InputError: no such schedule, one of its keys is out of its range, or a key is set that
@@ -144,7 +144,7 @@ class SolverSettings:
         return kind(**{key: getattr(self, key) for key in own})
 
     def deferred(self) -> Schedule:
-        """The same without `require_convergence`.
+        """Build the schedule without `require_convergence`.
 
         Commands write what has been computed before they raise what that asks for.
         """

@@ -201,7 +201,7 @@ def _remove(directory: Path) -> None:
 
 
 def _raise_worst(result: StudyResult) -> None:
-    """Of pieces of work that failed, end as the one with the highest code asks for."""
+    """Raise for the pieces of work that failed, with the highest of their exit codes."""
     if not result.failures:
         return
     worst = max(result.failures, key=lambda failure: int(failure["exit_code"]))

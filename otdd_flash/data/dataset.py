@@ -132,7 +132,7 @@ class LabeledDataset:
         )
 
     def weighted(self, weights: ArrayLike) -> LabeledDataset:
-        """The same items with these masses (n,).
+        """Replace the masses (n,).
 
         Raises:
             InputError: they are not as many, or not finite and non-negative numbers.

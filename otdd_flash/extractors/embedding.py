@@ -229,7 +229,7 @@ class _Extraction:
     ranks: Ranks | None
 
     def features(self, progress: Progress | None) -> Tensor:
-        """All of them, (n, d)."""
+        """Extract all features (n, d)."""
         inputs = self.dataset.inputs
         if self.ranks is not None:
             return self._of_ranks(self.ranks, inputs, progress)
@@ -237,7 +237,7 @@ class _Extraction:
         return _gather(self.dataset.name, blocks, len(inputs), progress)
 
     def blocks(self, first: int) -> Iterator[Tensor]:
-        """Features (b, ...) of batch after batch, from one input on."""
+        """Yield features (b, ...) batch after batch, from the input `first` on."""
         rest = _from(self.dataset.inputs, first)
         if (ranks := self.ranks) is None:
             return _blocks(rest, self.extractor, **self.settings)
@@ -246,7 +246,7 @@ class _Extraction:
         return (self._of_ranks(ranks, part, None) for part in _parts(rest, count))
 
     def batch_again(self, row: int) -> tuple[int, Tensor]:
-        """The batch that has an input, extracted by this process, and the number of its first."""
+        """Extract the batch of an input in this process, and number its first input."""
         size = self.settings["batch_size"]
         first = row - row % size
         part = next(_parts(_from(self.dataset.inputs, first), size))

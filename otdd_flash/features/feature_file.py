@@ -63,7 +63,7 @@ class FeatureFile:
         return {**self.__dict__, "_maps": {}}
 
     def reopened(self) -> FeatureFile:
-        """The same files as another process finds them.
+        """Open the same files in another process.
 
         Raises:
             InputError: one is not there, or is another.
@@ -156,7 +156,7 @@ class FeatureFile:
                 out[order[here]] = self._mapped(piece)[wanted[here] - first]
 
     def mapped(self) -> Tensor:
-        """All of one piece, mapped into memory; what is written to it stays in memory."""
+        """Map a matrix of one piece into memory; writing to it changes no file."""
         (piece,) = self.matrix.pieces
         return self._mapped(piece)
 
@@ -172,7 +172,7 @@ class FeatureFile:
         return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
     def rows(self, rows: slice) -> Tensor:
-        """Some rows (k, d), read."""
+        """Read some rows (k, d)."""
         shape = max(0, rows.stop - rows.start), self.matrix.columns
         out = torch.empty(shape, dtype=self.matrix.dtype)
         self.read(rows, out)

@@ -73,7 +73,7 @@ class DirectionSpace:
         return directions(self.inner.features(points), "the particles")
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
-        """By the chain rule through the lengths."""
+        """Apply the chain rule through the lengths."""
         by_features = self.cost.pull_back(self.inner.features(points), gradient)
         return self.inner.pull_back(points, by_features)
 

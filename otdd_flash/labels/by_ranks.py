@@ -24,7 +24,7 @@ from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, is_compl
 
 
 def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
-    """The same distances, measured by ranks if there are any and measuring takes long.
+    """Share the measuring among ranks, if there are any and it takes long.
 
     Args:
         metric: how to measure.
@@ -60,11 +60,11 @@ class _MeasuredByRanks(LabelMetric):
         return PairDistances(*numbers)
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
-        """As without ranks: what comes in parts uses all cores already."""
+        """Measure in this process: what comes in parts uses all cores already."""
         return self.metric.in_parts(clouds, pairs)
 
     def recipe(self, device: torch.device) -> str | None:
-        """The numbers are the same."""
+        """Return the metric's own recipe: ranks change no number."""
         return self.metric.recipe(device)
 
     @property

@@ -140,7 +140,7 @@ class ClassDistances:
         return tuple(rows)
 
     def named_for(self, names_x: Sequence[str], names_y: Sequence[str]) -> ClassDistances:
-        """The same table with these class names, once it is sure that it is about these classes.
+        """Rename the classes, after checking that the table is about these classes.
 
         Raises:
             InputError: the table counts other classes or names them otherwise.

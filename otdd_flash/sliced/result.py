@@ -90,7 +90,7 @@ class SlicedResult:
 
     @classmethod
     def of_draws(cls, draws: Tensor, names: Sequence[str], seed: int) -> SlicedResult:
-        """From W_2^2 of every pair along every draw, (K (K - 1) / 2, L).
+        """Build the result from W_2^2 of every pair and draw, (K (K - 1) / 2, L).
 
         Warns:
             DataNotice: there are too few draws for intervals, or few of them carry most of a mean.

@@ -35,7 +35,7 @@ class Setup:
 
     @property
     def fingerprints(self) -> list[str]:
-        """Of the training rows of all tasks."""
+        """Fingerprints of the training rows of all tasks."""
         return [task.train.fingerprint for task in self.tasks]
 
     def pairs(self) -> Iterator[tuple[int, int]]:

@@ -47,7 +47,7 @@ class Norm(Potential):
 
     @classmethod
     def configured(cls, start: LabeledSamples, centre: Any = None) -> Norm:
-        """Of `start`'s dimension d; `centre` as d numbers or a file of them.
+        """Build it in `start`'s dimension d; `centre` is d numbers or a file of them.
 
         Raises:
             InputError: the centre has another shape or is not finite.
@@ -73,7 +73,7 @@ class AffineNorm(Potential):
 
     @classmethod
     def configured(cls, start: LabeledSamples, matrix: Any, offset: Any = None) -> AffineNorm:
-        """Of `start`'s dimension d; A and b as numbers or files of them.
+        """Build it in `start`'s dimension d; A and b are numbers or files of them.
 
         Raises:
             InputError: the shapes do not fit, or a value is not finite.

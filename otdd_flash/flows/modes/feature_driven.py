@@ -155,7 +155,7 @@ class ClassTable:
     def _moments(
         self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud], unbiased: bool
     ) -> list[ClassMoments]:
-        """Those of some classes, among them classes of the target, which are `target` in all."""
+        """Compute moments of classes; those of the target's classes are computed once."""
         if self._kept is None:
             with torch.no_grad():
                 self._kept = class_moments(target, unbiased)

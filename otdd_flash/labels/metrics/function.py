@@ -99,7 +99,7 @@ class PairFunction(LabelMetric):
         return {"probe": self.probe}
 
     def probed(self, clouds: Sequence[ClassCloud]) -> PairFunction:
-        """The same with its value for the first and the last of some classes as the probe.
+        """Set the probe to the function's value for the first and the last class.
 
         Raises:
             InputError: as `measure`.

@@ -88,8 +88,8 @@ class Measure(ABC):
 
     @abstractmethod
     def units(self, setup: Setup) -> list[Unit]:
-        """The work behind all pairs; what it needs comes by itself."""
+        """List the work behind all pairs; units that these need come by themselves."""
 
     @abstractmethod
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """What is known of ordered pairs, those whose units are done."""
+        """Yield readings of the ordered pairs whose units are done."""

@@ -36,7 +36,7 @@ class PairSampling(Unit):
         return distance_units(self.setup, self.i, self.j)
 
     def _arguments(self, bench: Bench) -> dict[str, Any]:
-        """Those of `dataset_distance`."""
+        """Return the arguments of `dataset_distance`."""
         settings = self.setup.settings
         metric: LabelMetric = settings.labels
         return {
