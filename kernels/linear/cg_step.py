@@ -146,7 +146,7 @@ def turn(
     PRECONDITIONED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The next direction, preconditioned residual + kept direction; its largest entry is told."""
+    """Write preconditioned residual + kept direction, the next one; return its largest entry."""
     largest = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, m, BLOCK):
         o = first + tl.arange(0, BLOCK)

@@ -15,7 +15,7 @@ from otdd_flash.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """B problems and what a launch told of them, on the device that solved them.
+    """B problems and what a launch returned for them, on the device that solved them.
 
     Attributes:
         costs: C (B, n, m).

@@ -1,4 +1,4 @@
-"""What a command tells the person who runs it: errors, warnings, notices and log records."""
+"""The messages of a command: errors, warnings, notices and log records."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ModuleFeatures(Network):
 
     @property
     def unidentified(self) -> str:
-        """Why a cache could not tell its features from others; empty where it can."""
+        """Why a cache cannot identify the features; empty if it can."""
         try:
             self._digest()
         except Unidentified as error:

@@ -1,4 +1,4 @@
-"""What may be asked of a flow: what moves, how far, what it descends, and whom it tells."""
+"""The options of a flow: what moves, how far, what it descends, and the callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a flow tells of its steps, and where its particles have been."""
+"""The records of a flow's steps, and the trajectory of its particles."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Trajectory:
 
 
 class Moment(NamedTuple):
-    """What a step saw, on the CPU: enough to tell what it would have done to any other point.
+    """The state of a step on the CPU, from which its velocity at any other point follows.
 
     Attributes:
         step_size: time that the step moved forward.

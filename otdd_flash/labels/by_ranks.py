@@ -72,7 +72,7 @@ class _MeasuredByRanks(LabelMetric):
         return self.metric.single_samples_are_points
 
     def _number(self, clouds: Sequence[ClassCloud]) -> int:
-        """What ranks call the classes, which they are given once."""
+        """Return the number under which ranks hold the classes, sending them once."""
         if id(clouds) not in self._sent:
             number = self.ranks.number()
             sizes = [len(cloud) for cloud in clouds]
@@ -103,7 +103,7 @@ def _hold_classes(
 def _measure(
     ranks: Ranks, number: int, metric: LabelMetric, listed: Tensor | None
 ) -> tuple[Tensor, list[str]]:
-    """Values and bounds (3, P) of pairs, None for all; what was said of solves that stopped early.
+    """Measure values and bounds (3, P) of pairs, all for None; return warnings of late solves.
 
     All of it stays where the points are, from where the group moves tensors.
     """

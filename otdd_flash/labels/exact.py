@@ -162,7 +162,7 @@ def _solve(
 
 @cache
 def _leave_with(parent: int) -> None:
-    """End this process soon after its parent: one that was killed could not tell it to."""
+    """End this process soon after its parent, which may be killed without a word."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -108,7 +108,7 @@ Compute = ComputeOptions | str | torch.device
 
 @dataclass(frozen=True, eq=False)
 class CostInputs:
-    """What the cost between two labelled clouds is made of, on the device that computes it.
+    """The parts of the cost between two labelled clouds, on the device that computes it.
 
     Attributes:
         source: n points as the ground cost sees them.
@@ -134,7 +134,7 @@ class CostInputs:
 
     @cached_property
     def labelled(self) -> LabelledCost:
-        """The cost between them, where they are; what it tells of them is found once."""
+        """The cost between both clouds, with cached statistics, where the clouds are."""
         source, target = self.source, self.target
         x = cloud_of(source, self.streaming)
         y = x if source is target else cloud_of(target, self.streaming)

@@ -1,7 +1,7 @@
-"""A labelled cloud as costs take it, and what it tells of itself, whatever it is compared with.
+"""A labelled point cloud with its cached statistics.
 
-A cloud stands in several costs: of two clouds, and of itself. What it tells of itself is found once
-for all of them, and for all steps of a flow towards it.
+A cloud is part of several costs: those with other clouds, and that with itself. Its statistics are
+computed once for all of them, and for all steps of a flow towards it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Distances(NamedTuple):
-    """Of a cloud from a centre.
+    """Squared distances of a cloud from a centre c.
 
     Attributes:
         squares: ||x_i - c||^2 (n,), float64.
@@ -40,7 +40,7 @@ class Distances(NamedTuple):
 
 
 class Cloud:
-    """Points with their masses and labels.
+    """Points with their masses, labels and cached statistics.
 
     Args:
         points: (n, d), on the device or streamed to it.
@@ -49,7 +49,7 @@ class Cloud:
         equal: all masses are 1 / n.
 
     Attributes:
-        known: what is found of it for all costs, by name.
+        known: cached results for all costs, by name.
     """
 
     def __init__(

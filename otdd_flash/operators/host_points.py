@@ -203,7 +203,7 @@ class HostPoints:
     def stream(
         self, blocks: Sequence[Block], arrive: Callable[[Block], Arrived] | None = None
     ) -> Iterator[Tensor]:
-        """The points of one block after the other, on the device, the next on its way.
+        """Yield the points of one block after the other on the device, the next on its way.
 
         `arrive` gives something else of a block in their place. The host tells a GPU what to do
         faster than it is done, so a block comes when the one before the last has been used: there
@@ -235,7 +235,7 @@ class HostPoints:
     def _arrive_in_turn(
         self, last: _Turn | None, turn: _Turn, arrive: Callable[[Block], Arrived], block: Block
     ) -> Arrived:
-        """What arrives once the turn of the block before it has begun."""
+        """Wait until the block before it is in use, then start to copy a block."""
         if turn.begins is not None:
             turn.begins.synchronize()
             if last is not None:
@@ -244,7 +244,7 @@ class HostPoints:
 
     @torch.no_grad()
     def arrive(self, block: Block) -> Arrived:
-        """The points of a block on their way to the device."""
+        """Start to copy the points of a block to the device."""
         rows, count = block.host, self.shape[0]
         if self._chosen is not None:
             rows = self._chosen[rows]
@@ -270,7 +270,7 @@ class HostPoints:
 
     @contextmanager
     def copying(self, *, after: bool = False) -> Iterator[None]:
-        """Copy on a stream of its own, beside passes, or `after` what they have been told to do."""
+        """Copy on a stream beside the passes, or `after` the passes issued so far."""
         if self._stream is None:
             yield
             return

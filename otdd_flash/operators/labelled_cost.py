@@ -32,7 +32,7 @@ LOG_NOTHING = -1e200
 
 
 class Moments(NamedTuple):
-    """Of masses q (m,) on columns, whose centred points are z, float64; those of parts add up.
+    """Moments of masses q (m,) on columns with centred points z, float64; those of parts add up.
 
     Attributes:
         total: sum_j q_j.
@@ -48,7 +48,7 @@ class Moments(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """What a cost tells of its points, as properties of `LabelledCost`."""
+    """Statistics of a cost's points, as properties of `LabelledCost`."""
 
     centre: Tensor
     squares: tuple[Tensor, Tensor]
@@ -72,11 +72,11 @@ class LabelledCost:
         lambda_x: weight of the squared Euclidean distance.
 
     Attributes:
-        clouds: both, with what they tell of themselves.
+        clouds: both, with their statistics.
         symmetric: whether both sides are one cloud with one set of labels and masses.
-        known: what others have found out of it, and need not again.
+        known: cached results of callers, by name.
         packed: both clouds as kernels pack them, where that is done already.
-        known_of: what is found of the points of either cloud, where others take the same later.
+        known_of: cached results for the points of either cloud, shared with later costs of them.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class LabelledCost:
         magnitudes, (x, y) = self.magnitudes, self.points
         found = copy(self)
         found.magnitudes, found.points = magnitudes, (x[:0], y[:0])
-        # It tells nothing that it has not told.
+        # Statistics that were not computed cannot be computed from here on.
         del found.clouds
         return found
 

@@ -1,4 +1,4 @@
-"""What every rank has of a cost that ranks share, and what rank 0 orders them to do with it.
+"""The parts of a shared cost on every rank, and the orders of rank 0 about them.
 
 Rank r owns rows R_r and columns C_r. Of the cost between two clouds it holds two parts,
 
@@ -43,7 +43,7 @@ EVERY, FIRST = slice(None), slice(0, 1)
 
 
 class Facts(NamedTuple):
-    """What all ranks say of a cost together.
+    """What all ranks know of a cost together.
 
     Attributes:
         error: `CostFacts.error` of the whole.
@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Parts:
-    """What a rank holds of a cost; parts of nothing are None.
+    """The parts of a cost that a rank holds; a part without rows or columns is None.
 
     Attributes:
         cost: the whole; without its points if these are in a ring.
@@ -142,7 +142,7 @@ class Parts:
         return part.operator
 
     def by(self, ranks: Ranks, *, columns: bool) -> tuple[Part | None, Owned]:
-        """The part by rows or by columns, and how those are divided."""
+        """Return the part by rows or by columns, and how those are divided."""
         if self.later is not None:
             make, self.later = self.later, None
             self.rows = ranks.together(make)

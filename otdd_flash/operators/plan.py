@@ -34,12 +34,12 @@ class Products(Protocol):
 
     @property
     def precision(self) -> float:
-        """What products are off by, over products of sizes."""
+        """The error of products, relative to the product of the sizes of both factors."""
         ...
 
     @property
     def ways(self) -> tuple[Way, Way] | None:
-        """How they run on tensor cores, there and back; None where they do otherwise."""
+        """Products there and back on tensor cores; None if they run otherwise."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class Plan(Products, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What products are in, and what their factors need be in: float32 or float64."""
+        """The type of products, and the least of their factors: float32 or float64."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class Plan(Products, Protocol):
 
 
 class StreamedPlan:
-    """Evaluated anew for every product, which tells the sums too.
+    """A plan that is evaluated anew for every product, which gives its sums as well.
 
     Args:
         operator: the cost and the masses.

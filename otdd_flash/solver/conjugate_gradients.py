@@ -123,7 +123,7 @@ class Metric:
 
 
 class Limits(NamedTuple):
-    """When iterations end.
+    """The limits of iterations.
 
     Attributes:
         tolerance: of residuals over right-hand sides.
@@ -135,7 +135,7 @@ class Limits(NamedTuple):
 
 
 class Near(NamedTuple):
-    """What iterations are of.
+    """The system to iterate on, and its preconditioner.
 
     Attributes:
         system: the matrix, or one near it.
@@ -149,7 +149,7 @@ class Near(NamedTuple):
 
 
 class Iterates:
-    """Where s directions are, in PyTorch; vectors (m, s) and numbers (s,), float64 but as said.
+    """The state of s directions in PyTorch: vectors (m, s), numbers (s,), float64 unless noted.
 
     Args:
         metric: of the system that is solved.

@@ -94,7 +94,7 @@ class Entries(Protocol):
 
 
 class PointEntries:
-    """Those of labelled points, on the device or streamed to it.
+    """Entries of the cost of labelled points, on the device or streamed to it.
 
     Args:
         cost: two labelled clouds.
@@ -136,7 +136,7 @@ class PointEntries:
 
 
 class MatrixEntries:
-    """Those of a given matrix, in the type of potentials."""
+    """Entries of a given matrix, in the type of potentials."""
 
     def __init__(self, source: CostSource, dtype: torch.dtype) -> None:
         self._source, self._dtype, self.shape = source, dtype, source.shape
@@ -192,7 +192,7 @@ class Groups:
 def settled(
     entries: Entries, term: TransportTerm, a: Tensor, b: Tensor
 ) -> tuple[TransportTerm, Groups | None]:
-    """A cross term with its groups' offsets balanced, and the groups whose offsets stay open.
+    """Balance the offsets between groups of a cross term; return groups whose offsets stay open.
 
     The same term where the plan is connected, None where all offsets are determined. A term that
     has not converged stays as it is, and was reported as that: its marginal error is of its own
@@ -277,7 +277,7 @@ def settled_matrix(
 
 
 def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportTerm:
-    """The term with other potentials in units of epsilon; those that stay, to the last bit."""
+    """Replace the term's potentials, given in units of epsilon; unchanged ones stay bit for bit."""
     stay_f, stay_g = (
         (old.double() / term.epsilon == new) for old, new in ((term.f, f), (term.g, g))
     )
@@ -293,7 +293,7 @@ def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportT
 
 
 def _polished(plan: _Plan) -> _Plan:
-    """The plan of the optimum, but for offsets that float64 cannot see in products with P.
+    """Polish a plan to its optimum, but for offsets that float64 cannot resolve.
 
     Newton's method on the semi-dual in f, with g the softmin of f, where its first step is not
     small. It finds what groups cannot: several thin ties, and points that are lighter than the
@@ -331,7 +331,7 @@ def _polished(plan: _Plan) -> _Plan:
 
 
 def connected(plan: _Plan) -> _Linked | None:
-    """The groups that no link connects; None where all are one."""
+    """Find the groups that no link connects; None if all points are one group."""
     for share in LINKS:
         found = _linked(plan, -math.log(share))
         if found is None or int(found.columns.max()) < MOST_CONTRACTED:
@@ -418,7 +418,7 @@ def _blocks(rows: Tensor, width: int) -> Sequence[Tensor]:
 
 
 def contracted(plan: _Plan, linked: _Linked) -> Flows:
-    """What the groups exchange, in float64.
+    """Compute what the groups exchange, in float64.
 
     Of the largest group only the pairs with others are read.
     """
@@ -473,7 +473,7 @@ def _by_group(
 
 
 def _with_softmins(plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Potentials in units of epsilon, those of points without mass as softmins of the others."""
+    """Replace potentials of points without mass by softmins of the others, over epsilon."""
     potentials = [plan.f.clone(), plan.g.clone()]
     sides = (plan.a, plan.b)
     for side in (0, 1):

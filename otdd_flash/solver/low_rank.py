@@ -1,4 +1,4 @@
-"""What conjugate gradients are preconditioned by where masses alone leave them slow.
+"""A randomized Nystroem preconditioner for nearly singular plans.
 
 Scaled by the masses c, a Schur complement is I - A, A = K^T K with eigenvalues in [0, 1]. The few
 near 1, whose iterations are many, belong to points that share mass with hardly any other, and to
@@ -72,7 +72,7 @@ def low_rank(
         scale: the diagonal of D^-1/2 (m, 1), 0 in rows that have no part in it.
         rank: vectors that are drawn.
         precision: of products, relative to what they multiply.
-        damping: as said.
+        damping: of the matrix, 0 or more.
     """
     draw = torch.Generator(scale.device).manual_seed(0)
     drawn = torch.randn(len(scale), rank, generator=draw, dtype=torch.float64, device=scale.device)

@@ -1,4 +1,4 @@
-"""Results for autograd whose derivatives a linear system tells, once cotangents are there."""
+"""Results for autograd whose derivatives come from a linear system, solved in the backward pass."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Inputs:
         self._mark = mark_of_tensors(*self._read)
 
     def check_unchanged(self) -> None:
-        """Refuse what has changed in place.
+        """Refuse inputs that have been changed in place.
 
         Raises:
-            InputError: as said.
+            InputError: an input has been changed in place.
         """
         if mark_of_tensors(*self._read) != self._mark:
             raise InputError(

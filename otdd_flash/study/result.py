@@ -37,7 +37,7 @@ FEWEST_TASKS = 4
 
 
 class MeasuredPair(NamedTuple):
-    """What one measure tells of one ordered pair of tasks; see `Reading` for the numbers.
+    """The value of one measure for one ordered pair of tasks; see `Reading` for the numbers.
 
     A value that is not finite is None.
     """

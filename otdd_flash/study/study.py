@@ -1,4 +1,4 @@
-"""A dataset-transfer study: which dataset to train on first, and what tells.
+"""A dataset-transfer study: which dataset to train on first, and which measures predict it.
 
 Distances and scores between all tasks, transfer runs between them, and how the one follows the
 other, each with its error. The work is a list of pieces (units) in a folder: killed at any moment,

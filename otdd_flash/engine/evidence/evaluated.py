@@ -1,4 +1,4 @@
-"""What an `Evaluation` of many problems proves, and what it tells the steps that follow.
+"""The certificate of an `Evaluation` of many problems, and the numbers that the next steps need.
 
 An evaluation leaves the rows of a cross term's plan exact and measures the error of the columns, so
 that to certify takes no further pass. Upper bounds are those by oscillation.
@@ -20,7 +20,7 @@ from otdd_flash.engine.segments import Costs, Evaluation
 
 
 class Evidence(NamedTuple):
-    """What is known of the plans, (S,) each.
+    """Bounds and errors of the plans, (S,) each.
 
     Attributes:
         dual: dual value.
@@ -81,7 +81,7 @@ Reading = Callable[[Costs, Evaluation, Tensor], Evidence]
 
 
 class Form(NamedTuple):
-    """What tells problems between two clouds from those of one cloud with itself.
+    """What differs between cross terms and self terms.
 
     Attributes:
         reading: of an evaluation.

@@ -112,7 +112,7 @@ class MatrixProblem:
 
     @cached_property
     def facts(self) -> MatrixFacts:
-        """What one pass over the costs tells.
+        """Facts of the costs from one pass over them.
 
         Raises:
             InputError: an entry is no cost, a point with mass has only forbidden pairs, or the

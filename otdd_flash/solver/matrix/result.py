@@ -260,7 +260,7 @@ class MatrixTransport:
 
 
 class _Saved(NamedTuple):
-    """What files tell, on the CPU."""
+    """The content of saved files, on the CPU."""
 
     term: TransportTerm
     masses: tuple[Tensor, Tensor]
