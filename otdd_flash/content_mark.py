@@ -47,7 +47,7 @@ class Unchanged:
         """Refuse samples whose memory holds something else now.
 
         Raises:
-            InputError: as said.
+            InputError: the memory has changed.
         """
         for side, mark in zip(self.sides, self.marks, strict=True):
             if mark_of(side) != mark:

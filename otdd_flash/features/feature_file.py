@@ -89,7 +89,7 @@ class FeatureFile:
         """Refuse files that are others than when they were opened.
 
         Raises:
-            InputError: as said.
+            InputError: a file has changed, or is gone.
         """
         for path, stamp in self._stamps.items():
             try:

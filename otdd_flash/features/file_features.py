@@ -49,7 +49,7 @@ class FileFeatures(Tensor):
         """Refuse files that changed, and numbers that were changed in memory, which they lack.
 
         Raises:
-            InputError: as said.
+            InputError: a file or a number in memory has changed.
         """
         self.file.check()
         if not self.is_inference() and self._version > 0:

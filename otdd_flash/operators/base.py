@@ -114,9 +114,9 @@ class Marginals(NamedTuple):
         columns: (m,) column sums, float64.
         row_errors: (n,) float64, in units of the cost.
         column_errors: (m,) float64, likewise.
-        cost_rounding: as said; 0 where costs are not stored.
+        cost_rounding: relative error of a stored cost; 0 if costs are recomputed.
         relative_error: of each sum, against the sum of the computed entries.
-        lost: as said.
+        lost: bound on what underflow takes from an entry, over a_i b_j.
     """
 
     rows: Tensor

@@ -269,10 +269,10 @@ def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
 def scores_fit(
     shape: tuple[int, int], dtype: torch.dtype, compute: ComputeOptions, device: torch.device
 ) -> bool:
-    """Whether scores (n, m) may be stored in a type; a budget that is not there is refused.
+    """Decide whether scores (n, m) may be stored in a type.
 
     Raises:
-        InputError: as said.
+        InputError: the budget allows them, but the memory is not free.
     """
     size = shape[0] * shape[1] * dtype.itemsize
     if compute.memory_budget == "auto":

@@ -255,7 +255,7 @@ def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
     """`matrix_facts` by one launch, unless a pair is forbidden.
 
     Raises:
-        InputError: as said there.
+        InputError: as for `matrix_facts`.
     """
     costs, turned = lying(source.matrix)
     masses = (b, a) if turned else (a, b)

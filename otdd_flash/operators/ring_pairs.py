@@ -94,7 +94,7 @@ class RingShare(BlockShare):
     """What one rank computes of the pairs of a cloud with itself.
 
     Args:
-        pairs: as said.
+        pairs: of this rank.
         rows: P_r, by which sums out of reach are done again.
         own: the points of this rank, in the whole.
     """

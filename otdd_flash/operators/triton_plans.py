@@ -60,7 +60,7 @@ class _RoundedPlan:
 
     Attributes:
         ways: there and back.
-        rows: as said.
+        rows: P 1 (N,), float64.
     """
 
     precision = PRECISION
@@ -88,7 +88,7 @@ class HeldPlan(_RoundedPlan):
 
     Args:
         entries: Q, 0 in rows of padding and of points without mass, and in columns of padding.
-        unit: as said.
+        unit: what one of Q stands for; a power of two.
         masses: a (N,) float64, in the order of the points.
         layouts: of the rows and of the columns.
         rows: P 1 (N,) float64, of the numbers that are held.

@@ -53,8 +53,8 @@ class Entries:
         a: (n,) masses.
         b: (m,) masses.
         whole: whether all masses are positive.
-        plan: as said.
-        masses: that it has, (n,) and (m,).
+        plan: with these masses if all are positive, else with equal ones.
+        masses: those of the plan, (n,) and (m,).
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class Metric:
 
     Attributes:
         masses: (m, 1).
-        constants: as said.
+        constants: whether the matrix takes constants to 0.
     """
 
     def __init__(self, masses: Tensor, *, constants: bool) -> None:

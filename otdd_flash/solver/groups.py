@@ -504,7 +504,7 @@ def report_groups(
         required: whether to raise.
 
     Raises:
-        ConvergenceError: as said.
+        ConvergenceError: `required`, and offsets are open.
     """
     if groups is None:
         return

@@ -281,7 +281,7 @@ def report_residual(found: Along, options: Schedule, way_out: str) -> None:
         way_out: what would solve them.
 
     Raises:
-        ConvergenceError: as said.
+        ConvergenceError: convergence is required and was missed.
     """
     if bool(found.converged.all()):
         return

@@ -110,7 +110,7 @@ class PlanPoints:
             b: B of y; 0 for None.
             rows: t1 (s, n), or if `transposed` t2 (s, m).
             columns: of `columns_change`, of the other.
-            transposed: as said.
+            transposed: apply the transpose, to x.
         """
         images = self.transposed_images if transposed else self.images
         moved = self._moved(a, b, transposed=transposed)

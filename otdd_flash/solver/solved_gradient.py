@@ -113,7 +113,7 @@ def report_system(solution: Solution, options: Schedule) -> None:
     """Warn, or raise if convergence is required, where the linear system was not solved.
 
     Raises:
-        ConvergenceError: as said.
+        ConvergenceError: convergence is required and was missed.
     """
     if bool(solution.converged.all()):
         return

@@ -117,7 +117,7 @@ def check_gradient_type(name: str, costs: Tensor) -> None:
     """Refuse float16, which most entries of a plan underflow.
 
     Raises:
-        InputError: as said.
+        InputError: the costs are float16.
     """
     if costs.dtype == torch.float16:
         raise InputError(
