@@ -104,7 +104,7 @@ class LabeledSamples:
 
     @classmethod
     def of(cls, given: SamplesOrArrays, name: str = "samples") -> LabeledSamples:
-        """Samples as they are, or from arrays or tensors: (features, labels), or features alone.
+        """Return samples as they are, or from arrays or tensors: (features, labels) or features.
 
         What an entry point of samples returns are numbers, through which no gradient flows.
 
@@ -221,7 +221,7 @@ class LabeledSamples:
         return replace(self, features=features, labels=labels)
 
     def points_of(self, rows: slice | Tensor) -> Tensor:
-        """Features (k, d) of some rows, in memory, in float32 or float64.
+        """Return features (k, d) of some rows, in memory, in float32 or float64.
 
         Raises:
             InputError: they are in a file that changed.
@@ -235,7 +235,7 @@ class LabeledSamples:
 
     @takes(TAKE)
     def take(self, rows: Tensor, *, subset_hash: str | None = None) -> LabeledSamples:
-        """The samples at the given row indices; weights are renormalised."""
+        """Return the samples at the given row indices; weights are renormalised."""
         return replace(
             self,
             subset_hash=subset_hash,
@@ -246,7 +246,7 @@ class LabeledSamples:
 
     @takes(KEEP_CLASSES)
     def keep_classes(self, keep: Sequence[int]) -> LabeledSamples:
-        """Only the samples of these classes, which are renumbered in the order given.
+        """Keep the samples of these classes, which are renumbered in the given order.
 
         Where these are all samples, as where a class has none, features stay where they are: in
         files, and in memory that is shared.

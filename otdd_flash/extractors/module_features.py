@@ -114,7 +114,7 @@ def from_module(
     batch_size: int = 256,
     device: str | torch.device = "auto",
 ) -> ModuleFeatures:
-    """Any PyTorch module as an extractor of features (b, d).
+    """Make any PyTorch module an extractor of features (b, d).
 
     `embed(dataset, net)` is short for `embed(dataset, from_module(net))`. The module runs in
     evaluation mode, without gradients, in the precision of its own weights (`embed`'s

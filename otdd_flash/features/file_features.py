@@ -71,7 +71,7 @@ class ScatteredFeatures(FileFeatures):
 
     @staticmethod
     def of(file: FeatureFile) -> ScatteredFeatures:
-        """A tensor without memory of its own."""
+        """Make a tensor without memory of its own."""
         make: Any = Tensor._make_wrapper_subclass
         found: ScatteredFeatures = make(
             ScatteredFeatures, file.matrix.shape, dtype=file.matrix.dtype, device="cpu"
@@ -130,7 +130,7 @@ class ScatteredFeatures(FileFeatures):
 @computes
 @takes(FEATURES_FILE)
 def features_file(path: str | os.PathLike[str] | Dataset, *, key: str | None = None) -> Tensor:
-    """Features (n, d) in files, to be given wherever features are, that are not read at once.
+    """Open features (n, d) in files, as a matrix that is read as it is used.
 
     Args:
         path: a .npy or .safetensors file with a matrix of floating-point numbers; an .arrow file or
@@ -170,7 +170,7 @@ def _is_places(rows: Tensor) -> bool:
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     declared = function._schema.arguments
     given = dict(zip((each.name for each in declared), args, strict=False)) | (kwargs or {})
     changed = (each.name for each in declared if each.alias_info and each.alias_info.is_write)

@@ -44,7 +44,7 @@ CLOUD = "cloud"
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """Where and how passes run.
+    """The device, precision, backend and memory of passes.
 
     Args:
         device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...

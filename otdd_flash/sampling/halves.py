@@ -57,7 +57,7 @@ class NoiseFloor:
     size: int
 
     def to_dict(self) -> dict[str, Any]:
-        """What result.json says of it."""
+        """Return the entry of result.json."""
         return asdict(self)
 
 

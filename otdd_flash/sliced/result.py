@@ -108,11 +108,11 @@ class SlicedResult:
 
     @property
     def roots(self) -> Tensor:
-        """(K, K) square roots of the values, in the units of the features."""
+        """Square roots (K, K) of the values, in the units of the features."""
         return self.values.sqrt()
 
     def pairs(self) -> tuple[SlicedPair, ...]:
-        """One row for every pair of different datasets, the nearest first."""
+        """Return one row for every pair of different datasets, the nearest first."""
         rows = [self._pair(i, j) for i, j in combinations(range(len(self.names)), 2)]
         return tuple(sorted(rows, key=lambda row: row.value))
 

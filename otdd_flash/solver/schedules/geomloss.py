@@ -41,7 +41,7 @@ from otdd_flash.solver.term.tolerance import check_usable
 
 @dataclass(frozen=True)
 class GeomlossSchedule(Schedule):
-    """The updates and the value of geomloss; see the module.
+    """The updates and the value of geomloss, with certified bounds.
 
     Args:
         scaling: ratio of successive blurs epsilon^(1/2), in (0, 1).
@@ -77,7 +77,7 @@ class GeomlossSchedule(Schedule):
         start: Tensor | None,
         progress: Progress | None,
     ) -> TransportTerm:
-        """A term after the schedule: its value is geomloss's, its bounds and plan are certified.
+        """Run the schedule: the value is geomloss's, bounds and plan are certified.
 
         The refined form of `operator` runs throughout, from nothing whatever `start` is;
         `progress` is called once, at the end.
