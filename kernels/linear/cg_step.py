@@ -83,7 +83,7 @@ class Image(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor) -> Image:
-        """One that is there, (m, s) float64."""
+        """Wrap an image (m, s) float64 that is computed already."""
         (m, count), new = values.shape, values.new_ones
         position = torch.arange(m, device=values.device)
         found = Unmerged.of(values[:, None])

@@ -311,14 +311,14 @@ def _cache_key(
 
 
 def _from(inputs: Any, first: int) -> Any:
-    """The inputs from one on, still unread."""
+    """Return the inputs from one on, still unread."""
     if first > 0 and isinstance(inputs, LazyItems):
         return inputs.take(np.arange(first, len(inputs)))
     return inputs[first:] if first > 0 else inputs
 
 
 def _parts(inputs: Any, count: int) -> Iterator[Any]:
-    """The inputs, so many at a time, still unread."""
+    """Yield the inputs, so many at a time, still unread."""
     for first in range(0, len(inputs), count):
         rest = _from(inputs, first)
         yield (

@@ -61,7 +61,7 @@ class FileFeatures(Tensor):
         return features_of(copy(self.file))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Other processes read the files."""
+        """Pickle the files' names, as other processes read the files."""
         self.check()
         return _reopened, (self.file,)
 

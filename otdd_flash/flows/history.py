@@ -149,7 +149,6 @@ class Recorder:
             self._kept = {k: seen for k, seen in self._kept.items() if k % self.every == 0}
 
     def trajectory(self, step: int, points: Tensor, labels: Tensor | None) -> Trajectory:
-        """What has been kept, and the end."""
         kept = {**self._kept, step: self._followed(points, labels)}
         steps = sorted(kept)
         seen = [kept[k][1] for k in steps]

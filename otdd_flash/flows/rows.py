@@ -70,7 +70,6 @@ class Rows:
         self._parameters["points"].data.clamp_(low, high)
 
     def undo(self) -> None:
-        """Go back to before the last step."""
         for parameter in self._parameters.values():
             if parameter.is_cuda:
                 # What was copied has arrived.

@@ -226,9 +226,7 @@ class Operator(Certifiable, Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
 
     @property
-    def execution(self) -> Execution:
-        """How passes run."""
-        ...
+    def execution(self) -> Execution: ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).

@@ -40,11 +40,11 @@ class KernelSegment(OneSegment):
         return 1, 1
 
     def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums | Tensor:
-        """T(g) (n,), or the sums that it is made of."""
+        """Return T(g) (n,), or the sums that it is made of."""
         return self.operator.softmin_rows(g, epsilon, guess)
 
     def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums | Tensor:
-        """T'(f) (m,), likewise."""
+        """Return T'(f) (m,), or the sums that it is made of."""
         return self.operator.softmin_columns(f, epsilon, guess)
 
     def change(self, operator: Operator) -> None:

@@ -91,5 +91,5 @@ class KernelSelfShare:
         return fixed_point.marginals(f, f, float(epsilon), accurate=accurate, stripes=stripes)
 
     def mean_error(self, ranks: Ranks) -> float:
-        """See `SelfShare`; every rank finds the same."""
+        """Return `CostFacts.error` of the whole cost; every rank computes the same."""
         return self._cost.fixed_point.cost_error

@@ -212,7 +212,6 @@ class LabelledCost:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n, m)."""
         return self.points[0].shape[0], self.points[1].shape[0]
 
     @cached_property

@@ -226,11 +226,11 @@ class MatrixSegment(KernelSegment):
         return self.operator.sweeps and not self.symmetric
 
     def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
-        """The sums that T(g) (n,) is made of."""
+        """Return the sums that T(g) (n,) is made of."""
         return self.operator.sums_of_lines(g, epsilon, columns=False)
 
     def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
-        """The sums that T'(f) (m,) is made of."""
+        """Return the sums that T'(f) (m,) is made of."""
         return self.operator.sums_of_lines(f, epsilon, columns=True)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ class Owned:
 
     @classmethod
     def by_class(cls, labels: Tensor) -> Owned:
-        """Points in the order of their labels (count,)."""
+        """Order points by their labels (count,)."""
         return remembered(labels, "owned", lambda: cls._in_order(labels))
 
     @classmethod

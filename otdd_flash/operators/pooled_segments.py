@@ -53,7 +53,7 @@ class PooledSegments(ABC):
         """The numbers of an evaluation."""
 
     def restart(self, candidate: Tensor) -> None:
-        """Begin with other potentials of columns (entries,)."""
+        """Begin again with other potentials of columns (entries,)."""
         for part in self.vectors.columns:
             part.zero_()
         self.vectors.columns.candidate.copy_(candidate)

@@ -62,7 +62,7 @@ class RingPart(BlockSums):
         self._own: list[Block] = _from_0(sides[0]) if coarse is None else coarse._own
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """The own blocks with those of every rank."""
+        """Yield the own blocks with those of every rank."""
         assert not upper
         own, other = self._sides
         here = [

@@ -122,7 +122,7 @@ class RingBlocks:
 
     @property
     def own(self) -> list[There]:
-        """What is here, with its packed form."""
+        """The blocks of this rank, with their packed form."""
         rank = self._ranks.rank
         packed = self._packed[rank] if self._packing else [None] * len(self._points)
         blocks, known = self._shard.blocks[rank], self._known[rank]
@@ -164,7 +164,7 @@ class RingBlocks:
         return [packed.coordinates[: parts * packed.layout.size] for packed in own], shapes
 
     def _arrived(self, rank: int, place: int, points: Tensor) -> There:
-        """A block whose points (k, d) have come."""
+        """Return a block whose points (k, d) have come."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         packed = self._packed[rank][place] if self._packing else None
         if self._packing is not None and packed is not None and len(points) > 0:
@@ -173,10 +173,10 @@ class RingBlocks:
         return There(block, points, packed, known)
 
     def _arrived_packed(self, rank: int, place: int, coordinates: Tensor) -> There:
-        """A block whose packed coordinates have come, the parts that softmins read alone."""
+        """Return a block whose packed coordinates have come, with the parts softmins read."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         shape = count_of(block), self._shard.points.shape[1]
-        # Whoever reads it fails.
+        # A meta tensor: reading these points raises.
         nowhere = self._shard.points.new_empty(shape, device="meta")
         packed = replace(self._packed[rank][place], coordinates=coordinates)
         return There(block, nowhere, packed, known)

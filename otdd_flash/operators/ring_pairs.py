@@ -108,7 +108,7 @@ class RingShare(BlockShare):
         return RingShare(self._ring.refined, refined(self._rows), self._own)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """See `SelfShare`; the own rows, from all shards."""
+        """Compute T(f) (n,) for all rows of this rank, from all shards; 0 elsewhere."""
         found = torch.zeros_like(self._pairs.a, dtype=self._pairs.dtype)
         found[self._own] = self._rows.softmin_rows(f, epsilon)
         return found

@@ -46,7 +46,7 @@ class SelfShare(Protocol):
     reach: float
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The p_ri (n,), float64."""
+        """Return the p_ri (n,), float64."""
         ...
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
@@ -165,5 +165,4 @@ class FoldedPairs(BlockSums):
         return len(self._tiles)
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """The pairs of this rank, each once."""
         return iter(self._tiles)

@@ -107,7 +107,6 @@ class TiledOperator(ABC):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n, m)."""
         return self.a.shape[0], self.b.shape[0]
 
     @property
@@ -117,7 +116,6 @@ class TiledOperator(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the scores are computed."""
         return self.row_offset.device
 
     @property

@@ -143,7 +143,6 @@ class GivenCosts(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows and columns, n and m."""
         return self.costs.shape[0], self.costs.shape[1]
 
     @property

@@ -263,6 +263,6 @@ def _repeat(rule: QuasiNewtonKernels) -> None:
 
 
 def _nowhere(segments: PooledSegments) -> Start:
-    """Before any problem."""
+    """Return the start before any problem."""
     ones = torch.ones(len(segments.facts.mean), dtype=torch.float64)
     return Start(Levels.descending(ones), torch.zeros_like(ones))

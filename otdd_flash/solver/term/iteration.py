@@ -178,7 +178,6 @@ class Iteration:
         return self.converged or self.budget == "rounding"
 
     def count(self, certificate: Certificate) -> None:
-        """Count the iteration that a certificate took."""
         self.iterations += 1
         if self.progress is not None:
             self.progress(self.name, self.iterations, certificate.marginal_error)

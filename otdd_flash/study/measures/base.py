@@ -62,7 +62,6 @@ class NetworkView(NamedTuple):
     labels: Tensor
 
     def take(self, rows: Tensor) -> NetworkView:
-        """The view of some of the rows."""
         return NetworkView(*(part[rows] for part in self))
 
 

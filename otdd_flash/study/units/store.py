@@ -103,7 +103,6 @@ class Store:
         return record
 
     def forget_failure(self, unit: Unit) -> None:
-        """Let a unit that failed be tried again."""
         with suppress(OSError):
             self._error_path(unit).unlink(missing_ok=True)
 
