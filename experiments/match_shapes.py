@@ -45,7 +45,10 @@ class Shapes(NamedTuple):
 
 
 def shapes(points: int, noise: float, seed: int, device: str) -> Shapes:
-    """Y = (x R^T + shift)[order] + noise; radius 1 + 0.3 sin(3 phi) sin(theta)^2 + 0.2 z, about."""
+    """Draw x and y = (x R^T + shift)[order] + noise.
+
+    The radius of x is 1 + 0.3 sin(3 phi) sin(theta)^2 + 0.2 cos(2 theta + phi).
+    """
     draw = torch.Generator().manual_seed(seed)
     unit = torch.nn.functional.normalize(torch.randn(points, 3, generator=draw).double(), dim=1)
     theta, phi = unit[:, 2].acos(), torch.atan2(unit[:, 1], unit[:, 0])

@@ -59,7 +59,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
 
 
 def products(x: Tensor, y: Tensor, start: Tensor | None = None) -> Tensor:
-    """Start + x y^T, (M, N) float32, of (M, d) and (N, d) float16."""
+    """Return start + x y^T, (M, N) float32, of (M, d) and (N, d) float16."""
     out = torch.empty(M, N, device=x.device)
     start = torch.zeros_like(out) if start is None else start
     product_kernel[(1,)](x, y, start, out, DEPTH=x.shape[1], M=M, N=N, K=K, num_warps=4)
@@ -67,7 +67,7 @@ def products(x: Tensor, y: Tensor, start: Tensor | None = None) -> Tensor:
 
 
 def chain(terms: dict[int, tuple[float, float]], device: str, start: float = 0.0) -> float:
-    """Start + sum of products x y at positions of a chain of K; checks that all outputs agree."""
+    """Return start + sum of products x y at positions of a chain of K; all outputs must agree."""
     x, y = torch.zeros(2, 128, K, dtype=torch.float16, device=device)
     for position, (one, two) in terms.items():
         x[:, position], y[:, position] = one, two

@@ -19,7 +19,7 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 
 def on_device(epsilon: float | Tensor, device: torch.device) -> Tensor:
-    """Epsilon () float64 on a device; itself if it is there."""
+    """Return epsilon () float64 on a device; the same tensor if it is there already."""
     if isinstance(epsilon, Tensor):
         return epsilon
     return torch.full((), epsilon, dtype=torch.float64, device=device)

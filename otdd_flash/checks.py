@@ -281,7 +281,7 @@ def check_numbers(name: str, given: Any) -> None:
 
 
 def tensors(shape: str) -> Check:
-    """Some tensors of one kind, or one that holds them along its first dimension."""
+    """Accept a list of tensors of one kind, or one tensor with a dimension more."""
     accepted = f"be a list of tensors {shape}, or one with a dimension more"
 
     def check(name: str, value: Any) -> Any:
@@ -312,7 +312,7 @@ def is_a(value: object, *kinds: str) -> bool:
 
 
 def called(setting: str, check: Check) -> Check:
-    """The same check under the name that a setting of the commands has."""
+    """Check under the name that a setting of the commands has."""
     return lambda name, value: check(setting, value)
 
 

@@ -41,14 +41,13 @@ class Unchanged:
 
     @classmethod
     def of(cls, *sides: LabeledSamples) -> Unchanged:
-        """Samples as they are now."""
         return cls(sides, tuple(mark_of(side) for side in sides))
 
     def check(self) -> None:
         """Refuse samples whose memory holds something else now.
 
         Raises:
-            InputError: as said.
+            InputError: the memory has changed.
         """
         for side, mark in zip(self.sides, self.marks, strict=True):
             if mark_of(side) != mark:

@@ -52,7 +52,7 @@ ALL = 1 - 1e-12
 
 
 class Contributions(NamedTuple):
-    """What every row of the source carries of a distance.
+    """The contributions of the source's rows to a distance.
 
     Attributes:
         values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass.

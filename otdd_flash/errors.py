@@ -31,7 +31,7 @@ class UserCodeError(InputError):
 
 
 def prefixed(where: str, error: InputError) -> InputError:
-    """The same error with a place before its sentence; the caller raises it from the original."""
+    """Return the error with a place before its sentence; the caller raises it from the original."""
     kind = UserCodeError if isinstance(error, UserCodeError) else InputError
     return kind(f"{where}: {error}")
 

@@ -104,7 +104,7 @@ class PairwiseResult:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The datasets, in the order of rows and columns; with their places where two share one."""
+        """The names of the datasets, in the order of rows; with places where two share one."""
         return self.class_distances.datasets
 
     @property
@@ -114,11 +114,11 @@ class PairwiseResult:
 
     @property
     def method(self) -> str:
-        """How class distances were measured."""
+        """The method that measured class distances."""
         return str(self.details["labels"])
 
     def pairs(self) -> tuple[ComparedPair, ...]:
-        """One row for every pair of different datasets, the nearest first."""
+        """Return one row for every pair of different datasets, the nearest first."""
         count = len(self.names)
         rows = [
             ComparedPair(

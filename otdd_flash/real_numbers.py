@@ -88,7 +88,7 @@ def check_room(what: str, needed: int, way_out: str) -> None:
     """Refuse what does not fit in the memory of the host.
 
     Raises:
-        InputError: as said, with bytes needed and free.
+        InputError: it does not fit; with bytes needed and free.
     """
     if needed > UNASKED and needed > (free := free_memory(torch.device("cpu"))):
         raise InputError(
@@ -227,7 +227,7 @@ def check_integers(what: str, values: Tensor | NDArray[Any]) -> None:
     """Refuse integers that float32 does not hold.
 
     Raises:
-        InputError: as said; `what` names the extractor.
+        InputError: float32 would change one; `what` names the extractor.
     """
     if isinstance(values, Tensor):
         values = np.zeros(0) if values.is_floating_point() else values.detach().cpu().numpy()

@@ -151,7 +151,7 @@ class DistanceResult:
 
     @property
     def potentials(self) -> tuple[Tensor, Tensor]:
-        """The cross term's f (n,) and g (m,), in units of the cost.
+        """Return the cross term's f (n,) and g (m,), in units of the cost.
 
         With `ground=inner`, for the squared distances that it comes to: without terms of one side.
         Groups of points that exchange almost no mass are balanced against each other; those of
@@ -167,7 +167,7 @@ class DistanceResult:
 
     @computes
     def apply_plan(self, values: Any) -> Tensor:
-        """P V for V (m,) or (m, k), streamed: the n x m plan is never stored.
+        """Return P V for V (m,) or (m, k), streamed: the n x m plan is never stored.
 
         Raises:
             InputError: V has not m rows, or holds NaN or infinite values.
@@ -186,7 +186,7 @@ class DistanceResult:
 
     @computes
     def class_coupling(self) -> Tensor:
-        """Mass transported from each source class to each target class, (V_x, V_y) float64.
+        """Return the mass moved from each source class to each target class, (V_x, V_y) float64.
 
         Sums to 1: rounding is divided out.
         """
@@ -197,7 +197,7 @@ class DistanceResult:
 
     @computes
     def barycentric_map(self) -> Tensor:
-        """Where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
+        """Return where the plan sends each source point on average: (P y)_i / r_i, shape (n, d).
 
         Points without mass are mapped too, by the conditional plan that their potential defines.
         """
@@ -213,7 +213,7 @@ class DistanceResult:
 
     @computes
     def contributions(self) -> Contributions:
-        """How much of the distance every source row carries: s (n,), in units of the cost.
+        """Compute how much of the distance each source row contributes: s (n,), in cost units.
 
         Without row i the distance changes by -a_i s_i to first order. Class distances by `gaussian`
         and `means` move with the masses; others are held, as the result says.

@@ -86,7 +86,6 @@ class LabeledSamples:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Check the parts, and convert them."""
         if self.labels is None:
             object.__setattr__(self, "class_names", ())
         check_fields(self, LABELED_SAMPLES)
@@ -118,7 +117,7 @@ class LabeledSamples:
 
     @classmethod
     def of(cls, given: SamplesOrArrays, name: str = "samples") -> LabeledSamples:
-        """Samples as they are, or from arrays or tensors: (features, labels), or features alone.
+        """Return samples as they are, or from arrays or tensors: (features, labels) or features.
 
         What an entry point of samples returns are numbers, through which no gradient flows.
 
@@ -222,7 +221,7 @@ class LabeledSamples:
 
     @takes({"device": values.device})
     def to(self, device: torch.device | str) -> LabeledSamples:
-        """The same samples on a device; these ones if they are there, as of a tensor."""
+        """Return the samples on a device; themselves if they are there, as a tensor does."""
         try:
             place = torch.device(device)
         except RuntimeError:
@@ -234,7 +233,7 @@ class LabeledSamples:
         return replace(self, features=features, labels=labels)
 
     def points_of(self, rows: slice | Tensor) -> Tensor:
-        """Features (k, d) of some rows, in memory, in float32 or float64.
+        """Return features (k, d) of some rows, in memory, in float32 or float64.
 
         Raises:
             InputError: they are in a file that changed.
@@ -248,7 +247,7 @@ class LabeledSamples:
 
     @takes(TAKE)
     def take(self, rows: Tensor, *, subset_hash: str | None = None) -> LabeledSamples:
-        """The samples at the given row indices; weights are renormalised."""
+        """Return the samples at the given row indices; weights are renormalised."""
         return replace(
             self,
             subset_hash=subset_hash,
@@ -259,7 +258,7 @@ class LabeledSamples:
 
     @takes(KEEP_CLASSES)
     def keep_classes(self, keep: Sequence[int]) -> LabeledSamples:
-        """Only the samples of these classes, which are renumbered in the order given.
+        """Keep the samples of these classes, which are renumbered in the given order.
 
         Where these are all samples, as where a class has none, features stay where they are: in
         files, and in memory that is shared.
@@ -286,7 +285,7 @@ class LabeledSamples:
 
 
 def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
-    """The same samples elsewhere, which are no rows of an original dataset.
+    """Return the samples at other places, without their link to rows of a dataset.
 
     Args:
         samples: n points.

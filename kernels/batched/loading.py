@@ -91,7 +91,7 @@ def load_tile(p_entries, m_entry):
 
 @triton.jit
 def store_tile(p_entries, tile, m_entry):
-    """Likewise."""
+    """Store entries (N, BATCH, M), nothing where there is none."""
     wide = tl.reshape(tile.to(p_entries.dtype.element_ty), p_entries.shape)
     tl.store(p_entries, wide, mask=tl.reshape(m_entry, p_entries.shape))
 
@@ -120,7 +120,7 @@ class Packing(NamedTuple):
 
 
 def packing_for(packings: Mapping[int, Packing], n: int, m: int, dtype: torch.dtype) -> Packing:
-    """That of matrices (n, m) by the entries, padded, up to which each holds; twice in float64."""
+    """Choose the packing by the padded entries of a matrix (n, m), twice as many in float64."""
     rows, columns = padded(n, m)
     entries = rows * columns * (dtype.itemsize // 4)
     return next((found for most, found in packings.items() if entries <= most), Packing(1, 16))

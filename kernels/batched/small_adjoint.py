@@ -233,7 +233,7 @@ def load_numbers(numbers_ptr, o_batch, o, count, size):
 
 @triton.jit
 def store_numbers(numbers_ptr, o_batch, o, count, size, numbers):
-    """Likewise."""
+    """Store numbers of rows (ROWS, BATCH), or of columns (BATCH, M), as (B, size)."""
     m = (o_batch < count) & (o < size)
     tl.store(numbers_ptr + o_batch * size + o, numbers, mask=m)
 

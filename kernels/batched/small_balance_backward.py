@@ -189,7 +189,7 @@ def differentiate(
     m_entry, m_row, m_column, LENGTH: tl.constexpr, BATCH: tl.constexpr, N: tl.constexpr,
     M: tl.constexpr, TYPE: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """By logits (N, BATCH, M) and masses (N, BATCH), (BATCH, M); the largest scalings (BATCH,).
+    """Return derivatives by logits (N, BATCH, M) and masses, and the largest scalings (BATCH,).
 
     `start` and `first` are the column scalings before and after the first iteration. With LOG,
     `kernel`, `a` and `b` are logarithms to base 2, and scalings pairs whose sum is one.

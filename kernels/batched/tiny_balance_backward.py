@@ -231,7 +231,7 @@ def of_entries(kernel, cotangents, phi, gamma, LOG: tl.constexpr, N: tl.constexp
 
 @triton.jit
 def step_back(kernel, shares, q, phi, gamma, gamma_before, LOG: tl.constexpr, N: tl.constexpr):
-    """From q_k to q_k-1; adds what the step takes from D to `shares`, over E but for LOG."""
+    """Go from q_k to q_k-1; add what the step takes from D to `shares`, over E but for LOG."""
     after = ()
     q_before = ()
     if LOG:
@@ -298,7 +298,7 @@ def weighted(entry, scaling, LOG: tl.constexpr):
 
 @triton.jit
 def before_first(found, kernel, column_sums, LOG: tl.constexpr, N: tl.constexpr):
-    """By the natural logits, of D by the logarithms of E.
+    """Return the derivative by the natural logits, from D, that by the logarithms of E.
 
     The columns that E was divided by had `column_sums`, of which the logarithm of one over them is
     given with LOG.

@@ -25,7 +25,7 @@ BEGIN, CORRECT, RESUME = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Kept(NamedTuple):
-    """What is known of s directions before iterations start again.
+    """The state of s directions before iterations start again.
 
     Attributes:
         right: right-hand sides in the system's range, (m, s) float64.

@@ -83,7 +83,7 @@ class Image(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor) -> Image:
-        """One that is there, (m, s) float64."""
+        """Wrap an image (m, s) float64 that is computed already."""
         (m, count), new = values.shape, values.new_ones
         position = torch.arange(m, device=values.device)
         found = Unmerged.of(values[:, None])
@@ -107,7 +107,7 @@ def load_image(
     mask,
     PARTS: tl.constexpr,
 ):
-    """Some of an image, float64."""
+    """Load a block of an image, float64."""
     o_row = tl.load(position_ptr + o, mask=mask, other=0)
     found = load_found(found_ptr, o_row, row_stride, part_stride, whole, split, slots, mask, PARTS)
     image = tl.load(diagonal_ptr + o, mask=mask, other=0.0) * values
@@ -146,7 +146,7 @@ def turn(
     PRECONDITIONED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The next direction, preconditioned residual + kept direction; its largest entry is told."""
+    """Write preconditioned residual + kept direction, the next one; return its largest entry."""
     largest = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, m, BLOCK):
         o = first + tl.arange(0, BLOCK)

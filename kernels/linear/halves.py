@@ -73,7 +73,7 @@ class Unmerged(NamedTuple):
         return *self.values.stride(), self.whole, self.split, self.slots
 
     def merged(self) -> Tensor:
-        """All of them added up, (n, parts, s)."""
+        """Add up the slots of every row, (n, parts, s)."""
         if self.slots == 1:
             return self.values
         once, rest = self.values[: self.whole], self.values[self.whole :]
@@ -121,7 +121,7 @@ def load_weighted(
     row_stride,
     WEIGHTS: tl.constexpr,
 ):
-    """Some packed rows of some columns, weighted, float64; 0 for padding."""
+    """Load packed rows of some columns, times their weights, float64; 0 for padding."""
     filled = tl.load(filled_ptr + o_row, mask=o_row < n, other=0) != 0
     origin = tl.load(origin_ptr + o_row, mask=filled, other=0)
     p_row = p_values[None, :] + origin[:, None] * row_stride

@@ -230,7 +230,7 @@ def matrix_sums_of_lines(
         log_masses: (m,) float64, log b; with `columns` (n,), log a.
         potential: (m,) float32, g; with `columns` (n,), f. Not read where there is no mass.
         epsilon: () float64, in units of the cost.
-        columns: as said.
+        columns: sum columns instead of rows.
         programs: how many to launch at the least, where there is work for so many.
     """
     (n, m), size = costs.shape, len(log_masses)

@@ -24,7 +24,7 @@ TYPES: dict[torch.dtype, Any] = {
 
 
 class Place(NamedTuple):
-    """A matrix (n, m) whose rows are contiguous. Whoever holds a place holds the matrix too.
+    """A matrix (n, m) whose rows are contiguous; the caller must keep the matrix alive.
 
     Attributes:
         numbers: (4,) int64, its address, how many entries a row starts after the last, n and m.
@@ -38,13 +38,12 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Tensor) -> Place:
-        """The place of a matrix."""
         numbers = torch.tensor(numbers_of(matrix), dtype=torch.int64).to(matrix.device)
         return cls(numbers, matrix.dtype, is_aligned(matrix))
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels are compiled for; ALIGNED is in entries, 1 of what is not."""
+        """Constants that kernels are compiled for; ALIGNED in entries, 1 if not aligned."""
         aligned = ALIGNMENT // self.dtype.itemsize if self.aligned else 1
         return {"TYPE": TYPES[self.dtype], "ALIGNED": aligned}
 

@@ -91,7 +91,7 @@ def matrix_sums(
     epsilon: Tensor,
     least: float,
 ) -> tuple[Tensor, Tensor]:
-    """Sums r (n,) and c (m,), float64, as said above.
+    """Compute row sums r (n,) and column sums c (m,) of the plan, float64.
 
     Args:
         place: of C (n, m).

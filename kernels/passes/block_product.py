@@ -71,11 +71,11 @@ class _Columns:
         self._packed = packed.flatten(1)
 
     def beside(self, found: Tensor) -> tuple[Tensor, Tensor]:
-        """Them, and memory for their product, of as many rows as another."""
+        """Return the columns, and memory for their product with as many rows as `found`."""
         return self._packed, found.new_empty((len(found), self._packed.shape[1]))
 
     def product(self, found: Tensor) -> Tensor:
-        """What such a product (k, 16) is of the numbers, (k,) float64."""
+        """Return the product with the numbers, (k,) float64, from that with the columns (k, 16)."""
         return found[:, ::8].double().sum(1) / self._scales
 
 

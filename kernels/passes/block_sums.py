@@ -23,13 +23,13 @@ def add_halves(block: Tensor, halves: tuple[Tensor, Tensor], columns: slice, out
 
 
 def add_columns(block: Tensor, values: Tensor, columns: slice, out: Tensor) -> None:
-    """The same of all parts with the same columns (m, k), to `out` (height, k) float32."""
+    """Add Q V of all parts with the same columns V (m, k) to `out` (height, k) float32."""
     for k, part in enumerate(block):
         _multiply(part, values[columns], out, add=columns.start + k > 0)
 
 
 def _multiply(block: Tensor, values: Tensor, out: Tensor, *, add: bool) -> None:
-    """Out (+)= block @ values, float16 in and float32 out."""
+    """Write block @ values to `out`, or add it; float16 in and float32 out."""
     if block.is_cuda:
         if add:
             torch.addmm(out, block, values, out_dtype=torch.float32, out=out)

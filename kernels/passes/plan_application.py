@@ -78,7 +78,7 @@ def apply_plan_blocks(
 
 
 def hold_plan(rows: Side, columns: Side, scores: Scores, terms: PlanTerms) -> Tensor:
-    """All of Q rounded to float16, scaled by 2^LOG2_SCALE.
+    """Compute all of Q, rounded to float16 and scaled by 2^LOG2_SCALE.
 
     Args:
         rows: n packed points.

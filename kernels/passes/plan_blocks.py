@@ -264,7 +264,7 @@ class PlanBlocks:
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Of a block: all rows if they are few, then half of all columns: blocks cost launches."""
+        """Choose a block: all rows if few, then half of all columns, as blocks cost launches."""
         n, m = self.rows.layout.size, self.columns.layout.size
         height = n if n < 2 * BLOCK_HEIGHT else BLOCK_HEIGHT
         room = BLOCK_HEIGHT * BLOCK_WIDTH
@@ -275,13 +275,13 @@ class PlanBlocks:
         return height, min(m, BLOCK_WIDTH, fitting)
 
     def heights(self) -> Iterator[slice]:
-        """The rows of one block after the other."""
+        """Yield the rows of one block after the other."""
         n, (height, _) = self.rows.layout.size, self._sizes
         for row in range(0, n, height):
             yield slice(row, min(row + height, n))
 
     def buffer(self) -> Tensor:
-        """Memory for the blocks of a pass, float16."""
+        """Allocate the blocks of a pass, float16."""
         height, width = self._sizes
         return torch.empty(self._stored * height * width, dtype=torch.float16, device=self.device)
 

@@ -313,7 +313,7 @@ class _Launch:
             bottom: end of the rows.
             left: first column.
             right: end of the columns.
-            y_first: as said.
+            y_first: the packed column that `y` begins with.
         """
         device, height, width = x.device, bottom - top, right - left
         rows, tile, registers = marginal_tile(x.shape[2], self._digits, device)

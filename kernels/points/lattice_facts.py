@@ -64,7 +64,7 @@ def lattice_facts_kernel(
 
 
 def lattice_facts(points: Tensor, scales: tuple[float, float], rounding: float) -> Tensor:
-    """Of each block of points, and by the largest of each column of all: (blocks, 4) float64.
+    """Compute facts of each block of points, largest over columns: (blocks, 4) float64.
 
     Whether a coordinate is beside the multiples of 1 / scale, 0 or 1, for both scales; less the
     lowest coordinate, and the highest.

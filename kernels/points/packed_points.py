@@ -160,7 +160,7 @@ class PackedPoints:
     scale: float
 
     def some(self, rows: slice | Tensor, dim: int) -> Tensor:
-        """Some points (k, dim), float32, as sums of both parts."""
+        """Return some points (k, dim), float32, as sums of both parts."""
         high, low = self.coordinates[:, :dim].chunk(2)
         places = rows if self.layout.ordered else self.layout.position[rows]
         return high[places].float().add_(low[places]).div_(self.scale)

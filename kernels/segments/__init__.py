@@ -1,1 +1,1 @@
-"""One iteration of many problems side by side: passes, what they tell, decisions, moves."""
+"""One iteration of many problems side by side: passes, evaluations, decisions, moves."""

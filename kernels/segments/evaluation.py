@@ -52,14 +52,14 @@ class Vectors(NamedTuple):
 
     @classmethod
     def at(cls, candidate: Tensor, memory: int) -> Vectors:
-        """Before the first evaluation."""
+        """Return the vectors before the first evaluation, at a candidate."""
         every = candidate.new_zeros((4 + 2 * memory, len(candidate)))
         fresh, kept, residual, level = every[:4]
         return cls(candidate, fresh, kept, residual, level, every[4:].view(-1))
 
     @property
     def vectors(self) -> int:
-        """How many remembered vectors there are."""
+        """The number of remembered vectors."""
         return self.remembered.numel() // self.candidate.numel()
 
 

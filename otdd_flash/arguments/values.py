@@ -264,7 +264,7 @@ def matrix(name: str, value: Any) -> Any:
 
 
 def matrix_tensor(name: str, value: Any) -> Any:
-    """The same, but no array that has no gradient."""
+    """Accept what `matrix` does but for arrays, which have no gradient."""
     if is_a(value, COST_BLOCKS_CLASS):
         return value
     return tensor("(n, m) or otdd.CostBlocks(n, m, block)")(name, value)

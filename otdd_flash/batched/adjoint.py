@@ -124,7 +124,7 @@ def _pays(plans: Tensor) -> bool:
 
 
 def _types(plans: Tensor, cotangents: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Of results, and of what they are computed in."""
+    """Return the type of results, and the one that they are computed in."""
     result = torch.promote_types(plans.dtype, cotangents.dtype)
     return result, torch.promote_types(result, torch.float32)
 

@@ -114,7 +114,7 @@ def implicit_gradient(
     column_cotangents: Tensor | None,
     in_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of the optimality of R, with its marginals; `matrices` for 1 / t and masses.
+    """Derivatives by the same inputs, by the optimality of R with its marginals.
 
     By x / t it is P o (G - u 1^T - 1 v^T), by a it is the sum of (P / a) o (G - 1 v^T) along rows,
     and by b likewise. A row without mass has a potential that is the softmin of its costs, and that
@@ -192,7 +192,7 @@ def _implicit_with_masses(
 
 
 def _log_sum(logs: Tensor, dim: int) -> Tensor:
-    """Log sum exp along a dimension, which stays; 0 where all are forbidden."""
+    """Return log sum exp along a dimension, which stays; 0 where all are forbidden."""
     found = logs.logsumexp(dim, keepdim=True)
     return torch.where(found.isfinite(), found, 0)
 
@@ -335,7 +335,7 @@ def _refuse_second(ctx: Any, *_: Any) -> NoReturn:
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """A second derivative is refused."""
+    """Keep nothing: a second derivative is refused."""
 
 
 class Balance(torch.autograd.Function):

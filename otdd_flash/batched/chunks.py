@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     columns: Tensor | None
 
     def take(self, which: Tensor) -> Chunk:
-        """Some of its problems, by flags (s,)."""
+        """Keep the problems where the flags (s,) are set."""
         return Chunk(*(taken(values, which) for values in self))
 
     def masses(self, log: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -64,7 +64,7 @@ def parts(matrices: Tensor, *, kept: int = 0) -> list[slice]:
 
 
 def chunk_of(problems: Problems, part: slice) -> Chunk:
-    """Some of the problems."""
+    """Make a chunk of some of the problems, matrices along the last dimension."""
     matrices = problems.matrices
     dtype, (n, m) = computed_in(matrices), matrices.shape[1:]
     x = matrices_last(matrices[part], dtype)

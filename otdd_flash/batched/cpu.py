@@ -138,7 +138,7 @@ def iterate(
     watched: bool = False,
     grid: Tensor | None = None,
 ) -> Scalings:
-    """All iterations but the first; how far scalings go is told where it is `watched`."""
+    """Take all iterations but the first; if `watched`, record the largest scalings on the way."""
     a, b = chunk.masses(log=grid is not None)
     tolerance, count = problems.tolerance, kernel.shape[2]
     active = torch.ones(count, dtype=torch.bool, device=kernel.device)

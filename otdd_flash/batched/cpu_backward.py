@@ -85,7 +85,7 @@ def differentiate(
     cotangents: tuple[Tensor | None, ...],
     grid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By logits (n, m, s), masses (n, s) and (m, s); and the largest scalings (s,).
+    """Return derivatives by logits (n, m, s) and both masses, and the largest scalings (s,).
 
     Backwards through log phi_i = -log sum_j b_j K_ij gamma_j and the same of columns, each of which
     takes its cotangent times the weights of its sum from those of logits and of what it scaled.

@@ -52,5 +52,5 @@ class Derivatives(NamedTuple):
 
 
 def computed_in(matrices: Tensor) -> torch.dtype:
-    """Float32, or float64 of matrices in it."""
+    """Return the type to compute in: float64 for matrices of float64, else float32."""
     return torch.promote_types(matrices.dtype, torch.float32)

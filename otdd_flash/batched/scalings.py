@@ -42,7 +42,7 @@ def with_masses(scalings: Tensor, masses: Tensor | None, *, log: bool) -> Tensor
 
 
 def first_scalings(chunk: Chunk, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the first iteration, by logarithms."""
+    """Compute the scalings of the first iteration, by logarithms."""
     a, b = chunk.masses(log=True)
     low = chunk.logits.new_zeros((1, 1)) if b is None else b[None]
     u = _log_scaling(chunk.logits, low, 1, chunk.rows, grid)
@@ -53,7 +53,7 @@ def first_scalings(chunk: Chunk, grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled(kernel: Tensor, phi: Tensor, gamma: Tensor, *, log: bool) -> Tensor:
-    """Phi_i K_ij gamma_j (n, m, s), themselves with `log` as well."""
+    """Return phi_i K_ij gamma_j (n, m, s); with `log` all three are given as logarithms."""
     if log:
         exponents = (kernel + phi[0][:, None]).add_(gamma[0])
         return exponents.add_(phi[1][:, None] + gamma[1]).exp_()
@@ -62,7 +62,7 @@ def scaled(kernel: Tensor, phi: Tensor, gamma: Tensor, *, log: bool) -> Tensor:
 
 
 def grid_of(logits: Tensor) -> Tensor:
-    """That of sums of two logits (s,), by twice the range of those of a matrix."""
+    """Return the grid for sums of two logits (s,): twice the range of a matrix's logits."""
     return -2 * torch.where(logits > -torch.inf, logits, 0).amin((0, 1))
 
 

@@ -15,7 +15,7 @@ from otdd_flash.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """B problems and what a launch told of them, on the device that solved them.
+    """B problems and what a launch returned for them, on the device that solved them.
 
     Attributes:
         costs: C (B, n, m).
@@ -88,7 +88,7 @@ class SmallPlans:
 
     @property
     def g(self) -> Tensor:
-        """Likewise of columns (B, m), with <b, g> = 0."""
+        """Potentials (B, m) of columns, as `f`, with <b, g> = 0."""
         return self._at_home(self._shifted[1])
 
     @property
@@ -150,7 +150,7 @@ class SmallPlans:
 
     @cached_property
     def _checked(self) -> Solved:
-        """What was solved, unless it has flaws: reads them."""
+        """Return what was solved; raise if it has flaws, which waits for the device."""
         for flaw, sentence in zip(self._solved.flaws.tolist(), FLAWS, strict=True):
             if flaw:
                 raise InputError(sentence)

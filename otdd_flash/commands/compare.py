@@ -141,7 +141,7 @@ def _check_finite(result: DistanceResult) -> None:
 
 
 def _log(result: DistanceResult) -> None:
-    """What `auto` and relative settings became, and how the solve went."""
+    """Log what `auto` and relative settings became, and how the solve went."""
     divergence, classes = result.divergence, tuple(map(len, result.class_names))
     logger.info("class distances by %s between %d + %d classes", result.method, *classes)
     logger.info(

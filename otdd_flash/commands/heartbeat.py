@@ -82,20 +82,19 @@ class Heartbeat(threading.Thread):
                 self._end("the store of torchrun")
 
     def stop(self) -> None:
-        """End as meant."""
         self._ended.set()
         self.join()
         # Nobody hears of it where the store does not answer.
         self._beats.join(ANSWER)
 
     def end_others(self, code: int) -> None:
-        """Have the processes of all other ranks end with a code, whatever they do; rank 0 alone."""
+        """Make the processes of all other ranks end with a code; called by rank 0 alone."""
         with suppress(RuntimeError):
             self._store.set(END, str(code))
             self._met(2 * self._interval + GOING)
 
     def gone(self) -> int | None:
-        """A rank whose process has ended, of those on this machine; None if none has."""
+        """Return a rank of this machine whose process has ended; None if none has."""
         until = time.monotonic() + GOING
         while time.monotonic() < until:
             for rank in [*self._heard]:
@@ -106,7 +105,7 @@ class Heartbeat(threading.Thread):
         return None
 
     def first(self) -> bool:
-        """Whether no other process has been told so before: it is then for this one to speak."""
+        """Whether this process is the first to report a loss: the others then stay silent."""
         try:
             return self._store.add("spoken", 1) == 1
         except RuntimeError:
@@ -132,7 +131,7 @@ class Heartbeat(threading.Thread):
             self._store.set(_key(self._rank), LEFT)
 
     def _met(self, seconds: float) -> None:
-        """Wait until all other ranks are about to end, so many seconds at the most."""
+        """Wait until all other ranks are about to end, for so many seconds at most."""
         until = time.monotonic() + seconds
         while self._store.add(ENDING, 0) < self._size - 1 and time.monotonic() < until:
             time.sleep(GOING / 20)
@@ -150,7 +149,7 @@ class Heartbeat(threading.Thread):
                 self._end(f"rank {rank}", self._neighbour(rank), speaks=self.first())
 
     def _end(self, who: str, process: int | None = None, *, speaks: bool = True) -> None:
-        """Leave at once, as the main thread may wait for the lost rank, and say why."""
+        """Say why, and end at once: the main thread may be waiting for the lost rank."""
         from otdd_flash.commands.messages import say_error
 
         if speaks:
@@ -165,7 +164,7 @@ class Heartbeat(threading.Thread):
         os._exit(exit_codes.DEFECT)
 
     def _neighbour(self, rank: int) -> int | None:
-        """The process of a rank that the same torchrun has started; None for others."""
+        """Return the process of a rank that the same torchrun has started; None for others."""
         match self._heard[rank].split():
             case _, process, group if group == os.environ.get("GROUP_RANK"):
                 return int(process)
@@ -174,7 +173,7 @@ class Heartbeat(threading.Thread):
 
 @contextmanager
 def beating(store: Store, rank: int, size: int) -> Iterator[Heartbeat]:
-    """A heartbeat for as long as something is done."""
+    """Run a heartbeat for as long as something is done."""
     heartbeat = Heartbeat(store, rank, size, INTERVAL, LIMIT)
     heartbeat.start()
     try:
@@ -188,7 +187,7 @@ def _key(rank: int) -> str:
 
 
 def _state(process: int) -> str:
-    """The letter that Linux has for it; nothing for one that is gone."""
+    """Return the letter that Linux has for a process's state; "" for one that is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

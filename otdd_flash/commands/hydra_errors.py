@@ -182,7 +182,7 @@ def _ended_hydra(error: Exception, arguments: Sequence[str]) -> str | None:
 
 
 def unknown_key(key: str, config: Any) -> str:
-    """That there is no such key, and which ones may be meant.
+    """Say that there is no such key, and which ones may be meant.
 
     Args:
         key: dotted.
@@ -241,7 +241,7 @@ def _root(error: OmegaConfBaseException) -> Any:
 
 
 def _names(config: Any) -> Iterator[str]:
-    """All dotted keys, inner ones too."""
+    """Yield all dotted keys, inner ones too."""
     if config is None:
         return
     pending: list[tuple[str, Any]] = [("", OmegaConf.to_container(config, resolve=False))]

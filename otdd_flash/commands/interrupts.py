@@ -13,7 +13,7 @@ from otdd_flash.commands.messages import say
 
 @contextmanager
 def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed; pressed twice, it interrupts."""
+    """Yield a function that says whether Ctrl-C was pressed; pressed twice, it interrupts."""
     if threading.current_thread() is not threading.main_thread():
         # Only the main thread receives signals.
         yield lambda: False

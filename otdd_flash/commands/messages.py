@@ -1,4 +1,4 @@
-"""What a command tells the person who runs it: errors, warnings, notices and log records."""
+"""The messages of a command: errors, warnings, notices and log records."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ class SafeFormatter(logging.Formatter):
     """Hydra's log lines, which repeat arguments, without their effects on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record, safe to print."""
         return _safe(super().format(record).expandtabs(4))
 
 

@@ -169,7 +169,7 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
 
 
 def _results(job: Path) -> dict[str, Any]:
-    """What a job's files hold of its line."""
+    """Read the columns of a job's line from its files."""
     given: Any = OmegaConf.to_container(OmegaConf.load(job / ".hydra" / "overrides.yaml"))
     row: dict[str, Any] = {"overrides": dict(map(_override, given))}
     result, error = _read(job / RESULT_FILE), _read(job / ERROR_FILE)

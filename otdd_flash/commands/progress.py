@@ -165,7 +165,6 @@ class Phases:
             say("progress", f"{self._last_line - self._job.started:.0f} s, {self._line()}", "dim")
 
     def _line(self) -> str:
-        """What all parts of the work are doing."""
         parts = []
         for task in self._bars.tasks:
             if task.visible:
@@ -204,7 +203,6 @@ def _rest(errors: list[tuple[float, float]], goal: float) -> float:
 
 
 def _duration(seconds: float) -> str:
-    """Some seconds in a unit that suits them."""
     if seconds < 90:
         return f"{max(round(seconds), 1)} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -124,7 +124,7 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def _alive(ranks: Ranks) -> Iterator[Heartbeat]:
-    """Beat beside the work, and watch the others."""
+    """Run the heartbeat beside the work."""
     global _heartbeat
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -136,7 +136,7 @@ def _alive(ranks: Ranks) -> Iterator[Heartbeat]:
 
 
 def named(error: LostRankError) -> LostRankError:
-    """The same, with the rank that has ended, where this process can tell."""
+    """Name the rank that has ended in the error, if this process can tell which."""
     if _heartbeat is None or (rank := _heartbeat.gone()) is None:
         return error
     return type(error)(
@@ -159,7 +159,7 @@ def _restarts() -> int:
 
 
 def _go_on_after_restart() -> None:
-    """Where torchrun has started the processes again, work where they worked before."""
+    """Continue in the run directory of before, if torchrun has restarted the processes."""
     if _restarts() == 0 or not (store := _store()).check([DIRECTORY]):
         return
     directory = store.get(DIRECTORY).decode()
@@ -174,7 +174,7 @@ def _go_on_after_restart() -> None:
 
 
 def _checkpoint(directory: Path) -> str:
-    """What tells the checkpoint in a directory from others."""
+    """Return a digest of the checkpoint in a directory, `NONE` if there is none."""
     from otdd_flash.commands.claims import CHECKPOINT
 
     try:
@@ -255,7 +255,7 @@ def _is_shortage(error: Exception) -> bool:
 
 
 def _joined() -> Ranks:
-    """This process in the group of all, on a GPU of its own if there are any."""
+    """Join the group of all processes, on a GPU of this one's own if there are any."""
     import torch
 
     from otdd_flash.distributed.exchange import PATIENCE
@@ -324,7 +324,7 @@ def _leave() -> None:
 
 
 def _end_where_refused_before() -> None:
-    """Leave where torchrun starts again what cannot be met."""
+    """Exit if torchrun restarts a command that was refused before."""
     if _restarts() == 0 or not (store := _store()).check([REFUSED]):
         return
     _end_as_meant()
@@ -341,7 +341,7 @@ def _end_where_refused_before() -> None:
 
 
 def _store() -> TCPStore:
-    """What torchrun keeps for its processes."""
+    """Connect to the store that torchrun keeps for its processes."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)

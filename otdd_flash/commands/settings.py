@@ -64,7 +64,6 @@ class RuntimeSettings:
     log_level: str
 
     def compute_options(self) -> ComputeOptions:
-        """Where and how passes run, for the library."""
         budget, ranks = self.memory_budget, leading()
         return ComputeOptions(self.device, self.backend, self.precision, budget, ranks)
 
@@ -83,7 +82,7 @@ class LabelSettings:
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def metric(self, tolerance: float, epsilon: float | None) -> LabelMetric:
-        """The same for the library.
+        """Build the metric that the settings describe.
 
         Args:
             tolerance: at which solves between classes stop.
@@ -127,7 +126,7 @@ class SolverSettings:
     diameter: float | None = None
 
     def options(self) -> Schedule:
-        """The same for the library.
+        """Build the schedule that the settings describe.
 
         Raises:
             InputError: no such schedule, one of its keys is out of its range, or a key is set that
@@ -145,7 +144,7 @@ class SolverSettings:
         return kind(**{key: getattr(self, key) for key in own})
 
     def deferred(self) -> Schedule:
-        """The same without `require_convergence`.
+        """Build the schedule without `require_convergence`.
 
         Commands write what has been computed before they raise what that asks for.
         """
@@ -172,7 +171,6 @@ class ComparisonSettings:
         refuse_both(self.epsilon, self.epsilon_relative)
 
     def cost(self) -> GroundCost:
-        """The ground cost, for the library."""
         return GroundCost(self.lambda_x, self.lambda_y, self.ground)
 
 

@@ -196,7 +196,7 @@ def _label(
 
 
 def _clusters_like(other: LabeledSamples, node: dict[str, Any]) -> int | None:
-    """As many clusters as the other side has classes, or gets."""
+    """Return how many classes the other side has, or will have; None if that is unknown."""
     k: int | None = node.get("k")
     if node.get("pseudo_labels") is not None and k is not None:
         return k

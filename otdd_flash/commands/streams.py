@@ -121,15 +121,12 @@ class Guarded(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """As the stream's."""
         return self._stream.encoding
 
     def fileno(self) -> int:
-        """As the stream's."""
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """As the stream's."""
         return self._stream.isatty()
 
 

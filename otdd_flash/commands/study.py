@@ -191,7 +191,6 @@ def _transfer(node: TransferNode | None, image_shape: tuple[int, ...] | None) ->
 
 
 def _remove(directory: Path) -> None:
-    """Remove the study that the folder holds, if it holds one."""
     if not (directory / STUDY_FILE).exists():
         return
     shutil.rmtree(directory / FOLDER, ignore_errors=True)
@@ -202,7 +201,7 @@ def _remove(directory: Path) -> None:
 
 
 def _raise_worst(result: StudyResult) -> None:
-    """Of pieces of work that failed, end as the one with the highest code asks for."""
+    """Raise for the pieces of work that failed, with the highest of their exit codes."""
     if not result.failures:
         return
     worst = max(result.failures, key=lambda failure: int(failure["exit_code"]))

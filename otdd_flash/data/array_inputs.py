@@ -1,4 +1,4 @@
-"""Arrays as inputs: vectors or images, told apart by their shape."""
+"""Arrays as inputs: vectors or images, by their shape."""
 
 from __future__ import annotations
 

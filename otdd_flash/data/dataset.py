@@ -125,7 +125,6 @@ class LabeledDataset:
         return len(self.inputs)
 
     def take(self, rows: ArrayLike) -> LabeledDataset:
-        """The items at these positions, in this order."""
         chosen = np.asarray(rows, dtype=np.int64)
         return replace(
             self,
@@ -137,7 +136,7 @@ class LabeledDataset:
         )
 
     def weighted(self, weights: ArrayLike) -> LabeledDataset:
-        """The same items with these masses (n,).
+        """Replace the masses (n,).
 
         Raises:
             InputError: they are not as many, or not finite and non-negative numbers.
@@ -189,7 +188,6 @@ def _missing(values: NDArray[Any], class_names: Sequence[str] | None) -> NDArray
 def _labelled_rows(
     missing: NDArray[np.bool_], dataset: LabeledDataset, *, drop: bool | None
 ) -> NDArray[np.int64]:
-    """The rows that have a label."""
     name, count = dataset.name, len(dataset)
     if len(missing) != count:
         raise InputError(

@@ -206,7 +206,7 @@ def check_vectors(dataset: LabeledDataset, way_out: str, name: str) -> None:
     """Refuse a dataset whose inputs are not vectors, which need an extractor.
 
     Raises:
-        InputError: as said; `way_out` is the call that takes one.
+        InputError: inputs are no vectors; `way_out` is the call that takes an extractor.
     """
     first = dataset.inputs[0]
     if dataset.modality == "array" and np.ndim(first) == 1:

@@ -228,7 +228,7 @@ def _check_inside(folder: Path, files: Sequence[str]) -> None:
     Links inside the folder lead where they lead: what the hub caches consists of them.
 
     Raises:
-        InputError: as said.
+        InputError: a data file is outside of the folder.
     """
     # The library resolves the folder itself, and nothing in it.
     inside = tuple(os.path.join(kind(folder), "") for kind in (os.path.abspath, os.path.realpath))
@@ -298,7 +298,7 @@ def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> 
     """Refuse numbers that files of text spell out and their readers rounded.
 
     Raises:
-        InputError: as said; the message names the file and its row.
+        InputError: a number was rounded; the message names the file and its row.
     """
     found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
     assert found is not None

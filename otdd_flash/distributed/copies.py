@@ -51,14 +51,14 @@ class Copied:
         return mark_of_tensors(tensor) if self._given else (tensor._version,)
 
     def sent(self) -> int:
-        """The same number, after copies are sent where there are no equal ones."""
+        """Return `number`, after sending copies if there are no equal ones."""
         if self.number is None:
             self._ranks.order(_hold_copy, self._number, self._tensor)
             self.mark_equal()
         return self._number
 
     def mark_equal(self) -> None:
-        """Say that copies have changed as the tensor has."""
+        """Record that the copies have been changed as the tensor was."""
         self._equal = self._mark()
 
 

@@ -78,7 +78,6 @@ class Exchange:
 
     @property
     def shared(self) -> Shared:
-        """How work was shared so far."""
         return Shared(self.size, self._moved, self.layout)
 
     def device_of(self, device: torch.device) -> torch.device:
@@ -316,7 +315,6 @@ class Exchange:
 
     @staticmethod
     def _wait_for(moves: list[Any]) -> None:
-        """Send and receive."""
         with others_heard():
             for each in torch.distributed.batch_isend_irecv(moves) if moves else ():
                 each.wait()

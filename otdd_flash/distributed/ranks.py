@@ -340,7 +340,7 @@ def ranks_of(group: ProcessGroup | Ranks | str | None) -> Ranks | None:
 
 
 def sharing_from_here(group: ProcessGroup | Ranks | str | None) -> Shared:
-    """How work was shared by a group so far; what its layout is from here on is told anew."""
+    """Return how work has been shared by a group so far, and reset its reported layout."""
     if not isinstance(group, Ranks):
         return ALONE
     before, group.layout = group.shared, ALONE.layout
@@ -348,7 +348,7 @@ def sharing_from_here(group: ProcessGroup | Ranks | str | None) -> Shared:
 
 
 def shared_since(before: Shared, group: ProcessGroup | Ranks | str | None) -> Shared:
-    """How work was shared by a group after it had been shared so far."""
+    """Return how work has been shared by a group since `before`."""
     if not isinstance(group, Ranks):
         return ALONE
     now = group.shared

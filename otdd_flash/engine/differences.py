@@ -77,7 +77,6 @@ class Differences:
         return Direction(scale[:, 0], torch.cat((outer, -scale * inner), 1))
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some problems."""
         self._inverse, self._squares = self._inverse[order], self._squares[order]
         self._curvatures, self.slot = self._curvatures[order], self.slot[order]
 
@@ -93,5 +92,4 @@ class Direction(NamedTuple):
 
 
 def _dot(one: Tensor, two: Tensor) -> Tensor:
-    """Sums of products over the last dimension."""
     return (one * two).sum(-1)

@@ -58,12 +58,12 @@ class Progress(NamedTuple):
 
     @classmethod
     def none(cls, like: Tensor) -> Progress:
-        """Before the first evaluation, for as many as entries of a tensor (S,)."""
+        """Start before the first evaluation of S segments, `like` being of shape (S,)."""
         infinity = torch.full_like(like, torch.inf)
         return cls(infinity, -infinity, torch.zeros_like(like))
 
     def after(self, gap: Tensor, dual: Tensor, slack: Tensor) -> Progress:
-        """With one more evaluation; a dual may be off by `slack`. Marks only ever get harder."""
+        """Count one more evaluation; a dual may be off by `slack`. Marks only get harder."""
         fallen, risen = gap <= FALLEN * self.gap, dual > self.dual + slack
         return Progress(
             torch.where(fallen, gap, self.gap),
@@ -72,7 +72,7 @@ class Progress(NamedTuple):
         )
 
     def restarted(self, where: Tensor) -> Progress:
-        """With a fresh start of some segments (S,) bool."""
+        """Start afresh the segments where the flags (S,) are set."""
         fresh = Progress.none(self.gap)
         return Progress(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
 
@@ -182,7 +182,6 @@ class QuasiNewton:
         self.active = torch.ones_like(self.active)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some segments."""
         self.active, self.terms = self.active[order], self.terms[order]
         self._iterations = self._iterations[order]
         self._levels = Levels(*(numbers[order] for numbers in self._levels))

@@ -153,7 +153,6 @@ class QuasiNewtonKernels:
         self._begin(_costs(self._segments), settings, first, _known(start))
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some segments."""
         self._costs = self._costs[order]
         self._state = State(*(part[order] for part in self._state))
         self._other = State(*map(torch.empty_like, self._state))
@@ -171,7 +170,7 @@ class QuasiNewtonKernels:
 
 
 def _known(start: Start) -> Tensor:
-    """What is known before the first evaluation (S, TRUST), as the kernel reads it."""
+    """Pack the state before the first evaluation (S, TRUST), as the kernel reads it."""
     level, *levels = start.levels
     fresh = *Trust.fresh(level), *Progress.none(level)
     return torch.stack((start.iterations.to(level), *fresh, *levels), 1)
@@ -184,7 +183,7 @@ def _first_level(start: Start, epsilon: float | Tensor, max_iterations: int | Te
 
 
 def _costs(segments: KernelProblems) -> Tensor:
-    """What is known of costs (S, 12), as the kernel reads it; maybe on the host."""
+    """Pack the facts of the costs (S, 12), as the kernel reads them; maybe on the host."""
     costs = segments.mean_cost, segments.cost_spread, segments.offset, *segments.errors
     return torch.stack(costs, 1)
 

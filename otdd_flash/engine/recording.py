@@ -96,7 +96,6 @@ class RecordingPool:
             self.handle = torch.cuda.graph_pool_handle()
 
     def record(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:  # pragma: gpu
-        """What a function launches."""
         return _record(launch, self._device, self.handle)
 
 
@@ -139,7 +138,6 @@ class _Recorder:  # pragma: gpu
         self._first = self.record(lambda: torch.zeros((), device=stream.device))
 
     def record(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """What a function launches."""
         pool = None if self._first is None else self._first.pool()
         try:
             return _record(launch, self._device, pool)
@@ -169,7 +167,7 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:  # pragma: gpu
 def _record(  # pragma: gpu
     launch: Callable[[], object], device: torch.device, pool: Any
 ) -> torch.cuda.CUDAGraph:
-    """What a function launches, recorded on a stream of its own."""
+    """Record what a function launches, on a stream of its own."""
     graph = torch.cuda.CUDAGraph()
     with _recording:
         side = _streams(device)[0]

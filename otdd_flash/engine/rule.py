@@ -46,10 +46,10 @@ class Rule(Protocol):
     """
 
     @property
-    def active(self) -> Tensor: ...  # noqa: D102
+    def active(self) -> Tensor: ...
 
     @property
-    def terms(self) -> Tensor: ...  # noqa: D102
+    def terms(self) -> Tensor: ...
 
     def step(self) -> None:
         """One iteration; nothing of segments that are not active changes."""

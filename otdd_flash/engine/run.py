@@ -45,7 +45,7 @@ class SegmentTerms(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a `Rule` has in `terms` of a segment: its `SegmentTerms`, and more.
+    """The numbers of a segment in `Rule.terms`: its `SegmentTerms`, and two more.
 
     Attributes:
         value: as there, and so on.
@@ -102,7 +102,7 @@ def run(
 
 
 def run_one(segment: Segments, rule: Rule, watch: Watch, *, wait: bool = False) -> Told:
-    """Iterate until the only segment is done, or `watch` ends it; what the host was told last.
+    """Iterate until the only segment is done or `watch` ends it; return the last numbers read.
 
     Args:
         segment: the problem.
@@ -122,7 +122,7 @@ def run_one(segment: Segments, rule: Rule, watch: Watch, *, wait: bool = False) 
 
 
 def _compacted(active: Tensor) -> Tensor:
-    """The active segments: in their places as far as possible, the last ones in those left free."""
+    """Order the active segments: in place where possible, the last ones in places left free."""
     kept = torch.nonzero(active).squeeze(1)
     order = torch.arange(len(kept), device=active.device)
     order[~active[: len(kept)]] = kept[kept >= len(kept)]

@@ -119,7 +119,7 @@ class Evaluation(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor, columns: Tensor) -> Evaluation:
-        """From (S, 2) and (S, 14 + 4 memory) numbers in this order."""
+        """Unpack numbers of rows (S, 2) and of columns (S, 14 + 4 memory), in this order."""
         numbers, products = columns[:, :NUMBERS], columns[:, NUMBERS:]
         return cls(*rows.unbind(1), *numbers.unbind(1), *products.chunk(2, 1))
 
@@ -162,7 +162,7 @@ class Move(NamedTuple):
 
     @property
     def numbers(self) -> Tensor:
-        """All of it as (S, 9 + 2 memory) float64, in this order."""
+        """The fields as (S, 9 + 2 memory) float64, in this order."""
         return torch.cat((torch.stack([part.double() for part in self[:-1]], 1), self.weights), 1)
 
 

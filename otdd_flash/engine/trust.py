@@ -41,12 +41,12 @@ class Trust(NamedTuple):
 
     @classmethod
     def fresh(cls, like: Tensor) -> Trust:
-        """Of problems of which nothing is known yet, as many as entries of a tensor (S,)."""
+        """Start with nothing known of S problems, `like` being of shape (S,)."""
         zero, infinity = torch.zeros_like(like), torch.full_like(like, torch.inf)
         return cls(-infinity, zero, infinity, zero, zero, zero + 1)
 
     def restarted(self, where: Tensor) -> Trust:
-        """With a fresh start of some problems (S,) bool."""
+        """Start afresh the problems where the flags (S,) are set."""
         fresh = Trust.fresh(self.dual)
         return Trust(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
 

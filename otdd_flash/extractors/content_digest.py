@@ -106,7 +106,7 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
 
 
 def _state(module: nn.Module) -> Any:
-    """What a module computes with."""
+    """Return what a module computes with: weights, settings and hooks."""
     if (original := module._modules.get("_orig_mod")) is not None:
         # What torch.compile made of another one.
         return "compiled", original

@@ -42,7 +42,7 @@ IN_BLOCK = re.compile(r"_blocks\.(\d+)\.(\w+)\.(\w+)")
 
 
 def efficientnet_lite0() -> Network:
-    """EfficientNet-Lite0 trained on ImageNet, as an extractor of pooled features (b, 1280).
+    """Make EfficientNet-Lite0, trained on ImageNet, an extractor of pooled features (b, 1280).
 
     Images are resized, cropped to 224 x 224 and normalised as the network was trained; grey images
     are repeated in the three channels. The weights come with the extra `vision` and nothing is

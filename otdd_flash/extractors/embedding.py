@@ -230,7 +230,7 @@ class _Extraction:
     ranks: Ranks | None
 
     def features(self, progress: Progress | None) -> Tensor:
-        """All of them, (n, d)."""
+        """Extract all features (n, d)."""
         inputs = self.dataset.inputs
         if self.ranks is not None:
             return self._of_ranks(self.ranks, inputs, progress)
@@ -238,7 +238,7 @@ class _Extraction:
         return _gather(self.dataset.name, blocks, len(inputs), progress)
 
     def blocks(self, first: int) -> Iterator[Tensor]:
-        """Features (b, ...) of batch after batch, from one input on."""
+        """Yield features (b, ...) batch after batch, from the input `first` on."""
         rest = _from(self.dataset.inputs, first)
         if (ranks := self.ranks) is None:
             return _blocks(rest, self.extractor, **self.settings)
@@ -247,7 +247,7 @@ class _Extraction:
         return (self._of_ranks(ranks, part, None) for part in _parts(rest, count))
 
     def batch_again(self, row: int) -> tuple[int, Tensor]:
-        """The batch that has an input, extracted by this process, and the number of its first."""
+        """Extract the batch of an input in this process, and number its first input."""
         size = self.settings["batch_size"]
         first = row - row % size
         part = next(_parts(_from(self.dataset.inputs, first), size))
@@ -312,14 +312,14 @@ def _cache_key(
 
 
 def _from(inputs: Any, first: int) -> Any:
-    """The inputs from one on, still unread."""
+    """Return the inputs from one on, still unread."""
     if first > 0 and isinstance(inputs, LazyItems):
         return inputs.take(np.arange(first, len(inputs)))
     return inputs[first:] if first > 0 else inputs
 
 
 def _parts(inputs: Any, count: int) -> Iterator[Any]:
-    """The inputs, so many at a time, still unread."""
+    """Yield the inputs, so many at a time, still unread."""
     for first in range(0, len(inputs), count):
         rest = _from(inputs, first)
         yield (

@@ -74,7 +74,7 @@ class Note:
         return alike and f"{digest_of_rows(features):x}" == self.digest
 
     def followed_by(self, part: Tensor) -> Note:
-        """What is known with more rows (k, d) behind these."""
+        """Return the note for these rows with more (k, d) behind them."""
         digest = int(self.digest, 16) + digest_of_rows(part, first=self.rows)
         return replace(self, rows=self.rows + len(part), digest=f"{digest % MODULUS:x}")
 
@@ -226,7 +226,7 @@ class FeatureStore:
                     progress(note.rows, self._count)
 
     def _begun(self) -> Note | None:
-        """What is known of rows to go on with, and nothing behind them; None to begin anew."""
+        """Return the note of rows to go on with; None to begin anew."""
         note = self._note()
         if note is None or note.key != self._key or not self._partial.exists():
             return None

@@ -66,7 +66,7 @@ class ImportedFunction:
 
 
 def from_callable(path: str | Callable[[Any], Any]) -> ImportedFunction:
-    """A function as an extractor.
+    """Make a function an extractor.
 
     Args:
         path: where to import it from, "package.module:function" or "package.module.function", or

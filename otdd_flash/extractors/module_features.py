@@ -51,7 +51,7 @@ class ModuleFeatures(Network):
 
     @property
     def unidentified(self) -> str:
-        """Why a cache could not tell its features from others; empty where it can."""
+        """Why a cache cannot identify the features; empty if it can."""
         try:
             self._digest()
         except Unidentified as error:
@@ -114,7 +114,7 @@ def from_module(
     batch_size: int = 256,
     device: str | torch.device = "auto",
 ) -> ModuleFeatures:
-    """Any PyTorch module as an extractor of features (b, d).
+    """Make any PyTorch module an extractor of features (b, d).
 
     `embed(dataset, net)` is short for `embed(dataset, from_module(net))`. The module runs in
     evaluation mode, without gradients, in the precision of its own weights (`embed`'s

@@ -39,7 +39,6 @@ class Network:
 
     @property
     def cacheable(self) -> bool:
-        """Whether features are kept on disk."""
         return True
 
     @property

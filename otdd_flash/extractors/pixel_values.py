@@ -36,7 +36,6 @@ class PixelValues:
 
     @property
     def key(self) -> str:
-        """Name and parameters."""
         return f"pixels size={self.size} grayscale={self.grayscale}"
 
     def __repr__(self) -> str:
@@ -84,7 +83,7 @@ class PixelValues:
 
 @takes(EXTRACTORS["pixels"], prefix="extractor.")
 def pixels(size: int | None = None, grayscale: bool = False) -> PixelValues:
-    """Images as vectors of pixel values in [0, 1].
+    """Make an extractor of the pixel values of images, vectors in [0, 1].
 
     A dataset of grey images has one channel, one of colour images three; where it holds both, grey
     values are repeated in the three channels.

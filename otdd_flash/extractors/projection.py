@@ -20,7 +20,7 @@ from otdd_flash.samples import LabeledSamples, check_squares
 def reduce_pca(
     source: Samples, target: Samples, k: int, seed: int
 ) -> tuple[LabeledSamples, LabeledSamples]:
-    """The first k principal components, fitted on the n + m rows of both sides alike.
+    """Project on the first k principal components, fitted on the n + m rows of both sides alike.
 
     Args:
         source: n samples with d features.

@@ -44,7 +44,7 @@ class RawVectors:
 
 
 def identity() -> RawVectors:
-    """Features as they are: arrays only; dimensions after the first are flattened.
+    """Make an extractor that takes arrays as they are, flattened after the first dimension.
 
     float64 features stay float64 (a solver may work in double); other numbers become float32, and
     integers that it does not hold, beyond 2^24, are refused.

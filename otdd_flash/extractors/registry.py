@@ -87,12 +87,10 @@ class AddedExtractor:
 
     @property
     def modalities(self) -> frozenset[str]:
-        """The same attribute of the extractor that the package returned."""
         return self.extractor.modalities
 
     @property
     def cacheable(self) -> bool:
-        """The same attribute of the extractor that the package returned."""
         return self.extractor.cacheable
 
     def __call__(self, batch: Any) -> Tensor:

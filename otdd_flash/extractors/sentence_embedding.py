@@ -15,7 +15,7 @@ from otdd_flash.offline import ALLOW, network
 
 @takes(EXTRACTORS["text"], prefix="extractor.")
 def text(model: str, download: bool = False) -> Network:
-    """A sentence-transformers model as an extractor of one vector per text (b, d).
+    """Make a sentence-transformers model an extractor of one vector per text (b, d).
 
     Args:
         model: a folder, or a name on the Hugging Face hub.

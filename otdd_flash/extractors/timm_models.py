@@ -28,7 +28,7 @@ def timm(
     seed: int = 0,
     download: bool = False,
 ) -> Network:
-    """A timm model without its classifier, as an extractor of pooled features (b, d).
+    """Make a timm model without its classifier an extractor of pooled features (b, d).
 
     Images are resized, cropped and normalised as the model's configuration in timm says; grey
     images are repeated in the three channels.

@@ -28,7 +28,7 @@ def torchvision(
     seed: int = 0,
     download: bool = False,
 ) -> Network:
-    """A torchvision classification model without its last layer, as an extractor (b, d).
+    """Make a torchvision classification model without its last layer an extractor (b, d).
 
     Images go through the transforms of the named weights, or of the model's default weights where
     none are named; grey images are repeated in the three channels.

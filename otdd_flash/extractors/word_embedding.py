@@ -50,7 +50,7 @@ class WordVectors(nn.Module):
 
 
 def wordllama() -> Network:
-    """WordLlama's word vectors as an extractor of one vector per text (b, 256).
+    """Make WordLlama's word vectors an extractor of one vector per text (b, 256).
 
     A text is the mean of its tokens' vectors, whatever their order; it is not normalised. The
     weights come with the extra `text` and nothing is fetched. It needs no GPU: a processor embeds

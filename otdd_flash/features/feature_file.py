@@ -34,7 +34,6 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        """That of a file as it is now."""
         found = os.stat(path)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
@@ -64,7 +63,7 @@ class FeatureFile:
         return {**self.__dict__, "_maps": {}}
 
     def reopened(self) -> FeatureFile:
-        """The same files as another process finds them.
+        """Open the same files in another process.
 
         Raises:
             InputError: one is not there, or is another.
@@ -90,7 +89,7 @@ class FeatureFile:
         """Refuse files that are others than when they were opened.
 
         Raises:
-            InputError: as said.
+            InputError: a file has changed, or is gone.
         """
         for path, stamp in self._stamps.items():
             try:
@@ -157,7 +156,7 @@ class FeatureFile:
                 out[order[here]] = self._mapped(piece)[wanted[here] - first]
 
     def mapped(self) -> Tensor:
-        """All of one piece, mapped into memory; what is written to it stays in memory."""
+        """Map a matrix of one piece into memory; writing to it changes no file."""
         (piece,) = self.matrix.pieces
         return self._mapped(piece)
 
@@ -173,7 +172,7 @@ class FeatureFile:
         return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
     def rows(self, rows: slice) -> Tensor:
-        """Some rows (k, d), read."""
+        """Read some rows (k, d)."""
         shape = max(0, rows.stop - rows.start), self.matrix.columns
         out = torch.empty(shape, dtype=self.matrix.dtype)
         self.read(rows, out)

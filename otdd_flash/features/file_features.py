@@ -49,7 +49,7 @@ class FileFeatures(Tensor):
         """Refuse files that changed, and numbers that were changed in memory, which they lack.
 
         Raises:
-            InputError: as said.
+            InputError: a file or a number in memory has changed.
         """
         self.file.check()
         if not self.is_inference() and self._version > 0:
@@ -61,7 +61,7 @@ class FileFeatures(Tensor):
         return features_of(copy(self.file))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Other processes read the files."""
+        """Pickle the files' names, as other processes read the files."""
         self.check()
         return _reopened, (self.file,)
 
@@ -71,7 +71,7 @@ class ScatteredFeatures(FileFeatures):
 
     @staticmethod
     def of(file: FeatureFile) -> ScatteredFeatures:
-        """A tensor without memory of its own."""
+        """Make a tensor without memory of its own."""
         make: Any = Tensor._make_wrapper_subclass
         found: ScatteredFeatures = make(
             ScatteredFeatures, file.matrix.shape, dtype=file.matrix.dtype, device="cpu"
@@ -83,14 +83,12 @@ class ScatteredFeatures(FileFeatures):
         raise InputError(CHANGED)
 
     def tolist(self) -> Any:
-        """All of it, read."""
         return self.numpy().tolist()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ScatteredFeatures({self.file.matrix.shape}, {self.file.matrix.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
-        """All of it, read."""
         return self.file.rows(slice(0, self.shape[0])).numpy(force=force)
 
     @classmethod
@@ -132,7 +130,7 @@ class ScatteredFeatures(FileFeatures):
 @computes
 @takes(FEATURES_FILE)
 def features_file(path: str | os.PathLike[str] | Dataset, *, key: str | None = None) -> Tensor:
-    """Features (n, d) in files, to be given wherever features are, that are not read at once.
+    """Open features (n, d) in files, as a matrix that is read as it is used.
 
     Args:
         path: a .npy or .safetensors file with a matrix of floating-point numbers; an .arrow file or
@@ -172,7 +170,7 @@ def _is_places(rows: Tensor) -> bool:
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     declared = function._schema.arguments
     given = dict(zip((each.name for each in declared), args, strict=False)) | (kwargs or {})
     changed = (each.name for each in declared if each.alias_info and each.alias_info.is_write)

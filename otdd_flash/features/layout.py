@@ -116,7 +116,7 @@ class _Entry(NamedTuple):
 
     @classmethod
     def of(cls, entry: Any) -> _Entry:
-        """That of JSON, or one of the errors of wrong types and values."""
+        """Read an entry of the JSON header; wrong types or values raise Python's own errors."""
         shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
         numbers = *shape, first, end
         if not all(type(number) is int and number >= 0 for number in numbers):

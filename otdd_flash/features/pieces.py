@@ -31,10 +31,8 @@ class Matrix(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n, d)."""
         return sum(piece.rows for piece in self.pieces), self.columns
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
         return self.columns * self.dtype.itemsize

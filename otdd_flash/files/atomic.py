@@ -91,7 +91,7 @@ def reach_disk(path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> InputError:
-    """What a user is told of a file that cannot be written."""
+    """Return the error for a file that cannot be written."""
     return InputError(
         f"cannot write {path}: {error.strerror or error}; free space there or choose another folder"
     )

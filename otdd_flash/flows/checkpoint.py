@@ -46,7 +46,7 @@ START_AGAIN = "leave flow.resume out to start again"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a flow keeps its state, and how often.
+    """The folder of a flow's checkpoints, and how often they are written.
 
     Args:
         folder: gets a manifest, `checkpoint.json`, and a folder `checkpoint` of what that names.
@@ -70,7 +70,7 @@ class Checkpoints:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other flows from writing here: each removes what its own manifest does not name.
+        """Lock the folder, as each flow removes what its own manifest does not name.
 
         Raises:
             InputError: another flow writes here, or nothing can be written.
@@ -132,7 +132,7 @@ class Checkpoints:
             self._sweep()
 
     def load(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """The state last written, its tensors on `device`, or on the CPU where they were there.
+        """Read the last state, tensors on `device`, or on the CPU if they were there.
 
         `rows` are what was kept of the rows of every variable, on the CPU. Where a file of the last
         checkpoint came to harm, it is the state of the one before.

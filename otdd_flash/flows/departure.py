@@ -28,7 +28,7 @@ class OnHost(NamedTuple):
 
 
 def ready(device: torch.device) -> torch.cuda.Event | None:
-    """What has come when all that a GPU was told before is done; None on a CPU."""
+    """Return an event after all work issued to a GPU so far; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

@@ -66,13 +66,13 @@ class FlowSetting:
         return self.request.seen[1]
 
     def blocks(self, table: Tensor) -> ClassBlocks:
-        """Those of class distances W (V_x + V_y, V_x + V_y) that several evaluations see."""
+        """Cut W (V_x + V_y, V_x + V_y) into the blocks that several evaluations see."""
         sizes = self.source.class_total, self.target.class_total
         return ClassBlocks(table, sizes, self.request.device)
 
     @cached_property
     def masses(self) -> Tensor:
-        """Those of the particles (n,), float64."""
+        """The masses of the particles (n,), float64."""
         return self.source.masses
 
     def at(self, features: Tensor) -> LabeledSamples:
@@ -101,7 +101,7 @@ class FlowSetting:
     def settings(
         self, points: LabeledSamples, goal: LabeledSamples, table: ClassDistances
     ) -> dict[str, Any]:
-        """By the keys of the command line, for particles and a target before the cost sees them.
+        """Return the settings by command-line keys, for both sides before the cost sees them.
 
         `table` is W at the start.
         """
@@ -137,7 +137,7 @@ class FlowSetting:
 
     @cached_property
     def _class_masses(self) -> tuple[Tensor, Tensor]:
-        """Of the particles (V_x,) and of the target (V_y,), float64, on the host."""
+        """The class masses of particles (V_x,) and target (V_y,), float64, on the host."""
         own, theirs = (_class_masses(side).cpu() for side in (self.source, self.target))
         return own, theirs
 
@@ -159,7 +159,7 @@ class Batch(NamedTuple):
     target: Tensor
 
     def only(self, rows: Tensor) -> Tensor:
-        """Of rows (n, d), one a particle, those of the batch; 0 for the others."""
+        """Set to 0 the rows (n, d), one a particle, that are outside of the batch."""
         return torch.zeros_like(rows).index_copy_(0, self.particles, rows[self.particles])
 
 

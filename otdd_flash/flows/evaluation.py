@@ -35,11 +35,11 @@ NOT_FINITE = "particles have values that are not finite"
 
 
 class Overshot(InputError):
-    """Steps led the particles away: what moves them is too much."""
+    """Particles ran away: the steps, the noise or the functionals are too large."""
 
 
 class Found(NamedTuple):
-    """What an evaluation found, with the features (n, d) it was made at."""
+    """The result of an evaluation, with the features (n, d) it was made at."""
 
     record: StepRecord
     velocities: dict[str, Tensor]
@@ -74,7 +74,7 @@ class Evaluator:
 
     @property
     def estimates(self) -> bool:
-        """Whether steps see less than the whole."""
+        """Whether steps see a minibatch or displaced points instead of the whole."""
         return self._size is not None or self._options.flow.stepping.noise > 0
 
     def __call__(self, points: Tensor, step: int, *, whole: bool = False) -> Found:
@@ -122,7 +122,7 @@ class Evaluator:
         return step % self._options.flow.refresh == 0
 
     def expected_seconds(self, points: Tensor, step: int) -> float:
-        """About how long class distances take for the rest of a flow at points (n, p)."""
+        """Estimate how long class distances take for the rest of a flow, points (n, p)."""
         features = self._space.features(points)
         whole = part = self._mode.expected_seconds(features)
         if self.estimates:

@@ -1,4 +1,4 @@
-"""What may be asked of a flow: what moves, how far, what it descends, and whom it tells."""
+"""The options of a flow: what moves, how far, what it descends, and the callbacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from otdd_flash.solver.term.result import Progress
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """How a dataset flows; on the command line flow.KEY.
+    """The options of a flow; on the command line flow.KEY.
 
     Args:
         steps: to take.
@@ -78,7 +78,7 @@ class Flow:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How it moves, by the keys of the command line; its length where that matters."""
+        """The options by their command-line keys; the length where that matters."""
         settings = {
             "flow.mode": self.mode,
             **{f"flow.{key}": value for key, value in asdict(self.stepping).items()},
@@ -101,7 +101,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions that a flow calls; None calls nobody.
+    """Functions that a flow calls; None stands for no call.
 
     Args:
         progress: called with the record of every step, and of the end.

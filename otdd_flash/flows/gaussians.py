@@ -38,7 +38,7 @@ class Gaussians:
     @classmethod
     @torch.no_grad()
     def of(cls, samples: LabeledSamples, metric: LabelMetric) -> Gaussians:
-        """Those of the classes of `samples`, as `Gaussian` or `Means` sees them.
+        """Take the Gaussians of the classes of `samples`, as `Gaussian` or `Means` sees them.
 
         Raises:
             InputError: a class is empty, or has one sample where covariances divide by n - 1.
@@ -60,7 +60,6 @@ class Gaussians:
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, Tensor]) -> Gaussians:
-        """What `variables` gave."""
         return cls(variables["means"], variables.get("spreads"))
 
     @property

@@ -1,4 +1,4 @@
-"""What a flow tells of its steps, and where its particles have been."""
+"""The records of a flow's steps, and the trajectory of its particles."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Trajectory:
 
 
 class Moment(NamedTuple):
-    """What a step saw, on the CPU: enough to tell what it would have done to any other point.
+    """The state of a step on the CPU, from which its velocity at any other point follows.
 
     Attributes:
         step_size: time that the step moved forward.
@@ -149,7 +149,6 @@ class Recorder:
             self._kept = {k: seen for k, seen in self._kept.items() if k % self.every == 0}
 
     def trajectory(self, step: int, points: Tensor, labels: Tensor | None) -> Trajectory:
-        """What has been kept, and the end."""
         kept = {**self._kept, step: self._followed(points, labels)}
         steps = sorted(kept)
         seen = [kept[k][1] for k in steps]
@@ -161,11 +160,9 @@ class Recorder:
         )
 
     def state(self) -> dict[str, Any]:
-        """All of it."""
         return {"rows": self.rows, "every": self.every, "kept": dict(self._kept)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
         self.rows, self.every, self._kept = state["rows"], state["every"], dict(state["kept"])
         self._there, self._seen = self.rows, (None, None)
 

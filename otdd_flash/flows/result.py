@@ -97,7 +97,7 @@ class FlowResult:
 
     @property
     def after(self) -> StepRecord:
-        """The end, all points of `samples` in their places.
+        """The record of the end, of all points of `samples` in their places.
 
         In the modes `features` and `attached` its divergence is the dataset distance of `samples`
         and the target; in `joint` and `augmented` class distances are those between the Gaussians
@@ -107,7 +107,7 @@ class FlowResult:
 
     @property
     def evaluations(self) -> tuple[StepRecord, ...]:
-        """`history`, after `before` where the first step saw less."""
+        """`history`, after `before` if the first step saw a part or displaced points."""
         first = () if self.before == self.history[0] else (self.before,)
         return (*first, *self.history)
 
@@ -119,7 +119,7 @@ class FlowResult:
     @computes
     @torch.enable_grad()
     def map(self, kind: str = "nearest", **options: Any) -> FlowMap:
-        """The flow as a map of new points: a callable from samples to samples.
+        """Return the flow as a map of new points: a callable from samples to samples.
 
         Args:
             kind: `entropic` follows the velocity of every step (needs `keep_moments`); `nearest`
@@ -207,7 +207,7 @@ class FlowResult:
 
     @takes(PLOT_FLOW)
     def plot(self, image_shape: tuple[int, int, int] | None = None) -> Figure:
-        """Draw images on their way, or where particles are none, how the distance fell.
+        """Draw images on their way, or without images how the distance fell.
 
         Args:
             image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],

@@ -67,11 +67,9 @@ class Rows:
             self._parameters["points"].data.add_(noise, alpha=spread)
 
     def clamp(self, low: float, high: float) -> None:
-        """Take points back into a box."""
         self._parameters["points"].data.clamp_(low, high)
 
     def undo(self) -> None:
-        """Go back to before the last step."""
         for parameter in self._parameters.values():
             if parameter.is_cuda:
                 # What was copied has arrived.

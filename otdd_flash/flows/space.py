@@ -43,11 +43,9 @@ class FeatureSpace:
     key: str = "features"
 
     def features(self, points: Tensor) -> Tensor:
-        """The points."""
         return points
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient."""
         return gradient
 
 
@@ -68,7 +66,6 @@ class DirectionSpace:
 
     @property
     def key(self) -> str:
-        """What a resumed flow compares."""
         return f"directions of {self.inner.key}"
 
     def features(self, points: Tensor) -> Tensor:
@@ -76,7 +73,7 @@ class DirectionSpace:
         return directions(self.inner.features(points), "the particles")
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
-        """By the chain rule through the lengths."""
+        """Apply the chain rule through the lengths."""
         by_features = self.cost.pull_back(self.inner.features(points), gradient)
         return self.inner.pull_back(points, by_features)
 

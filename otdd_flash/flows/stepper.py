@@ -82,11 +82,9 @@ class Stepper:
             self._clamp(*box)
 
     def undo(self) -> None:
-        """Go back to before the last step."""
         self._moved("undo")
 
     def others(self) -> dict[str, dict[str, Any]]:
-        """What the optimiser keeps that is of no row, by variable."""
         return self._own.others()
 
     def write(self, folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
@@ -127,7 +125,6 @@ class Stepper:
                 self._variables[name].copy_(tensor)
 
     def _clamp(self, low: float, high: float) -> None:
-        """Take all points back into a box."""
         if self._ranks is None:
             self._own.clamp(low, high)
             return

@@ -36,7 +36,7 @@ UNSUITABLE = ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")
 
 @dataclass(frozen=True)
 class Stepping:
-    """How a flow steps.
+    """The steps of a flow: optimiser, schedule, noise and box.
 
     Args:
         step_size: time tau of a step, the optimiser's learning rate; with the default lambda_x and
@@ -86,7 +86,7 @@ class Stepping:
         self.build([torch.nn.Parameter(torch.zeros(1))])
 
     def build(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimiser over some parameters."""
+        """Build the optimiser over some parameters."""
         named = optimizers()
         choose("flow.optimizer", self.optimizer.lower(), tuple(named))
         chosen = named[self.optimizer.lower()]
@@ -101,7 +101,7 @@ class Stepping:
 
     @property
     def plain(self) -> bool:
-        """Whether a step is x <- x - tau v with the velocity of that moment alone."""
+        """Whether a step is x <- x - tau v with the current velocity alone."""
         return (
             self.optimizer.lower() == "sgd"
             and not self.optimizer_options
@@ -110,7 +110,7 @@ class Stepping:
         )
 
     def step_size_at(self, step: int, total: int) -> float:
-        """The time tau of step `step` of `total`."""
+        """Return the time tau of step `step` of `total`."""
         return self.step_size * SCHEDULES[self.schedule](step, total)
 
 

@@ -68,7 +68,6 @@ class TrackedRun:
 
     @property
     def pictures(self) -> list[Path]:
-        """The pictures that the run has written."""
         return sorted(self.directory.glob("*.png"))
 
     @property

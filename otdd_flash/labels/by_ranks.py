@@ -24,7 +24,7 @@ from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, is_compl
 
 
 def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
-    """The same distances, measured by ranks if there are any and measuring takes long.
+    """Share the measuring among ranks, if there are any and it takes long.
 
     Args:
         metric: how to measure.
@@ -49,7 +49,6 @@ class _MeasuredByRanks(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
         ranks, number = self.ranks, self._number(clouds)
         ranks.report_to(progress, len(pairs))
         # A GPU compares, sorts and sends in no time what takes a core seconds.
@@ -61,20 +60,19 @@ class _MeasuredByRanks(LabelMetric):
         return PairDistances(*numbers)
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
-        """As without ranks: what comes in parts uses all cores already."""
+        """Measure in this process: what comes in parts uses all cores already."""
         return self.metric.in_parts(clouds, pairs)
 
     def recipe(self, device: torch.device) -> str | None:
-        """The numbers are the same."""
+        """Return the metric's own recipe: ranks change no number."""
         return self.metric.recipe(device)
 
     @property
     def single_samples_are_points(self) -> bool:
-        """As without ranks."""
         return self.metric.single_samples_are_points
 
     def _number(self, clouds: Sequence[ClassCloud]) -> int:
-        """What ranks call the classes, which they are given once."""
+        """Return the number under which ranks hold the classes, sending them once."""
         if id(clouds) not in self._sent:
             number = self.ranks.number()
             sizes = [len(cloud) for cloud in clouds]
@@ -105,7 +103,7 @@ def _hold_classes(
 def _measure(
     ranks: Ranks, number: int, metric: LabelMetric, listed: Tensor | None
 ) -> tuple[Tensor, list[str]]:
-    """Values and bounds (3, P) of pairs, None for all; what was said of solves that stopped early.
+    """Measure values and bounds (3, P) of pairs, all for None; return warnings of late solves.
 
     All of it stays where the points are, from where the group moves tensors.
     """

@@ -92,7 +92,7 @@ def exact_distances(
 def exact_parts(
     clouds: Sequence[ClassCloud], pairs: Tensor
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """The same as it is computed: positions (k,) in the list of pairs, and their distances (k,).
+    """Yield distances as they are computed: positions (k,) in the list of pairs, distances (k,).
 
     Closing the iterator ends the processes' work.
     """
@@ -162,7 +162,7 @@ def _solve(
 
 @cache
 def _leave_with(parent: int) -> None:
-    """End this process soon after its parent: one that was killed could not tell it to."""
+    """End this process soon after its parent, which may be killed without a word."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -163,7 +163,7 @@ class _Fidelities(torch.autograd.Function):
     def _gradients(
         left: Tensor, right: Tensor, pairs: Tensor, gradient: Tensor, progress: Progress | None
     ) -> tuple[Tensor, Tensor]:
-        """Of the sum of the norms times `gradient` (P,), by F (k, r, d) and by G (l, s, d)."""
+        """Differentiate sum gradient_p norm_p (P,) by F (k, r, d) and by G (l, s, d)."""
         gradient_left, gradient_right = torch.zeros_like(left), torch.zeros_like(right)
         done, shown = 0, gradient != 0
         pairs, gradient = pairs[shown], gradient[shown]

@@ -72,13 +72,13 @@ class JointClassDistances:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """K + 1 row numbers: dataset k has the rows offsets[k] to offsets[k + 1]."""
+        """The K + 1 row numbers: dataset k has the rows offsets[k] to offsets[k + 1]."""
         return (0, *accumulate(len(names) for names in self.class_names))
 
     @computes
     @takes(BETWEEN)
     def between(self, first: int, second: int) -> ClassDistances:
-        """The table of two of the datasets, by their places in the list.
+        """Cut out the table of two of the datasets, by their places in the list.
 
         Raises:
             InputError: there is no such place.
@@ -103,7 +103,7 @@ class JointClassDistances:
         )
 
     def named_for(self, datasets: Sequence[LabeledSamples]) -> JointClassDistances:
-        """The table of the classes that these datasets have, dataset by dataset, class by name.
+        """Return the table for the classes of these datasets, matched by name.
 
         Raises:
             InputError: there are more or fewer datasets, or one has a class without a row.
@@ -188,7 +188,7 @@ def class_distances(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> JointClassDistances:
-    """Distances between all classes of several datasets, every pair of classes measured once.
+    """Measure the distances between all classes of several datasets, every pair once.
 
     Args:
         datasets: K labelled datasets of one dimension, as samples or as arrays (features, labels).
@@ -292,12 +292,12 @@ def measure_all(
 
 
 def class_names(samples: LabeledSamples) -> tuple[str, ...]:
-    """The class names, of which unlabelled samples have one."""
+    """Return the class names; unlabelled samples have one."""
     return samples.class_names if samples.labels is not None else (UNLABELLED_CLASS,)
 
 
 def as_datasets(datasets: Sequence[Samples], at_least: int = 1) -> list[LabeledSamples]:
-    """A list of that many datasets, each as `as_samples` makes it.
+    """Make a list of that many datasets, each by `as_samples`.
 
     Raises:
         InputError: there are fewer, or one is not what samples must be.
@@ -320,7 +320,7 @@ def _joint(
 
 
 def distinct_names(datasets: Sequence[LabeledSamples]) -> tuple[str, ...]:
-    """The datasets' names, with their places behind those that several share."""
+    """Return the datasets' names, with their places behind those that several share."""
     names = [samples.name for samples in datasets]
     return tuple(
         f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names)

@@ -99,7 +99,7 @@ def measure_pairs(
 
 
 def _told(parts: Parts, keep: Callable[[Sequence[Part]], None]) -> Parts:
-    """The same parts, which `keep` hears of every now and then, and of the last in any case."""
+    """Yield the parts, handing them to `keep` every now and then, the last in any case."""
     waiting: list[Part] = []
     kept = time.monotonic()
     with closing(parts):

@@ -76,7 +76,7 @@ def total_variances(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:
 
 
 def standard_deviations(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:
-    """Of every feature within every class, (V, d) float64; with gradient 0 where they are 0."""
+    """Compute deviations of features within classes, (V, d) float64; gradient 0 where 0."""
     return torch.stack(
         [torch.linalg.vector_norm(covariance_factor(cloud, unbiased), dim=0) for cloud in clouds]
     )

@@ -83,7 +83,7 @@ class PairCache:
     def find(
         self, recipe: str, classes: Sequence[bytes], pairs: Tensor
     ) -> tuple[Tensor, PairDistances]:
-        """What is known of some pairs.
+        """Look up the distances of some pairs.
 
         Args:
             recipe: the method and all that its numbers depend on, other than the classes.

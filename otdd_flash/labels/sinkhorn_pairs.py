@@ -130,7 +130,7 @@ class _Divergences:
 
 
 def _counting(progress: Progress | None, total: int) -> Finished | None:
-    """From numbers of pairs that just finished to the number of all that have."""
+    """Add up the numbers of pairs that just finished, for `progress`; None without one."""
     if progress is None:
         return None
     done = 0
@@ -171,5 +171,5 @@ def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: 
 
 
 def _name(clouds: Sequence[ClassCloud], i: int, j: int) -> str:
-    """Of the term between two classes."""
+    """Name the term between two classes in messages."""
     return clouds[i].name if i == j else f"{clouds[i].name} against {clouds[j].name}"

@@ -122,7 +122,7 @@ class ClassDistances:
         return torch.cat((torch.cat((self.xx, self.xy), 1), torch.cat((self.xy.T, self.yy), 1)))
 
     def nearest(self) -> tuple[NearestClass, ...]:
-        """The nearest class of the other dataset, for each source and then each target class."""
+        """Find the nearest class of the other dataset, of each source and then target class."""
         names_x, names_y = (
             tuple(map(str, range(size))) if names is None else names
             for names, size in zip((self.names_x, self.names_y), self.xy.shape, strict=True)
@@ -140,7 +140,7 @@ class ClassDistances:
         return tuple(rows)
 
     def named_for(self, names_x: Sequence[str], names_y: Sequence[str]) -> ClassDistances:
-        """The same table with these class names, once it is sure that it is about these classes.
+        """Rename the classes, after checking that the table is about these classes.
 
         Raises:
             InputError: the table counts other classes or names them otherwise.

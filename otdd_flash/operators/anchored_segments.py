@@ -58,19 +58,15 @@ class AnchoredSegments:
         self._vectors = PaddedVectors(stored.masses[-1], stored.memory)
 
     def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        """The iterations of all problems, in PyTorch."""
         return QuasiNewton(self, goal, form, start)
 
     def repeat(self, step: Callable[[], None]) -> None:
-        """As for the stored problems."""
         self._stored.repeat(step)
 
     def coarse(self, tolerance: float) -> None:
-        """There is none."""
         return
 
     def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        """Evaluate the candidates."""
         stored, index = self._stored, self._index
         for side, anchor in enumerate(self._anchors[:-1]):
             stored.potentials[side][index] = anchor.softmin(index, epsilon)
@@ -79,7 +75,6 @@ class AnchoredSegments:
         return self._vectors.evaluate(rows, stored.potentials[-1][index], updated, epsilon)
 
     def move(self, move: Move, active: Tensor) -> None:
-        """Choose the next candidates."""
         potentials, index = self._stored.potentials[-1], self._index
         potentials[index] = self._vectors.move(potentials[index], move, active)
 
@@ -121,7 +116,6 @@ class _Anchor:
         return self._softmin - epsilon[:, None] * sums.log_()
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some problems."""
         self._plan = moved(self._plan, order)
         self._softmin, self._potential = self._softmin[order], self._potential[order]
         self._epsilon = self._epsilon[order]

@@ -27,7 +27,7 @@ Number = TypeVar("Number", float, Tensor)
 
 
 def below_zero(value: Number) -> Number:
-    """Min(value, 0), of a number or of each of many."""
+    """Return min(value, 0), of a number or of each of many."""
     return (value - abs(value)) / 2
 
 
@@ -114,9 +114,9 @@ class Marginals(NamedTuple):
         columns: (m,) column sums, float64.
         row_errors: (n,) float64, in units of the cost.
         column_errors: (m,) float64, likewise.
-        cost_rounding: as said; 0 where costs are not stored.
+        cost_rounding: relative error of a stored cost; 0 if costs are recomputed.
         relative_error: of each sum, against the sum of the computed entries.
-        lost: as said.
+        lost: bound on what underflow takes from an entry, over a_i b_j.
     """
 
     rows: Tensor
@@ -184,12 +184,12 @@ class Certifiable(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials, float32 or float64."""
+        """The type of the potentials, float32 or float64."""
         ...
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of C; finding out may take long."""
+        """Facts of C; computing them may take long."""
         ...
 
     @property
@@ -226,9 +226,7 @@ class Operator(Certifiable, Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
 
     @property
-    def execution(self) -> Execution:
-        """How passes run."""
-        ...
+    def execution(self) -> Execution: ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
@@ -260,6 +258,6 @@ class Operator(Certifiable, Protocol):
 
 
 def refined(operator: Operator) -> Operator:
-    """The same cost to the full accuracy of the potentials; often the operator itself."""
+    """Return the cost at the full accuracy of the potentials; often the operator itself."""
     refine = operator.execution.refined
     return operator if refine is None else refine()

@@ -48,7 +48,7 @@ class BlockSums(ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
+        """The type of the potentials."""
 
     @abstractmethod
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
@@ -63,7 +63,7 @@ class BlockSums(ABC):
         """Pairs of blocks whose sums make one, at the most."""
 
     def measured_tiles(self) -> Iterator[Tile]:
-        """Pairs of blocks that tell what their costs are off by."""
+        """Yield the pairs of blocks that determine the errors of the costs."""
         return self.tiles(upper=self.cost.symmetric, points=True)
 
     @property
@@ -99,7 +99,7 @@ class BlockSums(ABC):
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs; asks all pairs of blocks."""
+        """Facts of the costs, from all pairs of blocks."""
         return self._costs
 
     @cached_property
@@ -110,12 +110,12 @@ class BlockSums(ABC):
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
-        """(n,) and (m,): what costs of accurate `marginals` are off by, but for `rounding`."""
+        """(n,) and (m,): errors of costs in accurate `marginals`, but for `rounding`."""
         return self._errors[0]
 
     @property
     def rounding(self) -> float:
-        """What they are off by on average where they are stored."""
+        """The mean error of costs where they are stored."""
         return self._errors[1]
 
     @cached_property
@@ -256,5 +256,5 @@ def applied(
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:
-    """Errors of some rows become at least those found."""
+    """Raise the errors of some rows to those given, where they are larger."""
     errors[rows] = torch.maximum(errors[rows], found)

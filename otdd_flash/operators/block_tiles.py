@@ -30,7 +30,7 @@ class BlockOperator(Operator, Protocol):
 
     @property
     def rounding(self) -> float:
-        """What they are off by beside that on average, where they are stored."""
+        """The mean error of costs beside that, where they are stored."""
         ...
 
     @property
@@ -72,27 +72,27 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> Cut:
-        """Of the whole, where passes run."""
+        """The tile's rows in the whole cost, on the device."""
         return self.sides[0].block.rows
 
     @property
     def columns(self) -> Cut:
-        """Likewise."""
+        """The tile's columns in the whole cost, on the device."""
         return self.sides[1].block.rows
 
     def beside(self, there: There, side: int) -> tuple[There, There]:
-        """Another block on a side, and this tile's on the other."""
+        """Return the sides with another block in the place of one of them."""
         one, other = self.sides
         return (one, there) if side else (there, other)
 
     def some(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """What these rows and columns have of both potentials; one tensor on the diagonal."""
+        """Cut both potentials to the tile's rows and columns; one tensor on the diagonal."""
         of_rows = f[self.rows]
         return of_rows, of_rows if self.diagonal else g[self.columns]
 
     @property
     def mass(self) -> float:
-        """Of the product of both masses."""
+        """The product of both masses."""
         return self.masses[0] * self.masses[1]
 
 
@@ -119,7 +119,7 @@ class Joined:
         self._epsilon, self._logs = epsilon, torch.full_like(like, -torch.inf)
 
     def add(self, rows: slice | Tensor, found: Tensor, mass: float) -> None:
-        """Take the softmin (k,) of some rows over a block of so much mass, if it has any."""
+        """Add the softmin (k,) of some rows over a block of this mass, unless that is 0."""
         if mass == 0:
             return
         logs = torch.log(torch.tensor(mass, dtype=torch.float64)) - found.double() / self._epsilon
@@ -131,5 +131,5 @@ class Joined:
 
     @property
     def potential(self) -> Tensor:
-        """(n,), in units of the cost."""
+        """The softmin (n,) over the blocks so far, in units of the cost."""
         return -self._epsilon * self._logs

@@ -84,26 +84,22 @@ class BlockedOperator(BlockSums):
 
     @property
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
         return max(len(self._rows), len(self._columns))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._first.operator.dtype
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed; None where operators take points as they are."""
         return self._first.operator.packing
 
     def measured_tiles(self) -> Iterator[Tile]:
-        """Pairs of blocks that tell what their costs are off by."""
         self._measure()
         return self.tiles(upper=self.cost.symmetric, points=self.packing is None)
 
     def _measure(self) -> None:
-        """Find out what packed blocks lose of their points, which are read once for it."""
+        """Measure what packing loses of the points, which are read once for it."""
         if self.packing is None:
             return
         for side, blocks in enumerate(self._blocks[: 1 if self.cost.symmetric else 2]):
@@ -112,7 +108,7 @@ class BlockedOperator(BlockSums):
 
     @property
     def execution(self) -> Execution:
-        """As pairs of blocks run; nothing is recorded, as points come meanwhile."""
+        """Passes run as pairs of blocks; nothing is recorded, as points are streamed."""
         first = self._first.operator.execution
         height, width = (
             len(self.a[self._rows[0].rows]),
@@ -150,7 +146,7 @@ class BlockedOperator(BlockSums):
         transposed: bool = False,
         factors: tuple[Tensor, Tensor] | None = None,
     ) -> Iterator[AppliedBlock]:
-        """The same of values that are made for a block of points, a block of the result at a time.
+        """Apply the plan a block of the result at a time, to values made per block.
 
         So neither values nor results need be on the device at once.
         """

@@ -44,7 +44,7 @@ CLOUD = "cloud"
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """Where and how passes run.
+    """The device, precision, backend and memory of passes.
 
     Args:
         device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
@@ -81,19 +81,19 @@ class ComputeOptions:
 
     @classmethod
     def of(cls, given: Compute | None) -> ComputeOptions:
-        """Options as they are, or the defaults, on a device if one is named."""
+        """Return the options as they are, or the defaults on a named device."""
         if isinstance(given, ComputeOptions):
             return given
         return cls() if given is None else cls(str(given))
 
     @property
     def alone(self) -> ComputeOptions:
-        """The same for this process without others: what results keep."""
+        """Return the options for this process alone, as results keep them."""
         return replace(self, group=None)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of them but the group, for files."""
+        """All options but the group, for files."""
         return {key.name: getattr(self, key.name) for key in fields(self) if key.compare}
 
     @property
@@ -108,7 +108,7 @@ Compute = ComputeOptions | str | torch.device
 
 @dataclass(frozen=True, eq=False)
 class CostInputs:
-    """What the cost between two labelled clouds is made of, on the device that computes it.
+    """The parts of the cost between two labelled clouds, on the device that computes it.
 
     Attributes:
         source: n points as the ground cost sees them.
@@ -134,7 +134,7 @@ class CostInputs:
 
     @cached_property
     def labelled(self) -> LabelledCost:
-        """The cost between them, where they are; what it tells of them is found once."""
+        """The cost between both clouds, with cached statistics, where the clouds are."""
         source, target = self.source, self.target
         x = cloud_of(source, self.streaming)
         y = x if source is target else cloud_of(target, self.streaming)
@@ -197,7 +197,7 @@ def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device
 
 
 def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
-    """What samples are to costs; the same one as long as they hold what they held."""
+    """Return the samples as a `Cloud`; the same object as long as the samples are unchanged."""
 
     def find() -> Cloud:
         points, equal = points_of(samples, streaming), samples.weights is None
@@ -213,7 +213,7 @@ def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
 
 
 def forget_cloud(samples: LabeledSamples) -> None:
-    """Ask samples anew what they are, in a call to which they may come changed."""
+    """Drop the cached cloud: the tensors may have been modified in place since the last call."""
     forget(samples, CLOUD)
 
 
@@ -269,10 +269,10 @@ def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
 def scores_fit(
     shape: tuple[int, int], dtype: torch.dtype, compute: ComputeOptions, device: torch.device
 ) -> bool:
-    """Whether scores (n, m) may be stored in a type; a budget that is not there is refused.
+    """Decide whether scores (n, m) may be stored in a type.
 
     Raises:
-        InputError: as said.
+        InputError: the budget allows them, but the memory is not free.
     """
     size = shape[0] * shape[1] * dtype.itemsize
     if compute.memory_budget == "auto":

@@ -120,7 +120,7 @@ class ClassPool:
 
     @property
     def dim(self) -> int:
-        """Of the coordinates, padding included."""
+        """The number of coordinates, padding included."""
         return self.pool.coordinates.shape[1]
 
     @property

@@ -1,7 +1,7 @@
-"""A labelled cloud as costs take it, and what it tells of itself, whatever it is compared with.
+"""A labelled point cloud with its cached statistics.
 
-A cloud stands in several costs: of two clouds, and of itself. What it tells of itself is found once
-for all of them, and for all steps of a flow towards it.
+A cloud is part of several costs: those with other clouds, and that with itself. Its statistics are
+computed once for all of them, and for all steps of a flow towards it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Distances(NamedTuple):
-    """Of a cloud from a centre.
+    """Squared distances of a cloud from a centre c.
 
     Attributes:
         squares: ||x_i - c||^2 (n,), float64.
@@ -35,12 +35,12 @@ class Distances(NamedTuple):
 
     @property
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All but the first."""
+        """`farthest`, `highest` and `mean`."""
         return self.farthest, self.highest, self.mean
 
 
 class Cloud:
-    """Points with their masses and labels.
+    """Points with their masses, labels and cached statistics.
 
     Args:
         points: (n, d), on the device or streamed to it.
@@ -49,7 +49,7 @@ class Cloud:
         equal: all masses are 1 / n.
 
     Attributes:
-        known: what is found of it for all costs, by name.
+        known: cached results for all costs, by name.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Cloud:
         self.known: dict[Hashable, Any] = {}
 
     def kept(self, name: Hashable, find: Callable[[], T]) -> T:
-        """What `find` returned first by this name."""
+        """Call `find` once for this name and return its result from then on."""
         if name not in self.known:
             self.known[name] = find()
         found: T = self.known[name]
@@ -67,11 +67,10 @@ class Cloud:
 
     @cached_property
     def extent(self) -> Extent:
-        """Where it lies."""
         return extent(self.points, self.masses)
 
     def distances(self, centre: Tensor) -> Distances:
-        """From a centre (d,), float64."""
+        """Compute the distances from a centre (d,) float64."""
         squares = self._squares(centre)
         farthest = highest = squares.max()
         if not self._equal:
@@ -79,13 +78,13 @@ class Cloud:
         return Distances(squares, farthest, highest, self.masses @ squares)
 
     def class_masses(self, classes: int) -> Tensor:
-        """The mass of each of so many classes (V,)."""
+        """Return the mass of each class (V,)."""
         return self.kept(
             ("classes", classes), lambda: mass_per_class(self.masses, self.labels, classes)
         )
 
     def share(self, rows: slice | Tensor, name: Hashable) -> tuple[Tensor, float]:
-        """The masses (k,) of some rows over their sum, and the sum; once by every name."""
+        """Return masses (k,) of some rows over their sum, and the sum; cached by `name`."""
 
         def find() -> tuple[Tensor, float]:
             whole = self.masses

@@ -96,7 +96,7 @@ class AskedCosts:
         return found
 
     def held(self) -> Tensor:
-        """C (n, m)."""
+        """Ask for the whole C (n, m)."""
         found = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         n, m = self.shape
         height = max(1, self.asked // m)
@@ -141,7 +141,7 @@ def _is_dense(block: Tensor) -> bool:
 
 
 def _got(block: Any) -> str:
-    """What an error calls what is no block."""
+    """Describe what is no block, for an error."""
     if not isinstance(block, Tensor):
         return shown(block)
     return f"{shown(block)}, {block.dtype}, {block.layout}, on {block.device}"

@@ -68,7 +68,6 @@ class CentredProducts:
         return _centred(self._cost.points[1][columns], self._cost.centre)
 
     def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        """One product of matrices."""
         out.addmm_(left, right.T, alpha=2 * self._cost.lambda_x)
 
 

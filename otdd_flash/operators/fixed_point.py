@@ -116,7 +116,7 @@ class FixedPoint:
 
     @property
     def _differing(self) -> int:
-        """How many sides there are that differ."""
+        """How many of the two sides differ, 1 or 2."""
         return 2 - self.cost.symmetric
 
     @property
@@ -228,14 +228,14 @@ class FixedPoint:
 
     @cached_property
     def _means(self) -> list[float]:
-        """Of each of `_kinds`; one tensor, so that the host waits once."""
+        """The mean error of costs for each of `_kinds`; read once, so that the host waits once."""
         x, y = self._all_costs_errors
         of_x = x @ self.cost.a
         return (of_x + (of_x if self.cost.symmetric else y @ self.cost.b)).tolist()
 
     @cached_property
     def _magnitudes(self) -> Pair:
-        """As `LabelledCost.magnitudes`, about the centre; of a cloud with itself one for both."""
+        """`LabelledCost.magnitudes` about the centre; both alike between a cloud and itself."""
         x, y = magnitudes_about(self.cost, self.squares)
         if self.cost.symmetric:
             x = y = torch.maximum(x, y)
@@ -249,7 +249,7 @@ class FixedPoint:
 
     @cached_property
     def _all_costs_errors(self) -> Pair:
-        """Those of each of `_kinds` (k, n) and (k, m)."""
+        """Errors of costs for each of `_kinds`, (k, n) and (k, m)."""
         cost = self.cost
         # (k, 2, n) of each side.
         parts = [self._known(side, "digits", self._missing) for side in range(self._differing)]
@@ -264,7 +264,7 @@ class FixedPoint:
         return found[0], found[-1]
 
     def _known(self, side: int, name: str, find: Callable[[int], T]) -> T:
-        """What is found of the points of a side; once, of a block that comes in every pass."""
+        """Return facts of the points of a side, cached for a block that comes in every pass."""
         known = self.cost.known_of[side]
         if known is None:
             return find(side)
@@ -277,7 +277,7 @@ class FixedPoint:
         return squared_distances(self.cost.points[side], self._centre)
 
     def _missing(self, side: int) -> Tensor:
-        """Of the points of one side, float64: what digits lack of a point and of its pairs.
+        """Measure what digits lack of the points of one side and of their products, float64.
 
         (k, 2, n): by each of `_kinds`, ||x_i - x'_i||^2 and shares of the products that scores
         leave out, half of what carries lose of these included.

@@ -72,13 +72,13 @@ class GroundCost:
 
     @property
     def squared(self) -> GroundCost:
-        """The weights of squared distances between the points seen."""
+        """The weights of the squared distances between the points that the cost sees."""
         if self.ground == "sqeuclidean":
             return self
         return GroundCost(SHARES[self.ground] * self.lambda_x, self.lambda_y)
 
     def seen(self, samples: LabeledSamples) -> LabeledSamples:
-        """The samples as the cost sees them: for `cosine` with rows of length 1, float64.
+        """Return the samples as the cost sees them: for `cosine` of length 1, float64.
 
         Raises:
             InputError: a row that is 0 has no direction.
@@ -88,7 +88,7 @@ class GroundCost:
         return replace(samples, features=directions(samples.features, samples.name))
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient (n, d) by points (n, d), from that by the points seen, in their type."""
+        """Pull the gradient (n, d) by the points that the cost sees back to the given points."""
         if self.ground != "cosine":
             return gradient
         # d(x / |x|) = (I - z z^T) / |x| dx.
@@ -104,13 +104,13 @@ class GroundCost:
         return out
 
     def one_side(self, points: Tensor) -> Tensor | None:
-        """The terms p (n,), float64, of points (n, d) of one side; None where there are none."""
+        """Return the terms p (n,), float64, of points (n, d) of one side; None without any."""
         if self.ground != "inner":
             return None
         return squared_norms(points) * (-self.lambda_x / 2)
 
     def offset(self, source: LabeledSamples, target: LabeledSamples) -> Offset:
-        """The offset <a, p> + <b, q> of OT_epsilon, with its rounding error."""
+        """Return the offset <a, p> + <b, q> of OT_epsilon, with its rounding error."""
         of_rows, of_columns = (self.one_side(side.features) for side in (source, target))
         if of_rows is None or of_columns is None:
             return NO_OFFSET
@@ -123,7 +123,7 @@ class GroundCost:
         return Offset(value, additions * DOUBLE_UNIT * abs(value))
 
     def error(self, dim: int) -> float:
-        """How far the cost between points seen may be off in float64, in units of the cost.
+        """Bound the float64 error of the cost between seen points, in units of the cost.
 
         A direction is off by at most delta = (d / 2 + 8) u, its squared distance from another by
         8 delta + 4 delta^2.
@@ -133,7 +133,7 @@ class GroundCost:
         return SHARES[self.ground] * self.lambda_x * 9 * (dim / 2 + 8) * DOUBLE_UNIT
 
     def size(self, source: LabeledSamples, target: LabeledSamples) -> float | None:
-        """What `epsilon_relative` is relative to between features; None for their mean cost.
+        """Return the unit of `epsilon_relative` between features; None for their mean cost.
 
         For `inner`, whose mean may be of any sign, lambda_x times the mean of ||x_i|| ||y_j||.
         """
@@ -146,7 +146,7 @@ class GroundCost:
         return self.lambda_x * first * second
 
     def standardized(self, dim: int) -> float:
-        """About the mean cost between standardized features, infinite where scales do nothing."""
+        """Estimate the mean cost between standardized features; inf where scales have no effect."""
         if self.ground != "sqeuclidean":
             return math.inf
         return 2 * dim * (self.lambda_x + self.lambda_y)

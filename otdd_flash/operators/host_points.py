@@ -166,11 +166,11 @@ class HostPoints:
 
     @property
     def are_there(self) -> bool:
-        """Whether the device has them already, such as particles that move."""
+        """Whether the points are on the device already, such as particles that move."""
         return self.features.device.type != "cpu"
 
     def __getitem__(self, rows: slice | Tensor) -> Tensor:
-        """Some points (k, d) on the device."""
+        """Copy some points (k, d) to the device."""
         if isinstance(rows, slice) and rows.step not in (None, 1):
             # Blocks are read as ranges.
             rows = torch.arange(self.shape[0], device=self.device)[rows]
@@ -179,7 +179,7 @@ class HostPoints:
         return points
 
     def part(self, rows: slice | Tensor) -> HostPoints:
-        """Some of them, which stay where they are."""
+        """Return some of the points, still on the host."""
         if isinstance(rows, slice) and rows == slice(None):
             return self
         every = torch.arange(self.shape[0]) if self._chosen is None else self._chosen
@@ -187,7 +187,7 @@ class HostPoints:
         return HostPoints(self.features, self.streaming, every[here])
 
     def recalled(self, name: str, given: tuple[Tensor, ...], find: Callable[[], T]) -> T:
-        """What `find` finds of all points, or found before from the same numbers `given`."""
+        """Call `find` once for all points and the numbers `given`, and cache its result."""
         features = self.features
         if self._chosen is not None or features.is_inference():
             return find()
@@ -203,7 +203,7 @@ class HostPoints:
     def stream(
         self, blocks: Sequence[Block], arrive: Callable[[Block], Arrived] | None = None
     ) -> Iterator[Tensor]:
-        """The points of one block after the other, on the device, the next on its way.
+        """Yield the points of one block after the other on the device, the next on its way.
 
         `arrive` gives something else of a block in their place. The host tells a GPU what to do
         faster than it is done, so a block comes when the one before the last has been used: there
@@ -235,7 +235,7 @@ class HostPoints:
     def _arrive_in_turn(
         self, last: _Turn | None, turn: _Turn, arrive: Callable[[Block], Arrived], block: Block
     ) -> Arrived:
-        """What arrives once the turn of the block before it has begun."""
+        """Wait until the block before it is in use, then start to copy a block."""
         if turn.begins is not None:
             turn.begins.synchronize()
             if last is not None:
@@ -244,7 +244,7 @@ class HostPoints:
 
     @torch.no_grad()
     def arrive(self, block: Block) -> Arrived:
-        """The points of a block on their way to the device."""
+        """Start to copy the points of a block to the device."""
         rows, count = block.host, self.shape[0]
         if self._chosen is not None:
             rows = self._chosen[rows]
@@ -270,7 +270,7 @@ class HostPoints:
 
     @contextmanager
     def copying(self, *, after: bool = False) -> Iterator[None]:
-        """Copy on a stream of its own, beside passes, or `after` what they have been told to do."""
+        """Copy on a stream beside the passes, or `after` the passes issued so far."""
         if self._stream is None:
             yield
             return
@@ -280,27 +280,27 @@ class HostPoints:
             yield
 
     def copied(self) -> torch.cuda.Event | None:
-        """That what was to be copied so far is there."""
+        """Return an event after the copies issued so far; None on a processor."""
         return None if self._stream is None else self._event(self._stream)
 
     def keep(self, there: Tensor) -> None:
-        """Do not use the memory of a tensor again before it is copied."""
+        """Keep the memory of a tensor from being used again before it is copied."""
         if self._stream is not None:
             there.record_stream(self._stream)
 
     def _told(self) -> torch.cuda.Event | None:
-        """That passes have done what they have been told so far."""
+        """Return an event after the passes issued so far; None on a processor."""
         on_gpu = self._stream is not None
         return self._event(torch.cuda.current_stream(self.device)) if on_gpu else None
 
     def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """That all on a stream so far is done, and when; whoever waits for it lets others run."""
+        """Record a timed event on a stream; a thread that waits for it gives way to others."""
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def _read(self, rows: slice | Tensor, out: Tensor) -> None:
-        """Some rows on the host (k, d)."""
+        """Read some rows (k, d) into `out`, on the host."""
         features = self.features
         if isinstance(features, FileFeatures):
             if isinstance(rows, slice):
@@ -318,7 +318,7 @@ def _page_locked(like: Tensor) -> Tensor:
 
 
 def slices(count: int, size: int) -> list[Block]:
-    """All of `count` points in order."""
+    """Cut `count` points into blocks of up to `size`, in order."""
     cuts = (slice(first, min(first + size, count)) for first in range(0, count, size))
     return [Block(cut, cut) for cut in cuts]
 

@@ -113,7 +113,6 @@ class KernelOperator:
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs."""
         cost = self.cost
         return CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, self._fixed_point.cost_error)
 
@@ -124,12 +123,12 @@ class KernelOperator:
 
     @property
     def rounding(self) -> float:
-        """No cost is stored."""
+        """0: no cost is stored."""
         return 0.0
 
     @property
     def packing(self) -> Packing:
-        """In float16."""
+        """Points are packed in float16."""
         return Packing(partial(_pack, self.cost.whole, self._lattice), min(2, self._parts))
 
     @property
@@ -332,7 +331,7 @@ def _pack(
     points: Tensor,
     layout: Layout | None = None,
 ) -> PackedPoints:
-    """Some points (k, d) of a side, with labels (k,)."""
+    """Pack some points (k, d) of a side, with labels (k,)."""
     if layout is None:
         classes = cost.class_costs.shape[side]
         layout = remembered(labels, f"{classes} in blocks", lambda: arrange(labels, classes))
@@ -342,7 +341,7 @@ def _pack(
 
 
 def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
-    """One row per point of a side, rounded like the points."""
+    """Pack a matrix with one row per point of a side, rounded like the points."""
     origin = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
     scale = power_of_two_scale(float(values.abs().max()))
     return pack(values, side.points.layout, origin, scale)

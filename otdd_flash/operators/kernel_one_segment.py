@@ -40,40 +40,34 @@ class KernelSegment(OneSegment):
         return 1, 1
 
     def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums | Tensor:
-        """T(g) (n,), or the sums that it is made of."""
+        """Return T(g) (n,), or the sums that it is made of."""
         return self.operator.softmin_rows(g, epsilon, guess)
 
     def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums | Tensor:
-        """T'(f) (m,), likewise."""
+        """Return T'(f) (m,), or the sums that it is made of."""
         return self.operator.softmin_columns(f, epsilon, guess)
 
     def change(self, operator: Operator) -> None:
-        """Take another form of the cost."""
         super().change(operator)
         self._repeated: Repeated | None = None
 
     def go_on_from(self, candidate: Tensor) -> None:
-        """Evaluate another g (m,) next."""
         self._vectors.columns.candidate.copy_(candidate)
 
     @property
     def rows(self) -> Tensor:
-        """The f (n,) of the last evaluation."""
         return self._vectors.rows.clone()
 
     @property
     def kept(self) -> Tensor:
-        """The g (m,) that was kept last."""
         return self._vectors.columns.kept.clone()
 
     @property
     def updated(self) -> Tensor:
-        """T'(T(g)) (m,) of the g that was kept last."""
         columns = self._vectors.columns
         return columns.kept + columns.residual
 
     def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
-        """The iterations of all problems, in Triton."""
         return QuasiNewtonKernels(self, goal, form, start)
 
     def repeat(self, step: Callable[[], None]) -> None:
@@ -87,7 +81,6 @@ class KernelSegment(OneSegment):
             self._repeated.run(step)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
         vectors, level = self._vectors, epsilon[0]
         g = vectors.columns.candidate
         if self.symmetric:
@@ -97,5 +90,4 @@ class KernelSegment(OneSegment):
         return vectors.evaluate(self.softmin_columns(vectors.rows, level, g), epsilon, active)
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        """Choose it by the numbers of a move."""
         self._vectors.move(numbers, active)

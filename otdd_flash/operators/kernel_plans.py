@@ -56,18 +56,18 @@ class KernelPlans(NamedTuple):
 
     @property
     def rows(self) -> Side:
-        """The first, as scores see it."""
+        """The rows, rounded to as many parts as the scores take."""
         return self.seen[0][self.scores.parts]
 
     @property
     def columns(self) -> Side:
-        """The second."""
+        """The columns, rounded to as many parts as the scores take."""
         return self.seen[1][self.scores.parts]
 
     def prepared(
         self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float, most: int | None
     ) -> KeptPlan | ExactFusedPlan | None:
-        """Of the original points: in float64 where that takes less than evaluating it, or fused.
+        """Prepare the plan of the original points: held in float64 if that is cheap, or fused.
 
         What is held takes up to `most` bytes, half of what is free for None.
         """
@@ -100,7 +100,7 @@ class KernelPlans(NamedTuple):
         most: int | None,
         there: Computed | None = None,
     ) -> HeldPlan | FusedPlan | None:
-        """In float16: held in `most` bytes, as above, or else evaluated of points of one part.
+        """Prepare the plan in float16: held in `most` bytes, or evaluated from points of one part.
 
         Of points far from all others a rounded coordinate moves costs by more than epsilon, and
         what is solved with such a plan is of no use: one that is made once is of all parts.
@@ -119,7 +119,7 @@ class KernelPlans(NamedTuple):
     def with_points(
         self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float
     ) -> PointProducts | None:
-        """Products with points of so many coordinates that they go through blocks anyway."""
+        """Prepare products with the points, if these have too many coordinates to be fused."""
         dim = self.cost.points[0].shape[1]
         if dim <= HELD_COORDINATES:
             return None
@@ -142,7 +142,7 @@ class KernelPlans(NamedTuple):
         return *there, plan_terms(*there, (single(f), single(g)), epsilon, self.cost.a)
 
     def _sides(self, f: Tensor, g: Tensor, epsilon: float) -> Sides:
-        """One and the same there and back for a cloud with itself at one potential."""
+        """Compute the terms of the plan and of its transpose, once for a symmetric plan."""
         there = self._there(f, g, epsilon)
         if self.cost.symmetric and f is g:
             return there, there
@@ -157,5 +157,5 @@ def _products(sides: Sides) -> tuple[FusedProduct, FusedProduct]:
 
 
 def single(potential: Tensor) -> Tensor:
-    """As kernels read it."""
+    """Return a potential as kernels read it, contiguous float32."""
     return potential.to(torch.float32).contiguous()

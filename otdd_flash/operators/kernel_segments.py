@@ -111,25 +111,22 @@ class KernelSegments:
             self._vectors, self._sums = coarse_of._vectors.shared(), coarse_of._sums
 
     def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
-        """The iterations of all problems, in Triton."""
         return QuasiNewtonKernels(self, goal, form, start)
 
     @property
     def device(self) -> torch.device:
-        """Where passes run."""
         return self.mean_cost.device
 
     def repeat(self, step: Callable[[], None]) -> None:
-        """Eight times."""
+        """Take eight iterations."""
         for _ in range(8):
             step()
 
     def coarse(self, tolerance: float) -> KernelSegments:
-        """The same with the products of rounded points."""
+        """The same problems with products of rounded points."""
         return KernelSegments(self._classes, *self._sides, small=self._small, coarse_of=self)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
         vectors = self._vectors
         if not self._symmetric:
             self._half_step(0, epsilon, vectors.columns.candidate, active)
@@ -138,7 +135,6 @@ class KernelSegments:
         return vectors.evaluate(self._sums, epsilon, active)
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        """Choose them by the numbers of a move."""
         self._vectors.move(numbers, active)
 
     def keep(self, order: Tensor) -> None:
@@ -169,7 +165,7 @@ class KernelSegments:
         )
 
     def _set_costs(self, rows: Tensor, columns: Tensor) -> None:
-        """What the solver wants to know of the costs, (S,) each."""
+        """Compute the facts of the costs that the solver asks for, (S,) each."""
         classes = self._classes
         self.mean_cost = classes.variances[rows] + classes.variances[columns]
         self.offset = self.mean_cost + classes.mean_distances[rows, columns]
@@ -180,7 +176,7 @@ class KernelSegments:
         self._product_scale = 2 * classes.units[rows] * classes.units[columns]
 
     def _errors(self, rows: Tensor, columns: Tensor) -> PassErrors:
-        """Of the exact form as in the table above; of the coarse form the size of one rounding."""
+        """Errors of a pass: as in the table above, or one rounding for the coarse form."""
         classes, unit = self._classes, torch.full_like(self.mean_cost, UNIT)
         if self._parts == 1:
             mean = unit * self.mean_cost

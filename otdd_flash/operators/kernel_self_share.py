@@ -71,15 +71,12 @@ class KernelSelfShare:
 
     @property
     def refined(self) -> KernelSelfShare:
-        """The same at full accuracy."""
         return self._refine()
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """See `SelfShare`."""
         return self._cost.softmin(f, on_device(epsilon, f.device), self._blocks)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """See `SelfShare`."""
         (side, scores, _, _), potential = self._cost, single(f)
         level, layout = on_device(epsilon, f.device), side.points.layout
         marked = torch.zeros_like(layout.block_class)
@@ -89,11 +86,10 @@ class KernelSelfShare:
         return found
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
-        """See `SelfShare`."""
         stripes = [(first * BLOCK_ROWS, end * BLOCK_ROWS) for first, end in self._blocks]
         fixed_point = self._cost.fixed_point
         return fixed_point.marginals(f, f, float(epsilon), accurate=accurate, stripes=stripes)
 
     def mean_error(self, ranks: Ranks) -> float:
-        """See `SelfShare`; every rank finds the same."""
+        """Return `CostFacts.error` of the whole cost; every rank computes the same."""
         return self._cost.fixed_point.cost_error

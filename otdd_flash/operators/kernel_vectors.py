@@ -50,7 +50,7 @@ class KernelVectors:
         self._seen: Tensor | None = None
 
     def shared(self) -> KernelVectors:
-        """The same vectors, for a form of the problems that keeps segments of its own."""
+        """Share the vectors with a form of the problems that keeps segments of its own."""
         return copy(self)
 
     def take(self, softmin: Sums | Tensor, epsilon: Tensor, active: Tensor) -> None:
@@ -71,7 +71,6 @@ class KernelVectors:
         return segmented_totals(self._seen, columns, rows.first_blocks, own.first_blocks, active)
 
     def move(self, numbers: Tensor, active: Tensor) -> None:
-        """Choose the next candidates by the numbers of a move."""
         blocks, table = self._layouts[-1].blocks, self._layouts[-1].table
         segmented_move(self._masses[1], blocks, table, active, numbers, self.columns)
 

@@ -32,7 +32,7 @@ LOG_NOTHING = -1e200
 
 
 class Moments(NamedTuple):
-    """Of masses q (m,) on columns, whose centred points are z, float64; those of parts add up.
+    """Moments of masses q (m,) on columns with centred points z, float64; those of parts add up.
 
     Attributes:
         total: sum_j q_j.
@@ -48,7 +48,7 @@ class Moments(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """What a cost tells of its points, as properties of `LabelledCost`."""
+    """Statistics of a cost's points, as properties of `LabelledCost`."""
 
     centre: Tensor
     squares: tuple[Tensor, Tensor]
@@ -72,11 +72,11 @@ class LabelledCost:
         lambda_x: weight of the squared Euclidean distance.
 
     Attributes:
-        clouds: both, with what they tell of themselves.
+        clouds: both, with their statistics.
         symmetric: whether both sides are one cloud with one set of labels and masses.
-        known: what others have found out of it, and need not again.
+        known: cached results of callers, by name.
         packed: both clouds as kernels pack them, where that is done already.
-        known_of: what is found of the points of either cloud, where others take the same later.
+        known_of: cached results for the points of either cloud, shared with later costs of them.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class LabelledCost:
 
     @classmethod
     def between(cls, x: Cloud, y: Cloud, class_costs: Tensor, lambda_x: float) -> LabelledCost:
-        """The cost between clouds that tell of themselves what they have told before."""
+        """Build the cost between two clouds, from their cached statistics."""
         cost = cls.__new__(cls)
         cost.symmetric = x is y
         cost._begin((x, y))
@@ -116,7 +116,7 @@ class LabelledCost:
 
     @cached_property
     def _measured(self) -> _Measured:
-        """What the points tell, once something asks for it."""
+        """Statistics of the points, computed when they are first asked for."""
         (x, y), symmetric = self.clouds, self.symmetric
         mean_x, mean_y = x.extent.mean, y.extent.mean
         centre = mean_x if symmetric else (mean_x + mean_y) / 2
@@ -174,7 +174,7 @@ class LabelledCost:
 
     @property
     def largest(self) -> float:
-        """Of all coordinates, in absolute value, after centring."""
+        """The largest absolute coordinate, after centring."""
         return self.whole._measured.largest
 
     @property
@@ -204,7 +204,7 @@ class LabelledCost:
 
     @property
     def held(self) -> tuple[Tensor, Tensor]:
-        """Both clouds, for what needs all of them on the device."""
+        """Both clouds as tensors on the device."""
         x, y = self.points
         assert isinstance(x, Tensor)
         assert isinstance(y, Tensor)
@@ -212,7 +212,6 @@ class LabelledCost:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n, m)."""
         return self.points[0].shape[0], self.points[1].shape[0]
 
     @cached_property
@@ -241,7 +240,7 @@ class LabelledCost:
         return self.costs_of(self.moments(masses))
 
     def moments(self, masses: Tensor) -> Moments:
-        """Of masses q (m,)."""
+        """Compute the moments of masses q (m,) on the columns."""
         first = weighted_sum(self.points[1], masses, self.centre)
         classes = mass_per_class(masses, self.labels[1], self.class_costs.shape[1])
         return Moments(masses.sum(), first, masses @ self.squares[1], classes)
@@ -309,7 +308,7 @@ class LabelledCost:
         masses: tuple[Tensor, Tensor] | None = None,
         diagonal: bool = False,
     ) -> LabelledCost:
-        """Some rows and columns, with their masses, and all else of the whole cost.
+        """Cut the cost to some rows and columns, with their masses.
 
         So the centre and scale of the points, and bounds on costs, are the same for every part.
         Their `points`, `labels` and `masses` may be given where they are there; on the `diagonal`
@@ -335,11 +334,11 @@ class LabelledCost:
         return found
 
     def without_points(self) -> LabelledCost:
-        """The same with no point, and all that follows from these."""
+        """Drop the points; statistics that were computed before stay."""
         magnitudes, (x, y) = self.magnitudes, self.points
         found = copy(self)
         found.magnitudes, found.points = magnitudes, (x[:0], y[:0])
-        # It tells nothing that it has not told.
+        # Statistics that were not computed cannot be computed from here on.
         del found.clouds
         return found
 
@@ -350,12 +349,12 @@ class LabelledCost:
 
 
 def _some(values: Tensor, rows: Cut) -> Tensor:
-    """Some of what is known point by point; of all points the same tensor."""
+    """Cut numbers of points to some of these; return the tensor itself for all."""
     return values if isinstance(rows, slice) and rows == slice(None) else values[rows]
 
 
 def _some_points(points: Points, rows: Cut) -> Points:
-    """Some points; those that stream stay where they are."""
+    """Cut points to some of these; streamed points stay where they are."""
     return _some(points, rows) if isinstance(points, Tensor) else points.part(rows)
 
 
@@ -368,6 +367,6 @@ def on_host(cost: LabelledCost) -> tuple[HostPoints, HostPoints]:
 
 
 def equal_masses(points: Tensor) -> Tensor:
-    """The same mass for each of some points, (k,) float64 that add up to 1."""
+    """Return equal masses (k,) float64 that sum to 1, for k points."""
     count = len(points)
     return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)

@@ -76,7 +76,7 @@ def _found(cost: LabelledCost) -> Lattice | None:
 
 
 def _told(cost: LabelledCost) -> Iterator[_Told]:
-    """Of either cloud, or of the next points of those that stream: first what is known."""
+    """Yield the lattice facts of both clouds, cached ones first, then block by block."""
     clouds = cost.clouds[: 1 if cost.symmetric else 2]
     yield from (cloud.known["lattice"] for cloud in clouds if "lattice" in cloud.known)
     new = {cloud: cloud.points for cloud in clouds if "lattice" not in cloud.known}

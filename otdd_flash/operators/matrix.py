@@ -37,19 +37,13 @@ class CostSource(Protocol):
     """Where the entries of C (n, m) come from."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(n, m)."""
-        ...
+    def shape(self) -> tuple[int, int]: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the entries."""
-        ...
+    def dtype(self) -> torch.dtype: ...
 
     @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
     def asked(self) -> int | None:
@@ -76,11 +70,11 @@ class HeldCosts:
         self.dtype, self.device = matrix.dtype, matrix.device
 
     def rows(self, rows: slice) -> Tensor:
-        """A view."""
+        """Return C[rows] as a view."""
         return self.matrix[rows]
 
     def between(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """A copy of these entries alone."""
+        """Copy C (k, l) of some rows (k,) and columns (l,)."""
         return self.matrix[rows[:, None], columns]
 
 
@@ -124,17 +118,15 @@ class MatrixOperator(TiledOperator):
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs."""
         return super().costs._replace(forbidden=self.facts.forbidden)
 
     @property
     def backend(self) -> str:
-        """How the scores are held."""
         return "torch, costs given" if self.source.asked is None else "torch, costs asked for"
 
     @property
     def execution(self) -> Execution:
-        """As of any tiles; of a sample that lacks the allowed pairs nothing is learnt."""
+        """Passes run as in the base class; nothing is learnt of a sample if pairs are forbidden."""
         execution = super().execution._replace(prepared_plan=self._prepared_plan)
         return execution._replace(sampled=None) if self.facts.forbidden else execution
 
@@ -147,7 +139,7 @@ class MatrixOperator(TiledOperator):
         return KeptPlan(self.plan_entries(f, g, epsilon))
 
     def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
-        """As of any tiles, and exactly 0 at forbidden pairs."""
+        """Yield the tiles of the base class, exactly 0 at forbidden pairs."""
         for rows, plan in super().exact_tiles(f, g, epsilon):
             if self.facts.forbidden:
                 threshold(plan, NOTHING, 0.0, inplace=True)
@@ -156,7 +148,7 @@ class MatrixOperator(TiledOperator):
     def scaled_plan(
         self, f: Tensor, g: Tensor, epsilon: float, dtype: torch.dtype, factor: Tensor | float = 1.0
     ) -> Tensor:
-        """Factor times P (n, m), rounded once; 0 at forbidden pairs and at masses of 0.
+        """Return factor P (n, m), rounded once; 0 at forbidden pairs and at masses of 0.
 
         Args:
             f: (n,) potential.
@@ -182,12 +174,10 @@ class MatrixOperator(TiledOperator):
         return found
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
         found = [block[:, rows].diagonal().double() for rows, block in exact_blocks(self.source)]
         return torch.cat(found)
 
     def sample(self, rows: Tensor, columns: Tensor) -> MatrixOperator:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
         masses = equal_masses(rows), equal_masses(columns)
         return MatrixOperator(self.source.between(rows, columns), *masses, dtype=self.dtype)
 
@@ -197,7 +187,7 @@ class MatrixOperator(TiledOperator):
         return self._negative(elements, self.dtype)
 
     def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield them likewise, float64."""
+        """Yield -C in blocks of rows, float64, in a buffer that is overwritten."""
         return self._negative(_exact_elements(self.device), torch.float64)
 
     def _negative(self, elements: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:

@@ -1,4 +1,4 @@
-"""What one pass over a cost matrix tells: its range, its mean, and which pairs it forbids."""
+"""Facts of a cost matrix from one pass over it: its range, its mean, its forbidden pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from otdd_flash.operators.base import CostRange
 
 
 class MatrixFacts(NamedTuple):
-    """Of a cost C (n, m) between masses a and b; entries of +inf are forbidden pairs.
+    """Facts of a cost C (n, m) between masses a and b; entries of +inf are forbidden pairs.
 
     Attributes:
         range: of the finite entries between points with mass.
@@ -33,7 +33,6 @@ class MatrixFacts(NamedTuple):
 
     @property
     def forbidden(self) -> bool:
-        """Whether any pair is."""
         return self.partners is not None
 
 

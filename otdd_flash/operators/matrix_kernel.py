@@ -75,12 +75,10 @@ class MatrixKernelOperator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._tiles.dtype
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs."""
         return self._tiles.costs
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
@@ -170,7 +168,7 @@ class MatrixKernelOperator:
 
     @cached_property
     def place(self) -> Place:
-        """Of the matrix, or of its transpose, whichever has contiguous rows."""
+        """The place of the matrix, or of its transpose if that has contiguous rows."""
         return Place.of(self.lines)
 
     @cached_property
@@ -212,7 +210,6 @@ class MatrixSegment(KernelSegment):
         return (1, 1) if self._sweeps else operator.ranges
 
     def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
-        """The iterations of all problems, in Triton."""
         self._epsilon = goal.epsilon
         return super().iterations(goal, form, start)
 
@@ -229,15 +226,14 @@ class MatrixSegment(KernelSegment):
         return self.operator.sweeps and not self.symmetric
 
     def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
-        """The sums that T(g) (n,) is made of."""
+        """Return the sums that T(g) (n,) is made of."""
         return self.operator.sums_of_lines(g, epsilon, columns=False)
 
     def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
-        """The sums that T'(f) (m,) is made of."""
+        """Return the sums that T'(f) (m,) is made of."""
         return self.operator.sums_of_lines(f, epsilon, columns=True)
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
         if not self._sweeps:
             return super().numbers(epsilon, active)
         swept = self.operator.sweep(self._vectors.columns.candidate, epsilon, active)
@@ -259,7 +255,7 @@ def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
     """`matrix_facts` by one launch, unless a pair is forbidden.
 
     Raises:
-        InputError: as said there.
+        InputError: as for `matrix_facts`.
     """
     costs, turned = lying(source.matrix)
     masses = (b, a) if turned else (a, b)

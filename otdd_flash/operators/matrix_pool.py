@@ -75,7 +75,6 @@ class PooledMatrix(PooledSegments):
         self._matrix = pool
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
         pool, vectors = self._matrix, self.vectors
         swept = matrix_sweep(
             pool.place, pool.log_masses, pool.weights, vectors.columns.candidate, epsilon, active

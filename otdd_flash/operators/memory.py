@@ -132,7 +132,7 @@ def within_memory(
 def shortage(
     error: RuntimeError, what: object, needed: int, device: torch.device, dtype: torch.dtype
 ) -> InputError | None:
-    """What to tell the user if PyTorch's error is an allocation that failed, and else None.
+    """Return the message for an allocation of PyTorch that failed; None for another error.
 
     Arguments as for `check_memory`.
     """

@@ -71,7 +71,7 @@ class OneSegment(ABC):
         """Take as many iterations as pay before the device is asked."""
 
     def change(self, operator: Operator) -> None:
-        """Take another form of the cost; its errors are those of the certificate, about."""
+        """Take another form of the cost; errors of passes are about those of the certificate."""
         self.operator = operator
         self.waits = not operator.execution.recorded
         costs = operator.costs
@@ -92,11 +92,10 @@ class OneSegment(ABC):
         self.errors = PassErrors(mean, mean, none, sums, none, none, potentials, reach, none)
 
     def coarse(self, tolerance: float) -> None:
-        """There is none."""
         return
 
     def keep(self, order: Tensor) -> None:
-        """Nothing: its potentials are asked for after it is done."""
+        """Do nothing: the potentials of a problem that is done are asked for later."""
         return
 
 
@@ -111,34 +110,27 @@ class TorchSegment(OneSegment):
         self._vectors.kept = self._candidate.double()[None]
 
     def go_on_from(self, candidate: Tensor) -> None:
-        """Evaluate another g (m,) next."""
         self._candidate = candidate.to(self.dtype)
 
     @property
     def rows(self) -> Tensor:
-        """The f (n,) of the last evaluation."""
         return self._rows
 
     @property
     def kept(self) -> Tensor:
-        """The g (m,) that was kept last."""
         return self._vectors.kept[0].to(self.dtype)
 
     @property
     def updated(self) -> Tensor:
-        """T'(T(g)) (m,) of the g that was kept last."""
         return (self._vectors.kept + self._vectors.residual)[0].to(self.dtype)
 
     def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        """The iterations of all problems, in PyTorch."""
         return QuasiNewton(self, goal, form, start)
 
     def repeat(self, step: Callable[[], None]) -> None:
-        """Once."""
         step()
 
     def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        """Evaluate the candidates."""
         operator, g = self.operator, self._candidate
         level = epsilon[0] if epsilon.is_cuda else float(epsilon)
         if self.symmetric:
@@ -150,6 +142,5 @@ class TorchSegment(OneSegment):
         return self._vectors.evaluate(rows, g.double()[None], updated.double()[None], epsilon)
 
     def move(self, move: Move, active: Tensor) -> None:
-        """Choose the next candidate."""
         moved = self._vectors.move(self._candidate.double()[None], move, active)
         self._candidate = moved[0].to(self.dtype)

@@ -34,7 +34,7 @@ class Owned:
 
     @classmethod
     def by_class(cls, labels: Tensor) -> Owned:
-        """Points in the order of their labels (count,)."""
+        """Order points by their labels (count,)."""
         return remembered(labels, "owned", lambda: cls._in_order(labels))
 
     @classmethod
@@ -47,12 +47,12 @@ class Owned:
         return cls(len(labels), order, place)
 
     def of(self, ranks: Ranks, rank: int | None = None) -> Rows:
-        """The points of a rank, this one by default."""
+        """Return the points of a rank, this one by default."""
         share = ranks.share(self.count, rank)
         return share if self.order is None else self.order[share]
 
     def labels_of(self, ranks: Ranks, labels: Tensor) -> Tensor:
-        """Of the labels (count,) that this is by, those of this rank's points: one tensor."""
+        """Cut the labels (count,) to this rank's points; one tensor for all calls."""
         place = ranks.rank, ranks.size
         if place not in self._labels:
             # Cloned: it must not hold them.
@@ -60,12 +60,12 @@ class Owned:
         return self._labels[place]
 
     def gathered(self, ranks: Ranks, found: Tensor) -> Tensor:
-        """What all ranks found of their points, in the points' own order."""
+        """Gather what all ranks computed for their points, in the points' own order."""
         every = ranks.gathered(found, self.count)
         return every if self.place is None else every[self.place]
 
     def brought(self, ranks: Ranks, partial: Tensor, nothing: float) -> Tensor:
-        """What every rank has (count, ...) for points of this one, (size, share, ...)."""
+        """Bring the numbers (count, ...) of every rank for own points, (size, share, ...)."""
         partial = partial if self.order is None else partial[self.order]
         width = -(-self.count // ranks.size)
         sent = partial.new_full((ranks.size, width, *partial.shape[1:]), nothing)

@@ -108,13 +108,13 @@ class PackedBlocks:
         self._stores = rows, rows if points[0] is points[1] else _Store(slabs, single=False)
 
     def for_parts(self, packing: Packing | None) -> PackedBlocks:
-        """The same blocks for kernels that read other parts; what is kept is shared."""
+        """Return the same blocks for kernels that read other parts; caches are shared."""
         found = copy(self)
         found._packing = packing
         return found
 
     def beside(self, points: HostPoints, labels: Tensor) -> PackedBlocks:
-        """The same rows beside other columns, of which nothing is held as they come once."""
+        """Return the same rows beside other columns, of which nothing is cached."""
         found, slabs = copy(self), Slabs(points.streaming.tally, 0)
         found._points, found._labels = (self._points[0], points), (self._labels[0], labels)
         found._stores = self._stores[0], _Store(slabs, single=False)
@@ -149,7 +149,7 @@ class PackedBlocks:
             if held is not None and id(block) in copied:
                 packed = replace(held.without, coordinates=there)
                 shape = len(held.without.layout.position), source.shape[1]
-                # Whoever reads it fails.
+                # A meta tensor: reading these points raises.
                 nowhere = torch.empty(shape, dtype=source.dtype, device="meta")
                 yield There(block, nowhere, packed, known)
                 continue
@@ -166,7 +166,7 @@ class PackedBlocks:
             yield found
 
     def _make_room(self) -> None:
-        """Let go of what another cost left on the device."""
+        """Release what another cost left on the device."""
         rows = self._stores[0]
         staying = self._points[0].streaming.staying
         for other in staying:

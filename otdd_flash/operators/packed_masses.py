@@ -26,12 +26,12 @@ class PackedMasses:
 
     @cached_property
     def log2(self) -> Tensor:
-        """Of each (n,) float32, finite."""
+        """Logarithms of the masses to base 2, (n,) float32, finite."""
         return self.values.log2().clamp_min_(LOG2_ZERO).float()
 
     @cached_property
     def single(self) -> Tensor:
-        """In float32."""
+        """The masses in float32."""
         return self.values.float()
 
 

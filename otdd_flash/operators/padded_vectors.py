@@ -92,7 +92,6 @@ class PaddedVectors:
         return torch.where(active[:, None], ahead, potential)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some segments."""
         self._masses, self.fresh = self._masses[order], self.fresh[order]
         self.kept, self.residual = self.kept[order], self.residual[order]
         self._remembered, self._level = self._remembered[order], self._level[order]

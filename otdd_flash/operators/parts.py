@@ -1,4 +1,4 @@
-"""What every rank has of a cost that ranks share, and what rank 0 orders them to do with it.
+"""The parts of a shared cost on every rank, and the orders of rank 0 about them.
 
 Rank r owns rows R_r and columns C_r. Of the cost between two clouds it holds two parts,
 
@@ -43,7 +43,7 @@ EVERY, FIRST = slice(None), slice(0, 1)
 
 
 class Facts(NamedTuple):
-    """What all ranks say of a cost together.
+    """What all ranks know of a cost together.
 
     Attributes:
         error: `CostFacts.error` of the whole.
@@ -63,13 +63,13 @@ class Part(NamedTuple):
 
     @property
     def refined(self) -> Part:
-        """The same at full accuracy."""
+        """The part at full accuracy."""
         return self._replace(operator=refined(self.operator))
 
 
 @dataclass
 class Parts:
-    """What a rank holds of a cost; parts of nothing are None.
+    """The parts of a cost that a rank holds; a part without rows or columns is None.
 
     Attributes:
         cost: the whole; without its points if these are in a ring.
@@ -97,7 +97,7 @@ class Parts:
         build: Build,
         share: Callable[[LabelledCost, Ranks, Build], tuple[SelfShare, Operator]] | None,
     ) -> Parts:
-        """Of a cost whose points are all here, or in files that every rank reads.
+        """Build the parts of a cost whose points every rank has, in memory or in files.
 
         Args:
             cost: the whole.
@@ -134,7 +134,7 @@ class Parts:
 
     @property
     def telling(self) -> Operator:
-        """An operator that runs as parts do; on all ranks."""
+        """An operator that runs as the parts do, on all ranks."""
         if self.first is not None:
             return self.first
         part = self.rows or self.columns
@@ -142,7 +142,7 @@ class Parts:
         return part.operator
 
     def by(self, ranks: Ranks, *, columns: bool) -> tuple[Part | None, Owned]:
-        """The part by rows or by columns, and how those are divided."""
+        """Return the part by rows or by columns, and how those are divided."""
         if self.later is not None:
             make, self.later = self.later, None
             self.rows = ranks.together(make)
@@ -150,7 +150,7 @@ class Parts:
 
     @property
     def refined(self) -> Parts:
-        """The same at full accuracy."""
+        """The parts at full accuracy."""
         later = self.later
         return replace(
             self,

@@ -34,12 +34,12 @@ class Products(Protocol):
 
     @property
     def precision(self) -> float:
-        """What products are off by, over products of sizes."""
+        """The error of products, relative to the product of the sizes of both factors."""
         ...
 
     @property
     def ways(self) -> tuple[Way, Way] | None:
-        """How they run on tensor cores, there and back; None where they do otherwise."""
+        """Products there and back on tensor cores; None if they run otherwise."""
         ...
 
     @property
@@ -66,12 +66,12 @@ class Plan(Products, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What products are in, and what their factors need be in: float32 or float64."""
+        """The type of products, and the least of their factors: float32 or float64."""
         ...
 
     @property
     def quick(self) -> Products:
-        """The same, or one near it, whose products take less time and are less accurate."""
+        """The plan, or one near it, whose products are faster and less accurate."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class Plan(Products, Protocol):
 
 
 class StreamedPlan:
-    """Evaluated anew for every product, which tells the sums too.
+    """A plan that is evaluated anew for every product, which gives its sums as well.
 
     Args:
         operator: the cost and the masses.
@@ -114,12 +114,10 @@ class StreamedPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the operator."""
         return self._operator.dtype
 
     @property
     def precision(self) -> float:
-        """Of the operator's type."""
         return SUM_UNITS * torch.finfo(self.dtype).eps / 2
 
     @property
@@ -138,14 +136,13 @@ class StreamedPlan:
 
     @cached_property
     def quick(self) -> Products:
-        """One that is held, if the operator can and memory allows it."""
+        """A plan that is held, if the operator can and memory allows it."""
         prepare = self._operator.execution.rounded_plan
         found: Products | None = None if prepare is None else prepare(*self._at, self._most)
         return found or self
 
     @cached_property
     def with_points(self) -> PointProducts | None:
-        """If the operator has any."""
         prepare = self._operator.execution.point_products
         found: PointProducts | None = None if prepare is None else prepare(self, *self._at)
         return found
@@ -228,7 +225,7 @@ class KeptPlan:
         return found
 
     def _blocks(self, factors: Factors) -> Iterator[tuple[slice, Tensor]]:
-        """Rows and their entries, weighted."""
+        """Yield blocks of rows and their entries, weighted by A B^T."""
         n, m = self.entries.shape
         left, right = (factor.double() for factor in factors)
         height = max(1, (BLOCK_GPU if left.is_cuda else BLOCK_CPU) // m)
@@ -275,7 +272,7 @@ def _side_by_side(factors: Factors | None, other: Factors | None) -> Factors | N
 
 
 def _balanced(factors: Factors | None, other: Factors | None) -> Factors | None:
-    """The same where what is side by side is rounded on one scale.
+    """Balance factors whose products are rounded side by side, on one scale.
 
     One side of each is multiplied by a power of two and the other divided, for sides of one size.
     """

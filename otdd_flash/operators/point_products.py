@@ -62,7 +62,7 @@ class PointProducts:
         self._products: dict[bool, BlockProduct] = {}
 
     def some(self, side: int, rows: Rows) -> Tensor:
-        """Some points (k, d) of a side, less their centre, float32."""
+        """Return some points (k, d) of a side, less their centre, float32."""
         return self.points[side].some(rows, self._dim)
 
     def packed(self, values: Tensor, mean: Tensor, largest: float, side: int) -> PackedPoints:

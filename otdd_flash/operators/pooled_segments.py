@@ -53,7 +53,7 @@ class PooledSegments(ABC):
         """The numbers of an evaluation."""
 
     def restart(self, candidate: Tensor) -> None:
-        """Begin with other potentials of columns (entries,)."""
+        """Begin again with other potentials of columns (entries,)."""
         for part in self.vectors.columns:
             part.zero_()
         self.vectors.columns.candidate.copy_(candidate)
@@ -68,12 +68,11 @@ class PooledSegments(ABC):
         return self.vectors.columns.kept + self.vectors.columns.residual
 
     def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        """Choose the next candidates by the numbers of a move."""
         self.vectors.move(numbers, active)
 
     @property
     def facts(self) -> PooledCosts:
-        """Of the costs, (S,) each."""
+        """Facts of the costs, (S,) each."""
         known = self._pool.own if self._symmetric else self._pool.cross
         return PooledCosts(*(number.reshape(-1) for number in known))
 
@@ -89,12 +88,12 @@ class PooledSegments(ABC):
 
     @property
     def offset(self) -> Tensor:
-        """Nothing is left out of the costs (S,)."""
+        """0: no term of one side is left out of the costs (S,)."""
         return torch.zeros_like(self.facts.mean)
 
     @property
     def errors(self) -> PassErrors:
-        """About what rounding does to a pass in float32."""
+        """Estimates of what rounding does to a pass in float32."""
         mean, lowest = self.facts.mean, self.facts.lowest.clamp_max(0)
         none, unit = torch.zeros_like(mean), UNIT + torch.zeros_like(mean)
         costs, reach = unit * (mean - 2 * lowest) / 2, unit * (mean - 2 * lowest)
@@ -113,7 +112,6 @@ class ScoredSegments(PooledSegments):
         self._sums = Sums(highest, torch.ones_like(highest, dtype=torch.float64))
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
         vectors = self.vectors
         if not self._symmetric:
             self._half_step(0, epsilon, vectors.columns.candidate, active)

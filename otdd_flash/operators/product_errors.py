@@ -52,7 +52,7 @@ def squares_about(cost: LabelledCost, centre: Tensor) -> Pair:
 
 
 def magnitudes_about(cost: LabelledCost, squares: Pair) -> Pair:
-    """As `LabelledCost.magnitudes`, of points with these squared norms."""
+    """Return `LabelledCost.magnitudes` about the point that gives these squared norms."""
     if squares is cost.squares:
         return cost.magnitudes
     x, y = (

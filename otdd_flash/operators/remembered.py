@@ -1,4 +1,4 @@
-"""What is found once of a tensor, or of samples, and kept as long as that lives and stays the same.
+"""A cache of results by tensor or samples, for as long as these live and stay unchanged.
 
 Labels stay as they are while points move: their order in blocks, and who owns which, are the same
 at every step of a flow. So is the target, and particles stand in several costs of a step.
@@ -23,7 +23,7 @@ _KEPT = WeakIdKeyDictionary()
 
 
 def remembered(of: Tensor | LabeledSamples, name: Hashable, find: Callable[[], T]) -> T:
-    """What `find` returns, of the last call by this name for what holds the same now.
+    """Return the cached result of `find` under this name, while `of` is unchanged.
 
     What it returns must not hold the tensor, or the samples, which would then never be freed.
     """
@@ -40,7 +40,7 @@ def remembered(of: Tensor | LabeledSamples, name: Hashable, find: Callable[[], T
 
 
 def forget(of: LabeledSamples, name: Hashable) -> None:
-    """Have what was found by this name found again, where not every change can be told.
+    """Drop a cached result, as not every change of the samples can be detected.
 
     On a GPU torch counts its own changes, and neither those through `x.data`, of fused optimisers
     and of replayed CUDA graphs, nor those of other libraries. On a CPU the content is marked.

@@ -123,7 +123,6 @@ class Request:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
         streaming = self.streaming
         return self.given[0].features.device if streaming is None else streaming.device
 

@@ -62,7 +62,7 @@ class RingPart(BlockSums):
         self._own: list[Block] = _from_0(sides[0]) if coarse is None else coarse._own
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """The own blocks with those of every rank."""
+        """Yield the own blocks with those of every rank."""
         assert not upper
         own, other = self._sides
         here = [
@@ -75,21 +75,18 @@ class RingPart(BlockSums):
 
     @property
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
         return len(self._own) * self._ranks.size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._first.dtype
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed; None where operators take points as they are."""
         return self._first.packing
 
     def is_near(self, joined: Joined, guess: Tensor) -> bool:
-        """Whether those of all ranks are: a pass is for all to do again, or for none."""
+        """Decide for all ranks at once: all repeat a pass, or none does."""
         if self.packing is None:
             return True
         return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
@@ -116,7 +113,7 @@ class RingPart(BlockSums):
         return few.softmin_rows(g, epsilon)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """Of P_r: sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""
+        """Return sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""
         own, other = self._sides
         none = _nowhere(self.cost, 0)
         found = torch.empty_like(self.a)
@@ -137,7 +134,7 @@ class RingPart(BlockSums):
         return found
 
     def own_costs(self) -> Tensor:
-        """Never asked for."""
+        """Never called: the whole cost has its own diagonal."""
         raise AssertionError("the whole cost knows them")
 
 
@@ -203,7 +200,7 @@ def _width(ranks: Ranks, count: int, rank: int) -> int:
 
 
 def _nowhere(cost: LabelledCost, count: int) -> Tensor:
-    """Points (count, d) that whoever reads them fails to."""
+    """Return a meta tensor (count, d): reading these points raises."""
     points = cost.points[0]
     return torch.empty((count, points.shape[1]), dtype=points.dtype, device="meta")
 

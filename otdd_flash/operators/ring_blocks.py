@@ -96,13 +96,13 @@ class RingBlocks:
             ]
 
     def for_parts(self, packing: Packing | None) -> RingBlocks:
-        """The same blocks for kernels that read other parts; what is held is shared."""
+        """Return the same blocks for kernels that read other parts; the points are shared."""
         found = copy(self)
         found._packing = packing
         return found
 
     def some(self, points: Tensor) -> RingBlocks:
-        """Those that these ranks hold of some points (l,) of the side, int64."""
+        """Restrict every rank's blocks to some points (l,) int64 of the side."""
         shard, first = self._shard, 0
         place, starts = torch.empty_like(shard.labels), [0]
         for blocks in shard.blocks:
@@ -122,7 +122,7 @@ class RingBlocks:
 
     @property
     def own(self) -> list[There]:
-        """What is here, with its packed form."""
+        """The blocks of this rank, with their packed form."""
         rank = self._ranks.rank
         packed = self._packed[rank] if self._packing else [None] * len(self._points)
         blocks, known = self._shard.blocks[rank], self._known[rank]
@@ -153,7 +153,7 @@ class RingBlocks:
         return self._points, shapes
 
     def _as_packed(self) -> tuple[list[Tensor], Shapes]:
-        """Likewise the parts of coordinates that softmins read."""
+        """Return this rank's packed parts that softmins read, and the shapes of every rank's."""
         assert self._packing is not None
         own, parts = self._packed[self._ranks.rank], self._packing.parts
         width = own[0].coordinates.shape[1]
@@ -164,7 +164,7 @@ class RingBlocks:
         return [packed.coordinates[: parts * packed.layout.size] for packed in own], shapes
 
     def _arrived(self, rank: int, place: int, points: Tensor) -> There:
-        """A block whose points (k, d) have come."""
+        """Return a block whose points (k, d) have come."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         packed = self._packed[rank][place] if self._packing else None
         if self._packing is not None and packed is not None and len(points) > 0:
@@ -173,10 +173,10 @@ class RingBlocks:
         return There(block, points, packed, known)
 
     def _arrived_packed(self, rank: int, place: int, coordinates: Tensor) -> There:
-        """A block whose packed coordinates have come, the parts that softmins read alone."""
+        """Return a block whose packed coordinates have come, with the parts softmins read."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         shape = count_of(block), self._shard.points.shape[1]
-        # Whoever reads it fails.
+        # A meta tensor: reading these points raises.
         nowhere = self._shard.points.new_empty(shape, device="meta")
         packed = replace(self._packed[rank][place], coordinates=coordinates)
         return There(block, nowhere, packed, known)
@@ -191,7 +191,7 @@ def refined_blocks(
 
 
 def cut(rows: Rows, count: int, size: int) -> list[Block]:
-    """Some points (count,) in so many blocks, as even as they can be."""
+    """Cut points into `size` blocks, as even as possible."""
     ends = [place * count // size for place in range(size + 1)]
     found = []
     for first, end in itertools.pairwise(ends):

@@ -72,22 +72,18 @@ class RingPairs(BlockSums):
 
     @property
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
         return 2 * self._ranks.size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._first.dtype
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed; None where operators take points as they are."""
         return self._first.packing
 
     @property
     def refined(self) -> RingPairs:
-        """The same at full accuracy."""
         if self._first.execution.refined is None:
             return self
         first, (blocks,) = refined_blocks(self._first, self._blocks)
@@ -98,7 +94,7 @@ class RingShare(BlockShare):
     """What one rank computes of the pairs of a cloud with itself.
 
     Args:
-        pairs: as said.
+        pairs: of this rank.
         rows: P_r, by which sums out of reach are done again.
         own: the points of this rank, in the whole.
     """
@@ -109,11 +105,10 @@ class RingShare(BlockShare):
 
     @property
     def refined(self) -> RingShare:
-        """The same at full accuracy."""
         return RingShare(self._ring.refined, refined(self._rows), self._own)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """See `SelfShare`; the own rows, from all shards."""
+        """Compute T(f) (n,) for all rows of this rank, from all shards; 0 elsewhere."""
         found = torch.zeros_like(self._pairs.a, dtype=self._pairs.dtype)
         found[self._own] = self._rows.softmin_rows(f, epsilon)
         return found

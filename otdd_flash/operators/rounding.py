@@ -45,7 +45,7 @@ def float16_rounding(cost: LabelledCost) -> float:
 
 
 def _telling(points: Points) -> Tensor:
-    """Some of them (k, d), on the device."""
+    """Return a sample of the points (k, d), on the device."""
     step = max(1, points.shape[0] // TELLING)
     if isinstance(points, Tensor):
         return points[::step]

@@ -126,7 +126,6 @@ class Pool:
         self.own = PooledCosts(*self.zeros(facts, 2).unbind(1))
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Zeros (B, ...)."""
         room = self.room
         return torch.zeros((room.problems, *shape), dtype=dtype, device=room.device)
 
@@ -192,7 +191,7 @@ class ScorePool(Pool):
         )
 
     def _symmetrize(self) -> None:
-        """The costs between classes, as `solver.class_blocks` says."""
+        """Make the class costs of self terms symmetric, as `solver.class_blocks` says."""
         given = self.class_distances
         of_x = torch.arange(given.shape[1], device=given.device) < self.of_costs[2]
         rows, columns = of_x[:, None], of_x[None, :]
@@ -226,7 +225,7 @@ class ScorePool(Pool):
             )
 
     def _learn(self, squares: Tensor, own_squares: Tensor, apart: Tensor) -> None:
-        """What is known of the costs; `apart` is the product of the means (B,)."""
+        """Compute the facts of the costs; `apart` is the product of the means (B,)."""
         self.log2_masses.copy_(self.masses.log2())
         present, (x, y) = self.masses > 0, self.room.sides
         masses = torch.stack(

@@ -46,7 +46,7 @@ class SelfShare(Protocol):
     reach: float
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The p_ri (n,), float64."""
+        """Return the p_ri (n,), float64."""
         ...
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class SelfShare(Protocol):
 
     @property
     def refined(self) -> SelfShare:
-        """The same at full accuracy."""
+        """The share at full accuracy."""
         ...
 
 
@@ -105,15 +105,14 @@ class BlockShare:
 
     @property
     def refined(self) -> SelfShare:
-        """The same: nothing was rounded."""
+        """The share itself: nothing was rounded."""
         return self
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """See `SelfShare`."""
         return self._pairs.joined_pairs(f, epsilon).potential
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
-        """Never asked for."""
+        """Never called: no softmin is out of reach."""
         raise AssertionError("nothing is out of reach")
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
@@ -121,7 +120,6 @@ class BlockShare:
         return self._pairs.marginals(f, f, epsilon, accurate=accurate)
 
     def mean_error(self, ranks: Ranks) -> float:
-        """See `SelfShare`."""
         of_rows, _ = self._pairs.accurate_errors
         own = torch.cat((of_rows, of_rows.new_full((1,), self._pairs.rounding)))
         every = ranks.all_gathered(own).amax(0)
@@ -155,7 +153,6 @@ class FoldedPairs(BlockSums):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is found."""
         return torch.float64
 
     @property
@@ -165,9 +162,7 @@ class FoldedPairs(BlockSums):
 
     @property
     def additions(self) -> int:
-        """Pairs of blocks whose sums make one, at the most."""
         return len(self._tiles)
 
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
-        """The pairs of this rank, each once."""
         return iter(self._tiles)

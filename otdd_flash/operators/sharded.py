@@ -57,12 +57,11 @@ class ShardedOperator:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the potentials."""
         return self._dtype
 
     @property
     def execution(self) -> Execution:
-        """As parts run; nothing is recorded, as ranks wait for each other in every pass."""
+        """Passes run as parts do; nothing is recorded, as ranks wait for each other in each."""
         refine = self._refine if self._refines else None
         ring = ", points in a ring" if self._ring else ""
         return Execution(
@@ -88,7 +87,7 @@ class ShardedOperator:
         return self.ranks.order(order, self._number, transposed, f, g, epsilon, origin)
 
     def _refine(self) -> ShardedOperator:
-        """Found once: a solve ends on it, and its gradient begins with it."""
+        """Build the refined operator once: a solve ends on it, and its gradient begins with it."""
         if self._refined is None:
             ranks, number = self.ranks, self.ranks.number()
             ranks.order(parts.refine, self._number, number)

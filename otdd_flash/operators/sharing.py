@@ -88,12 +88,12 @@ def _in_a_ring(inputs: CostInputs, ranks: Ranks) -> bool:
 
 
 def _least_room(ranks: Ranks, device: torch.device) -> int:
-    """The least that any rank has free for points."""
+    """Return the least memory that any rank has free for points."""
     return min(ranks.all_gathered_objects(_room(ranks, ranks.device_of(device))))
 
 
 def _room(ranks: Ranks, device: torch.device) -> int:
-    """What is free for points of this rank."""
+    """Return the memory that is free for points of this rank."""
     return free_memory(device) // (1 if device.type == "cuda" else ranks.size)
 
 
@@ -115,7 +115,7 @@ def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> tupl
 
 
 def _shards(ranks: Ranks, cloud: LabeledSamples) -> int:
-    """What ranks call their parts of a cloud, which they are given where they hold none."""
+    """Return the number of the ranks' parts of a cloud, sending them if they hold none."""
 
     def send(number: int) -> None:
         owned = Owned.by_class(class_indices(cloud))
@@ -154,7 +154,7 @@ def _hold_ring(
 def _number_of(
     ranks: Ranks, numbers: Numbers, cloud: LabeledSamples, send: Callable[[int], None]
 ) -> int:
-    """What ranks call what they hold of a cloud; where it is not the cloud as it is now, sent."""
+    """Return the number under which ranks hold a cloud, sending it if it is new or changed."""
     mark = mark_of(cloud)
     known, held = numbers.get(cloud, (None, ()))
     if known is not None and held == mark:
@@ -170,13 +170,13 @@ def _number_of(
 
 
 def _as_sent(ranks: Ranks, tensor: Tensor | None) -> Tensor | int | None:
-    """What says which tensor it is: itself, or the number of copies of it."""
+    """Return the tensor to be sent, or the number of the copies that ranks hold of it."""
     copied = ranks.copied.get(id(tensor))
     return tensor if copied is None else copied.sent()
 
 
 def _there(ranks: Ranks, sent: Tensor | int | None) -> Tensor | None:
-    """The tensor, or its copy of this rank."""
+    """Return the tensor that was sent, or this rank's copy of it."""
     return ranks.held[sent] if isinstance(sent, int) else sent
 
 
@@ -222,7 +222,7 @@ class _Sent(NamedTuple):
 
 
 def _described(ranks: Ranks, cloud: LabeledSamples) -> tuple[Any, Any, Any]:
-    """Features, labels and weights for an order: themselves, their file, or numbers of copies."""
+    """Return features, labels and weights for an order: tensors, a file or numbers of copies."""
     features = cloud.features
     there = features.file if isinstance(features, FileFeatures) else _as_sent(ranks, features)
     return there, _as_sent(ranks, cloud.labels), _as_sent(ranks, cloud.weights)
@@ -235,7 +235,7 @@ def _made(
     labels: Tensor | int | None,
     weights: Tensor | int | None,
 ) -> LabeledSamples:
-    """The cloud that is described so, as this rank has it."""
+    """Build the cloud of a description on this rank."""
     there: Any
     if isinstance(features, FeatureFile):
         there = features_of(features.reopened())
@@ -289,7 +289,7 @@ def _itself(cloud: LabeledSamples) -> LabeledSamples:
 
 
 def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) -> Streaming:
-    """How each rank streams its part by rows, and that by columns; what is told is of rank 0."""
+    """Divide the memory for streaming among ranks and their parts; the tally is of rank 0."""
     room = streaming.room
     if streaming.device.type == "cpu" and compute.memory_budget == "auto":
         room //= ranks.size
@@ -297,14 +297,14 @@ def _of_one_rank(streaming: Streaming, ranks: Ranks, compute: ComputeOptions) ->
 
 
 def _block_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
-    """This rank's share of the cost of a cloud with itself in PyTorch, and what tells of it."""
+    """Build this rank's share of a self cost in PyTorch, and an operator that runs alike."""
     ranges = folded(cost.shape[0], ranks.rank, ranks.size)
     share = BlockShare(FoldedPairs(cost, ranges, cast(BlockBuild, build)))
     return share, build(cost.part(FIRST, FIRST))
 
 
 def _kernel_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfShare, Operator]:
-    """This rank's share of it in Triton, and the whole, which tells of it."""
+    """Build this rank's share of a self cost in Triton, and the operator of the whole."""
     whole: Any = build(cost)
     # Its rows take the points as they are packed here.
     cost.packed = whole.packed
@@ -312,7 +312,7 @@ def _kernel_share(cost: LabelledCost, ranks: Ranks, build: Build) -> tuple[SelfS
 
 
 def _holders(ranks: Ranks, compute: ComputeOptions, cost: LabelledCost) -> int:
-    """How many parts a budget is for; half of what a machine has free is for all its ranks."""
+    """Count the parts that share a budget; half of a machine's free memory is for all ranks."""
     alone = cost.a.is_cuda or compute.memory_budget != "auto"
     own = SELF_PARTS if cost.symmetric else PARTS
     return own if alone else own * ranks.size

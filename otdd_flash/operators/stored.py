@@ -71,12 +71,11 @@ class StoredOperator(TiledOperator):
 
     @property
     def backend(self) -> str:
-        """How the scores are held."""
         return "torch, scores kept"
 
     @property
     def execution(self) -> Execution:
-        """As of any tiles; a plan takes as much memory as scores in float64."""
+        """Passes run as in the base class; a prepared plan takes n m float64 numbers."""
         return super().execution._replace(prepared_plan=self._prepared_plan)
 
     def _prepared_plan(
@@ -96,11 +95,9 @@ class StoredOperator(TiledOperator):
         return -found
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
         return -self.scores.diagonal().double()
 
     def sample(self, rows: Tensor, columns: Tensor) -> StoredOperator:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
         scores = self.scores[rows][:, columns]
         (x, y), (of_x, of_y) = self.magnitudes, self.cost_errors
         return StoredOperator(
@@ -119,5 +116,4 @@ class StoredOperator(TiledOperator):
         yield 0, self.scores
 
     def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield it likewise."""
         yield 0, self.scores

@@ -75,16 +75,15 @@ class StoredSegments:
         self._vectors = PaddedVectors(self.masses[-1], self.memory)
 
     def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        """The iterations of all problems, in PyTorch."""
         return QuasiNewton(self, goal, form, start)
 
     def repeat(self, step: Callable[[], None]) -> None:
-        """Once where asking costs nothing."""
+        """Take one iteration, or eight on a GPU, where asking takes time."""
         for _ in range(8 if self.costs.is_cuda else 1):
             step()
 
     def coarse(self, tolerance: float) -> Segments:
-        """The same with sums of stored exponentials."""
+        """The same problems with sums of stored exponentials."""
         return AnchoredSegments(self, tolerance)
 
     def other(self, side: int) -> int:
@@ -92,7 +91,6 @@ class StoredSegments:
         return 0 if self.symmetric else 1 - side
 
     def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        """Evaluate the candidates."""
         if not self.symmetric:
             self.potentials[0] = self._softmin(0, epsilon)
         updated = self._softmin(len(self.potentials) - 1, epsilon)
@@ -100,7 +98,6 @@ class StoredSegments:
         return self._vectors.evaluate(rows, self.potentials[-1], updated, epsilon)
 
     def move(self, move: Move, active: Tensor) -> None:
-        """Choose the next candidates."""
         self.potentials[-1] = self._vectors.move(self.potentials[-1], move, active)
 
     def shifted_scores(
@@ -134,7 +131,6 @@ class StoredSegments:
             yield segments, rows, scratch.sub_(top).clamp_min_(LEAST_EXPONENT).exp_()
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some segments."""
         self.costs = moved(self.costs, order)
         self.masses = [values[order] for values in self.masses]
         self.potentials = [values[order] for values in self.potentials]

@@ -56,20 +56,17 @@ class StreamedOperator(TiledOperator):
 
     @property
     def backend(self) -> str:
-        """How the scores are held."""
         return "torch, scores streamed"
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
         return self._cost.expected_costs(masses)
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self._cost.own_costs()
 
     @property
     def execution(self) -> Execution:
-        """As of any tiles; a pass over some columns takes that part of one over all."""
+        """Passes run as in the base class; one over some columns takes their share of a pass."""
         return super().execution._replace(over_columns=self._over_columns)
 
     def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
@@ -77,7 +74,6 @@ class StreamedOperator(TiledOperator):
         return part.softmin_rows(g, epsilon)
 
     def sample(self, rows: Tensor, columns: Tensor) -> StreamedOperator:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
         return StreamedOperator(self._cost.sample(rows, columns), self.dtype)
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:

@@ -97,17 +97,16 @@ class TiledOperator(ABC):
 
     @cached_property
     def log2_a(self) -> Tensor:
-        """Of the row masses (n,), as `dtype`; finite."""
+        """Logarithms of the row masses (n,) to base 2, as `dtype`; finite."""
         return _log2_masses(self.a, self.dtype)
 
     @cached_property
     def log2_b(self) -> Tensor:
-        """Of the column masses (m,), likewise."""
+        """Logarithms of the column masses (m,) to base 2, as `dtype`; finite."""
         return _log2_masses(self.b, self.dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n, m)."""
         return self.a.shape[0], self.b.shape[0]
 
     @property
@@ -117,12 +116,10 @@ class TiledOperator(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the scores are computed."""
         return self.row_offset.device
 
     @property
     def costs(self) -> CostFacts:
-        """What is known of the costs."""
         return self._costs
 
     @cached_property
@@ -133,12 +130,12 @@ class TiledOperator(ABC):
 
     @cached_property
     def _facts(self) -> CostFacts:
-        """But for errors."""
+        """The facts of the costs, but for their errors."""
         return CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
 
     @property
     def rounding(self) -> float:
-        """What costs are off by on average as they are stored."""
+        """The mean error of costs as they are stored."""
         return self.cost_rounding * self._facts.magnitude
 
     @property

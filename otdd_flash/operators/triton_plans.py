@@ -60,7 +60,7 @@ class _RoundedPlan:
 
     Attributes:
         ways: there and back.
-        rows: as said.
+        rows: P 1 (N,), float64.
     """
 
     precision = PRECISION
@@ -88,7 +88,7 @@ class HeldPlan(_RoundedPlan):
 
     Args:
         entries: Q, 0 in rows of padding and of points without mass, and in columns of padding.
-        unit: as said.
+        unit: what one of Q stands for; a power of two.
         masses: a (N,) float64, in the order of the points.
         layouts: of the rows and of the columns.
         rows: P 1 (N,) float64, of the numbers that are held.
@@ -113,7 +113,7 @@ class HeldPlan(_RoundedPlan):
     def of(
         cls, entries: Tensor, unit: float, masses: Tensor, layouts: tuple[Layout, Layout]
     ) -> HeldPlan | None:
-        """It with its sums; None where these are out of range."""
+        """Build the plan and its row sums; return None if a sum is out of range."""
         found = Unmerged.of(entries.sum(1, dtype=torch.float32)[:, None, None])
         rows, fits = row_sums(found, layouts[0], masses, unit)
         return cls(entries, unit, masses, layouts, rows) if fits else None
@@ -151,7 +151,7 @@ class FusedPlan(_RoundedPlan):
         masses: tuple[Tensor, Tensor],
         layouts: tuple[Layout, Layout],
     ) -> FusedPlan | None:
-        """It with its sums; None where these are out of range."""
+        """Build the plan and its sums; return None if a sum is out of range."""
         sums: list[Tensor] = []
         for side, product in enumerate(products[: 1 if products[0] is products[1] else 2]):
             size, device = layouts[1 - side].size, masses[0].device
@@ -221,7 +221,7 @@ class ExactFusedPlan:
 
     @cached_property
     def ways(self) -> tuple[Way, Way] | None:
-        """There and back, where sums are in range."""
+        """Products there and back on tensor cores; None if a sum is out of range."""
         _ = self.rows, self.columns
         if any(sums is None for sums in self._sums.values()):
             return None
@@ -304,7 +304,7 @@ def _matrix_product(entries: Tensor, values: Tensor) -> Unmerged:
 
 
 def _fused_product(product: PackedProduct, values: Tensor) -> Unmerged:
-    """The same of one part, whose halves are columns."""
+    """Compute Q V of one part, whose halves are columns."""
     found, _ = product(values.flatten(1)[:, None])
     halves = found.values[:, 0, : 2 * values.shape[2]]
     return found._replace(values=halves.view(len(halves), 2, -1))

@@ -37,7 +37,6 @@ class BoundedValue:
 
     @classmethod
     def of(cls, result: DistanceResult) -> BoundedValue:
-        """The number of a result, with its solver bounds."""
         return cls(result.value, *result.bounds)
 
 
@@ -58,7 +57,7 @@ class NoiseFloor:
     size: int
 
     def to_dict(self) -> dict[str, Any]:
-        """What result.json says of it."""
+        """Return the entry of result.json."""
         return asdict(self)
 
 

@@ -90,7 +90,7 @@ class SubsampleInterval:
     identical: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """What result.json says of it."""
+        """Return the entry of result.json."""
         return asdict(self)
 
 
@@ -108,7 +108,7 @@ def subsample_interval(
     progress: Progress | None = None,
     **settings: Any,
 ) -> SubsampleInterval:
-    """How far the distance between two datasets may be from its mean over samples like them.
+    """Bound how far a distance between samples may be from its mean over samples like them.
 
     Rows are drawn uniformly, so that class proportions vary as between samples; only two rows of
     every class (one, if it has no more) are always there. Weights go with their rows, renormalised.

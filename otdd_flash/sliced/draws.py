@@ -37,11 +37,9 @@ class Draws(NamedTuple):
     orders: Tensor
 
     def part(self, start: int, end: int) -> Draws:
-        """The draws from `start` up to `end`."""
         return Draws(*(part[start:end] for part in self))
 
     def to(self, device: torch.device) -> Draws:
-        """The same draws on a device."""
         return Draws(*(part.to(device) for part in self))
 
 

@@ -98,7 +98,7 @@ class SlicedResult:
 
     @classmethod
     def of_draws(cls, draws: Tensor, names: Sequence[str], seed: int) -> SlicedResult:
-        """From W_2^2 of every pair along every draw, (K (K - 1) / 2, L).
+        """Build the result from W_2^2 of every pair and draw, (K (K - 1) / 2, L).
 
         Warns:
             DataNotice: there are too few draws for intervals, or few of them carry most of a mean.
@@ -116,11 +116,11 @@ class SlicedResult:
 
     @property
     def roots(self) -> Tensor:
-        """(K, K) square roots of the values, in the units of the features."""
+        """Square roots (K, K) of the values, in the units of the features."""
         return self.values.sqrt()
 
     def pairs(self) -> tuple[SlicedPair, ...]:
-        """One row for every pair of different datasets, the nearest first."""
+        """Return one row for every pair of different datasets, the nearest first."""
         rows = [self._pair(i, j) for i, j in combinations(range(len(self.names)), 2)]
         return tuple(sorted(rows, key=lambda row: row.value))
 

@@ -53,8 +53,8 @@ class Entries:
         a: (n,) masses.
         b: (m,) masses.
         whole: whether all masses are positive.
-        plan: as said.
-        masses: that it has, (n,) and (m,).
+        plan: with these masses if all are positive, else with equal ones.
+        masses: those of the plan, (n,) and (m,).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Entries:
 
     @classmethod
     def of(cls, problem: Problem, f: Tensor, g: Tensor) -> Entries:
-        """Of the cross term of two clouds."""
+        """Build the products for the cross term of two clouds."""
         inputs = problem.inputs("xy")
 
         def plan(weighted: bool) -> Plan:
@@ -161,7 +161,6 @@ class Entries:
 
     @property
     def _products(self) -> Products:
-        """With P."""
         if self.whole:
             return self.plan
         if not isinstance(self.plan, KeptPlan):
@@ -249,7 +248,7 @@ def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tens
 
 
 def potentials_everywhere(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where there is mass, and elsewhere the softmins of those."""
+    """Replace potentials of points without mass by softmins of the others."""
     inputs = problem.inputs("xy")
     a, b = inputs.source.masses, inputs.target.masses
     if bool((a > 0).all()) and bool((b > 0).all()):

@@ -41,7 +41,7 @@ def mean_near(points: Tensor, masses: Tensor) -> Tensor:
 
 
 def _near(points: Tensor, masses: Tensor) -> Tensor:
-    """The same, in the type of the points."""
+    """Return the weighted mean, computed in the type of the points."""
     return masses.to(points.dtype) @ points
 
 

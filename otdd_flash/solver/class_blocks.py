@@ -64,7 +64,7 @@ class ClassBlocks:
 
     @cached_property
     def _given(self) -> dict[str, Tensor]:
-        """Those of all terms, as they were given."""
+        """The blocks of all terms, as they were given."""
         cuts = {term: (self.classes[term[0]], self.classes[term[1]]) for term in ("xy", "xx", "yy")}
         return {term: self.table[cut] for term, cut in cuts.items()}
 
@@ -120,7 +120,7 @@ def symmetrized(name: str, block: Tensor, *, absolute: float = 0.0, way_out: str
 
 
 def _gap(block: Tensor) -> Tensor:
-    """By how much a block differs from its transpose, and its largest entry: (2,)."""
+    """Measure by how much a block differs from its transpose, and its largest entry: (2,)."""
     return torch.stack(((block - block.T).abs().max(), block.abs().max()))
 
 

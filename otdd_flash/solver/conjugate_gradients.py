@@ -40,17 +40,17 @@ class System(Protocol):
 
     @property
     def metric(self) -> Metric:
-        """Its range, and the masses that it is scaled by; points without mass have rows of 0."""
+        """The range of the matrix and the masses that scale it; rows without mass are 0."""
         ...
 
     @property
     def precision(self) -> float:
-        """Of its products, relative to what they multiply, both scaled."""
+        """The error of its products, relative to what they multiply, both scaled."""
         ...
 
     @property
     def layout(self) -> Layout | None:
-        """Where points stand in what tensor cores multiply; None where they do not."""
+        """The order of points that tensor cores multiply in; None if they take no part."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class System(Protocol):
         ...
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
-        """The same of values that are packed as halves in its layout, with their scales (s,)."""
+        """Return the product with values packed as halves in its layout, with scales (s,)."""
         ...
 
 
@@ -80,7 +80,7 @@ class Metric:
 
     Attributes:
         masses: (m, 1).
-        constants: as said.
+        constants: whether the matrix takes constants to 0.
     """
 
     def __init__(self, masses: Tensor, *, constants: bool) -> None:
@@ -88,7 +88,7 @@ class Metric:
 
     @cached_property
     def total(self) -> Tensor:
-        """Of the masses, ()."""
+        """The sum of the masses, ()."""
         return self.masses.sum()
 
     @cached_property
@@ -123,7 +123,7 @@ class Metric:
 
 
 class Limits(NamedTuple):
-    """When iterations end.
+    """The limits of iterations.
 
     Attributes:
         tolerance: of residuals over right-hand sides.
@@ -135,7 +135,7 @@ class Limits(NamedTuple):
 
 
 class Near(NamedTuple):
-    """What iterations are of.
+    """The system to iterate on, and its preconditioner.
 
     Attributes:
         system: the matrix, or one near it.
@@ -149,7 +149,7 @@ class Near(NamedTuple):
 
 
 class Iterates:
-    """Where s directions are, in PyTorch; vectors (m, s) and numbers (s,), float64 but as said.
+    """The state of s directions in PyTorch: vectors (m, s), numbers (s,), float64 unless noted.
 
     Args:
         metric: of the system that is solved.
@@ -186,12 +186,11 @@ class Iterates:
         self.resume(near)
 
     def resume(self, near: Near) -> None:
-        """Iterate in another way, wherever the tolerance is not met."""
+        """Iterate on as `near` says, where the tolerance is not met."""
         self._near = near
         self._start(torch.ones_like(self.target, dtype=torch.bool))
 
     def repeat(self) -> None:
-        """Take a step."""
         self.step()
 
     def wanted(self) -> tuple[bool, bool]:

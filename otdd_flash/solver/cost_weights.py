@@ -35,7 +35,7 @@ class CostWeights:
         factors: A (n, r) and B (m, r), if there are any.
 
     Attributes:
-        entries: as said.
+        entries: e, with a and b.
     """
 
     def __init__(

@@ -245,7 +245,7 @@ class SelfCurvature:
 
 
 def _off(solved: Solution, system: SchurSystem | SelfSystem, damping: float) -> Tensor:
-    """By how much column sums of epsilon dP are off (s, m)."""
+    """Return by how much column sums of epsilon dP are off (s, m)."""
     if damping == 0:
         return solved.left.T
     return torch.addcmul(solved.left, system.metric.masses, solved.values, value=damping).T

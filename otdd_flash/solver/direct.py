@@ -55,7 +55,7 @@ class Direct(Protocol):
 
     @property
     def sound(self) -> Tensor:
-        """Whether it could be, (): positive definite, by more than rounding."""
+        """Whether the decomposition succeeded, (): positive definite, by more than rounding."""
         ...
 
     def solve(self, right: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Cholesky:
         self.sound = (self._factor.diagonal().amin() > rounding**0.5) & (failed == 0)
 
     def solve(self, right: Tensor) -> Tensor:
-        """As for `Direct`; rows without mass are 0."""
+        """Solve for right-hand sides (m, s); rows without mass are 0."""
         return torch.cholesky_solve(self._scale * right, self._factor).mul_(self._scale)
 
 
@@ -109,7 +109,6 @@ class OfRows:
         self.sound = self._rows.sound
 
     def solve(self, right: Tensor) -> Tensor:
-        """As for `Direct`."""
         moved = self._rows.solve(self._entries @ (-self._by_column * right))
         return self._by_column * (right - self._entries.T @ moved) / self._damped
 

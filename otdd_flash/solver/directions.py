@@ -23,7 +23,7 @@ class Points(Protocol):
     """Points (n, d), of which some are read at a time; a tensor is one."""
 
     def __getitem__(self, rows: Rows) -> Tensor:
-        """Some of them, (k, d)."""
+        """Return some of the points, (k, d)."""
         ...
 
 
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     @property
     def at(self) -> tuple[Which, Rows]:
-        """Where it belongs in what is of all directions and points."""
+        """The part's place among all directions and points."""
         return self.which, self.rows
 
     def add(self, out: Tensor, values: Tensor, scale: float = 1.0) -> None:
@@ -70,16 +70,16 @@ class Directions:
 
     @cached_property
     def _kept(self) -> Tensor | None:
-        """All of them (s, n, d), if there is room for another copy."""
+        """The centred directions (s, n, d), if there is room for another copy."""
         return self.given - self.mean if self.given.numel() <= LOOKED_AT else None
 
     @property
     def values(self) -> Tensor:
-        """All of them (s, n, d), to be read."""
+        """The centred directions (s, n, d), not to be written."""
         return self.given - self.mean if self._kept is None else self._kept
 
     def at(self, which: Which, rows: Rows) -> Tensor:
-        """Some directions of some points (s', k, d), to be read."""
+        """Return some directions of some points (s', k, d), not to be written."""
         if self._kept is None:
             return self.given[which, rows] - self.mean[which]
         return self._kept[which, rows]

@@ -50,7 +50,7 @@ class Divergence:
     def of_terms(
         cls, terms: Mapping[str, TransportTerm], options: Schedule, offset: Offset, backend: str
     ) -> Divergence:
-        """Of terms that were all solved at once on stored scores."""
+        """Build the divergence of terms that were solved together on stored scores."""
         xy, xx, yy = (terms.get(name) for name in ("xy", "xx", "yy"))
         assert xy is not None
         cells = {"xy": len(xy.f) * len(xy.g), "xx": len(xy.f) ** 2, "yy": len(xy.g) ** 2}
@@ -60,7 +60,6 @@ class Divergence:
 
     @property
     def terms(self) -> dict[str, TransportTerm]:
-        """The terms that were solved, by name."""
         named = {"xy": self.xy, "xx": self.xx, "yy": self.yy}
         return {name: term for name, term in named.items() if term is not None}
 
@@ -86,7 +85,7 @@ class Divergence:
 
     @property
     def marginal_error(self) -> float:
-        """The largest of the terms'."""
+        """The largest marginal error of the terms."""
         return max(term.marginal_error for term in self.terms.values())
 
     @property
@@ -130,7 +129,7 @@ class Divergence:
         )
 
     def widened(self, error: float) -> Divergence:
-        """The same for costs that are off by at most `error`."""
+        """Widen bounds and errors for costs that are off by at most `error`."""
         if error == 0:
             return self
         xy, xx, yy = (

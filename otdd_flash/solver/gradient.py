@@ -93,7 +93,7 @@ class DivergenceGradient:
         self.total[POINTS[place]] = gradient.to(dtype)
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
-        """By the points and weights that the ground cost was given, from those that it made."""
+        """Apply the chain rule from what the cost sees to the given points and weights."""
         request, cost = self._problem.request, self._problem.request.cost
         if cost.ground == "sqeuclidean":
             return gradient
@@ -129,7 +129,7 @@ class DivergenceGradient:
                 self.total[key] = part if factor == 1 else part.mul_(factor)
 
     def _in_table(self, name: str, block: Tensor) -> Tensor:
-        """A block of the table, zeros around it."""
+        """Put a block into a table of zeros."""
         table = block.new_zeros(self._problem.table.shape)
         rows, columns = (self._problem.classes[side] for side in name)
         table[rows, columns] = block

@@ -123,7 +123,7 @@ def above_rounding(excess: Array, masses: Array) -> Array:
 
 
 def mean_logs(flows: Flows) -> Array:
-    """Log sqrt(F_gh F_hg) (K, K), what both exchange at balance; -inf where one way is closed."""
+    """Return log sqrt(F_gh F_hg) (K, K), what both exchange at balance; -inf if one is closed."""
     return (flows.logs + flows.logs.T) / 2
 
 

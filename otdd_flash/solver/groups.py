@@ -94,7 +94,7 @@ class Entries(Protocol):
 
 
 class PointEntries:
-    """Those of labelled points, on the device or streamed to it.
+    """Entries of the cost of labelled points, on the device or streamed to it.
 
     Args:
         cost: two labelled clouds.
@@ -123,7 +123,6 @@ class PointEntries:
         return found.addmm_(x, y.T, alpha=2 * cost.lambda_x / epsilon)
 
     def costs(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """C (k, l)."""
         cost = self._cost
         x = self._centred(cost.points[0][rows])
         y = (
@@ -137,7 +136,7 @@ class PointEntries:
 
 
 class MatrixEntries:
-    """Those of a given matrix, in the type of potentials."""
+    """Entries of a given matrix, in the type of potentials."""
 
     def __init__(self, source: CostSource, dtype: torch.dtype) -> None:
         self._source, self._dtype, self.shape = source, dtype, source.shape
@@ -145,13 +144,12 @@ class MatrixEntries:
         self.offsets = torch.zeros(source.shape[0], dtype=torch.float64, device=source.device)
 
     def logs(self, rows: slice, term: Tensor, epsilon: float) -> Tensor:
-        """Term - C[rows] / epsilon."""
+        """Return term - C[rows] / epsilon (k, m): the scores are S = -C."""
         chosen = torch.arange(self.shape[0], device=self._source.device)[rows]
         costs = self.costs(chosen, self._every)
         return torch.add(term.to(costs), costs, alpha=-1 / epsilon)
 
     def costs(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """C (k, l)."""
         return self._source.between(rows, columns).to(self._dtype)
 
 
@@ -194,7 +192,7 @@ class Groups:
 def settled(
     entries: Entries, term: TransportTerm, a: Tensor, b: Tensor
 ) -> tuple[TransportTerm, Groups | None]:
-    """A cross term with its groups' offsets balanced, and the groups whose offsets stay open.
+    """Balance the offsets between groups of a cross term; return groups whose offsets stay open.
 
     The same term where the plan is connected, None where all offsets are determined. A term that
     has not converged stays as it is, and was reported as that: its marginal error is of its own
@@ -279,7 +277,7 @@ def settled_matrix(
 
 
 def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportTerm:
-    """The term with other potentials in units of epsilon; those that stay, to the last bit."""
+    """Replace the term's potentials, given in units of epsilon; unchanged ones stay bit for bit."""
     stay_f, stay_g = (
         (old.double() / term.epsilon == new) for old, new in ((term.f, f), (term.g, g))
     )
@@ -295,7 +293,7 @@ def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportT
 
 
 def _polished(plan: _Plan) -> _Plan:
-    """The plan of the optimum, but for offsets that float64 cannot see in products with P.
+    """Polish a plan to its optimum, but for offsets that float64 cannot resolve.
 
     Newton's method on the semi-dual in f, with g the softmin of f, where its first step is not
     small. It finds what groups cannot: several thin ties, and points that are lighter than the
@@ -333,7 +331,7 @@ def _polished(plan: _Plan) -> _Plan:
 
 
 def connected(plan: _Plan) -> _Linked | None:
-    """The groups that no link connects; None where all are one."""
+    """Find the groups that no link connects; None if all points are one group."""
     for share in LINKS:
         found = _linked(plan, -math.log(share))
         if found is None or int(found.columns.max()) < MOST_CONTRACTED:
@@ -345,7 +343,7 @@ def connected(plan: _Plan) -> _Linked | None:
 
 
 def _linked(plan: _Plan, threshold: float) -> _Linked | None:
-    """The same by entries of at least exp(-threshold) of their row's largest."""
+    """Connect by entries of at least exp(-threshold) times their row's largest."""
     (n, m), device = plan.entries.shape, plan.g.device
     present = plan.b > 0
     # Groups of columns so far; m stands for columns without mass.
@@ -391,7 +389,7 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
 
 
 def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
-    """Every row in some part, each of which is spread evenly; a small part of them comes first."""
+    """Yield parts of the rows, each spread evenly over all; a small one comes first."""
     budget = ELEMENTS_CPU if device.type == "cpu" else ELEMENTS_GPU
     count = -(-n // max(1, budget // m))
     first = -(-n // FIRST_ROWS)
@@ -401,7 +399,7 @@ def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
 
 
 def _most_from(plan: _Plan, columns: Tensor) -> Tensor:
-    """The row (l,) from which each of some columns has most."""
+    """Return the row (l,) from which each of some columns has most of its mass."""
     weights = plan.f + plan.a.log()
     highest = torch.full_like(columns, -torch.inf, dtype=torch.float64)
     found = torch.zeros_like(columns)
@@ -414,13 +412,13 @@ def _most_from(plan: _Plan, columns: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor, width: int) -> Sequence[Tensor]:
-    """Rows in parts of which the entries are there at once."""
+    """Cut rows into parts whose entries are held at once."""
     budget = ELEMENTS_CPU if rows.device.type == "cpu" else ELEMENTS_GPU
     return torch.split(rows, max(1, budget // (4 * max(1, width)))) if len(rows) else []
 
 
 def contracted(plan: _Plan, linked: _Linked) -> Flows:
-    """What the groups exchange, in float64.
+    """Compute what the groups exchange, in float64.
 
     Of the largest group only the pairs with others are read.
     """
@@ -458,7 +456,7 @@ def contracted(plan: _Plan, linked: _Linked) -> Flows:
 def _by_group(
     plan: _Plan, rows: Tensor, columns: Tensor, groups: Tensor, count: int
 ) -> tuple[Array, Array]:
-    """Of rows (k,), largest f + g - C and log of the sum of P over the columns of each group.
+    """Return the largest f + g - C and log sum P of rows (k,) over the columns of each group.
 
     Both (k, K), in units of epsilon.
     """
@@ -475,7 +473,7 @@ def _by_group(
 
 
 def _with_softmins(plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Potentials in units of epsilon, those of points without mass as softmins of the others."""
+    """Replace potentials of points without mass by softmins of the others, over epsilon."""
     potentials = [plan.f.clone(), plan.g.clone()]
     sides = (plan.a, plan.b)
     for side in (0, 1):
@@ -506,7 +504,7 @@ def report_groups(
         required: whether to raise.
 
     Raises:
-        ConvergenceError: as said.
+        ConvergenceError: `required`, and offsets are open.
     """
     if groups is None:
         return
@@ -527,7 +525,7 @@ def report_groups(
 
 
 def _named(groups: Groups, samples: LabeledSamples | None) -> str:
-    """The groups by classes and rows, the largest last."""
+    """Name the groups by classes and rows, the largest last."""
     rows = groups.rows.cpu()
     sizes = torch.bincount(rows[rows >= 0], minlength=len(groups.gaps))
     order = sizes.argsort(descending=True, stable=True).tolist()
@@ -552,7 +550,7 @@ def _named(groups: Groups, samples: LabeledSamples | None) -> str:
 
 
 def _range_of(groups: Groups) -> str:
-    """By how much the group that is named first may move against the largest."""
+    """Say by how much the group that is named first may move against the largest."""
     rows = groups.rows[groups.rows >= 0]
     largest, first = torch.bincount(rows, minlength=len(groups.gaps)).argsort(
         descending=True, stable=True

@@ -52,7 +52,7 @@ def sinkhorn_hessian(
     cg: CGOptions = DEFAULTS,
     compute: Compute | None = None,
 ) -> SinkhornHessian:
-    """The Sinkhorn divergence with its first and second derivatives by the points x.
+    """Compute the Sinkhorn divergence with its first and second derivatives by the points x.
 
     Linear systems of few points are decomposed by the first product, for all of them; those of more
     points are solved by conjugate gradients (see `CGOptions`).
@@ -107,7 +107,7 @@ def sinkhorn_hessian(
 
 @dataclass(frozen=True, eq=False)
 class HessianProduct:
-    """A Hessian applied to s directions.
+    """The products of a Hessian with s directions.
 
     Attributes:
         values: of the shape and type of the directions, and where they are.
@@ -160,7 +160,7 @@ class SinkhornHessian:
 
     @computes
     def product(self, v: Tensor) -> HessianProduct:
-        """T v for a direction v (n, d), or for each of v (s, n, d), which share all passes.
+        """Return T v for a direction v (n, d), or for each of v (s, n, d), which share passes.
 
         Raises:
             InputError: v is no dense tensor of such a shape, of another type or device than the
@@ -281,7 +281,7 @@ def report_residual(found: Along, options: Schedule, way_out: str) -> None:
         way_out: what would solve them.
 
     Raises:
-        ConvergenceError: as said.
+        ConvergenceError: convergence is required and was missed.
     """
     if bool(found.converged.all()):
         return

@@ -33,7 +33,7 @@ class KnownGradient(torch.autograd.Function):
         second: Second | None,
         *inputs: Tensor,
     ) -> Tensor:
-        """The value; keeps the gradients, and the inputs that they belong to."""
+        """Return the value; keep the gradients, and the inputs that they belong to."""
         ctx.save_for_backward(*gradients)
         # Not saved: an input may change in place before backward, which does not read it.
         ctx.inputs, ctx.second = inputs, second
@@ -41,7 +41,7 @@ class KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale times each gradient."""
+        """Return scale times each gradient."""
         # Of create_graph=True.
         again = torch.is_grad_enabled()
         if again and ctx.second is not None:
@@ -62,7 +62,7 @@ class _Moving(torch.autograd.Function):
     def forward(
         ctx: Any, second: Second, gradients: Sequence[Tensor], scale: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Scale times each gradient."""
+        """Return scale times each gradient."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(scale, *gradients)
         ctx.second, ctx.inputs = second, inputs
@@ -70,7 +70,7 @@ class _Moving(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
-        """By the scale and by every input."""
+        """Return derivatives by the scale and by every input."""
         check_transforms("a second derivative of a loss", along)
         scale, *gradients = ctx.saved_tensors
         if all(one is None for one in along):
@@ -116,7 +116,6 @@ class OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
-        """A copy of the gradient."""
         return gradient.clone()
 
     @staticmethod

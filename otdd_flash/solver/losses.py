@@ -49,7 +49,7 @@ def sinkhorn_losses(
     options: Schedule | None = None,
     compute: Compute | None = None,
 ) -> Tensor:
-    """The `sinkhorn_loss` of B pairs of clouds, (B,), for autograd.
+    """Return the `sinkhorn_loss` of B pairs of clouds, (B,), for autograd.
 
     On a GPU small pairs are solved side by side, one launch a step for all of them, where only
     points need a gradient; elsewhere, and where a pair needs more, one after the other. All numbers

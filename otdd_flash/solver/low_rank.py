@@ -1,4 +1,4 @@
-"""What conjugate gradients are preconditioned by where masses alone leave them slow.
+"""A randomized Nystroem preconditioner for nearly singular plans.
 
 Scaled by the masses c, a Schur complement is I - A, A = K^T K with eigenvalues in [0, 1]. The few
 near 1, whose iterations are many, belong to points that share mass with hardly any other, and to
@@ -65,14 +65,14 @@ def rank_for(rows: int, others: int, most: int | None, device: torch.device) -> 
 def low_rank(
     times: Callable[[Tensor], Tensor], scale: Tensor, rank: int, precision: float, damping: float
 ) -> LowRank:
-    """Of D^1/2 ((1 + damping) I - A) D^1/2, up to a factor.
+    """Build the preconditioner of D^1/2 ((1 + damping) I - A) D^1/2, up to a factor.
 
     Args:
         times: A V for V (m, k), float64.
         scale: the diagonal of D^-1/2 (m, 1), 0 in rows that have no part in it.
         rank: vectors that are drawn.
         precision: of products, relative to what they multiply.
-        damping: as said.
+        damping: of the matrix, 0 or more.
     """
     draw = torch.Generator(scale.device).manual_seed(0)
     drawn = torch.randn(len(scale), rank, generator=draw, dtype=torch.float64, device=scale.device)

@@ -115,11 +115,11 @@ class PackedPlanPoints(PlanPoints):
                 del points
 
     def columns_change(self, t: Tensor, *, transposed: bool = False) -> Tensor:
-        """The numbers themselves."""
+        """Return the numbers themselves."""
         return t
 
     def columns_change_beside(self, t: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers t themselves, and P q."""
+        """Return the numbers t themselves, and P q."""
         return t, self._times(numbers[..., None], transposed=False)[..., 0]
 
     def changed(
@@ -160,7 +160,7 @@ class PackedRows:
         self._products, self._side = products, side
 
     def __getitem__(self, rows: Rows) -> Tensor:
-        """Some of them, (k, d) float32."""
+        """Unpack some of the points, (k, d) float32."""
         return self._products.some(self._side, rows)
 
 

@@ -82,7 +82,7 @@ class Assembled:
         self._rows: Tensor | None = None
 
     def put(self, block: Block, rows: Tensor) -> None:
-        """Take the rows (k, c) of some points."""
+        """Write the rows (k, c) of some points."""
         if block is ALL:
             self._rows = rows
             return
@@ -93,7 +93,7 @@ class Assembled:
 
     @property
     def rows(self) -> Tensor:
-        """All of them, (n, c)."""
+        """All rows, (n, c)."""
         assert self._rows is not None
         return self._rows
 

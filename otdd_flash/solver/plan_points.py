@@ -48,7 +48,7 @@ class PlanPoints:
         return self.x if one else less_origin(self._sides[1], self._origin)
 
     def here(self, values: Tensor) -> Tensor:
-        """In the plan's type."""
+        """Return values in the plan's type."""
         return values.to(self.plan.dtype)
 
     @cached_property
@@ -90,7 +90,7 @@ class PlanPoints:
         return self._times(t[..., None] * values, transposed=transposed)
 
     def columns_change_beside(self, t: Tensor, numbers: Tensor) -> tuple[Any, Tensor]:
-        """The same of t (s, m), and P q (s, n): one pass for both where the first needs one."""
+        """Return `columns_change` of t (s, m), and P q (s, n), in one pass."""
         found = self._times(beside(self.y[ALL], numbers, t), transposed=False)
         return found[..., :-1], found[..., -1]
 
@@ -110,7 +110,7 @@ class PlanPoints:
             b: B of y; 0 for None.
             rows: t1 (s, n), or if `transposed` t2 (s, m).
             columns: of `columns_change`, of the other.
-            transposed: as said.
+            transposed: apply the transpose, to x.
         """
         images = self.transposed_images if transposed else self.images
         moved = self._moved(a, b, transposed=transposed)

@@ -172,7 +172,6 @@ class Problem:
         return self.request.inputs(SIDES[term], self.block(term))
 
     def operator(self, term: str) -> Operator:
-        """The cost of a term."""
         return build_operator(self.inputs(term))
 
     def solve(

@@ -100,12 +100,12 @@ class SchurSystem:
 
     @cached_property
     def metric(self) -> Metric:
-        """Of column sums c; constants go to 0 without damping."""
+        """The metric of the column sums c; it takes constants to 0 without damping."""
         return Metric(self._plan.columns, constants=self._damping == 0)
 
     @property
     def direct(self) -> Direct | None:
-        """Of the smaller side."""
+        """The decomposition on the smaller side, if the plan is held and small."""
         entries = _decomposed(self._plan)
         if entries is None:
             return None
@@ -115,18 +115,18 @@ class SchurSystem:
 
     @property
     def layout(self) -> Layout | None:
-        """Of columns."""
+        """The layout of the columns."""
         ways = self._plan.ways
         return None if ways is None else ways[0].layouts[1]
 
     @cached_property
     def _rows(self) -> Metric:
-        """Of row sums r."""
+        """The metric of the row sums r."""
         return Metric(self._plan.rows, constants=self._damping == 0)
 
     @property
     def by_row(self) -> Tensor:
-        """One over row sums (n, 1), 0 where there is no mass."""
+        """1 / r (n, 1), 0 where there is no mass."""
         return self._rows.inverse
 
     @cached_property
@@ -137,7 +137,7 @@ class SchurSystem:
 
     @cached_property
     def _between(self) -> tuple[Tensor, Tensor]:
-        """What products are weighted by, those with P in packed order, and those with P^T."""
+        """Weights between products: with P, in packed order, and with P^T."""
         assert self._plan.ways is not None
         there, back = self._plan.ways
         weights = self.by_row[:, 0] * there.weights
@@ -146,7 +146,7 @@ class SchurSystem:
         return there.layouts[0].spread(weights, 0.0), -back.weights
 
     def preconditioner(self) -> LowRank | None:
-        """Of S + delta diag(c), as far as it has rows and memory allows it."""
+        """Build one for S + delta diag(c), of a rank that rows and memory allow."""
         metric, constant = self.metric, self.metric.constant[:, None]
         rank = rank_for(len(constant), len(self.by_row), self._most, constant.device)
         if rank == 0:
@@ -190,18 +190,18 @@ class SelfSystem:
 
     @cached_property
     def metric(self) -> Metric:
-        """Of row sums r."""
+        """The metric of the row sums r."""
         return Metric(self._plan.rows, constants=False)
 
     @property
     def direct(self) -> Direct | None:
-        """If it is small."""
+        """The decomposition, if the plan is held and small."""
         entries = _decomposed(self._plan)
         return None if entries is None else of_self(entries, self.metric, self._damping)
 
     @property
     def layout(self) -> Layout | None:
-        """Of rows, and of columns."""
+        """The layout of rows and columns, which are the same points."""
         ways = self._plan.ways
         return None if ways is None else ways[0].layouts[1]
 
@@ -212,7 +212,7 @@ class SelfSystem:
         )
 
     def preconditioner(self) -> None:
-        """The masses leave a condition of at most 2 where costs are squared distances."""
+        """None: masses leave a condition of at most 2 where costs are squared distances."""
 
     def times(self, values: Tensor) -> Tensor:
         """(diag(r) + P) w (n, s)."""
@@ -230,7 +230,7 @@ class SelfSystem:
 
 
 def _decomposed(plan: Products) -> Tensor | None:
-    """The entries of a plan whose systems are decomposed."""
+    """Return the entries of a plan that is held and small enough to decompose its systems."""
     return plan.entries if isinstance(plan, KeptPlan) and is_decomposed(plan.entries) else None
 
 
@@ -279,11 +279,11 @@ class Solver:
         self._preconditioner: LowRank | None = None
 
     def solve(self, right: Tensor) -> Solution:
-        """For right-hand sides (m, s) float64, in the range of the matrix but for rounding."""
+        """Solve for right-hand sides (m, s) float64, in the matrix's range but for rounding."""
         return self.directly(right) or self.by_iterations(right)
 
     def directly(self, right: Tensor) -> Solution | None:
-        """Without an iteration, or None: a residual, which is of the plan itself, may be large."""
+        """Solve by the decomposition, or return None; the residual is that of the plan itself."""
         metric, direct = self._system.metric, self._direct
         if direct is None:
             return None
@@ -301,7 +301,6 @@ class Solver:
         return Solution(values.mul_(unit), left.mul_(unit), residual, none, converged)
 
     def by_iterations(self, right: Tensor) -> Solution:
-        """By conjugate gradients."""
         iterates, unit = self._iterates_for(right), largest(right, dim=0)
         iterates.begin(right / unit, self._near(self._rounded))
         if self._improve(iterates, self._rounded) and self._rounded is not self._system:
@@ -313,7 +312,7 @@ class Solver:
         return Solution(*found, residual, iterates.taken.clone(), now <= iterates.target)
 
     def _iterates_for(self, right: Tensor) -> Iterates | KernelIterates:
-        """Those of the last solve, or new ones: in Triton where products are."""
+        """Return the iterates of the last solve, or new ones: in Triton where products are."""
         metric, last = self._system.metric, self._iterates
         if last is not None and last.values.shape == right.shape:
             return last
@@ -330,7 +329,7 @@ class Solver:
         return Near(system, self._preconditioner, self._patience)
 
     def _improve(self, iterates: Iterates | KernelIterates, system: System) -> bool:
-        """Iterate with a system, preconditioned once it is slow, and whether a target is missed."""
+        """Iterate, preconditioned once it is slow; return whether a target is missed."""
         missed = self._correct(iterates)
         if missed and self._patience is not None and bool((iterates.taken >= self._patience).any()):
             self._patience, self._preconditioner = None, self._rounded.preconditioner()
@@ -339,7 +338,7 @@ class Solver:
         return missed
 
     def _correct(self, iterates: Iterates | KernelIterates) -> bool:
-        """Correct by iterations until that no longer helps, and whether a target is missed."""
+        """Correct until that no longer helps; return whether a target is missed."""
         for _ in range(1 + REFINEMENTS):
             pending, missed = iterates.wanted()
             if not pending:
@@ -354,5 +353,5 @@ class Solver:
 
 
 def solve(system: System, rounded: System, right: Tensor, options: CGOptions) -> Solution:
-    """Of one set of right-hand sides, as `Solver`."""
+    """Solve for one set of right-hand sides, as `Solver` does."""
     return Solver(system, rounded, options).solve(right)

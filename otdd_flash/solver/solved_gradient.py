@@ -1,4 +1,4 @@
-"""Results for autograd whose derivatives a linear system tells, once cotangents are there."""
+"""Results for autograd whose derivatives come from a linear system, solved in the backward pass."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Inputs:
         self._mark = mark_of_tensors(*self._read)
 
     def check_unchanged(self) -> None:
-        """Refuse what has changed in place.
+        """Refuse inputs that have been changed in place.
 
         Raises:
-            InputError: as said.
+            InputError: an input has been changed in place.
         """
         if mark_of_tensors(*self._read) != self._mark:
             raise InputError(
@@ -68,13 +68,13 @@ class Solved(torch.autograd.Function):
         results: tuple[Tensor, ...],
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The results; keeps nothing of how they were found."""
+        """Return the results; keep nothing of how they were computed."""
         ctx.name, ctx.solve, ctx.inputs = name, backward, inputs
         return tuple(result.clone() for result in results)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """By every input."""
+        """Return derivatives by every input."""
         check_transforms(f"the gradient of {ctx.name}", cotangents)
         ctx.inputs.check_unchanged()
         tensors = ctx.inputs.tensors
@@ -113,7 +113,7 @@ def report_system(solution: Solution, options: Schedule) -> None:
     """Warn, or raise if convergence is required, where the linear system was not solved.
 
     Raises:
-        ConvergenceError: as said.
+        ConvergenceError: convergence is required and was missed.
     """
     if bool(solution.converged.all()):
         return

@@ -49,7 +49,7 @@ def problem_of_tensors(
 
 
 def type_of(problem: Problem) -> torch.dtype:
-    """Float64 if a cloud is, and else float32: of the number that a loss returns."""
+    """Return the type of the number that a loss returns: float64 if a cloud is, else float32."""
     x, y = (side.features.dtype for side in problem.request.given)
     # Files may hold half types, which points in memory have left.
     return torch.promote_types(torch.promote_types(x, y), torch.float32)

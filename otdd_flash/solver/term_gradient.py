@@ -161,13 +161,13 @@ class _Plan:
         return found.rows
 
     def row_masses(self) -> Tensor:
-        """F - epsilon (r / a - 1), shape (n,)."""
+        """Return f - epsilon (r / a - 1), shape (n,)."""
         f, g, epsilon = self.term.f, self.term.g, self.term.epsilon
         softmin = self.operator.softmin_rows(g, epsilon, guess=f)
         return _mass_gradient(self.operator.a, f, softmin, epsilon)
 
     def column_masses(self) -> Tensor:
-        """G - epsilon (c / b - 1), shape (m,)."""
+        """Return g - epsilon (c / b - 1), shape (m,)."""
         f, g, epsilon = self.term.f, self.term.g, self.term.epsilon
         softmin = self.operator.softmin_columns(f, epsilon, guess=g)
         return _mass_gradient(self.operator.b, g, softmin, epsilon)
@@ -181,7 +181,7 @@ class _Plan:
         )
 
     def _names(self, needs: Needs) -> list[str]:
-        """What P is applied to."""
+        """Name what P is applied to."""
         points = ["points"] if needs & {"x", "lambda_x"} else []
         squares = ["squares"] if "lambda_x" in needs else []
         classes = ["classes"] if needs & {"classes", "lambda_y"} else []
@@ -233,7 +233,7 @@ class _Plan:
 
 
 def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
-    """F - epsilon (exp((f - T) / epsilon) - 1), float64.
+    """Return f - epsilon (exp((f - T) / epsilon) - 1), float64, with T the softmin.
 
     A point without mass leaves D as it is, whatever its potential, which no solver then determines.
     Should mass arrive there, D is highest for the potential T.

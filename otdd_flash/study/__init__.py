@@ -1,4 +1,4 @@
-"""Dataset-transfer studies: which dataset to train on first, and what tells.
+"""Dataset-transfer studies: which dataset to train on first, and which measures predict it.
 
 The way of the data:
 

@@ -38,11 +38,9 @@ class StoredBench:
         return content
 
     def known(self, unit: Unit) -> Content | None:
-        """The content of a unit, or None where it is not done."""
         return self.found(unit) if self._store.done(unit) else None
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` gave when it was first asked for under this name."""
         if name not in self._kept:
             self._kept[name] = make()
         kept: T = self._kept[name]

@@ -37,7 +37,7 @@ FEWEST_TASKS = 4
 
 
 class MeasuredPair(NamedTuple):
-    """What one measure tells of one ordered pair of tasks; see `Reading` for the numbers.
+    """The value of one measure for one ordered pair of tasks; see `Reading` for the numbers.
 
     A value that is not finite is None.
     """
@@ -85,7 +85,7 @@ class TransferredPair(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StudyResult:
-    """A study as far as it has come.
+    """The results of a study, as far as its work is done.
 
     Attributes:
         setup: tasks and settings.
@@ -121,7 +121,7 @@ class StudyResult:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tasks."""
+        """The names of the tasks."""
         return self.setup.names
 
     @property
@@ -136,16 +136,16 @@ class StudyResult:
 
     @cached_property
     def gains(self) -> Numbers:
-        """(K, K) gains in percent; NaN where there is none."""
+        """Gains (K, K) in percent; NaN where there is none."""
         return gains(self.errors, self.alone)
 
     @cached_property
     def gain_errors(self) -> Numbers:
-        """(K, K) their standard errors over seeds."""
+        """Standard errors (K, K) of the gains over seeds."""
         return gain_errors(self.errors, self.alone)
 
     def pairs(self) -> tuple[MeasuredPair, ...]:
-        """One row for every measure and ordered pair, in the order of measures and tasks."""
+        """Return one row for every measure and ordered pair, in the order of measures and tasks."""
         return tuple(
             MeasuredPair(
                 name,
@@ -159,7 +159,7 @@ class StudyResult:
         )
 
     def transfers(self) -> tuple[TransferredPair, ...]:
-        """One row for every ordered pair with all its runs, in the order of tasks."""
+        """Return one row for every ordered pair with all its runs, in the order of tasks."""
         rows = []
         for i, j in self.setup.ordered_pairs():
             runs = self.errors[i, j]
@@ -187,7 +187,7 @@ class StudyResult:
         return tuple(rows)
 
     def choices(self, measure: str | None = None, *, own_family: bool = True) -> tuple[Choice, ...]:
-        """Which source a measure chooses for every target, and what that costs.
+        """Return which source a measure chooses for every target, and what that costs.
 
         Args:
             measure: its name; None is the one that was fixed when the study began.
@@ -282,7 +282,7 @@ class StudyResult:
         return plot_study(self)
 
     def correlations(self) -> tuple[Finding, ...]:
-        """What the pairs say of every measure; nothing without transfer or below 4 tasks."""
+        """Return the statistics of every measure; none without transfer or below 4 tasks."""
         return self._findings
 
     def table(self, measure: str) -> PairTable:
@@ -319,7 +319,7 @@ class StudyResult:
         return kind.nearer * levelled(values, unit=kind.unit, lower=lower, upper=upper)
 
     def epsilon_text(self) -> str:
-        """What regularised the transport, and class distances by `sinkhorn`; "" where nothing."""
+        """Describe the epsilon of the transport and of `sinkhorn` class distances; "" without."""
         if self.epsilon is None:
             return ""
         own = getattr(self.setup.settings.labels, "epsilon", None)
@@ -327,7 +327,7 @@ class StudyResult:
         return f"epsilon {epsilon_shown(self.epsilon, self.mean_cost)}{classes}"
 
     def notes(self) -> tuple[str, ...]:
-        """What was left out, and why."""
+        """Say what was left out, and why."""
         names, said = [display(name) for name in self.names], []
         for (i, j), count in self.setup.shared.items():
             said.append(

@@ -65,7 +65,6 @@ class Settings:
 
     @property
     def metric(self) -> dict[str, Any]:
-        """The class distance, for JSON."""
         return {"method": self.labels.name, **self.labels.to_dict()}
 
     @property

@@ -31,12 +31,11 @@ class Setup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tasks' names."""
         return tuple(task.name for task in self.tasks)
 
     @property
     def fingerprints(self) -> list[str]:
-        """Of the training rows of all tasks."""
+        """Fingerprints of the training rows of all tasks."""
         return [task.train.fingerprint for task in self.tasks]
 
     def pairs(self) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A dataset-transfer study: which dataset to train on first, and what tells.
+"""A dataset-transfer study: which dataset to train on first, and which measures predict it.
 
 Distances and scores between all tasks, transfer runs between them, and how the one follows the
 other, each with its error. The work is a list of pieces (units) in a folder: killed at any moment,
@@ -58,7 +58,7 @@ DEFAULT_TRANSFER = Transfer()
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """What to compare, by which measures, and what to train.
+    """The tasks to compare, the measures, and the networks to train.
 
     Args:
         tasks: datasets by name, each as (train, test) or as training rows alone, of one feature
@@ -148,7 +148,7 @@ class Study:
         progress: Progress | None = None,
         stop: Stop | None = None,
     ) -> StudyResult:
-        """Compute what is not in the folder yet.
+        """Compute what the folder does not have yet, and return the result.
 
         Args:
             folder: of the study, made if it does not exist: study.json and units.

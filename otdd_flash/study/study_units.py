@@ -13,7 +13,7 @@ from otdd_flash.study.units.work import in_order
 
 
 def study_units(setup: Setup) -> list[Unit]:
-    """Those of its measures, and of its transfer runs."""
+    """List the units of a study's measures, and of its transfer runs."""
     settings = setup.settings
     with_transfer = settings.transfer is not None
     measures = measures_named(settings.measures, transfer=with_transfer)

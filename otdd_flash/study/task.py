@@ -52,7 +52,7 @@ class Task:
 
     @property
     def fingerprints(self) -> list[str | None]:
-        """Of the contents of both parts."""
+        """Fingerprints of the contents of both parts; None without test rows."""
         return [self.train.fingerprint, None if self.test is None else self.test.fingerprint]
 
 

@@ -1,4 +1,4 @@
-"""What potentials prove of a transport problem, whoever found them: values, bounds, errors.
+"""Certificates of any potentials of a transport problem: values, bounds, errors.
 
 The formulas take tensors of shape () for one problem or (S,) for S problems side by side. `dual`
 has the lower bound and the gain of an update, `oscillation` and `primal` have upper bounds. A plan

@@ -22,7 +22,7 @@ LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
 
 def dual_value(paid: Number, mass: Number, epsilon: Any) -> Number:
-    """D, where `paid` is <a, f> + <b, g>."""
+    """Return D(f, g), where `paid` is <a, f> + <b, g>."""
     value: Number = paid + epsilon * (1 - mass)
     return value
 
@@ -36,12 +36,12 @@ def gain(mean_residual: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:
 
 
 def self_shift(mass: Tensor, epsilon: Epsilon) -> Tensor:
-    """Epsilon log sum P: f less half of it has a plan of mass 1, if a float64 can tell the mass."""
+    """Return epsilon log sum P: f less half of it has a plan of mass 1, if a float64 holds it."""
     return epsilon * mass.clamp(LEAST_MASS, MOST_MASS).log()
 
 
 def self_dual(paid: Tensor, mass: Tensor, shift: Tensor) -> Tensor:
-    """D of f less half the shift, where `paid` is <a, f>; -inf where the shift is too small."""
+    """Return D of f less half the shift, where `paid` is <a, f>; -inf if the shift is too small."""
     return torch.where(mass <= MOST_MASS, 2 * paid - shift, -torch.inf)
 
 

@@ -1,4 +1,4 @@
-"""What an `Evaluation` of many problems proves, and what it tells the steps that follow.
+"""The certificate of an `Evaluation` of many problems, and the numbers that the next steps need.
 
 An evaluation leaves the rows of a cross term's plan exact and measures the error of the columns, so
 that to certify takes no further pass. Upper bounds are those by oscillation.
@@ -20,7 +20,7 @@ from otdd_flash.engine.segments import Costs, Evaluation
 
 
 class Evidence(NamedTuple):
-    """What is known of the plans, (S,) each.
+    """Bounds and errors of the plans, (S,) each.
 
     Attributes:
         dual: dual value.
@@ -46,7 +46,7 @@ class Evidence(NamedTuple):
 
 
 def evaluate_cross(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
-    """Of the plan of f = T(g) and g; epsilon (S,). The upper bound is that of exact f and rows."""
+    """Bound the plan of f = T(g) and g, epsilon (S,); the upper bound takes exact f and rows."""
     size = found.row_size + found.size
     floor, rounding = rounding_of(costs, found.row_size, size, found.gap, epsilon)
     error, exact = oscillation.total_error(found.gap, floor), found.row_value + found.value
@@ -60,7 +60,7 @@ def evaluate_cross(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence
 
 
 def evaluate_self(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
-    """Of the plan of one potential, shifted to mass 1; epsilon (S,)."""
+    """Bound the plan of one potential, shifted to mass 1; epsilon (S,)."""
     shift, off = self_shift(found.mass, epsilon), oscillation.gap_at_mass_one(found.gap, found.mass)
     # Potentials are taken as they are stored.
     stored, size = torch.zeros_like(off), 2 * found.size + shift.abs()
@@ -81,7 +81,7 @@ Reading = Callable[[Costs, Evaluation, Tensor], Evidence]
 
 
 class Form(NamedTuple):
-    """What tells problems between two clouds from those of one cloud with itself.
+    """What differs between cross terms and self terms.
 
     Attributes:
         reading: of an evaluation.

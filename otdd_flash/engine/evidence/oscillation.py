@@ -27,7 +27,7 @@ MOST_ERROR = 2.0
 
 
 def swings(potentials: Tensor, absent: Tensor, *sides: slice) -> list[Tensor]:
-    """Max - min, () each, of the potentials (k,) of each side over the points that carry mass."""
+    """Return max - min, () each, of each side's potentials (k,) over the points that carry mass."""
     lowest, highest = (potentials.masked_fill(absent, end) for end in (torch.inf, -torch.inf))
     return [highest[..., side].amax(-1) - lowest[..., side].amin(-1) for side in sides]
 
@@ -38,12 +38,12 @@ def perturbed_spread(costs: CostFacts, sums: Marginals, largest: Number) -> Numb
 
 
 def bound(dual: Number, error: Number, osc: Number, spread: Number) -> Number:
-    """D + ||c - b||_1 (osc g + R) / 2, with R in `spread`."""
+    """Return D + ||c - b||_1 (osc g + R) / 2, with R in `spread`."""
     return dual + error * ((osc + spread) / 2)
 
 
 def self_bound(dual: Number, error: Number, osc: Number, spread: Number) -> Number:
-    """D + ||r - a||_1 (osc f + R), of a plan of mass 1."""
+    """Return D + ||r - a||_1 (osc f + R), of a plan of mass 1."""
     return bound(dual, 2 * error, osc, spread)
 
 

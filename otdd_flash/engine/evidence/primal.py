@@ -47,7 +47,7 @@ class Filling(NamedTuple, Generic[Number]):
 def filling_of(
     operator: Certifiable, masses: Tensor, absent: Tensor, sums: Tensor, scale: Tensor
 ) -> Filling[Tensor]:
-    """Of a plan whose sums (n + m,), times the scale (), are at most the masses (n + m,).
+    """Measure what a plan misses: its sums (n + m,), scaled, are at most the masses (n + m,).
 
     These are 0 where a point is `absent` (n + m,).
     """
@@ -88,7 +88,7 @@ def filled_value(filling: Filling[float], paid: float, kept: float, epsilon: flo
 
 
 def fitting_scale(masses: Tensor, absent: Tensor, sums: Tensor, relative: float) -> Tensor:
-    """Kappa <= 1, (), by which no row and column of a plan has more than its mass.
+    """Return kappa <= 1, (), such that no row or column of kappa P exceeds its mass.
 
     Of its sums (k,), each off by the share `relative` at the most, and 0 for `absent` points (k,).
     """
@@ -113,7 +113,7 @@ class RowSums(NamedTuple):
 
 
 def diagonal_of(a: Tensor, f: Tensor, costs: Tensor, epsilon: Epsilon) -> Tensor:
-    """Log P_ii (n,) of the plan of f (n,) and f, of costs C_ii (n,); -inf where there is no mass.
+    """Return log P_ii (n,) of the plan of f (n,) and f, for costs C_ii (n,); -inf without mass.
 
     The potential f is finite there, too.
     """
@@ -121,7 +121,7 @@ def diagonal_of(a: Tensor, f: Tensor, costs: Tensor, epsilon: Epsilon) -> Tensor
 
 
 def sums_without(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor) -> RowSums:
-    """Of a plan with row sums r (n,), each off by a share, and log P_ii, off by a spread (n,)."""
+    """Take log P_ii, off by `spread` (n,), from row sums r (n,), each off by a share `relative`."""
     low, high = (diagonal - spread).exp(), (diagonal + spread).exp()
     return RowSums(
         ((1 - relative) * rows - high).clamp_min_(0), ((1 + relative) * rows - low).clamp_min_(0)
@@ -163,5 +163,5 @@ def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Ten
 
 
 def _x_log_x(x: float) -> float:
-    """X log x of a mass; 0 where there is none."""
+    """Return x log x of a mass; 0 where there is none."""
     return x * math.log(x) if x > 0 else 0.0

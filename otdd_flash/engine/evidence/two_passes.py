@@ -82,12 +82,12 @@ def rounding_of(
 
 
 def exponent_error(errors: PassErrors, others: Tensor, epsilon: Epsilon) -> Tensor:
-    """Theta, the largest error of an exponent of two passes, with `others` in units of the cost."""
+    """Return theta, the largest error of an exponent of two passes; `others` in cost units."""
     return (2 * errors.largest + others) / epsilon + 2 * errors.sums
 
 
 def growth_of(theta: Tensor) -> Tensor:
-    """E^(theta + theta e^theta), what makes a bound of the first order in theta."""
+    """Return e^(theta + theta e^theta), which turns first-order terms in theta into bounds."""
     return (theta + theta * theta.exp()).exp()
 
 

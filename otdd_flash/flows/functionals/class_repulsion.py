@@ -38,7 +38,7 @@ class ClassRepulsion:
 
     @classmethod
     def configured(cls, start: LabeledSamples, radius: float | None = None) -> ClassRepulsion:
-        """With the given radius, or the one that `median_radius` finds for the starting points.
+        """Build it with the given radius, or `median_radius` of the starting points.
 
         Raises:
             InputError: unlabelled particles, a radius that is not positive, or none to be found.

@@ -47,7 +47,7 @@ class Norm(Potential):
 
     @classmethod
     def configured(cls, start: LabeledSamples, centre: Any = None) -> Norm:
-        """Of `start`'s dimension d; `centre` as d numbers or a file of them.
+        """Build it in `start`'s dimension d; `centre` is d numbers or a file of them.
 
         Raises:
             InputError: the centre has another shape or is not finite.
@@ -55,7 +55,6 @@ class Norm(Potential):
         return cls(None if centre is None else as_tensor("centre", centre, (start.dim,)))
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
-        """V (n,)."""
         offsets = points if self.centre is None else points - self.centre.to(points)
         return offsets.square().sum(1) / 2
 
@@ -74,7 +73,7 @@ class AffineNorm(Potential):
 
     @classmethod
     def configured(cls, start: LabeledSamples, matrix: Any, offset: Any = None) -> AffineNorm:
-        """Of `start`'s dimension d; A and b as numbers or files of them.
+        """Build it in `start`'s dimension d; A and b are numbers or files of them.
 
         Raises:
             InputError: the shapes do not fit, or a value is not finite.
@@ -83,7 +82,6 @@ class AffineNorm(Potential):
         return cls(a, None if offset is None else as_tensor("offset", offset, (len(a),)))
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
-        """V (n,)."""
         residuals = points @ self.matrix.to(points).T
         if self.offset is not None:
             residuals = residuals - self.offset.to(points)
@@ -114,7 +112,6 @@ class CoordinateCollapse(Potential):
         return cls(_indices(coordinates, start.dim), as_number("value", value))
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
-        """V (n,)."""
         chosen = points.index_select(1, self.coordinates.to(points.device))
         return (chosen - self.value).square().sum(1) / 2
 

@@ -217,7 +217,7 @@ class EntropicMap:
 
 
 def _own_share(softmin: Tensor, epsilon: float, mass: float) -> Tensor:
-    """Omega = u^2 (k,) from H (k,): u^2 + (1 - alpha) alpha^(-1/2) exp(-H / epsilon) u = 1."""
+    """Solve u^2 + (1 - alpha) alpha^(-1/2) exp(-H / epsilon) u = 1 for omega = u^2 (k,)."""
     slope = (1 - mass) / math.sqrt(mass) * (-softmin.double() / epsilon).exp()
     # The positive root, written without a difference; an infinite slope rightly makes it 0.
     return (2 / (slope + (slope.square() + 4).sqrt())).square()

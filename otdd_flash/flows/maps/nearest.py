@@ -97,7 +97,7 @@ def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> Labeled
 
 
 def _nearest_among(candidates: Tensor, points: Tensor, particles: LabeledSamples) -> Tensor:
-    """As above, among the particles where the mask `candidates` (n,) holds."""
+    """Find the nearest among the particles where the mask `candidates` (n,) holds."""
     rows = torch.nonzero(candidates).squeeze(1)
     dtype = torch.promote_types(points.dtype, particles.features.dtype)
     known = particles.features[rows].to(dtype)

@@ -31,7 +31,6 @@ class Examples(NamedTuple):
     weights: Tensor
 
     def take(self, rows: Tensor) -> Examples:
-        """Some of them."""
         return Examples(*(part[rows] for part in self))
 
 

@@ -45,7 +45,6 @@ class FeaturesMode(Mode):
         self._blocks, self._blocks_of = setting.blocks(table.full), table
 
     def measure(self, features: Tensor) -> None:
-        """Measure the distances between the classes of particles with features (n, d)."""
         particles = self._setting.at(features)
         self.class_distances = self._classes.remeasured(particles, self.class_distances)
 
@@ -156,7 +155,7 @@ class ClassTable:
     def _moments(
         self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud], unbiased: bool
     ) -> list[ClassMoments]:
-        """Those of some classes, among them classes of the target, which are `target` in all."""
+        """Compute moments of classes; those of the target's classes are computed once."""
         if self._kept is None:
             with torch.no_grad():
                 self._kept = class_moments(target, unbiased)

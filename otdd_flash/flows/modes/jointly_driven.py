@@ -209,7 +209,7 @@ class FullAugmentedMode(AugmentedMode):
         return self._evaluated(particles, table, moving, self._masses(batch), batch)
 
     def expected_seconds(self, features: Tensor, batch: Batch | None = None) -> float:
-        """Of the pairs of Gaussians here, at the time that a chunk of them takes."""
+        """Time a chunk of pairs of Gaussians, and scale it to all of them."""
         spreads, theirs = self.variables["spreads"], self._target.spreads
         assert theirs is not None
         factors = [spreads[0].detach().requires_grad_(), theirs[0]]

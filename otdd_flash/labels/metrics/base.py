@@ -42,7 +42,7 @@ class LabelMetric(ABC):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """Squared distances of pairs of classes, each the same whatever the other pairs are.
+        """Measure squared distances of pairs of classes, each independently of the other pairs.
 
         Args:
             clouds: V classes, points (n, d) each.
@@ -60,21 +60,21 @@ class LabelMetric(ABC):
         """
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
-        """The values of `measure` as they come, where single pairs take long; else None."""
+        """Yield the values of `measure` as they come, if single pairs take long; else None."""
         return None
 
     def recipe(self, device: torch.device) -> str | None:
-        """What a cached distance depends on but for its classes; None where measuring is cheap.
+        """Return what a cached distance depends on but for its classes; None if it is cheap.
 
         It is part of the cache's keys: other words for the same make every entry unknown.
         """
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The parameters, for JSON: what distances depend on but for the name and the classes."""
+        """Return the parameters, for JSON, without the name and the classes."""
         return asdict(self)
 
     @property
     def single_samples_are_points(self) -> bool:
-        """Whether a class of one sample, which has no such covariance, counts as one of 0."""
+        """Whether a class of one sample, without such a covariance, counts as a point."""
         return False

@@ -23,13 +23,13 @@ class Exact(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
+        """Measure pairs of classes; see `LabelMetric.measure`."""
         return exact_distances(clouds, pairs, progress=progress)
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured:
-        """What one process computes at once; needs no preparation of classes."""
+        """Yield distances as they come; classes need no preparation."""
         return exact_parts(clouds, pairs)
 
     def recipe(self, device: torch.device) -> str:
-        """Always measured on the CPU."""
+        """Return what numbers depend on; they are always computed on the CPU."""
         return "exact"

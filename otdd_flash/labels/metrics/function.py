@@ -51,7 +51,6 @@ class PairFunction(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
         self._check_weights(clouds)
         listed, values = pairs.tolist(), list[float]()
         for i, j in listed:
@@ -97,11 +96,10 @@ class PairFunction(LabelMetric):
         return number
 
     def to_dict(self) -> dict[str, Any]:
-        """See the base class."""
         return {"probe": self.probe}
 
     def probed(self, clouds: Sequence[ClassCloud]) -> PairFunction:
-        """The same with its value for the first and the last of some classes as the probe.
+        """Set the probe to the function's value for the first and the last class.
 
         Raises:
             InputError: as `measure`.

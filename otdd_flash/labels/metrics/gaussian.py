@@ -37,16 +37,16 @@ class Gaussian(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
+        """Measure pairs of classes; see `LabelMetric.measure`."""
         if self.diagonal:
             return diagonal_gaussian_distances(clouds, pairs, unbiased=self.unbiased)
         return gaussian_distances(clouds, pairs, unbiased=self.unbiased, progress=progress)
 
     def recipe(self, device: torch.device) -> str | None:
-        """Other devices round otherwise; diagonal covariances are cheap."""
+        """Return what numbers depend on, the device included; None for diagonal covariances."""
         return None if self.diagonal else f"gaussian unbiased={self.unbiased} on {device.type}"
 
     @property
     def single_samples_are_points(self) -> bool:
-        """Where covariances divide by n - 1."""
+        """Whether covariances divide by n - 1."""
         return self.unbiased

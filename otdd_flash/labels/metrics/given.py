@@ -54,7 +54,7 @@ class Given(LabelMetric):
             )
 
     def read(self) -> ClassDistances:
-        """The table, from its file if it is in one.
+        """Return the table, read from its file if it is in one.
 
         Raises:
             InputError: as `ClassDistances.load`.

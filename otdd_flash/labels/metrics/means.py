@@ -22,5 +22,5 @@ class Means(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
+        """Measure pairs of classes; see `LabelMetric.measure`."""
         return mean_distances(clouds, pairs)

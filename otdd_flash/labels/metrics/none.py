@@ -23,5 +23,5 @@ class NoLabels(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
+        """Return zeros for all pairs of classes."""
         return PairDistances.exactly(torch.zeros(len(pairs), device=clouds[0].points.device))

@@ -39,10 +39,10 @@ class Sinkhorn(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
+        """Measure pairs of classes; see `LabelMetric.measure`."""
         assert self.epsilon is not None
         return sinkhorn_distances(clouds, pairs, self.epsilon, self.tolerance, progress=progress)
 
     def recipe(self, device: torch.device) -> str:
-        """Other devices round otherwise."""
+        """Return what numbers depend on, the device included, as others round otherwise."""
         return f"sinkhorn epsilon={self.epsilon!r} tolerance={self.tolerance!r} on {device.type}"

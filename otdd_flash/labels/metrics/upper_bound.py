@@ -34,10 +34,10 @@ class UpperBound(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """See the base class."""
+        """Measure pairs of classes; see `LabelMetric.measure`."""
         return upper_bound_distances(clouds, pairs, unbiased=self.unbiased)
 
     @property
     def single_samples_are_points(self) -> bool:
-        """Where covariances divide by n - 1."""
+        """Whether covariances divide by n - 1."""
         return self.unbiased

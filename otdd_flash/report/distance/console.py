@@ -74,7 +74,7 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _own_epsilon(summary: Mapping[str, Any]) -> str:
-    """Of class distances by `sinkhorn`."""
+    """Return ", epsilon ..." of class distances by `sinkhorn`, "" for others."""
     epsilon = summary.get("labels_epsilon")
     return "" if epsilon is None else f", epsilon {epsilon:.6g}"
 

@@ -53,7 +53,7 @@ class Report:
 
 
 def wanted(writers: Writers, content: str) -> Writers:
-    """Those of the files that a report of some content, one of `CONTENTS`, has."""
+    """Return the writers of the files that a report of this content, one of `CONTENTS`, has."""
     if content == "none":
         return {}
     return {

@@ -81,7 +81,7 @@ def class_paths(
 def against_steps(
     classes: Sequence[ClassPaths], goal: ProjectedSide | None, steps: Tensor
 ) -> tuple[list[ClassPaths], ProjectedSide | None]:
-    """The same with the step as first coordinate and what was the first as second.
+    """Take the step as first coordinate, and the first coordinate as second.
 
     The target stands a little after the last step.
     """

@@ -131,7 +131,6 @@ class _ImagePage:
         return TOP + row * (self.height + GAP)
 
     def draw_column(self, column: int, images: Images) -> None:
-        """Draw one image per row."""
         left = self._left(column)
         for row, image in enumerate(images):
             top = self._top(row)

@@ -97,13 +97,11 @@ def draw_paths(
 
 
 def _places(classes: Sequence[ClassPaths], goal: ProjectedSide | None) -> list[Array]:
-    """All points that are drawn."""
     places = [paths.lines.reshape(-1, 2) for paths in classes]
     return places if goal is None else [*places, goal.points]
 
 
 def _steps_frame(places: Sequence[Array]) -> tuple[Figure, Axes]:
-    """A page for positions against steps."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = new_page(STEPS_HEIGHT)

@@ -213,7 +213,7 @@ def _has_own_family(result: StudyResult) -> bool:
 
 
 def _without_own_family(result: StudyResult) -> str:
-    """The same table where sources of a target's own family take no part, if there are any."""
+    """Make the table without sources of a target's own family; "" if there are none."""
     whole = result.choices()
     if not whole or not _has_own_family(result):
         return ""
@@ -403,7 +403,6 @@ def _class(kind: str) -> str:
 
 
 def _points(value: float) -> Cell:
-    """A number of points of gain."""
     return Cell(one_decimal(value), repr(value))
 
 

@@ -106,7 +106,7 @@ def plot_study(result: StudyResult) -> Figure:
 
 
 def _drawn_measures(result: StudyResult) -> list[str]:
-    """The measures that tell sources apart, the one that chooses first."""
+    """Return the measures that differ between sources, the one that chooses first."""
     flat = saturated_measures(result)
     known = [name for name, found in result.readings.items() if found and name not in flat]
     return sorted(known, key=lambda name: name != result.setup.settings.measure)

@@ -117,7 +117,7 @@ def check_gradient_type(name: str, costs: Tensor) -> None:
     """Refuse float16, which most entries of a plan underflow.
 
     Raises:
-        InputError: as said.
+        InputError: the costs are float16.
     """
     if costs.dtype == torch.float16:
         raise InputError(
@@ -174,7 +174,7 @@ class LossGradient:
 
 
 def _by_masses(operator: Operator, term: TransportTerm, *, columns: bool) -> Tensor:
-    """F - epsilon (r / a - 1) (n,), or that of columns (m,), float64."""
+    """Return f - epsilon (r / a - 1) (n,), or g - epsilon (c / b - 1) (m,), float64."""
     epsilon = term.epsilon
     if columns:
         potential, exact = term.g, operator.softmin_columns(term.f, epsilon, term.g)

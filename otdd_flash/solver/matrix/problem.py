@@ -108,12 +108,11 @@ class MatrixProblem:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
         return self.source.device
 
     @cached_property
     def facts(self) -> MatrixFacts:
-        """What one pass over the costs tells.
+        """Facts of the costs from one pass over them.
 
         Raises:
             InputError: an entry is no cost, a point with mass has only forbidden pairs, or the
@@ -137,7 +136,7 @@ class MatrixProblem:
 
     @cached_property
     def tiles(self) -> MatrixOperator:
-        """The same in PyTorch, for what is asked of a solved plan."""
+        """The cost in PyTorch, for what is asked of a solved plan."""
         return MatrixOperator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
 
     @cached_property

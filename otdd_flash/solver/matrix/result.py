@@ -72,7 +72,7 @@ class MatrixTransport:
 
     @property
     def g(self) -> Tensor:
-        """Column potential (m,), likewise."""
+        """Column potential (m,), as `f`."""
         return self._shown(self._settled.g, 1)
 
     @property
@@ -111,17 +111,17 @@ class MatrixTransport:
 
     @property
     def passes(self) -> float:
-        """Sweeps over the matrix, that for its range and mean not among them."""
+        """Sweeps over the matrix, without the one for its range and mean."""
         return self.term.passes
 
     @property
     def converged(self) -> bool:
-        """Whether what the options ask for was reached."""
+        """Whether the solve reached what the options ask for."""
         return self.term.converged
 
     @property
     def stopped_by(self) -> StoppedBy:
-        """What ended the solve."""
+        """The reason why the solve ended."""
         return self.term.stopped_by
 
     @computes
@@ -136,7 +136,7 @@ class MatrixTransport:
     @computes
     @takes(APPLY_PLAN)
     def apply(self, values: Any) -> Tensor:
-        """P V (n, k) for V (m, k), or (n,) for (m,); of the type of the potentials.
+        """Return P V (n, k) for V (m, k), or (n,) for (m,), in the type of the potentials.
 
         Raises:
             InputError: V does not fit.
@@ -146,7 +146,7 @@ class MatrixTransport:
     @computes
     @takes(APPLY_PLAN)
     def apply_transposed(self, values: Any) -> Tensor:
-        """P^T U (m, k) for U (n, k), or (m,) for (n,).
+        """Return P^T U (m, k) for U (n, k), or (m,) for (n,).
 
         Raises:
             InputError: U does not fit.
@@ -155,7 +155,7 @@ class MatrixTransport:
 
     @cached_property
     def transport_cost(self) -> float:
-        """<C, P>, in units of the cost, for the plan at hand."""
+        """The transport cost <C, P>, in units of the cost."""
         tiles, term, total = self._problem.tiles, self.term, 0.0
         for rows, plan in tiles.exact_tiles(term.f, term.g, self.epsilon):
             costs = self._problem.source.rows(rows).double()
@@ -190,7 +190,7 @@ class MatrixTransport:
     def load(
         cls, path: str | Path, costs: Costs, *, compute: Compute | None = None
     ) -> MatrixTransport:
-        """What `save` wrote, for the same costs.
+        """Read what `save` wrote, for the same costs.
 
         Args:
             path: the folder.
@@ -260,7 +260,7 @@ class MatrixTransport:
 
 
 class _Saved(NamedTuple):
-    """What files tell, on the CPU."""
+    """The content of saved files, on the CPU."""
 
     term: TransportTerm
     masses: tuple[Tensor, Tensor]

@@ -89,10 +89,10 @@ def matrix_transport(
 
 
 def check_one_epsilon(epsilon: float | None, relative: float | None) -> None:
-    """Refuse none and both.
+    """Require one of `epsilon` and `epsilon_relative`.
 
     Raises:
-        InputError: as said.
+        InputError: neither is given, or both are.
     """
     refuse_both(epsilon, relative)
     if epsilon is None and relative is None:
@@ -141,7 +141,7 @@ def report_infeasible(short: Tensor, options: Schedule) -> None:
     """Warn, or raise if convergence is required, that no plan has the masses.
 
     Raises:
-        ConvergenceError: as said.
+        ConvergenceError: convergence is required.
     """
     named = ", ".join(map(str, short[:NAMED].tolist())) + (", ..." if len(short) > NAMED else "")
     message = (

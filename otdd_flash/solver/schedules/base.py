@@ -1,4 +1,4 @@
-"""What `solver=` stands for: the updates of a solve, when they stop, and whom they tell."""
+"""The schedules of a solve, `solver=`: its updates, and when they stop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Schedule(ABC):
         return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance
 
     def between(self, x: Tensor, y: Tensor) -> Self:
-        """The same with what it takes from two clouds (n, d) and (m, d).
+        """Return the schedule with what it takes from two clouds (n, d) and (m, d).
 
         Raises:
             InputError: they do not give it.
@@ -64,7 +64,7 @@ class Schedule(ABC):
         sharers: int,
         most: int | None = None,
     ) -> Self:
-        """What is left for a term of a budget that all of them share.
+        """Limit the schedule for a term to what is left of the budget that terms share.
 
         Args:
             tolerance: L1 marginal error that it is to reach.
@@ -85,7 +85,7 @@ class Schedule(ABC):
         start: Tensor | None,
         progress: Progress | None,
     ) -> TransportTerm:
-        """One term, with its bounds.
+        """Solve one term, with its bounds.
 
         Args:
             operator: the cost (n, m) and the masses.

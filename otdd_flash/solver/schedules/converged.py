@@ -78,7 +78,7 @@ class Converged(Schedule):
         start: Tensor | None,
         progress: Progress | None,
     ) -> TransportTerm:
-        """See the base class."""
+        """Solve one term; see `Schedule.solve_term`."""
         if name == "xy":
             return solve_alternating(operator, epsilon, self, start=start, progress=progress)
         return solve_symmetric(operator, epsilon, self, name=name, start=start, progress=progress)

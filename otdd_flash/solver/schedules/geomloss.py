@@ -41,7 +41,7 @@ from otdd_flash.solver.term.tolerance import check_usable
 
 @dataclass(frozen=True)
 class GeomlossSchedule(Schedule):
-    """The updates and the value of geomloss; see the module.
+    """The updates and the value of geomloss, with certified bounds.
 
     Args:
         scaling: ratio of successive blurs epsilon^(1/2), in (0, 1).
@@ -65,7 +65,7 @@ class GeomlossSchedule(Schedule):
     diameter: float | None = None
 
     def between(self, x: Tensor, y: Tensor) -> Self:
-        """With the diameter of both clouds, where none is given."""
+        """Return the schedule with the diameter of both clouds, if none is given."""
         return self if self.diameter else replace(self, diameter=box_diagonal(x, y))
 
     def solve_term(
@@ -77,7 +77,7 @@ class GeomlossSchedule(Schedule):
         start: Tensor | None,
         progress: Progress | None,
     ) -> TransportTerm:
-        """A term after the schedule: its value is geomloss's, its bounds and plan are certified.
+        """Run the schedule: the value is geomloss's, bounds and plan are certified.
 
         The refined form of `operator` runs throughout, from nothing whatever `start` is;
         `progress` is called once, at the end.
@@ -147,7 +147,7 @@ def _cross(operator: Operator, epsilons: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def _updates(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """T(g) and T'(f)."""
+    """Return T(g) and T'(f)."""
     return operator.softmin_rows(g, epsilon, f), operator.softmin_columns(f, epsilon, g)
 
 

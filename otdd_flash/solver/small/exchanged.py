@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, problems: int) -> Inputs:
-        """Of all numbers for B problems, `COUNT + 32 B` of them."""
+        """Cut the views out of all numbers for B problems, `COUNT + 32 B` of them."""
         parts = [GOAL, GOAL, 3, 3, 4, 32 * problems]
         cross, own, started, of_costs, place, tables = torch.split(numbers, parts)
         whole = place.view(torch.int64), tables.view(torch.int64).view(-1, 8)
@@ -68,7 +68,6 @@ class Batch(NamedTuple):
 
     @classmethod
     def of_one(cls, sides: tuple[LabeledSamples, LabeledSamples], table: Tensor | None) -> Batch:
-        """A single problem."""
         x, y = sides
 
         def first(part: Tensor | None) -> Tensor | None:
@@ -112,8 +111,6 @@ class Batch(NamedTuple):
         return now
 
     def part(self, problems: slice) -> Batch:
-        """Some of the problems."""
-
         def of(given: tuple[Tensor | None, Tensor | None]) -> Any:
             return tuple(None if side is None else side[problems] for side in given)
 
@@ -121,7 +118,7 @@ class Batch(NamedTuple):
 
     @property
     def place(self) -> tuple[int, ...]:
-        """No matrix is given: the pool makes its scores."""
+        """Zeros: the pool computes its scores, and no matrix is given."""
         return 0, 0, 0, 0
 
     @property
@@ -146,7 +143,6 @@ class GivenCosts(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows and columns, n and m."""
         return self.costs.shape[0], self.costs.shape[1]
 
     @property
@@ -155,7 +151,6 @@ class GivenCosts(NamedTuple):
         return numbers_of(self.costs)
 
     def fill(self, pool: Pool, *, uniform: bool) -> bool:
-        """Fill in a pool's inputs, as `Batch.fill`."""
         for known, sides in ((pool.masses, self.masses), (pool.cross_magnitudes, self.magnitudes)):
             known.zero_()
             for start, given in zip((0, pool.room.n), sides, strict=True):
@@ -180,7 +175,7 @@ class TermRead(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Any], *, cross: bool) -> TermRead:
-        """From all of it, in this order."""
+        """Unpack the values, in this order."""
         error, iterations, *rest = values
         known = len(PooledCosts._fields)
         numbers = (CrossNumbers if cross else SelfNumbers)(*rest[known:])
@@ -205,7 +200,7 @@ class Read(NamedTuple):
         return self.numbers[:, :4]
 
     def terms(self, problem: int | None = None) -> list[TermRead]:
-        """In the order of `PooledSolve.terms`; of one problem, or of all."""
+        """Unpack the terms in the order of `PooledSolve.terms`, of one problem or of all."""
         numbers = self.numbers
         rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
         reads, first = [], 4

@@ -26,7 +26,7 @@ _left: dict[torch.device, torch.cuda.Event] = {}
 
 @lru_cache
 def _turn(device: torch.device) -> RLock:
-    """Whose turn it is on a device."""
+    """Return the lock of a device's solves."""
     return RLock()
 
 
@@ -73,7 +73,7 @@ def forget() -> None:
 
 
 def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
-    """A solve that is no longer kept."""
+    """Take a solve out of the cache; None if there is none."""
     if key not in _kept:
         return None
     solve = _kept[key].pop()

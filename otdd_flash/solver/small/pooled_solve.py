@@ -135,7 +135,7 @@ class PooledSolve:
             self._sizes, self._uniform = sizes, False
 
     def _prepare(self) -> None:
-        """Scores, first potentials and first levels."""
+        """Compute scores, first potentials and first levels."""
         inputs, room, pool = self._inputs, self.room, self.pool
         pool.prepare(own=len(self.terms) > 1)
         epsilon, started = inputs.cross[0], inputs.started > 0
@@ -157,16 +157,15 @@ class PooledSolve:
             rule.begin(inputs.own, Start(Levels.descending(level), torch.zeros_like(level)))
 
     def iterate(self) -> None:
-        """As many iterations as the last problem took."""
+        """Take as many iterations as the last problem took."""
         for _ in range(self._replays):
             self._iterating.run(self._iterate)
 
     def _iterate(self) -> None:
-        """Some iterations."""
         run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))
 
     def read(self) -> Read:
-        """Certify, and ask the device."""
+        """Certify, and read the numbers from the device."""
         self._ending.run(self._certify)
         found = self._found.cpu()
         done = not found[0]
@@ -177,7 +176,7 @@ class PooledSolve:
         return read
 
     def _certify(self) -> None:
-        """Everything that `read` reads, and the potentials that are certified."""
+        """Compute all that `read` reads, and the potentials that are certified."""
         (of_cross, *rest) = run_branches(
             self.room.device,
             self._certify_cross,
@@ -218,7 +217,7 @@ class PooledSolve:
         return self_evidence(operator, plan, lost, epsilon)
 
     def gradient(self, place: int) -> Tensor:
-        """Of the divergences by the points of one side, at the potentials that were read.
+        """Compute the gradient of the divergences by one side's points, at the potentials read.
 
             d/dz_i = 2 lambda_x sum_j Q_ij (z_i - z_j)
 
@@ -264,6 +263,6 @@ def _repeat(rule: QuasiNewtonKernels) -> None:
 
 
 def _nowhere(segments: PooledSegments) -> Start:
-    """Before any problem."""
+    """Return the start before any problem."""
     ones = torch.ones(len(segments.facts.mean), dtype=torch.float64)
     return Start(Levels.descending(ones), torch.zeros_like(ones))

@@ -65,7 +65,7 @@ class Sample(NamedTuple):
 
 
 class Approach(NamedTuple):
-    """Where to start from: a column potential g (m,), levels, and what it took.
+    """The start of a term: a column potential g (m,), levels, and the passes it took.
 
     Attributes:
         candidate: g, in units of the cost.
@@ -80,7 +80,7 @@ class Approach(NamedTuple):
 
 
 def approach(solve: Iteration, operator: Operator) -> Approach:
-    """A start near the solution, from nothing; iterations are counted by `solve`.
+    """Find a start near the solution; iterations are counted by `solve`.
 
     Args:
         solve: of the term.
@@ -98,7 +98,7 @@ def approach(solve: Iteration, operator: Operator) -> Approach:
 
 
 def draw_sample(operator: Operator) -> Sample | None:
-    """One point of each equal share of the mass, on both sides; None if that does not pay."""
+    """Draw one point of each equal share of the mass, on both sides; None if that does not pay."""
     n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
     sampled = operator.execution.sampled
@@ -122,7 +122,7 @@ def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
 def _of_sample(
     solve: Iteration, operator: Operator, sample: Sample, level: float
 ) -> tuple[Tensor, float]:
-    """The row potential (n,) that a sample extends to, and passes beside those of an iteration."""
+    """Solve a sample; return its row potential (n,) and passes beside those of an iteration."""
     sampled = sample.operator
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
@@ -139,7 +139,7 @@ def _of_sample(
 def _extended(
     operator: Operator, columns: Tensor, potential: Tensor, level: float
 ) -> tuple[Tensor, float]:
-    """The softmin (n,) over columns of some potential (l,), and the part of a pass it took."""
+    """Return the softmin (n,) over columns of a potential (l,), and the part of a pass it took."""
     over_columns = operator.execution.over_columns
     if over_columns is None:
         g = _absent(operator, level, potential).expand(len(operator.b)).clone()
@@ -153,12 +153,12 @@ def _extended(
 
 
 def _scale(operator: Operator) -> Tensor:
-    """The mean cost (1,), above the lowest one if that is negative."""
+    """Return the mean cost (1,), above the lowest cost if that is negative."""
     return torch.tensor([operator.costs.above_lowest], dtype=torch.float64)
 
 
 def _absent(operator: Operator, level: float, present: Tensor) -> Tensor:
-    """Stands for a potential of -inf beside those of a sample (l,): finite, and without weight.
+    """Return a finite potential that has no weight beside those of a sample (l,).
 
     Whatever the costs, such a column is more than UNSEEN levels worse for a row than any with the
     highest of these potentials. The size of costs and level is all that this goes by: in any other

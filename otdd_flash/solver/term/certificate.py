@@ -89,7 +89,7 @@ def hides_little(
     unit: float,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of B terms, from numbers (B,): values, marginal errors, whether they hold.
+    """Read values, marginal errors and whether they hold from numbers (B,) of B terms.
 
     They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
     potentials, shows, or the mass overflows.

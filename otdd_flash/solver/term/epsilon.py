@@ -101,7 +101,7 @@ class EpsilonOutOfRange(InputError):
         super().__init__(words.format(name=name, given=f"{name}={given:g}", advised=better))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other processes raise it too."""
+        """Pickle the arguments, as other processes raise it too."""
         named = partial(type(self), name=self.name, given=self.given)
         return named, (self.words, self.epsilon, self.advised)
 

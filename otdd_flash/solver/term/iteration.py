@@ -82,7 +82,7 @@ class Iteration:
         self.tolerance = reachable_tolerance(self.options, floor, self.epsilon, operator.dtype)
 
     def rounding(self, operator: Operator) -> float:
-        """What an operator rounds costs by, about, over epsilon and the tolerance."""
+        """Estimate the rounding of an operator's costs over epsilon and the tolerance."""
         rounded_by = operator.execution.rounded_by
         if operator.execution.refined is None or rounded_by is None:
             return math.inf
@@ -178,18 +178,17 @@ class Iteration:
         return self.converged or self.budget == "rounding"
 
     def count(self, certificate: Certificate) -> None:
-        """Count the iteration that a certificate took."""
         self.iterations += 1
         if self.progress is not None:
             self.progress(self.name, self.iterations, certificate.marginal_error)
 
     def late(self) -> bool:
-        """Whether the time is over."""
+        """Whether `max_seconds` are over."""
         limit = self.options.max_seconds
         return limit is not None and time.perf_counter() - self._started >= limit
 
     def left(self) -> int:
-        """Iterations within the budget; the certificate, the last one, is not among them."""
+        """Return the iterations left in the budget, without the certificate, the last one."""
         if self.iterations and self.late():
             self.budget = "max_seconds"
             return 0

@@ -64,7 +64,7 @@ def lowered_plan(
 def polished_plan(
     operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon, *, accurate: bool
 ) -> plans.Plan:
-    """That of both updates once more, by exact sums.
+    """Evaluate the plan after both updates once more, by exact sums.
 
     Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
     """
@@ -80,7 +80,7 @@ def polished_plan(
 def cross_evidence(
     operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon
 ) -> PlanEvidence:
-    """Of the plan of a cross term, after a row update of all rows but the lost ones."""
+    """Bound a cross term by its plan after a row update of all rows but the lost ones."""
     sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
     factors, updated_rows = plans.row_update(operator, plan, lost)
     shift = epsilon * factors.log()
@@ -131,7 +131,7 @@ def cross_evidence(
 def self_evidence(
     operator: Certifiable, plan: plans.Plan, lost: plans.Lost, epsilon: Epsilon
 ) -> PlanEvidence:
-    """Of the plan of one potential, of mass 1."""
+    """Bound a self term by the plan of one potential, of mass 1."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
     returned, held = plan.f.to(operator.dtype), plan.f.masked_fill(plan.absent, 0)
     growth = _growth(rows, plan.errors, lost, held - returned, epsilon)

@@ -72,7 +72,7 @@ class CrossNumbers(NamedTuple):
 
     @property
     def filling(self) -> Filling[Any]:
-        """Of kappa P."""
+        """What kappa P misses of its masses."""
         return Filling(
             self.missing_rows, self.missing_columns, self.filling_costs, self.filling_entropy
         )
@@ -128,5 +128,4 @@ class SelfNumbers(NamedTuple):
         return self.growth + 2 * self.lost
 
     def dual(self, epsilon: float) -> Any:
-        """The dual value."""
         return dual_value(2 * self.paid, self.mass, epsilon)

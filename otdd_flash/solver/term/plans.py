@@ -146,7 +146,7 @@ class RowUpdate(NamedTuple):
 
 
 def row_update(operator: Certifiable, plan: Plan, lost: Lost) -> RowUpdate:
-    """By a / r, to a; lost rows and those of whose sum all may be lost stay as they are."""
+    """Scale rows by a / r, except lost ones and those of whose sum all may be lost."""
     a, rows = operator.a, plan.sums.rows
     kept = (rows <= SCALABLE * plan.sums.lost * a) | lost.points[..., plan.sides[0]]
     return RowUpdate((a / rows).masked_fill_(kept, 1), torch.where(kept, rows, a))

@@ -109,7 +109,7 @@ class TransportTerm:
         )
 
     def widened(self, error: float) -> TransportTerm:
-        """The same for a cost that is off by at most `error`."""
+        """Widen bounds and error for a cost that is off by at most `error`."""
         low, high = self.bounds
         # No entry of the plan changes by more than this factor, nor do its marginals.
         growth = math.expm1(error / self.epsilon)

@@ -30,22 +30,22 @@ class Limits(Protocol):
 
     @property
     def asked_tolerance(self) -> float:
-        """It, or the default."""
+        """The tolerance, or the default where none is given."""
         ...
 
     @property
     def bound_width(self) -> float | None:
-        """What replaces it, if anything."""
+        """The relative width of the bounds to reach in its place; None for the tolerance."""
         ...
 
     @property
     def max_iterations(self) -> int:
-        """The certifying one among them."""
+        """The most iterations, the certifying one included."""
         ...
 
     @property
     def max_seconds(self) -> float | None:
-        """Wall time."""
+        """The most wall time, in seconds; None for no limit."""
         ...
 
 
@@ -133,7 +133,7 @@ def rounded_away(
 
 
 def _or_double(hidden: float, enough: float, dtype: torch.dtype) -> str:
-    """The way out by float64, where it is one."""
+    """Say that float64 is a way out, where it is one; else ""."""
     gained = torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
     return " or set precision=double" if dtype != torch.float64 and hidden * gained < enough else ""
 

@@ -1,4 +1,4 @@
-"""What every measure of a study has, and what it tells of a pair of tasks."""
+"""The base of all measures of a study, and their readings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a measure tells of one ordered pair of tasks.
+    """The reading of a measure for one ordered pair of tasks.
 
     Attributes:
         value: the measure.
@@ -49,7 +49,7 @@ class Reading:
 
 
 class NetworkView(NamedTuple):
-    """What a trained source makes of the target's training rows, on the CPU.
+    """The features and outputs of a trained source on the target's training rows, on the CPU.
 
     Attributes:
         features: (n, d) what the network's last layer sees.
@@ -62,12 +62,11 @@ class NetworkView(NamedTuple):
     labels: Tensor
 
     def take(self, rows: Tensor) -> NetworkView:
-        """The view of some of the rows."""
         return NetworkView(*(part[rows] for part in self))
 
 
 class Measure(ABC):
-    """One way to say, before any transfer, how much a source will help a target.
+    """A measure that predicts, before any transfer, how much a source will help a target.
 
     Attributes:
         name: as `measures=NAME` and in tables.
@@ -88,8 +87,8 @@ class Measure(ABC):
 
     @abstractmethod
     def units(self, setup: Setup) -> list[Unit]:
-        """The work behind all pairs; what it needs comes by itself."""
+        """List the work behind all pairs; units that these need come by themselves."""
 
     @abstractmethod
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """What is known of ordered pairs, those whose units are done."""
+        """Yield readings of the ordered pairs whose units are done."""

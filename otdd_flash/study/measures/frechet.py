@@ -55,11 +55,9 @@ class Frechet(Measure):
     nearer = -1
 
     def units(self, setup: Setup) -> list[Unit]:
-        """See the base class."""
         return [WholeClouds(setup, i, j) for i, j in setup.pairs()]
 
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """See the base class."""
         for i, j in setup.pairs():
             found = bench.known(WholeClouds(setup, i, j))
             if found is not None:
@@ -77,19 +75,16 @@ class WholeClouds(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class."""
         settings = self.setup.settings
         fingerprints = [self.setup.fingerprints[k] for k in (self.i, self.j)]
         return {"fingerprints": fingerprints, **settings.sampling, **settings.machine}
 
     @property
     def title(self) -> str:
-        """See the base class."""
         names = self.setup.names
         return f"the Fréchet distance of {names[self.i]} and {names[self.j]}"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
         value = frechet_distance(source, target)
         return Content({"value": value, **self._interval(source, target, value)})

@@ -23,7 +23,6 @@ class HScore(NetworkMeasure):
     title = "H-score"
 
     def score(self, view: NetworkView) -> float:
-        """See the base class."""
         return h_score(view.features, view.labels)
 
 

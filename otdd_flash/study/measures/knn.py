@@ -18,7 +18,6 @@ class Knn(NetworkMeasure):
     title = "k-nearest-neighbour accuracy"
 
     def score(self, view: NetworkView) -> float:
-        """See the base class."""
         return knn_accuracy(view.features, view.labels)
 
 

@@ -22,7 +22,6 @@ class Leep(NetworkMeasure):
     title = "LEEP"
 
     def score(self, view: NetworkView) -> float:
-        """See the base class."""
         return leep(view.outputs.double().softmax(1), view.labels)
 
 

@@ -36,7 +36,6 @@ class LogMe(NetworkMeasure):
     title = "LogME"
 
     def score(self, view: NetworkView) -> float:
-        """See the base class."""
         return log_maximum_evidence(view.features, view.labels)
 
 

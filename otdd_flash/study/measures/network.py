@@ -30,11 +30,9 @@ class NetworkMeasure(Measure):
         """The score of all rows of a view; the larger, the better."""
 
     def units(self, setup: Setup) -> list[Unit]:
-        """See the base class."""
         return [Score(setup, self, i, j) for i, j in setup.transferred()]
 
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """See the base class."""
         for pair in setup.transferred():
             found = bench.known(Score(setup, self, *pair))
             if found is not None:
@@ -52,7 +50,7 @@ class Score(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class; sources are among the units that are needed."""
+        """Return what the score depends on but for the networks, which are among `needs`."""
         target = self.setup.tasks[self.j].train
         return {
             "measure": self.measure.name,
@@ -63,17 +61,14 @@ class Score(Unit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         names = self.setup.names
         return f"{self.measure.name} of {names[self.i]} for {names[self.j]}"
 
     @property
     def needs(self) -> tuple[Unit, ...]:
-        """See the base class."""
         return tuple(self._sources())
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         views, drawn = [], []
         for source in self._sources():
             rows = target_rows(self.setup, self.j, source.repetition)

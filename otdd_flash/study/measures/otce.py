@@ -38,14 +38,12 @@ class Otce(Measure):
     unit = 1.0
 
     def units(self, setup: Setup) -> list[Unit]:
-        """See the base class."""
         terms: list[Unit] = [Term(setup, i, j) for i, j in setup.pairs()]
         if setup.settings.subsample is not None:
             terms += [CouplingSampling(setup, i, j) for i, j in setup.pairs()]
         return terms
 
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """See the base class."""
         for i, j in setup.pairs():
             term = bench.known(Term(setup, i, j))
             if term is None:
@@ -65,7 +63,6 @@ class CouplingSampling(PairSampling):
     kind = "sampling of the coupling"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         settings, whole = self.setup.settings, bench.found(Term(self.setup, self.i, self.j))
         assert settings.subsample is not None
         arguments = self._arguments(bench)

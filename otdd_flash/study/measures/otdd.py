@@ -21,14 +21,12 @@ class Otdd(Measure):
     proven = True
 
     def units(self, setup: Setup) -> list[Unit]:
-        """See the base class."""
         units: list[Unit] = []
         for i, j in setup.pairs():
             units += [*distance_units(setup, i, j), *_sampling(setup, i, j).values()]
         return units
 
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """See the base class."""
         for i, j in setup.pairs():
             if any(bench.known(unit) is None for unit in distance_units(setup, i, j)):
                 continue

@@ -22,7 +22,7 @@ finite = number("be finite", math.isfinite)
 
 
 class PairMeasure(Measure):
-    """A number for a source and a target, of their training rows.
+    """A measure that is a function of the training rows of a source and a target.
 
     Attributes:
         symmetric: whether it is the same in both directions, and measured in one.
@@ -32,14 +32,14 @@ class PairMeasure(Measure):
 
     @abstractmethod
     def value(self, source: LabeledSamples, target: LabeledSamples) -> float:
-        """The measure of a source for a target, finite; samples are on the CPU."""
+        """Return the measure of a source for a target, finite; samples are on the CPU."""
 
     def units(self, setup: Setup) -> list[Unit]:
-        """See the base class."""
+        """List one unit for every pair; see `Measure.units`."""
         return [PairValue(setup, self, *pair) for pair in self._pairs(setup)]
 
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """See the base class."""
+        """Yield the readings of pairs that are done; see `Measure.read`."""
         for i, j in self._pairs(setup):
             found = bench.known(PairValue(setup, self, i, j))
             if found is not None:
@@ -61,7 +61,6 @@ class PairValue(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class."""
         return {
             "measure": self.measure.name,
             "packages": [one.package for one in parts("measures").get(self.measure.name, ())],
@@ -71,12 +70,10 @@ class PairValue(Unit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         names = self.setup.names
         return f"{self.measure.name} of {names[self.i]} for {names[self.j]}"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
         with blamed_on(self.measure, self.title):
             value = self.measure.value(source, target)

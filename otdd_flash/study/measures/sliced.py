@@ -24,12 +24,11 @@ class Sliced(Measure):
     nearer = -1
 
     def units(self, setup: Setup) -> list[Unit]:
-        """See the base class."""
         chunks = chunks_of(setup.settings.projections)
         return [DrawChunk(setup, chunk) for chunk in chunks]
 
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """See the base class; without all draws there is no number."""
+        """Yield the readings of all pairs once all draws are there, none before."""
         found = [bench.known(unit) for unit in self.units(setup)]
         parts = [content.tensors["squared"] for content in found if content is not None]
         if len(parts) < len(found):
@@ -61,7 +60,6 @@ class DrawChunk(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class."""
         settings = self.setup.settings
         return {
             "fingerprints": self.setup.fingerprints,
@@ -75,11 +73,9 @@ class DrawChunk(Unit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         return f"chunk {self.chunk} of the draws"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         datasets = bench.cached(
             "sliced",
             lambda: prepare(

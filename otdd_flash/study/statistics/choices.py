@@ -109,7 +109,7 @@ def choices(
 
 
 def comparisons(table: PairTable, sizes: Sequence[int]) -> dict[str, Numbers]:
-    """By the names of their regrets, a measure (K, K), a constant one, and the sizes of sources.
+    """Return a measure (K, K), a constant one and the sizes of sources, by their regrets' names.
 
     The constant one chooses at random. All have a number where the measure has one.
     """

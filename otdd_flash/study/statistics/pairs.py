@@ -28,7 +28,7 @@ def levelled(
     lower: Numbers | None = None,
     upper: Numbers | None = None,
 ) -> Numbers:
-    """Replace numbers that cannot be told apart by one of them.
+    """Replace numbers that rounding cannot distinguish by one of them.
 
     Two numbers are tied if their intervals overlap, and ties are transitive. An interval is the
     number with its rounding, `ROUNDING` times the largest size of all, and its bounds if it has
@@ -93,7 +93,6 @@ class PairTable:
 
     @property
     def count(self) -> int:
-        """The number of pairs that are present."""
         return int(self.present.sum())
 
     @cached_property

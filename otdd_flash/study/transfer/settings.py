@@ -63,7 +63,7 @@ class Transfer:
         choose("transfer.protocol", self.protocol, PROTOCOLS)
 
     def target_rows(self, target: LabeledSamples) -> int:
-        """How many rows of a target are trained on.
+        """Return how many rows of a target are trained on.
 
         Raises:
             InputError: they are fewer than its classes or more than its rows.
@@ -80,7 +80,7 @@ class Transfer:
         return wanted
 
     def builder(self) -> Callable[..., nn.Module] | None:
-        """The function that builds networks, imported; None for the built-in ones.
+        """Import the function that builds networks; None for the built-in ones.
 
         Raises:
             InputError: there is no such function.
@@ -90,7 +90,7 @@ class Transfer:
         return self.network
 
     def to_dict(self) -> dict[str, Any]:
-        """What study.json says of it; of a user's function the name and a hash of its code."""
+        """Return the entry of study.json; a user's function is its name and a hash of its code."""
         network: str | None = None
         if (builder := self.builder()) is not None:
             code = getattr(builder, "__code__", None)

@@ -94,7 +94,7 @@ class TrainedSource(TrainingUnit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class; of the protocol and the target's rows it knows nothing."""
+        """Return what the network depends on: not the protocol, and nothing of a target."""
         key = self._key([self.setup.tasks[self.i].train.fingerprint])
         for name in ("protocol", "target_samples", "target_epochs", "min_target_steps"):
             del key["transfer"][name]
@@ -102,11 +102,9 @@ class TrainedSource(TrainingUnit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         return f"the network of {self.setup.names[self.i]}, repetition {self.repetition}"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         samples, transfer = self.setup.tasks[self.i].train, transfer_of(self.setup)
         network = self._network()
         assert samples.labels is not None
@@ -122,7 +120,6 @@ class TrainedSource(TrainingUnit):
         return Content({"steps": steps}, _weights(network))
 
     def network(self, bench: Bench) -> Network:
-        """The trained network."""
         network, kept = self._network(), bench.found(self).tensors
         for name in ("body", "head"):
             parts = {
@@ -152,7 +149,7 @@ class TargetRun(TrainingUnit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class; the source is among the units that are needed."""
+        """Return what the run depends on but for the source, which is among `needs`."""
         key = self._key(self.setup.tasks[self.j].fingerprints)
         if self.i is None:
             # Alone, all layers are trained whatever the protocol is, and no source is.
@@ -162,18 +159,15 @@ class TargetRun(TrainingUnit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         names = self.setup.names
         way = "alone" if self.i is None else f"from {names[self.i]}"
         return f"the run on {names[self.j]} {way}, repetition {self.repetition}"
 
     @property
     def needs(self) -> tuple[Unit, ...]:
-        """See the base class."""
         return () if self.i is None else (TrainedSource(self.setup, self.i, self.repetition),)
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         task, transfer = self.setup.tasks[self.j], transfer_of(self.setup)
         rows = target_rows(self.setup, self.j, self.repetition)
         body = self._body(rows.dim)

@@ -26,7 +26,6 @@ class ClassBlock(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class."""
         settings = self.setup.settings
         return {
             "fingerprints": [self.setup.fingerprints[k] for k in (self.i, self.j)],
@@ -37,12 +36,10 @@ class ClassBlock(Unit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         names = self.setup.names
         return f"class distances of {names[self.i]} and {names[self.j]}"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         seen = request_of(self.setup, bench).seen
         found = class_block(
             seen[self.i],
@@ -63,7 +60,6 @@ class Epsilon(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class."""
         return {
             "fingerprints": self.setup.fingerprints,
             **self.setup.settings.transport,
@@ -71,16 +67,13 @@ class Epsilon(Unit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         return "the mean cost of all pairs"
 
     @property
     def needs(self) -> tuple[Unit, ...]:
-        """See the base class."""
         return tuple(ClassBlock(self.setup, *pair) for pair in self.setup.pairs())
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         request, means = request_of(self.setup, bench), []
         for i, j in self.setup.pairs():
             block = bench.found(ClassBlock(self.setup, i, j)).tensors["values"]

@@ -24,22 +24,19 @@ class PairSampling(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class."""
         return self.setup.settings.sampling
 
     @property
     def title(self) -> str:
-        """See the base class."""
         names = self.setup.names
         return f"the {self.kind} of {names[self.i]} and {names[self.j]}"
 
     @property
     def needs(self) -> tuple[Unit, ...]:
-        """See the base class."""
         return distance_units(self.setup, self.i, self.j)
 
     def _arguments(self, bench: Bench) -> dict[str, Any]:
-        """Those of `dataset_distance`."""
+        """Return the arguments of `dataset_distance`."""
         settings = self.setup.settings
         metric: LabelMetric = settings.labels
         return {
@@ -58,7 +55,6 @@ class PairInterval(PairSampling):
     kind = "subsample interval"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         settings = self.setup.settings
         assert settings.subsample is not None
         source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
@@ -82,7 +78,6 @@ class PairFloor(PairSampling):
     kind = "noise floor"
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class."""
         source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotConvergedWarning)

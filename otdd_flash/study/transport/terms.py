@@ -30,7 +30,6 @@ class Term(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """See the base class."""
         return {
             "fingerprints": [self.setup.fingerprints[k] for k in (self.i, self.j)],
             **self.setup.settings.transport,
@@ -38,7 +37,6 @@ class Term(Unit):
 
     @property
     def title(self) -> str:
-        """See the base class."""
         names = self.setup.names
         if self.i == self.j:
             return f"the self term of {names[self.i]}"
@@ -46,11 +44,10 @@ class Term(Unit):
 
     @property
     def needs(self) -> tuple[Unit, ...]:
-        """See the base class."""
         return table_units(self.setup, self.i, self.j) + epsilon_units(self.setup)
 
     def compute(self, bench: Bench) -> Content:
-        """See the base class; the coupling of classes is that of the cross term's plan."""
+        """Solve the term; a cross term also keeps the coupling of classes, by its plan."""
         settings = self.setup.settings
         table, epsilon = table_of(self.setup, bench, self.i, self.j), epsilon_of(self.setup, bench)
         request = request_of(self.setup, bench).of(self.i, self.j)

@@ -77,7 +77,6 @@ class Store:
             self._error_path(unit).unlink(missing_ok=True)
 
     def fail(self, unit: Unit, error: Exception) -> None:
-        """Keep why a unit failed."""
         match error:
             case InputError():
                 code = BAD_INPUT
@@ -104,7 +103,6 @@ class Store:
         return record
 
     def forget_failure(self, unit: Unit) -> None:
-        """Let a unit that failed be tried again."""
         with suppress(OSError):
             self._error_path(unit).unlink(missing_ok=True)
 

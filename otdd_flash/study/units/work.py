@@ -43,7 +43,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str | None) -> Shard:
-        """From text such as 2/4; None is the only one.
+        """Read text such as 2/4; None is the only shard.
 
         Raises:
             InputError: it is no such text.
