@@ -56,7 +56,7 @@ class TensorCache:
         """The tensors last put under `key`, on the CPU, or None."""
         if self._folder is None:
             return None
-        path = self._folder / _file_name(key)
+        path = self._folder / _file_name(key, ENTRY_FORMAT)
         try:
             check_owner(path)
             return _read(path, key)
@@ -87,7 +87,7 @@ class TensorCache:
         """Keep `tensors` under `key`; `metadata` is for a person who looks into the file."""
         if self._folder is None:
             return
-        path = self._folder / _file_name(key)
+        path = self._folder / _file_name(key, ENTRY_FORMAT)
         partial = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.partial")
         try:
             make_folder(self._folder)
@@ -164,7 +164,7 @@ def check_owner(path: Path) -> None:
             raise PermissionError(f"{place} belongs to another user")
 
 
-def _file_name(key: str, entry_format: int = ENTRY_FORMAT) -> str:
+def _file_name(key: str, entry_format: int) -> str:
     return f"{hashlib.sha256(f'{entry_format} {key}'.encode()).hexdigest()[:40]}.safetensors"
 
 

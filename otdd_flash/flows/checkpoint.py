@@ -186,10 +186,11 @@ class Checkpoints:
             tensors, rows = read_shards(self.folder / FOLDER, shards)
             return {**put_together(tensors, device), "rows": rows}
         except (LookupError, TypeError, ValueError) as error:
-            versions = manifest["versions"]
+            version = manifest["versions"]["otdd_flash"]
+            ours = "" if version == __version__ else f" than those of otdd_flash {__version__}"
             raise DamagedFileError(
-                f"{self.folder / MANIFEST} is of otdd_flash {versions['otdd_flash']}, whose states "
-                f"are others{other_version(versions)}"
+                f"{self.folder / MANIFEST} is of otdd_flash {version}, whose states are "
+                f"others{ours}"
             ) from error
 
     def _check_settings(self, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -172,7 +172,7 @@ def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:
     """
     check_owner(path)
     if not path.exists():
-        others = path.parent.glob(FILE.replace(str(ENTRY_FORMAT), "[0-9]*"))
+        others = path.parent.glob(FILE.replace(f".{ENTRY_FORMAT}.", ".*."))
         if names := sorted(other.name for other in others):
             logger.warning(
                 "%s in %s is of another format, and otdd_flash %s reads %s; measuring again",
