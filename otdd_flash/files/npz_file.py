@@ -10,7 +10,7 @@ import numpy as np
 
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing
-from otdd_flash.files.written_by import FORMAT_KEY, VERSION_KEY, check_format
+from otdd_flash.files.written_by import STAMP, VERSION_KEY, check_format
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:
@@ -50,7 +50,9 @@ def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[st
     except Exception as error:
         # NumPy and its zip reader raise anything on damaged bytes.
         raise InputError(f"cannot read class distances from {path} ({error}); {expected}") from None
-    check_format(path, {key: arrays[key] for key in (FORMAT_KEY, VERSION_KEY) if key in arrays})
+    if VERSION_KEY in arrays:
+        # Else another program wrote it, with what keys it likes.
+        check_format(path, {key: arrays[key] for key in STAMP if key in arrays})
     missing = [key for key in needed if key not in arrays]
     if missing:
         raise InputError(
