@@ -20,6 +20,13 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.json_file import json_content, write_json
 from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.files.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
+from otdd_flash.files.written_by import (
+    FORMAT,
+    FORMAT_KEY,
+    LaterFormatError,
+    check_format,
+    other_version,
+)
 from otdd_flash.labels import JointClassDistances
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
@@ -186,7 +193,7 @@ class PairwiseResult:
         # A directory that holds result.json is complete: it goes first and comes last.
         (path / SUMMARY_FILE).unlink(missing_ok=True)
         self.class_distances.save(path / TABLE_FILE)
-        summary = self.to_dict()
+        summary = {**self.to_dict(), FORMAT_KEY: FORMAT}
         mark = _checksum(summary, path / TABLE_FILE)
         write_json(path / SUMMARY_FILE, {**summary, CHECKSUM: mark})
         return path
@@ -197,12 +204,14 @@ class PairwiseResult:
         """Read what `save` wrote.
 
         Raises:
-            InputError: the directory holds no complete result, or a damaged one.
+            InputError: the directory holds no complete result, a damaged one, or one of a later
+                version.
 
         Warns:
             DataNotice: an earlier version wrote it, without a checksum.
         """
         path = Path(path)
+        versions: dict[str, Any] = {}
         try:
             content = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
             mark = content.pop(CHECKSUM, None)
@@ -210,6 +219,8 @@ class PairwiseResult:
                 warn_unchecked(path / SUMMARY_FILE)
             elif mark != _checksum(content, path / TABLE_FILE):
                 raise DamagedFileError("its checksum does not match")
+            versions = dict(content.get("versions", {}))
+            check_format(path / SUMMARY_FILE, {**versions, FORMAT_KEY: content.pop(FORMAT_KEY, 0)})
             del content["datasets"]
             return cls(
                 *(_matrix(content.pop(key), UNKNOWN[key]) for key in MATRICES),
@@ -223,9 +234,12 @@ class PairwiseResult:
             raise InputError(
                 f"the result in {path} is damaged ({error}); {COMPUTE_AGAIN}"
             ) from error
+        except LaterFormatError:
+            raise
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            by = other_version(versions) if versions else ""
             raise InputError(
-                f"no complete result in {path} ({error}); PairwiseResult.save writes "
+                f"no complete result in {path} ({error}{by}); PairwiseResult.save writes "
                 f"{SUMMARY_FILE} and {TABLE_FILE} there"
             ) from error
 

@@ -1,22 +1,39 @@
-"""The names that users import, and what importing them costs."""
+"""The names that users import, and what importing them costs.
+
+Public is what `otdd_flash.__all__` lists, and every dotted name in README.md and `docs/`. The
+latter stand in public_names.txt, one a line: a name that vanishes from a page is demanded still.
+"""
 
 from __future__ import annotations
 
 import ast
+import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import otdd_flash
+from otdd_flash.plugins import GROUP, KINDS
 
 PROMISED = {
     *("LabeledSamples", "load", "embed", "extractors", "dataset_distance", "DistanceResult"),
     *("ClassDistances", "sinkhorn", "sinkhorn_divergence", "__version__"),
     *("SubsampleInterval", "subsample_interval", "NoiseFloor", "noise_floor"),
 }
+ROOT = Path(__file__).parents[1]
+FROZEN = ROOT / "tests" / "public_names.txt"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Of the package that docs/extending.md makes.
+OF_OTHERS = {"otdd_flash.extractors.polar"}
+DOTTED = re.compile(r"(?<![\w./-])otdd(?:_flash)?((?:\.[A-Za-z_]\w*)+)")
+IMPORTED = re.compile(r"^ *from (otdd_flash[\w.]*) import (\([^)]*\)|.*)", re.M)
+# Modules in backticks, without the package.
+INLINE = re.compile(r"`([a-z_]\w*(?:\.\w+)+)(?:\(\))?`")
 HEAVY = ("hydra", "timm", "torchvision", "matplotlib", "datasets", "sklearn", "ot", "pandas")
 
 
@@ -45,6 +62,113 @@ def test_names_that_type_checkers_see_are_those_that_are_imported_on_use():
     assert homes == otdd_flash._HOMES
     assert {*homes, "extractors", "labels", "__version__"} == {*otdd_flash.__all__}
     assert {*otdd_flash.__all__} == {*dir(otdd_flash)}
+
+
+def names_in(text: str, settings: set[str]) -> set[str]:
+    """The dotted names of a page, from `otdd_flash` on.
+
+    Args:
+        text: of the page.
+        settings: keys such as `solver.tolerance`, which look like modules in backticks.
+    """
+    names = {f"otdd_flash{match[1]}" for match in DOTTED.finditer(text)}
+    for module, imported in IMPORTED.findall(text):
+        names |= {
+            f"{module}.{part.split()[0]}" for part in imported.strip("() \n").split(",") if part
+        }
+    # Of folders alone: `result` and `samples` are variables on the pages.
+    folders = {module.name for module in pkgutil.iter_modules(otdd_flash.__path__) if module.ispkg}
+    for name in INLINE.findall(text):
+        if name.split(".")[0] in folders and name not in settings and name != "report.html":
+            names.add(f"otdd_flash.{name}")
+    return names - OF_OTHERS - {"otdd_flash.py"}
+
+
+def setting_keys() -> set[str]:
+    """The keys of the command line that have a dot."""
+    import yaml
+
+    keys: set[str] = set()
+
+    def below(content: Any, place: str) -> None:
+        for key, part in content.items() if isinstance(content, dict) else ():
+            keys.add(f"{place}{key}")
+            below(part, f"{place}{key}.")
+
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        group = path.relative_to(ROOT / "conf").parent.as_posix()
+        below(yaml.safe_load(path.read_text("utf-8")), "" if group == "." else f"{group}.")
+    return keys
+
+
+def resolved(name: str) -> Any:
+    """The module, group of entry points or attribute of a dotted name.
+
+    Raises:
+        LookupError: there is none.
+    """
+    if name in {f"{GROUP}{kind}" for kind in KINDS}:
+        return name
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        owner, _, last = name.rpartition(".")
+        if last in getattr(resolved(owner) if owner else None, "__dataclass_fields__", ()):
+            return last
+        raise LookupError(name) from None
+
+
+def moved(name: str, changelog: str) -> bool:
+    """Whether a line of the changelog says that a name is moved, renamed or removed."""
+    short = name.removeprefix("otdd_flash.")
+    said = rf"`(otdd_flash\.|otdd\.)?{re.escape(short)}(\(\))?`"
+    bullets = re.split(r"\n(?=- |\n|#)", changelog)
+    return any(
+        re.search(said, bullet) and re.search(r"\b(moved|renamed|removed)\b", bullet, re.I)
+        for bullet in bullets
+    )
+
+
+def test_every_documented_name_is_there_and_frozen():
+    settings, frozen = setting_keys(), FROZEN.read_text("utf-8").split()
+    assert frozen == sorted(set(frozen))
+    for page in PAGES:
+        for name in sorted(names_in(page.read_text("utf-8"), settings)):
+            assert name in frozen, f"{page.name} shows {name}: add it to {FROZEN.name}"
+
+
+def test_every_public_name_is_kept_or_its_move_is_in_the_changelog():
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    for name in FROZEN.read_text("utf-8").split():
+        try:
+            resolved(name)
+        except LookupError:
+            assert moved(name, changelog), (
+                f"{name} is public (a page of docs/ names it, or did) and can no longer be "
+                f"imported: bring it back, or let a line of CHANGELOG.md say that `{name}` was "
+                f"moved, to where, or removed, and take it out of {FROZEN.name} after a release"
+            )
+
+
+def test_documented_names_are_found_in_every_form():
+    text = """::: otdd_flash.Flow
+    `otdd.sinkhorn(x)` and `labels.metrics.base`; `solver.tolerance` is a key, see `report.html`.
+    ```python
+    from otdd_flash.flows import (Checkpoints as C,
+        Flow)
+    import otdd_flash.report.pairwise
+    my_otdd.load(); ./otdd.py
+    ```"""
+    names = "Flow sinkhorn labels.metrics.base flows.Checkpoints flows.Flow report.pairwise flows"
+    expected = {f"otdd_flash.{name}" for name in names.split()}
+    assert names_in(text, {"solver.tolerance"}) == expected
+    with pytest.raises(LookupError):
+        resolved("otdd_flash.solver.smaller.forget")
+    with pytest.raises(LookupError):
+        resolved("otdd_flash.solver.small.forgets")
+    said = "- `load` reads more.\n- `otdd_flash.solver.small.forget()`\n  moved to `otdd.forget`.\n"
+    assert moved("otdd_flash.solver.small.forget", said)
+    assert not moved("otdd_flash.load", said)
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():

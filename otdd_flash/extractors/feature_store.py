@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from io import BytesIO, RawIOBase
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,12 @@ from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import features_file
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.written_by import (
+    STAMP,
+    LaterFormatError,
+    check_format,
+    other_version,
+)
 from otdd_flash.fingerprint import MODULUS, digest_of_rows
 
 # Bytes after which what was written is made to reach the disk, and noted.
@@ -109,13 +115,15 @@ class FeatureStore:
         self._note_file = self.path.with_name(f"{self.path.name}.json")
         self._key, self._count = key, count
         self._check_shape, self._again = check, again
+        # What the note says of the version that wrote it.
+        self._written: dict[str, Any] = {}
 
     def write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
         """Write the rows that are missing, unless there are none.
 
         Raises:
-            InputError: the file holds something else, came to harm or cannot be written, another
-                process writes it, or a feature is not finite.
+            InputError: the file holds something else, came to harm, is of a later version or cannot
+                be written, another process writes it, or a feature is not finite.
         """
         if self._complete():
             return
@@ -147,9 +155,10 @@ class FeatureStore:
             return False
         note = self._note()
         if note is None or note.key != self._key:
+            by = "" if note is None else other_version(self._written)
             raise InputError(
-                f"{self.path} holds features of other data or of another network; choose another "
-                "features_path, or delete it"
+                f"{self.path} holds features of other data or of another network{by}; choose "
+                "another features_path, or delete it"
             )
         if note.rows != self._count or not note.describes(features := self.features):
             raise InputError(
@@ -161,9 +170,14 @@ class FeatureStore:
 
     def _note(self) -> Note | None:
         try:
-            note = Note(**json.loads(self._note_file.read_text(encoding="utf-8")))
+            content = json.loads(self._note_file.read_text(encoding="utf-8"))
+            self._written = {key: content.pop(key) for key in STAMP if key in content}
+            check_format(self._note_file, self._written)
+            note = Note(**content)
             numbers, texts = (note.rows, *note.shape), (note.key, note.dtype, note.digest)
-        except (OSError, ValueError, TypeError):
+        except LaterFormatError:
+            raise
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
         sound = all(isinstance(each, int) for each in numbers)
         return note if sound and all(isinstance(each, str) for each in texts) else None
@@ -220,7 +234,7 @@ class FeatureStore:
                 unnoted += part.nbytes
                 if unnoted >= NOTED_BYTES or note.rows == self._count:
                     os.fsync(file.fileno())
-                    write_json(self._note_file, asdict(note))
+                    write_json(self._note_file, {**asdict(note), **STAMP})
                     unnoted = 0
                 if progress is not None:
                     progress(note.rows, self._count)

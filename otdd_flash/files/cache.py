@@ -25,6 +25,8 @@ from torch import Tensor
 
 from otdd_flash.checks import path
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
+from otdd_flash.files.written_by import LaterFormatError
+from otdd_flash.version import __version__
 
 # Where commands keep entries by default.
 USUAL_FOLDER = "~/.cache/otdd_flash"
@@ -54,12 +56,24 @@ class TensorCache:
         """The tensors last put under `key`, on the CPU, or None."""
         if self._folder is None:
             return None
-        path = self._folder / _file_name(key)
+        path = self._folder / _file_name(key, ENTRY_FORMAT)
         try:
             check_owner(path)
             return _read(path, key)
         except FileNotFoundError:
+            for earlier in range(1, ENTRY_FORMAT):
+                if (other := self._folder / _file_name(key, earlier)).exists():
+                    logger.warning(
+                        "the cache entry %s has format %d, and otdd_flash %s reads format %d; "
+                        "computing it again",
+                        other,
+                        earlier,
+                        __version__,
+                        ENTRY_FORMAT,
+                    )
             return None
+        except LaterFormatError as error:
+            logger.warning("%s; computing it again", error)
         except OSError as error:
             self._step_aside("read", error)
         except DamagedFileError as error:
@@ -73,7 +87,7 @@ class TensorCache:
         """Keep `tensors` under `key`; `metadata` is for a person who looks into the file."""
         if self._folder is None:
             return
-        path = self._folder / _file_name(key)
+        path = self._folder / _file_name(key, ENTRY_FORMAT)
         partial = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.partial")
         try:
             make_folder(self._folder)
@@ -150,8 +164,8 @@ def check_owner(path: Path) -> None:
             raise PermissionError(f"{place} belongs to another user")
 
 
-def _file_name(key: str) -> str:
-    return f"{hashlib.sha256(f'{ENTRY_FORMAT} {key}'.encode()).hexdigest()[:40]}.safetensors"
+def _file_name(key: str, entry_format: int) -> str:
+    return f"{hashlib.sha256(f'{entry_format} {key}'.encode()).hexdigest()[:40]}.safetensors"
 
 
 def _read(path: Path, key: str) -> dict[str, Tensor]:

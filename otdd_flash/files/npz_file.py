@@ -10,6 +10,7 @@ import numpy as np
 
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing
+from otdd_flash.files.written_by import STAMP, VERSION_KEY, check_format
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:
@@ -33,7 +34,7 @@ def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[st
         writer: what writes such files, for messages.
 
     Raises:
-        InputError: the file is missing or unreadable, or lacks an array.
+        InputError: the file is missing or unreadable, lacks an array, or a later version wrote it.
     """
     expected = f"class distances are an npz with arrays {_enumerated(needed)}, as {writer} writes"
     try:
@@ -49,6 +50,9 @@ def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[st
     except Exception as error:
         # NumPy and its zip reader raise anything on damaged bytes.
         raise InputError(f"cannot read class distances from {path} ({error}); {expected}") from None
+    if VERSION_KEY in arrays:
+        # Else another program wrote it, with what keys it likes.
+        check_format(path, {key: arrays[key] for key in STAMP if key in arrays})
     missing = [key for key in needed if key not in arrays]
     if missing:
         raise InputError(

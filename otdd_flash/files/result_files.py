@@ -17,6 +17,7 @@ from otdd_flash.files.tensor_file import (
     warn_unchecked,
     write_tensors,
 )
+from otdd_flash.files.written_by import other_version
 
 SUMMARY_FILE = "result.json"
 TENSOR_FILE = "result.safetensors"
@@ -64,7 +65,8 @@ def read_result(
         kind: the class whose `save` writes such results, for the message.
 
     Raises:
-        InputError: the directory holds no complete result of this kind, or a damaged one.
+        InputError: the directory holds no complete result of this kind, a damaged one, or one of a
+            later version.
 
     Warns:
         DataNotice: an earlier version wrote it, without a checksum.
@@ -75,19 +77,19 @@ def read_result(
     except DamagedFileError as error:
         raise InputError(f"{file} is damaged ({error}); {COMPUTE_AGAIN}") from error
     except OSError as error:
-        raise _no_result(path, error, kind) from error
+        raise _no_result(path, f"{error}", kind) from error
     try:
         result = restore(json.loads(stored.texts["summary"]), stored.tensors)
     except Exception as error:
         # Of any kind: nothing vouches for what an earlier version wrote.
-        raise _no_result(path, error, kind) from error
+        raise _no_result(path, f"{error}{other_version(stored.texts)}", kind) from error
     if not stored.checked:
         warn_unchecked(file)
     return result
 
 
-def _no_result(path: Path, error: Exception, kind: str) -> InputError:
+def _no_result(path: Path, reason: str, kind: str) -> InputError:
     return InputError(
-        f"no complete result in {path} ({error}); {kind}.save writes {TENSOR_FILE} there, and so "
+        f"no complete result in {path} ({reason}); {kind}.save writes {TENSOR_FILE} there, and so "
         "does the command with save_result=true"
     )

@@ -17,6 +17,7 @@ from torch import Tensor, uint8
 
 from otdd_flash.errors import DataNotice
 from otdd_flash.files.atomic import replacing
+from otdd_flash.files.written_by import STAMP, check_format
 
 CHECKSUM = "checksum"
 
@@ -30,7 +31,7 @@ class Stored(NamedTuple):
 
     Attributes:
         tensors: by name, on the CPU.
-        texts: by name, without the checksum.
+        texts: by name, with the version and the format, without the checksum.
         checksum: the one that was written, which is theirs; None in files of earlier versions.
     """
 
@@ -67,6 +68,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, 
 
     # Cloned: safetensors refuses two names for one storage, as f and g of a self term are.
     content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    texts = {**texts, **STAMP}
     header = {**texts, CHECKSUM: checksum(content, texts)}
     try:
         save_file(content, path, metadata=header)
@@ -82,6 +84,7 @@ def read_tensors(path: Path) -> Stored:
     Raises:
         OSError: there is no such file, or it cannot be read.
         DamagedFileError: it is no such file, or its content does not match its checksum.
+        LaterFormatError: a later version wrote it.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -97,6 +100,7 @@ def read_tensors(path: Path) -> Stored:
     written = texts.pop(CHECKSUM, None)
     if written is not None and written != checksum(tensors, texts):
         raise DamagedFileError("its checksum does not match")
+    check_format(path, texts)
     return Stored(tensors, texts, written)
 
 

@@ -26,6 +26,7 @@ from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.atomic import cannot_write, reach_disk
 from otdd_flash.files.locks import lock, unlock
 from otdd_flash.files.tensor_file import DamagedFileError
+from otdd_flash.files.written_by import FORMAT, FORMAT_KEY, check_format, other_version
 from otdd_flash.fingerprint import VERSION
 from otdd_flash.flows.nest import put_together, taken_apart
 from otdd_flash.flows.shard import NAMES, Shard, Write, read_shards, write_alone
@@ -120,6 +121,7 @@ class Checkpoints:
             manifest = {
                 "versions": {"otdd_flash": __version__, "torch": torch.__version__},
                 "fingerprints": VERSION,
+                FORMAT_KEY: FORMAT,
                 "step": state["step"],
                 "settings": _plain(settings),
                 "may_change": [*may_change],
@@ -149,7 +151,7 @@ class Checkpoints:
             if (earlier := self.folder / EARLIER).exists():
                 raise InputError(
                     f"flow.resume=true, but {earlier} is of an earlier version of otdd_flash and "
-                    f"can only be gone on from by that; {START_AGAIN}"
+                    f"can only be gone on from by that, not by {__version__}; {START_AGAIN}"
                 )
             raise InputError(
                 f"flow.resume=true, but there is no {path}; give the folder of the run to go on "
@@ -185,15 +187,19 @@ class Checkpoints:
             return {**put_together(tensors, device), "rows": rows}
         except (LookupError, TypeError, ValueError) as error:
             version = manifest["versions"]["otdd_flash"]
+            ours = "" if version == __version__ else f" than those of otdd_flash {__version__}"
             raise DamagedFileError(
-                f"{self.folder / MANIFEST} is of otdd_flash {version}, whose states are others"
+                f"{self.folder / MANIFEST} is of otdd_flash {version}, whose states are "
+                f"others{ours}"
             ) from error
 
     def _check_settings(self, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        path, versions = self.folder / MANIFEST, manifest.get("versions", {})
+        check_format(path, {**versions, FORMAT_KEY: manifest.get(FORMAT_KEY, FORMAT)})
         if manifest.get("fingerprints") != VERSION:
             raise InputError(
-                f"{self.folder / MANIFEST} is of another version of otdd_flash, whose fingerprints "
-                f"of datasets cannot be compared with today's; {START_AGAIN}"
+                f"{path} is of another version of otdd_flash, whose fingerprints of datasets "
+                f"cannot be compared with today's{other_version(versions)}; {START_AGAIN}"
             )
         now_all, then_all, free = _plain(settings), manifest["settings"], manifest["may_change"]
         chosen = [key for key in then_all if not key.startswith(PARAMETERS)]
@@ -202,7 +208,7 @@ class Checkpoints:
             if now != then and key not in free:
                 raise InputError(
                     f"flow.resume=true, but {key} was {then} in the run of "
-                    f"{self.folder / MANIFEST} and is {now} now; set {key} as it was, or start "
+                    f"{path} and is {now} now; set {key} as it was, or start "
                     f"again without flow.resume{once_default(then) if key == 'epsilon' else ''}"
                 )
 

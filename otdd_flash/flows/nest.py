@@ -17,9 +17,13 @@ from otdd_flash.flows.history import Moment, StepRecord
 from otdd_flash.labels import ClassDistances
 from otdd_flash.solver.term.result import TransportTerm
 
-# What the state of a flow holds beside tensors, numbers, texts and containers.
+# What the state of a flow holds beside tensors, numbers, texts and containers. Files have these
+# names, which stay where a class is renamed, and the names of its fields.
 TYPES: dict[str, Any] = {
-    kind.__name__: kind for kind in (ClassDistances, Moment, StepRecord, TransportTerm)
+    "ClassDistances": ClassDistances,
+    "Moment": Moment,
+    "StepRecord": StepRecord,
+    "TransportTerm": TransportTerm,
 }
 
 # The tensor that holds the JSON: texts of a safetensors file are bounded in length.
@@ -43,9 +47,10 @@ def taken_apart(nest: Any) -> dict[str, Tensor]:
             case Mapping():
                 found = [[key, outline(each, f"{place}.{key}")] for key, each in part.items()]
                 return {"dict": found}
-        if (kind := type(part).__name__) in TYPES:
-            held = _fields(part)
-            return {kind: {key: outline(each, f"{place}.{key}") for key, each in held.items()}}
+        for name, kind in TYPES.items():
+            if type(part) is kind:
+                held = _fields(part)
+                return {name: {key: outline(each, f"{place}.{key}") for key, each in held.items()}}
         found = [outline(each, f"{place}.{row}") for row, each in enumerate(part)]
         return {"tuple" if isinstance(part, tuple) else "list": found}
 

@@ -20,6 +20,7 @@ from otdd_flash.devices import moved
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
+from otdd_flash.files.written_by import STAMP
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.metrics import (
@@ -129,7 +130,9 @@ class JointClassDistances:
 
     @takes(FILE)
     def save(self, path: str | Path) -> None:
-        """Write an npz with keys full, offsets, datasets, class_names and, where known, bounds.
+        """Write an npz with keys full, offsets, datasets, class_names and the version.
+
+        Where bounds are known, it has the keys lower and upper too.
 
         Raises:
             InputError: the file cannot be written.
@@ -142,7 +145,8 @@ class JointClassDistances:
             "lower": self.lower,
             "upper": self.upper,
         }
-        write_arrays(path, {key: part for key, part in parts.items() if part is not None})
+        known = {key: part for key, part in parts.items() if part is not None}
+        write_arrays(path, {**known, **STAMP})
 
     @classmethod
     @takes(FILE)

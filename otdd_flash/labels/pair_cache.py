@@ -38,6 +38,7 @@ from otdd_flash.labels.pair_database import (
     set_aside,
 )
 from otdd_flash.labels.pairs import PairDistances
+from otdd_flash.version import __version__
 
 # Part of the file's name: a database of another layout, or with numbers that a method would compute
 # in another way today, is never read.
@@ -171,6 +172,15 @@ def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:
     """
     check_owner(path)
     if not path.exists():
+        others = path.parent.glob(FILE.replace(f".{ENTRY_FORMAT}.", ".*."))
+        if names := sorted(other.name for other in others):
+            logger.warning(
+                "%s in %s is of another format, and otdd_flash %s reads %s; measuring again",
+                names[-1],
+                path.parent,
+                __version__,
+                FILE,
+            )
         return []
     with opened(path) as database:
         return list(_rows(database, path, recipe, classes))

@@ -17,6 +17,7 @@ from otdd_flash.checks import check_fields, takes
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.npz_file import read_arrays, write_arrays
+from otdd_flash.files.written_by import STAMP
 from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.shown import listing
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
@@ -166,13 +167,14 @@ class ClassDistances:
 
     @takes(FILE)
     def save(self, path: str | Path) -> None:
-        """Write an npz with keys xx, xy, yy and, where known, names and bounds.
+        """Write an npz with keys xx, xy, yy, where known names and bounds, and the version.
 
         Raises:
             InputError: the file cannot be written.
         """
         parts = {part.name: getattr(self, part.name) for part in fields(self)}
-        write_arrays(path, {key: value for key, value in parts.items() if value is not None})
+        known = {key: value for key, value in parts.items() if value is not None}
+        write_arrays(path, {**known, **STAMP})
 
     @classmethod
     @takes(FILE)

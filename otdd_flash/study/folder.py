@@ -12,6 +12,7 @@ from typing import Any
 from otdd_flash.errors import InputError
 from otdd_flash.files.json_file import write_json
 from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.written_by import other_version
 from otdd_flash.solver.term.epsilon import once_default
 
 STUDY_FILE = "study.json"
@@ -58,9 +59,10 @@ def enter(
         if known is None:
             write_json(folder / STUDY_FILE, summary)
         elif known.get(VERSION_KEY) != summary.get(VERSION_KEY):
+            by = other_version(known.get("versions", {}))
             raise InputError(
                 f"{folder} holds a study of another version of otdd_flash, whose fingerprints of "
-                "datasets cannot be compared with today's; choose another folder"
+                f"datasets cannot be compared with today's{by}; choose another folder"
             )
         elif different := sorted(_different(known, summary)):
             shown = ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
@@ -118,9 +120,9 @@ def _check_empty(folder: Path) -> None:
 
 
 def _different(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """The dotted keys at which two summaries differ."""
+    """The dotted keys at which two summaries differ, of versions with both."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {*one, *other}:
             yield from _different(one.get(key), other.get(key), f"{where}.{key}".strip("."))
     elif one != other:
-        yield where
+        yield f"{where} ({one} then, {other} now)" if where.startswith("versions.") else where

@@ -19,7 +19,7 @@ from otdd_flash.flows import nest
 def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = otdd.Checkpoints(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setitem(nest.TYPES, type(Path()).__name__, Path)
+        patched.setitem(nest.TYPES, "Path", type(Path()))
         patched.setattr(nest, "_fields", lambda part: {"path": str(part)})
         folder.save({"step": 0, "state": Path("/")}, {})
     with pytest.raises(InputError, match=r"whose states are others"):

@@ -20,6 +20,7 @@ from otdd_flash.files.tensor_file import (
     warn_unchecked,
     write_tensors,
 )
+from otdd_flash.files.written_by import LaterFormatError, other_version
 from otdd_flash.flows.maps.base import check_dimension, check_same_particles, class_indices
 from otdd_flash.flows.maps.training import Examples, build_network, draw_weights, train
 from otdd_flash.samples import LabeledSamples
@@ -147,13 +148,14 @@ class ResidualMap:
         """Read what `save` wrote; the map runs on the device.
 
         Raises:
-            InputError: the file holds no residual map, or a damaged one, or there is no such
-                device.
+            InputError: the file holds no residual map, a damaged one or one of a later version, or
+                there is no such device.
 
         Warns:
             DataNotice: an earlier version wrote it, without a checksum.
         """
         where = resolve_device(device)
+        texts: dict[str, str] = {}
         try:
             tensors, texts, checked = read_tensors(Path(path))
             layout = json.loads(texts["residual_map"])
@@ -166,9 +168,12 @@ class ResidualMap:
             loaded = cls(*moved, layout["spread"], layout["reach"], names)
         except DamagedFileError as error:
             raise InputError(f"{path} is damaged ({error}); fit the map again") from error
+        except LaterFormatError:
+            raise
         except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+            by = other_version(texts) if texts else ""
             raise InputError(
-                f"no residual map in {path} ({error}); ResidualMap.save writes one"
+                f"no residual map in {path} ({error}{by}); ResidualMap.save writes one"
             ) from error
         if not checked:
             warn_unchecked(Path(path))

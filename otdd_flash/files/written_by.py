@@ -1,0 +1,52 @@
+"""Which version wrote a file, and whether this one can read it.
+
+Files that are kept say both the version of otdd_flash and the number of their format. The number
+rises with a change that an earlier version would misread; renamed keys and classes alone, which a
+reader can translate, do not need it. Caches have numbers of their own, in the names of their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from otdd_flash.errors import InputError
+from otdd_flash.version import __version__
+
+FORMAT = 1
+
+VERSION_KEY, FORMAT_KEY = "otdd_flash", "format"
+# What every file says, beside its content.
+STAMP = {VERSION_KEY: __version__, FORMAT_KEY: str(FORMAT)}
+
+
+class LaterFormatError(InputError):
+    """A later version wrote a file in a format that this one does not know."""
+
+
+def check_format(what: object, written: Mapping[str, Any]) -> None:
+    """Refuse a file of a later format.
+
+    Args:
+        what: the file, for the message.
+        written: what it says beside its content; files of earlier versions say nothing.
+
+    Raises:
+        LaterFormatError: the format is later than `FORMAT`.
+    """
+    given = str(written.get(FORMAT_KEY, FORMAT))
+    if not given.isdecimal() or int(given) > FORMAT:
+        raise LaterFormatError(
+            f"{what} has format {given}, which otdd_flash {written.get(VERSION_KEY)} wrote and "
+            f"otdd_flash {__version__} does not know (it reads up to format {FORMAT}); read it "
+            "with that version or a later one"
+        )
+
+
+def other_version(written: Mapping[str, Any]) -> str:
+    """Say which version wrote a file, for the end of an error in brackets; "" if this one did."""
+    version = written.get(VERSION_KEY)
+    if version == __version__:
+        return ""
+    named = "an earlier version" if version is None else f"otdd_flash {version}"
+    return f"; {named} wrote it, and this is otdd_flash {__version__}"

@@ -1,0 +1,338 @@
+"""Files that earlier commits wrote are read, or refused in a sentence that names the versions.
+
+tests/fixtures holds a file of every kind that the package keeps; `python -m tests.fixtures.write`
+writes them anew. They depend on these names, which a change of the code has to translate:
+
+- Checkpoints (`otdd_flash.flows.checkpoint`): the names in `otdd_flash.flows.nest.TYPES` and the
+  fields of `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.history.Moment` and `StepRecord`,
+  and `otdd_flash.solver.term.result.TransportTerm`; the keys of `state` of `otdd_flash.flows.loop`,
+  `.evaluation`, `.stepper`, `.modes` and of its recorder; the state names of torch's optimizers;
+  the fields of `otdd_flash.flows.shard.Shard`. Their settings, which must be those of now, have the
+  fields of `otdd_flash.flows.stepping.Stepping`, `otdd_flash.operators.ground.GroundCost`,
+  `otdd_flash.solver.schedules.converged.Converged` and of the metric in `otdd_flash.labels`.
+- Results: keys of `to_dict` of `otdd_flash.result.DistanceResult`, `.flows.result.FlowResult`,
+  `.pairwise_result.PairwiseResult`, `.solver.matrix.result.MatrixTransport` and of
+  `.solver.divergence.Divergence`; fields of `TransportTerm`, `StepRecord`, `Moment`, `GroundCost`,
+  `otdd_flash.operators.build.ComputeOptions` and `otdd_flash.operators.sharing.Shared`.
+- Maps: layers of `otdd_flash.flows.maps.training.build_network` by their places.
+- Class distances: fields of `otdd_flash.labels.ClassDistances` and `JointClassDistances`.
+- Caches of class distances: the name of the file, and the text that `recipe` of a metric in
+  `otdd_flash.labels.metrics` returns. Numbers are found whatever the version of torch or Python is.
+- Caches of features: the file's name, hashed of the inputs, the extractor's `key`, the kind of
+  device and the type of autocast. A `key` of `from_module` has the versions of torch and of Python
+  where the module's code comes from there; those of `timm`, `torchvision`, `text` and `wordllama`
+  the version of their package; others none.
+- Features written to a file: fields of `otdd_flash.extractors.feature_store.Note`.
+- Studies: `kind` and `key` of every unit below `otdd_flash.study`, hashed with the versions of
+  otdd_flash, torch, Python and the system: what another version computes is another study.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiers import slow
+
+import otdd_flash as otdd
+from otdd_flash.errors import InputError
+from tests.fixtures.cases import (
+    FLOWS,
+    FOLDER,
+    METRICS,
+    SAVED,
+    STEPS,
+    STOPPED_AT,
+    Squares,
+    embedded,
+    flow_numbers,
+    measured,
+    run_flow,
+    study,
+    study_numbers,
+)
+
+# As `python -m tests.fixtures.write` printed them: of flows that nothing stopped.
+ENDS = {
+    "features": [3.101889794732832, 0.48388621006284405, 160.53759394277407, 15.595724298847975],
+    "attached": [2.730505006522012, 0.9585429859373189, 151.99161507488245, 9.37171683589489],
+    "joint": [3.1018897947328314, 2.042237160860796, 143.13501366033208, 17.347109263726562],
+    "augmented": [3.101889794732832, 2.2800368294502684, 139.8294684373431, 21.78469369176239],
+    "langevin": [1.5016578462002046, 1.1307739318202488, 140.26938255124034, 0.0],
+    "ranks": [3.1018897947328314, 1.036394568071068, 149.81971539045531, 15.421915875831553],
+}
+READ = {
+    "distance": [
+        *(5.323187967225008, 5.32318796722471, 5.323187967711581),
+        *(204.62816122806368, 1.289772727261019, 1.0),
+    ],
+    "flow": [
+        *(3.2531427275351463, 1.3198791611228433, 149.51861769270923, 19.032731755713442),
+        *(214.42721591131365, 9.316663505923318, 12.19834026200655, 13.4823296591421),
+        *(9.274475781052164, 12.174267785636136, 13.503926170539206),
+    ],
+    "map.safetensors": [8.501422385685146, 11.588934441795573, 12.313091681338847],
+    "matrix": [
+        *(1.1639694212823422, 1.4466511138001439, 0.0, 0.3506694883261951, 0.3269118575967044),
+        *(0.482720800878668, 0.34968448380840866, 0.3400133693920919),
+    ],
+    "pairwise": [64.12777750524704, 64.1277775052452, 561.24643060536],
+    "class_distances.npz": [204.62816122806368, 204.6263679835293, 204.76930818017627],
+    "joint_class_distances.npz": [196.49828136842575, 196.49660671449186, 196.56565327857362],
+    "samples.npz": [19.4375, 22.3125, 25.125],
+}
+TABLES = {
+    "gaussian": 176.59310161281553,
+    "sinkhorn": 195.78283448690186,
+    "exact": 199.19010416666663,
+}
+STUDY = [
+    *(2.8470310163415196, 13.899194413787152, 33.32105757286709, 3378.470175130759),
+    *(1.8832595837633432, 12.546908173509545, -0.9937910905935093),
+    *(3.0, 3.0, 3.0, 3.0),
+]
+ROWS, BATCH = 9, 4
+# What processors may round otherwise, in solves to 1e-9 and in networks of float32.
+CLOSE: dict[str, float] = {"rel": 2e-6, "abs": 1e-9}
+
+
+def copied(name: str, folder: Path) -> Path:
+    """A fixture where it may be written, as nobody else may."""
+    source, copy = FOLDER / name, folder / Path(name).name
+    shutil.copytree(source, copy)
+    copy.chmod(0o700)
+    return copy
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_saved_file_is_read(name: str) -> None:
+    assert SAVED[name].read(FOLDER / "saved" / name) == pytest.approx(READ[name], **CLOSE)
+
+
+# Its solves of a few noisy points take the longest.
+MODES = [*slow(["augmented"]), *(name for name in FLOWS if name != "augmented")]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_checkpoint_goes_on_to_the_end_of_the_whole_flow(name: str, tmp_path: Path) -> None:
+    """Also one of two processes, by one."""
+    folder, seen = copied(f"checkpoints/{name}", tmp_path), list[int]()
+    result = run_flow(name, folder, resume=True, stop=-1, seen=seen)
+    assert seen == [*range(STOPPED_AT, STEPS + 1)]
+    assert [record.step for record in result.history] == [*range(STEPS + 1)]
+    assert flow_numbers(result) == pytest.approx(ENDS[name], **CLOSE)
+    assert len(result.moments) == (STEPS if name == "features" else 0)
+
+
+def test_fixtures_hold_every_class_and_field_of_checkpoints() -> None:
+    """A name that is not here is in no fixture, and could change unseen."""
+    found: dict[str, set[str]] = {}
+
+    def look(part: Any) -> None:
+        if isinstance(part, list):
+            for each in part:
+                look(each)
+        elif isinstance(part, dict) and "tensor" not in part:
+            ((kind, held),) = part.items()
+            if kind not in ("dict", "tuple", "list"):
+                found.setdefault(kind, set()).update(held)
+            look([*held.values()] if isinstance(held, dict) else held)
+
+    for path in (FOLDER / "checkpoints").rglob("*.safetensors"):
+        if ".rank-0." in path.name:
+            look(json.loads(load_file(path)["outline.json"].numpy().tobytes()))
+    from otdd_flash.flows import nest
+
+    assert found.keys() == nest.TYPES.keys()
+    for name, kind in nest.TYPES.items():
+        fields = getattr(kind, "_fields", None) or kind.__dataclass_fields__
+        assert found[name] == {*fields}, name
+
+
+@pytest.fixture(params=["this torch", "another torch"])
+def _any_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "another torch":
+        monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.99.0"))
+
+
+@pytest.mark.usefixtures("_any_torch")
+def test_caches_are_found(tmp_path: Path) -> None:
+    """Nothing is measured or extracted, whatever the version of torch."""
+    folder = copied("caches", tmp_path)
+    for name in METRICS:
+        table, told = measured(name, folder)
+        assert told == [(10, 10)], name
+        assert float(table.full.sum()) == pytest.approx(TABLES[name], **CLOSE)
+    expected = embedded(Squares())
+    for where, rows in (
+        ({"cache_dir": folder}, 0),
+        ({"features_path": folder / "features.npy"}, 0),
+        # Two batches were written when it was interrupted.
+        ({"features_path": folder / "begun.npy"}, ROWS - 2 * BATCH),
+    ):
+        extractor = Squares()
+        found = embedded(extractor, **where)
+        assert extractor.rows == rows, where
+        assert torch.equal(found.features, expected.features)
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Files of a folder, with what changes where they are written."""
+    stats = {path.name: path.stat() for path in folder.iterdir()}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def test_a_study_is_there_for_its_own_versions_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied("study", tmp_path)
+    then = json.loads((folder / "study.json").read_text("utf-8"))["versions"]
+    monkeypatch.setattr(platform, "platform", lambda *_, **__: "elsewhere")
+    said = r"versions\.platform \(Linux then, elsewhere now\).* differ; give it the same, or"
+    with pytest.raises(InputError, match=said):
+        study().run(folder, resume=True)
+    monkeypatch.setattr(platform, "platform", lambda *_, **__: then["platform"])
+    monkeypatch.setattr(platform, "python_version", lambda: then["python"])
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(then["torch"]))
+    if then["otdd_flash"] != otdd.__version__:
+        with pytest.raises(InputError, match=rf"{then['otdd_flash']} then, {otdd.__version__} now"):
+            study().run(folder, resume=True)
+        return
+    before = state_of(folder / "units")
+    result = study().run(folder, resume=True)
+    assert result.complete
+    assert state_of(folder / "units") == before
+    assert study_numbers(result) == pytest.approx(STUDY, **CLOSE)
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The one sentence of an error."""
+    with pytest.raises(InputError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+OURS = f"otdd_flash {otdd.__version__}"
+OF_LATER = f"format 2, which otdd_flash 9.0.0 wrote and {OURS} does not know"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (FOLDER / "later/saved").iterdir()))
+def test_a_saved_file_of_a_later_format_is_refused_by_its_version(name: str) -> None:
+    assert OF_LATER in refusal(lambda: SAVED[name].read(FOLDER / "later/saved" / name))
+
+
+def test_every_saved_file_that_has_a_version_is_among_the_later_ones() -> None:
+    later = {path.name for path in (FOLDER / "later/saved").iterdir()}
+    assert SAVED.keys() - later == {"samples.npz"}
+    assert READ.keys() == SAVED.keys()
+
+
+@pytest.mark.parametrize(
+    ("age", "said"),
+    [
+        ("later", OF_LATER),
+        ("earlier", f"is of otdd_flash 0.0.1, whose states are others than those of {OURS}"),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_refused_by_it(
+    age: str, said: str, tmp_path: Path
+) -> None:
+    folder = copied(f"{age}/checkpoints/attached", tmp_path)
+    assert said in refusal(lambda: run_flow("attached", folder, resume=True))
+
+
+def test_a_result_with_names_of_an_earlier_version_is_refused_by_it() -> None:
+    path = FOLDER / "earlier/saved/distance"
+    said = f"('terms'; otdd_flash 0.0.1 wrote it, and this is {OURS})"
+    assert said in refusal(lambda: SAVED["distance"].read(path))
+
+
+@pytest.mark.parametrize(("age", "version"), [("later", "9.0.0"), ("earlier", "0.0.1")])
+def test_a_study_of_another_version_is_refused_by_it(
+    age: str, version: str, tmp_path: Path
+) -> None:
+    folder = copied(f"{age}/study", tmp_path)
+    said = f"versions.otdd_flash ({version} then, {otdd.__version__} now)"
+    assert said in refusal(lambda: study().run(folder, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("age", "pairs", "entries"),
+    [
+        ("later", "class_distances.4.sqlite3", OF_LATER),
+        (
+            "earlier",
+            "class_distances.2.sqlite3",
+            f"has format 1, and {OURS} reads format 2",
+        ),
+    ],
+)
+def test_caches_of_other_formats_are_said_to_be_and_computed_again(
+    age: str, pairs: str, entries: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, extractor = copied(f"{age}/caches", tmp_path), Squares()
+    with caplog.at_level(logging.WARNING):
+        table, told = measured("gaussian", folder)
+        embedded(extractor, cache_dir=folder)
+    assert told[0] == (0, 10)
+    assert float(table.full.sum()) == pytest.approx(TABLES["gaussian"], **CLOSE)
+    assert extractor.rows == ROWS
+    first, second = caplog.messages
+    assert pairs in first
+    assert f"{OURS} reads class_distances.3.sqlite3" in first
+    assert entries in second
+    # What is computed takes its place.
+    caplog.clear()
+    embedded(extractor, cache_dir=folder)
+    assert measured("gaussian", folder)[1] == [(10, 10)]
+    assert (extractor.rows, caplog.messages) == (ROWS, [])
+
+
+@pytest.mark.parametrize("name", ["features.npy", "begun.npy"])
+def test_features_in_a_file_are_gone_on_with_unless_their_format_is_later(
+    name: str, tmp_path: Path
+) -> None:
+    later = copied("later/caches", tmp_path / "later")
+    assert OF_LATER in refusal(lambda: embedded(Squares(), features_path=later / name))
+    extractor = Squares()
+    embedded(extractor, features_path=copied("earlier/caches", tmp_path) / name)
+    assert extractor.rows == (0 if name == "features.npy" else ROWS - 2 * BATCH)
+
+
+def test_features_of_another_version_and_another_network_are_refused_by_both(
+    tmp_path: Path,
+) -> None:
+    extractor, now = Squares(), tmp_path / "features.npy"
+    embedded(Squares(), features_path=now)
+    extractor.key = "cubes"
+    then = copied("earlier/caches", tmp_path) / "features.npy"
+    for path, said in (
+        (now, "of another network; choose another features_path"),
+        (then, f"of another network; otdd_flash 0.0.1 wrote it, and this is {OURS}; choose"),
+    ):
+        assert said in refusal(partial(embedded, extractor, features_path=path))
+
+
+def _contents() -> Iterator[tuple[Path, bytes]]:
+    for path in sorted(FOLDER.rglob("*")):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            yield path, path.read_bytes()
+
+
+def test_fixtures_are_small_and_hold_nothing_of_the_machine_that_wrote_them() -> None:
+    contents = dict(_contents())
+    assert sum(map(len, contents.values())) < 1_000_000
+    for path, content in contents.items():
+        assert not path.name.endswith((".lock", "-journal", "-wal"))
+        for place in ("/home/", "/root/", "/tmp/", "/work/", "/var/", "Linux-"):
+            assert place.encode() not in content, path
