@@ -67,6 +67,11 @@ def case(
     return enter
 
 
+def type_of(compute: otdd.ComputeOptions) -> torch.dtype:
+    """The type that loses nothing of such potentials, where functions compute in that of points."""
+    return torch.float64 if compute.precision == "double" else torch.float32
+
+
 def group_of(name: str) -> str:
     """The group of a case."""
     return name.partition(":")[0]
@@ -106,6 +111,8 @@ def divergence(
     return {"": otdd.sinkhorn_divergence(x, y, epsilon=epsilon, compute=compute, **options)}
 
 
+ROUGH, NARROW = otdd.Converged(1e-3), otdd.Converged(bound_width=1e-3)
+HURRIED, GEOMLOSS = otdd.Converged(1e-6, max_iterations=5), otdd.GeomlossSchedule(0.7)
 WIDE = cloud(90, 64, seed=3), cloud(70, 64, seed=4, shift=0.25)
 LARGE = cloud(320, 4, seed=5), cloud(250, 4, seed=6, shift=0.5)
 LINE = cloud(50, 1, seed=7), cloud(40, 1, seed=8, shift=1.0)
@@ -113,34 +120,19 @@ COPIED = X[torch.arange(30) % 12], Y[torch.arange(40) % 9]
 
 for _name, _precision, _clouds, _options in (
     ("epsilon 1", "single", (X, Y), {"epsilon": 1.0}),
-    ("epsilon 0.1", "single", (X, Y), {"epsilon": 0.1}),
+    ("epsilon 0.25", "single", (X, Y), {"epsilon": 0.25}),
     ("epsilon 0.1 in double", "double", (X, Y), {"epsilon": 0.1}),
     ("epsilon 0.01 in double", "double", (X, Y), {"epsilon": 0.01}),
-    ("64 dimensions", "single", WIDE, {"epsilon": 8.0}),
+    ("64 dimensions", "single", WIDE, {"epsilon": 8.0, "options": ROUGH}),
     ("one dimension", "double", LINE, {"epsilon": 0.2}),
     ("320 and 250 points", "single", LARGE, {"epsilon": 0.5}),
     ("320 and 250 points in double", "double", LARGE, {"epsilon": 0.2}),
     ("copies of points", "double", COPIED, {"epsilon": 0.1}),
     ("one cloud twice", "double", (X, X.clone()), {"epsilon": 0.1}),
     ("not debiased", "double", (X, Y), {"epsilon": 0.5, "debias": False}),
-    (
-        "width of bounds",
-        "double",
-        (X, Y),
-        {"epsilon": 0.1, "options": otdd.Converged(bound_width=1e-3)},
-    ),
-    (
-        "schedule of geomloss",
-        "single",
-        (X, Y),
-        {"epsilon": 0.1, "options": otdd.GeomlossSchedule(0.7)},
-    ),
-    (
-        "out of iterations",
-        "double",
-        (X, Y),
-        {"epsilon": 0.01, "options": otdd.Converged(1e-6, max_iterations=5)},
-    ),
+    ("width of bounds", "double", (X, Y), {"epsilon": 0.1, "options": NARROW}),
+    ("schedule of geomloss", "double", (X, Y), {"epsilon": 0.1, "options": GEOMLOSS}),
+    ("out of iterations", "double", (X, Y), {"epsilon": 0.01, "options": HURRIED}),
     ("cosine", "double", (X, Y), {"epsilon": 0.05, "cost": otdd.GroundCost(ground="cosine")}),
     ("inner", "single", (X, Y), {"epsilon": 0.5, "cost": otdd.GroundCost(ground="inner")}),
 ):
@@ -181,11 +173,11 @@ def distance(
 
 
 for _name, _precision, _options in (
-    ("gaussian", "single", {}),
+    ("gaussian", "single", {"epsilon": 1.0}),
     ("gaussian in double", "double", {}),
     ("default epsilon", "double", {"epsilon": None}),
     ("diagonal", "double", {"labels": otdd.labels.Gaussian(diagonal=True)}),
-    ("biased", "single", {"labels": otdd.labels.Gaussian(unbiased=False)}),
+    ("biased", "single", {"epsilon": 1.0, "labels": otdd.labels.Gaussian(unbiased=False)}),
     ("means", "double", {"labels": "means"}),
     ("sinkhorn", "double", {"labels": otdd.labels.Sinkhorn(epsilon=0.5)}),
     ("exact", "double", {"labels": "exact"}),
@@ -238,6 +230,8 @@ def matrix(
     compute: otdd.ComputeOptions, costs: Any = COSTS, a: Any = A, b: Any = B, **options: Any
 ) -> Mapping[str, Any]:
     options = {"epsilon": 0.2, "options": CLOSE, **options}
+    if isinstance(costs, torch.Tensor):
+        costs = costs.to(type_of(compute))
     found = otdd.matrix_transport(costs, a, b, compute=compute, **options)
     return {"": found, "short rows": found.short_rows, "points": found.apply(Y)}
 
@@ -300,8 +294,9 @@ case("batched: plans of some sizes")(partial(small_plans, sizes=SIZES))
 @case("batched: losses of several clouds", "single")
 @case("batched: losses of several clouds in double")
 def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
-    x = [X[: 10 + 9 * k].clone().requires_grad_() for k in range(4)]
-    y = [Y[5 * k :] for k in range(4)]
+    points = X.to(type_of(compute)), Y.to(type_of(compute))
+    x = [points[0][: 10 + 9 * k].clone().requires_grad_() for k in range(4)]
+    y = [points[1][5 * k :] for k in range(4)]
     losses = otdd.sinkhorn_losses(x, y, epsilon=0.5, options=CLOSE, compute=compute)
     losses.sum().backward()
     return {"values": losses, "gradient": [each.grad for each in x]}
@@ -315,7 +310,7 @@ def pairwise(compute: otdd.ComputeOptions, **options: Any) -> Mapping[str, Any]:
     return {"": otdd.pairwise_distances([SOURCE, TARGET, THIRD], compute=compute, **options)}
 
 
-case("pairwise: gaussian", "single")(pairwise)
+case("pairwise: gaussian", "single")(partial(pairwise, epsilon=1.0))
 case("pairwise: default epsilon, means")(partial(pairwise, epsilon=None, labels="means"))
 case("pairwise: cosine")(partial(pairwise, epsilon=0.05, ground="cosine"))
 
@@ -370,7 +365,6 @@ FUNCTIONALS = ({"name": "norm", "weight": 0.1}, {"name": "class_repulsion", "wei
 NOISY = otdd.Stepping(0.1, "Adam", schedule="cosine", box=(-3, 3), noise=0.05, minibatch=12)
 for _name, _precision, _options in (
     ("features", "double", {"moves": {}}),
-    ("features in single", "single", {"moves": {}}),
     ("attached", "double", {"moves": {"mode": "attached"}}),
     ("joint", "double", {"moves": {"mode": "joint"}}),
     (
@@ -387,6 +381,13 @@ for _name, _precision, _options in (
     case(f"flows: {_name}", _precision)(partial(whole_flow, **_options))
 
 
+@case("flows: a step in single", "single")
+def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
+    """A second step would start from points that differ by their rounding."""
+    found = moved(flow(compute, {"steps": 1}))
+    return {name: found[name] for name in ("before", "features", "W")}
+
+
 def resumed(compute: otdd.ComputeOptions, mode: str) -> Mapping[str, Any]:
     """Stop after two steps, and go on from the files in a call of its own."""
     asked = iter((False, False, True))
@@ -401,7 +402,9 @@ def resumed(compute: otdd.ComputeOptions, mode: str) -> Mapping[str, Any]:
 
 
 for _mode in ("features", "attached", "joint", "augmented"):
-    case(f"flows: {_mode}, resumed")(partial(resumed, mode=_mode))
+    case(f"flows: {_mode}, resumed", slow=_mode in ("attached", "joint"))(
+        partial(resumed, mode=_mode)
+    )
 
 
 @case("maps: of a flow")
@@ -417,8 +420,9 @@ def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
 @case("maps: barycentric", "single")
 @case("maps: barycentric in double")
 def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
-    x = X.clone().requires_grad_()
-    images = otdd.transport_map(x, Y, A, B, epsilon=0.5, options=CLOSE, compute=compute)
+    x, y = (points.to(type_of(compute), copy=True) for points in (X, Y))
+    x.requires_grad_()
+    images = otdd.transport_map(x, y, A, B, epsilon=0.5, options=CLOSE, compute=compute)
     (gradient,) = torch.autograd.grad((images * numbers(61, 3, seed=41)).sum(), x)
     return {"images": images, "gradient": gradient}
 
@@ -428,7 +432,7 @@ def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
 
 def loss(compute: otdd.ComputeOptions, **options: Any) -> Mapping[str, Any]:
     """The loss and its gradients in points, masses and the cost, as far as they exist."""
-    x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
+    x, y = (points.to(type_of(compute), copy=True).requires_grad_() for points in (X, Y))
     a, b = masses(61).requires_grad_(), B.clone().requires_grad_()
     given = {"epsilon": 0.5, "options": CLOSE, "compute": compute, **options}
     value = otdd.sinkhorn_loss(x, y, a, b, **given)
@@ -478,14 +482,26 @@ def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
     return {"f": f, "g": g, "gradient": gradient}
 
 
-def hessian(compute: otdd.ComputeOptions, **options: Any) -> Mapping[str, Any]:
+def hessian(
+    compute: otdd.ComputeOptions,
+    x: torch.Tensor = X,
+    y: torch.Tensor = Y,
+    **options: Any,
+) -> Mapping[str, Any]:
     given = {"epsilon": 0.5, "options": CLOSE, "compute": compute, **options}
-    found = otdd.sinkhorn_hessian(X, Y, **given)
-    return {"value": found.value, "product": found.product(numbers(2, 61, 3, seed=44))}
+    x, y = x.to(type_of(compute)), y.to(type_of(compute))
+    found = otdd.sinkhorn_hessian(x, y, **given)
+    product = found.product(numbers(2, *x.shape, seed=44).to(x.dtype))
+    return {
+        "value": found.value,
+        "directions": product.values,
+        **{part: getattr(product, part) for part in ("curvature", "iterations", "converged")},
+    }
 
 
 case("hessians: product", "single")(hessian)
 case("hessians: product in double")(hessian)
+case("hessians: 320 and 250 points", "single")(partial(hessian, x=LARGE[0], y=LARGE[1]))
 PRECISE = otdd.CGOptions(tolerance=1e-8, damping=1e-3)
 case("hessians: not debiased, damped")(partial(hessian, debias=False, cg=PRECISE))
 

@@ -14,45 +14,21 @@ import numpy as np
 import torch
 
 # What is recorded of a result, where it has it.
-ATTRIBUTES = [
-    "value",
-    "bounds",
-    "lower",
-    "upper",
-    "epsilon",
-    "mean_cost",
-    "tolerance",
-    "marginal_error",
-    "marginal_errors",
-    "iterations",
-    "passes",
-    "converged",
-    "stopped_by",
-    "terms",
-    "divergence",
-    "f",
-    "g",
-    "values",
-    "standard_errors",
-    "curvature",
-    "residual",
-    "xx",
-    "xy",
-    "yy",
-    "full",
-    "plans",
-    "row_marginals",
-    "estimate",
-    "gradient_norm",
-    "functionals",
-]
+# fmt: off
+ATTRIBUTES = (
+    "value", "bounds", "lower", "upper", "epsilon", "mean_cost", "tolerance", "marginal_error",
+    "marginal_errors", "iterations", "passes", "converged", "stopped_by", "terms", "divergence",
+    "f", "g", "values", "standard_errors", "curvature", "xx", "xy", "yy", "full",
+    "plans", "row_marginals", "estimate", "gradient_norm", "functionals",
+)
+# fmt: on
 # A case with float32 potentials has `single` tolerances: of values, relative to their scale, and of
 # potentials, plans and derivatives, relative to their largest entry.
 VALUES = {"double": 1e-10, "single": 1e-9}
 ARRAYS = {"double": 1e-9, "single": 1e-5}
 # Of the width of bounds, and of errors.
 SHARE = 0.01
-ERRORS = ("marginal_error", "marginal_errors", "residual", "standard_errors", "bound_width")
+ERRORS = ("marginal_error", "marginal_errors")
 # An array of more entries is summarised by weighted means.
 ENTRIES = 12
 
@@ -135,6 +111,8 @@ def _flatten(name: str, part: Any, found: dict[str, Any]) -> None:
             there = [key for key in ATTRIBUTES if hasattr(part, key)]
             if "terms" in there:
                 there = [key for key in there if key not in ("xx", "xy", "yy")]
+            if {"f", "g"} <= {*there} and part.f is part.g:
+                there.remove("g")
             if not there:
                 raise TypeError(f"nothing to record of {type(part).__name__} in {name}")
             for key in there:
@@ -154,7 +132,7 @@ def _allowance(
         return SHARE * width
     if last in ERRORS:
         return SHARE * np.abs(value)
-    if value.size == 1 or last == "values":
+    if last != "gradient_norm" and (value.size == 1 or last == "values"):
         return np.full(value.size, VALUES[precision] * max(scale, np.abs(value).max()))
     return np.full(value.size, ARRAYS[precision] * np.abs(value).max(initial=0.0))
 

@@ -1,4 +1,4 @@
-"""Cases in processes of their own: with the package of some tree, in some setting of the processor."""
+"""Cases in processes of their own, with the package of a tree, in a setting of the processor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,10 +37,11 @@ class Setting(NamedTuple):
     variables: Mapping[str, str] = {}
 
     def __str__(self) -> str:
-        units = self.variables.get("ATEN_CPU_CAPABILITY", "the processor's own units")
+        units = self.variables.get("ATEN_CPU_CAPABILITY", f"{best_units()} by itself")
         return f"{units}, {self.threads} thread{'s' * (self.threads > 1)}"
 
 
+ALONE = Setting()
 # PyTorch, MKL, the OpenBLAS of NumPy and SciPy, oneDNN.
 UNITS = (
     "ATEN_CPU_CAPABILITY",
@@ -47,19 +49,25 @@ UNITS = (
     "OPENBLAS_CORETYPE",
     "ONEDNN_MAX_CPU_ISA",
 )
-OWN: Mapping[str, str] = {}
 NO_AVX = dict(zip(UNITS, ("default", "SSE4_2", "Nehalem", "SSE41"), strict=True))
 AVX2 = dict(zip(UNITS, ("avx2", "AVX2", "Haswell", "AVX2"), strict=True))
 AVX512 = dict(zip(UNITS, ("avx512", "AVX512", "SkylakeX", "AVX512_CORE"), strict=True))
 
 
 def settings() -> list[Setting]:
-    """Those of this processor: it ends a process that asks for units which it lacks."""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-    named = [AVX2] * ("avx2" in flags) + [AVX512] * ("avx512dq" in flags and "avx512f" in flags)
-    # The processor's own units first, as CI has them, which are the last of those that are named.
+    """Those of this processor, at first as it is; it ends a process that asks for what it lacks."""
+    named = [AVX2, AVX512] if best_units() == "avx512" else []
     among = [Setting(threads, each) for each in named for threads in (1, 2)]
     return [Setting(1), Setting(2), Setting(1, NO_AVX), *among]
+
+
+@cache
+def best_units() -> str:
+    """The widest vector units of this processor, as PyTorch calls them."""
+    flags = {*Path("/proc/cpuinfo").read_text(encoding="utf-8").split()}
+    if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"} <= flags:
+        return "avx512"
+    return "avx2" if {"avx2", "fma"} <= flags else "default"
 
 
 def run_cases(names: Sequence[str]) -> dict[str, Run]:
@@ -77,7 +85,7 @@ def run_cases(names: Sequence[str]) -> dict[str, Run]:
     return runs
 
 
-def recorded(tree: Path, names: Sequence[str], setting: Setting = Setting()) -> dict[str, Run]:
+def recorded(tree: Path, names: Sequence[str], setting: Setting = ALONE) -> dict[str, Run]:
     """Run cases with the package of a tree, in a process of its own.
 
     Raises:

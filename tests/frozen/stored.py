@@ -12,15 +12,23 @@ FILE = Path(__file__).resolve().parents[1] / "frozen.json"
 
 
 def read(file: Path = FILE) -> dict[str, dict[str, Any]]:
-    """The summaries of every case, by the names of their fields."""
+    """The summaries of every case, by the names of their fields; none without a file."""
+    if not file.exists():
+        return {}
     cases: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["cases"]
     return cases
+
+
+def agreed_with(file: Path = FILE) -> list[str]:
+    """The settings in which every case of the file agreed."""
+    settings: list[str] = json.loads(file.read_text(encoding="utf-8"))["agreed with"]
+    return settings
 
 
 def write(
     cases: Mapping[str, Mapping[str, Any]], settings: Sequence[str], file: Path = FILE
 ) -> None:
-    """Write summaries, and in which settings they agreed."""
+    """Write summaries, and the settings in which they agreed."""
     import numpy
     import torch
 
