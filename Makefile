@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow coverage mutants lint fuzz check-install docs docs-serve notebooks format clean
+.PHONY: help demo test test-slow coverage mutants lint fuzz frozen check-install docs docs-serve notebooks format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -31,6 +31,9 @@ lint: .venv/.installed  ## check style and types
 
 fuzz: .venv/.installed  ## thousands of random commands, calls, damaged files, images and kills
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.fuzz
+
+frozen: .venv/.installed  ## after a pure move: the bits of every frozen number of AGAINST=COMMIT, by default the last
+	$(BIN)/python -m tests.frozen --against $(or $(AGAINST),HEAD)
 
 check-install: .venv/.installed  ## build the package and run the demonstration from what was built
 	.ci/check-install
