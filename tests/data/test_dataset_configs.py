@@ -1,9 +1,6 @@
 """The YAML of every dataset holds exactly the keys that `load` takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ ROOT = {
 }
 
 
-def _compose(*overrides: str) -> dict[str, Any]:
+def _compose(*overrides):
     ConfigStore.instance().store("datasets_only", ROOT)
     with initialize_config_dir(str(CONF), version_base=None):
         config = compose("datasets_only", overrides=list(overrides))
@@ -37,18 +34,18 @@ def _compose(*overrides: str) -> dict[str, Any]:
 @pytest.mark.slow(after=3)
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("name", SOURCES)
-def test_keys_are_the_options_of_load(side: str, name: str) -> None:
+def test_keys_are_the_options_of_load(side, name):
     node = _compose(f"{side}={name}")[side]
     assert node["name"] == name
     assert set(node) == {"name", "pseudo_labels", "k", *known_options(name)}
 
 
 @pytest.mark.parametrize("folder", ["dataset", "source", "target"])
-def test_every_source_has_a_file(folder: str) -> None:
+def test_every_source_has_a_file(folder):
     assert {path.stem for path in (CONF / folder).glob("*.yaml")} == set(SOURCES)
 
 
-def test_the_default_compares_disjoint_halves_one_of_them_rotated() -> None:
+def test_the_default_compares_disjoint_halves_one_of_them_rotated():
     config = _compose("max_samples=100")
     source, target = (load(**without_clustering(config[side])) for side in ("source", "target"))
     assert len(source) == len(target) == 100
@@ -56,13 +53,13 @@ def test_the_default_compares_disjoint_halves_one_of_them_rotated() -> None:
     assert config["target"]["rotate"] == 30
 
 
-def test_shared_keys_reach_both_sides_and_can_be_overridden() -> None:
+def test_shared_keys_reach_both_sides_and_can_be_overridden():
     config = _compose("source=mnist", "seed=7", "data_root=d", "source.max_samples=5")
     assert config["source"] | {"root": "d", "seed": 7, "max_samples": 5} == config["source"]
     assert config["target"] | {"root": "d", "seed": 7, "max_samples": None} == config["target"]
 
 
-def test_nested_arguments_and_lists_can_be_set() -> None:
+def test_nested_arguments_and_lists_can_be_set():
     config = _compose(
         "source=torchvision", "source.arguments={split: letters}", "source.classes=[a,2]"
     )
@@ -70,7 +67,7 @@ def test_nested_arguments_and_lists_can_be_set() -> None:
     assert config["source"]["classes"] == ["a", 2]
 
 
-def test_a_node_is_enough_to_load(tmp_path: Path) -> None:
+def test_a_node_is_enough_to_load(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.eye(4), y=[0, 0, 1, 1])
     node = _compose("target=arrays", f"target.path={tmp_path / 'a.npz'}", "target.classes=[1]")
     assert load(**without_clustering(node["target"])).rows.tolist() == [2, 3]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path
@@ -12,7 +10,7 @@ from otdd_flash.data import load
 from otdd_flash.errors import DataNotice, InputError
 
 
-def _write(folder: Path, counts: dict[str, int]) -> Path:
+def _write(folder, counts):
     """Grey images whose level is the image's number within its class."""
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
@@ -21,7 +19,7 @@ def _write(folder: Path, counts: dict[str, int]) -> Path:
     return folder
 
 
-def test_one_folder_per_class(tmp_path: Path) -> None:
+def test_one_folder_per_class(tmp_path):
     dataset = load("image_folder", path=str(_write(tmp_path / "pets", {"cat": 3, "dog": 2})))
     assert dataset.class_names == ("cat", "dog")
     assert dataset.labels.tolist() == [0, 0, 0, 1, 1]
@@ -30,7 +28,7 @@ def test_one_folder_per_class(tmp_path: Path) -> None:
     assert [Path(path).name for path in dataset.inputs.paths][:2] == ["0.png", "1.png"]
 
 
-def test_a_split_is_a_subfolder(tmp_path: Path) -> None:
+def test_a_split_is_a_subfolder(tmp_path):
     _write(tmp_path / "train", {"cat": 3, "dog": 2})
     _write(tmp_path / "val", {"cat": 1, "dog": 1})
     assert len(load("image_folder", path=str(tmp_path))) == 5
@@ -39,7 +37,7 @@ def test_a_split_is_a_subfolder(tmp_path: Path) -> None:
         load("image_folder", path=str(tmp_path), split="test")
 
 
-def test_all_is_every_split_together(tmp_path: Path) -> None:
+def test_all_is_every_split_together(tmp_path):
     _write(tmp_path / "train", {"cat": 3, "dog": 2})
     _write(tmp_path / "test", {"ant": 1, "cat": 1})
     whole = load("image_folder", path=str(tmp_path), split="all")
@@ -49,18 +47,18 @@ def test_all_is_every_split_together(tmp_path: Path) -> None:
     assert len(load("image_folder", path=str(tmp_path))) == 5
 
 
-def test_classes_may_be_called_like_splits(tmp_path: Path) -> None:
+def test_classes_may_be_called_like_splits(tmp_path):
     _write(tmp_path, {"train": 2, "test": 1})
     assert load("image_folder", path=str(tmp_path), split="all").class_names == ("test", "train")
 
 
-def test_train_is_not_the_splits_as_classes(tmp_path: Path) -> None:
+def test_train_is_not_the_splits_as_classes(tmp_path):
     _write(tmp_path / "val", {"cat": 1})
     with pytest.raises(InputError, match=r"unknown split 'train'.*has the folders val"):
         load("image_folder", path=str(tmp_path))
 
 
-def test_the_draw_reads_no_image(tmp_path: Path) -> None:
+def test_the_draw_reads_no_image(tmp_path):
     folder = _write(tmp_path, {"cat": 6, "dog": 3})
     for file in folder.glob("*/*.png"):
         file.write_bytes(b"damaged")
@@ -70,7 +68,7 @@ def test_the_draw_reads_no_image(tmp_path: Path) -> None:
         dataset.inputs[0]
 
 
-def test_a_class_folder_without_images_is_left_out(tmp_path: Path) -> None:
+def test_a_class_folder_without_images_is_left_out(tmp_path):
     folder = _write(tmp_path, {"ant": 1, "bee": 0, "cat": 2})
     with pytest.warns(DataNotice, match="1 of 3 classes have no rows and are left out: bee"):
         dataset = load("image_folder", path=str(folder))
@@ -86,15 +84,13 @@ def test_a_class_folder_without_images_is_left_out(tmp_path: Path) -> None:
         ({"cat": 1}, "cat/0.png", "is a file; name the folder"),
     ],
 )
-def test_folders_that_hold_no_dataset(
-    tmp_path: Path, counts: dict[str, int], path: str, message: str
-) -> None:
+def test_folders_that_hold_no_dataset(tmp_path, counts, path, message):
     _write(tmp_path, counts)
     with pytest.raises(InputError, match=message):
         load("image_folder", path=path if path == "nowhere" else str(tmp_path / path))
 
 
-def _linked(root: Path, link: str, to: str) -> None:
+def _linked(root, link, to):
     place = root / link
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(root / to)
@@ -137,9 +133,7 @@ def _linked(root: Path, link: str, to: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_file_counts_once_in_its_class(
-    tmp_path: Path, links: dict[str, str], counts: dict[str, int], notice: str | None
-) -> None:
+def test_a_file_counts_once_in_its_class(tmp_path, links, counts, notice):
     """A link to its own parent made 492 images of 12."""
     _write(tmp_path / "pets", {"cat": 6, "dog": 6})
     _write(tmp_path / "store", {"owl": 4})
@@ -155,7 +149,7 @@ def test_a_file_counts_once_in_its_class(
     assert any(notice in text for text in texts) if notice else not texts, texts
 
 
-def test_a_split_that_is_linked_is_read(tmp_path: Path) -> None:
+def test_a_split_that_is_linked_is_read(tmp_path):
     """As a store of files with links from folders of their own, whose links are files."""
     _write(tmp_path / "store", {"cat": 2})
     for i in range(2):
@@ -165,7 +159,7 @@ def test_a_split_that_is_linked_is_read(tmp_path: Path) -> None:
         assert len(load("image_folder", path=str(tmp_path / "linked"))) == 2
 
 
-def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+def test_what_is_left_out_is_said(tmp_path):
     folder = _write(tmp_path, {"cat": 2})
     (folder / "cat" / "notes.txt").write_text("two cats")
     (folder / ".ipynb_checkpoints").mkdir()
@@ -175,14 +169,14 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     assert (len(dataset), dataset.class_names) == (2, ("cat",))
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for(tmp_path):
     folder = _write(tmp_path, {"cat": 2})
     os.mkfifo(folder / "cat" / "9.png")
     with pytest.warns(DataNotice, match="such as cat/9.png"):
         assert len(load("image_folder", path=str(folder))) == 2
 
 
-def test_a_link_to_nowhere_is_named_when_it_is_read(tmp_path: Path) -> None:
+def test_a_link_to_nowhere_is_named_when_it_is_read(tmp_path):
     folder = _write(tmp_path, {"cat": 2})
     _linked(tmp_path, "cat/9.png", "gone.png")
     dataset = load("image_folder", path=str(folder))

@@ -1,13 +1,8 @@
 """One decoder for all readers: closed forms for PIL's modes, and folders read in five ways."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -37,21 +32,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:images with transparency")
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def _with(image: Image.Image, mode: str) -> Image.Image:
+def _with(image, mode):
     return image if image.mode == mode else image.convert(mode)
 
 
-def _palette_image() -> Image.Image:
+def _palette_image():
     image = Image.fromarray(INDICES, "P")
     image.putpalette(PALETTE.tobytes())
     return image
 
 
-def _lab() -> Image.Image:
+def _lab():
     profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
     shown = ImageCms.buildTransform(*profiles, "RGB", "LAB")
     image = ImageCms.applyTransform(Image.fromarray(MILD), shown)
@@ -59,26 +54,26 @@ def _lab() -> Image.Image:
     return image
 
 
-def _on_white(values: np.ndarray) -> np.ndarray:
+def _on_white(values):
     alpha = ALPHA.astype(float) / 255
     return 1 - (1 - values) * (alpha if values.ndim == 2 else alpha[..., None])
 
 
-def _ycbcr(values: np.ndarray) -> np.ndarray:
+def _ycbcr(values):
     """ITU-R BT.601 at full range, as JPEG has it."""
     y, cb, cr = (values[..., k].astype(float) - (128 if k else 0) for k in range(3))
     rgb = [y + 1.402 * cr, y - 0.344136 * cb - 0.714136 * cr, y + 1.772 * cb]
     return np.clip(np.stack(rgb, 2), 0, 255) / 255
 
 
-def _cmyk(values: np.ndarray) -> np.ndarray:
+def _cmyk(values):
     ink = values.astype(float) / 255
     return (1 - ink[..., :3]) * (1 - ink[..., 3:])
 
 
 FOUR = np.concatenate([COLOUR, ALPHA[..., None]], 2)
 # What is saved, as which files, the numbers that are meant, and how far 8 bits take them apart.
-MODES: dict[str, tuple[Callable[[], Image.Image], str, np.ndarray, float]] = {
+MODES = {
     "1": (lambda: Image.fromarray(GREY > 127), "png bmp tif pbm", (GREY > 127).astype(float), 0),
     "L": (lambda: Image.fromarray(GREY), "png bmp tif pgm jp2 tga pcx", GREY / 255, 0),
     "LA": (
@@ -102,21 +97,21 @@ FILES = [(mode, end) for mode, (_, ends, _, _) in MODES.items() for end in ends.
 WEBP = {"lossless": True, "exact": True}
 
 
-def _save(folder: Path, mode: str, end: str) -> Path:
+def _save(folder, mode, end):
     path = folder / f"{mode.replace(';', '')}-{end}" / f"a.{end}"
     path.parent.mkdir(parents=True)
     MODES[mode][0]().save(path, **(WEBP if end == "webp" else {}))
     return path
 
 
-def _pixels(image: Any) -> np.ndarray:
+def _pixels(image):
     """Values (h, w) or (h, w, 3) in [0, 1]."""
-    found: np.ndarray = otdd.extractors.pixels().images([image])[0].permute(1, 2, 0).numpy()
+    found = otdd.extractors.pixels().images([image])[0].permute(1, 2, 0).numpy()
     return found[..., 0] if found.shape[2] == 1 else found
 
 
 @pytest.mark.parametrize(("mode", "end"), FILES)
-def test_a_mode_in_a_file_is_the_numbers_that_it_means(tmp_path: Path, mode: str, end: str) -> None:
+def test_a_mode_in_a_file_is_the_numbers_that_it_means(tmp_path, mode, end):
     image = open_image(_save(tmp_path, mode, end))
     assert image.mode in ("L", "RGB", "I;16", "F")
     expected, levels = MODES[mode][2:]
@@ -124,7 +119,7 @@ def test_a_mode_in_a_file_is_the_numbers_that_it_means(tmp_path: Path, mode: str
 
 
 @pytest.mark.parametrize("mode", ["RGBX", "RGBa", "La", "HSV", "PA", "I;16L", "I;16N"])
-def test_a_mode_that_is_in_memory_only(mode: str) -> None:
+def test_a_mode_that_is_in_memory_only(mode):
     expected, levels = {
         "RGBX": (COLOUR / 255, 0),
         # Premultiplied to 8 bits and back loses nothing on white.
@@ -148,14 +143,14 @@ def test_a_mode_that_is_in_memory_only(mode: str) -> None:
     np.testing.assert_allclose(_pixels(image), expected, atol=(levels + 0.01) / 255)
 
 
-def _folder(path: Path, ends: tuple[str, ...]) -> Path:
+def _folder(path, ends):
     for mode, end in FILES:
         if f".{end}" in ends:
             _save(path, mode, end)
     return path
 
 
-def _read(reader: str, folder: Path, tmp_path: Path) -> LabeledDataset:
+def _read(reader, folder, tmp_path):
     match reader:
         case "image_folder":
             return load("image_folder", path=str(folder))
@@ -190,9 +185,7 @@ TORCHVISION = (".png", ".bmp", ".tif", ".ppm", ".pgm", ".webp")
         ("ImageFolder", TORCHVISION),
     ],
 )
-def test_a_folder_gives_the_same_numbers_whichever_reads_it(
-    tmp_path: Path, reader: str, ends: tuple[str, ...]
-) -> None:
+def test_a_folder_gives_the_same_numbers_whichever_reads_it(tmp_path, reader, ends):
     folder = _folder(tmp_path / "photos", ends)
     one, other = (_read(name, folder, tmp_path) for name in ("image_folder", reader))
     assert one.class_names == other.class_names
@@ -206,7 +199,7 @@ def test_a_folder_gives_the_same_numbers_whichever_reads_it(
 
 @pytest.mark.parametrize("end", ["jpg", "png", "webp", "tif"])
 @pytest.mark.parametrize("turn", range(1, 9))
-def test_images_stand_upright(tmp_path: Path, turn: int, end: str) -> None:
+def test_images_stand_upright(tmp_path, turn, end):
     """EXIF's orientations, by what a viewer has to do with the rows and columns that are stored."""
     upright = np.zeros((16, 24), np.uint8)
     upright[:8, :8] = 255
@@ -224,7 +217,7 @@ def test_images_stand_upright(tmp_path: Path, turn: int, end: str) -> None:
     np.testing.assert_allclose(found, upright / 255, atol=0.05)
 
 
-def test_an_image_in_memory_stands_upright() -> None:
+def test_an_image_in_memory_stands_upright():
     exif = Image.Exif()
     exif[0x0112] = 3
     sink = io.BytesIO()
@@ -233,7 +226,7 @@ def test_an_image_in_memory_stands_upright() -> None:
     np.testing.assert_array_equal(_pixels(opened), (COLOUR[::-1, ::-1] / 255).astype(np.float32))
 
 
-def test_dark_and_bright_deep_images_are_apart(tmp_path: Path) -> None:
+def test_dark_and_bright_deep_images_are_apart(tmp_path):
     for name, level in (("dark", 1000), ("bright", 60000)):
         for i in range(4):
             path = tmp_path / name / "a" / f"{i}.png"
@@ -248,7 +241,7 @@ def test_dark_and_bright_deep_images_are_apart(tmp_path: Path) -> None:
     assert found.value == pytest.approx(8 * (59000 / 65535) ** 2, rel=1e-3)
 
 
-def test_grey_is_repeated_where_others_have_colour_and_depths_agree(tmp_path: Path) -> None:
+def test_grey_is_repeated_where_others_have_colour_and_depths_agree(tmp_path):
     """One picture as grey and as colour, in 8 and 16 bits, with and without a palette."""
     pictures = {
         "a.png": Image.fromarray(GREY),
@@ -274,13 +267,13 @@ def test_grey_is_repeated_where_others_have_colour_and_depths_agree(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["RGBA", "LA", "P", "L key", "I;16 key", "array", "float array"])
-def test_what_alpha_shows_is_seen(kind: str) -> None:
+def test_what_alpha_shows_is_seen(kind):
     """Black of two shapes on a transparent ground: equal where alpha is dropped."""
     shapes = np.zeros((2, *SIZE), np.uint8)
     shapes[0, :3], shapes[1, :, 4:] = 255, 255
     rgba = np.zeros((2, *SIZE, 4), np.uint8)
     rgba[..., 3] = shapes
-    items: list[Any] = list(rgba)
+    items = list(rgba)
     match kind:
         case "RGBA" | "LA":
             items = [_with(Image.fromarray(each), kind) for each in rgba]
@@ -303,22 +296,22 @@ def test_what_alpha_shows_is_seen(kind: str) -> None:
     np.testing.assert_allclose(found, 1 - shapes.reshape(2, -1) / 255.0, atol=1.01 / 255)
 
 
-def _reopened_with_key(levels: np.ndarray) -> Image.Image:
+def _reopened_with_key(levels):
     sink = io.BytesIO()
     Image.fromarray(levels.astype(np.uint16)).save(sink, "PNG", transparency=0)
     return Image.open(sink)
 
 
-def test_opaque_images_are_taken_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
+def test_opaque_images_are_taken_without_a_word(recwarn):
     opaque = np.concatenate([COLOUR, np.full((*SIZE, 1), 255, np.uint8)], 2)
     np.testing.assert_array_equal(_pixels(Image.fromarray(opaque)), np.float32(COLOUR / 255))
     assert not recwarn.list
 
 
-def test_deep_colour_that_is_read_in_8_bits_is_said(tmp_path: Path) -> None:
+def test_deep_colour_that_is_read_in_8_bits_is_said(tmp_path):
     """PIL does not write such files: a PNG of one pixel, of 16 bits a channel."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def chunk(kind, data):
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         )
@@ -331,27 +324,27 @@ def test_deep_colour_that_is_read_in_8_bits_is_said(tmp_path: Path) -> None:
     assert image.getpixel((0, 0)) == (0x12, 255, 0)
 
 
-def _frames(path: Path) -> None:
+def _frames(path):
     pages = [Image.fromarray(GREY), Image.fromarray(255 - GREY)]
     pages[0].save(path, save_all=True, append_images=pages[1:])
 
 
-def _white_drawing(path: Path) -> None:
+def _white_drawing(path):
     Image.fromarray(np.concatenate([np.full((*SIZE, 3), 255, np.uint8), FOUR[..., 3:]], 2)).save(
         path
     )
 
 
-def _cut(path: Path) -> None:
+def _cut(path):
     Image.fromarray(COLOUR).resize((80, 80)).save(path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
 
 
-def _drawing(path: Path) -> None:
+def _drawing(path):
     Image.fromarray(COLOUR).save(path, "EPS")
 
 
-REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
+REFUSED = [
     ("a.tif", lambda p: Image.fromarray(GREY.astype(np.int32)).save(p), "32-bit integers have no"),
     ("a.tif", lambda p: Image.fromarray(FLOATS * 255).save(p), r"in \[0, 1\], got .* rescale them"),
     ("a.tif", lambda p: Image.fromarray(FLOATS * np.nan).save(p), r"in \[0, 1\], got nan"),
@@ -370,9 +363,7 @@ REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("name", "write", "message"), REFUSED)
-def test_what_cannot_be_meant_is_refused_by_name(
-    tmp_path: Path, name: str, write: Callable[[Path], None], message: str
-) -> None:
+def test_what_cannot_be_meant_is_refused_by_name(tmp_path, name, write, message):
     good = tmp_path / "photos" / "x" / "0.png"
     good.parent.mkdir(parents=True)
     Image.fromarray(COLOUR).save(good)
@@ -394,7 +385,7 @@ def test_what_cannot_be_meant_is_refused_by_name(
 
 
 @pytest.mark.parametrize("image", [Image.fromarray(GREY.astype(np.int32)), Image.new("L", (0, 3))])
-def test_a_list_of_images_names_the_row(image: Image.Image) -> None:
+def test_a_list_of_images_names_the_row(image):
     inputs = [Image.fromarray(GREY), image]
     dataset = LabeledDataset(inputs, None, (), None, "image", "mine")
     with pytest.raises(InputError, match="row 1: "):
@@ -404,7 +395,7 @@ def test_a_list_of_images_names_the_row(image: Image.Image) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2", np.bool_, np.float32])
-def test_arrays_are_scaled_by_the_range_of_their_type(tmp_path: Path, dtype: Any) -> None:
+def test_arrays_are_scaled_by_the_range_of_their_type(tmp_path, dtype):
     """Dark 16-bit images were taken for 8-bit ones, and those of bool for nearly black."""
     values = (RANDOM.random((5, 4, 4)) * (1 if dtype in (np.bool_, np.float32) else 256)).round()
     values = values.astype(dtype)
@@ -415,9 +406,7 @@ def test_arrays_are_scaled_by_the_range_of_their_type(tmp_path: Path, dtype: Any
     np.testing.assert_allclose(found, values.reshape(5, -1).astype(float) / white, rtol=1e-6)
 
 
-def test_features_of_another_decoder_are_not_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_of_another_decoder_are_not_served(tmp_path, monkeypatch):
     _save(tmp_path, "L", "png")
     before = inputs_hash(load("image_folder", path=str(tmp_path)))
     assert inputs_hash(load("image_folder", path=str(tmp_path))) == before
@@ -425,7 +414,7 @@ def test_features_of_another_decoder_are_not_served(
     assert inputs_hash(load("image_folder", path=str(tmp_path))) != before
 
 
-def test_images_in_memory_are_known_by_what_they_show() -> None:
+def test_images_in_memory_are_known_by_what_they_show():
     """The same indices and palette, of which another one is transparent."""
     hashes = set()
     for key in (None, 0, 1):

@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,7 +6,7 @@ from otdd_flash.data.registry import SOURCES, known_options
 from otdd_flash.errors import InputError
 
 
-def test_digit_halves_are_disjoint_and_complete_for_any_seeds() -> None:
+def test_digit_halves_are_disjoint_and_complete_for_any_seeds():
     train, test = load("digits", seed=1), load("digits", split="test", seed=2)
     assert np.intersect1d(train.rows, test.rows).size == 0
     everything = load("digits", split="all")
@@ -20,7 +15,7 @@ def test_digit_halves_are_disjoint_and_complete_for_any_seeds() -> None:
     assert np.abs(gap).max() <= 1
 
 
-def test_digits_fill_the_range_of_bytes() -> None:
+def test_digits_fill_the_range_of_bytes():
     digits = load("digits")
     assert digits.inputs.dtype == np.uint8
     assert digits.inputs.shape[1:] == (8, 8)
@@ -28,13 +23,13 @@ def test_digits_fill_the_range_of_bytes() -> None:
     assert digits.modality == "image"
 
 
-def test_a_quarter_turn_rotates_counter_clockwise() -> None:
+def test_a_quarter_turn_rotates_counter_clockwise():
     upright, turned = load("digits"), load("digits", rotate=90)
     np.testing.assert_array_equal(turned.inputs, np.rot90(upright.inputs, axes=(1, 2)))
     assert "90" in turned.name
 
 
-def test_blobs_share_centres_between_splits_but_no_points() -> None:
+def test_blobs_share_centres_between_splits_but_no_points():
     train, test = (
         load("blobs", split=split, samples=400, dim=3, num_classes=4, spread=0.01)
         for split in ("train", "test")
@@ -50,7 +45,7 @@ def test_blobs_share_centres_between_splits_but_no_points() -> None:
     assert both.rows.tolist() == [*train.rows, *test.rows] == list(range(800))
 
 
-def test_blobs_follow_their_seed_and_spread() -> None:
+def test_blobs_follow_their_seed_and_spread():
     first, again = load("blobs", seed=4), load("blobs", seed=4)
     np.testing.assert_array_equal(first.inputs, again.inputs)
     assert not np.array_equal(first.inputs, load("blobs", seed=5).inputs)
@@ -58,7 +53,7 @@ def test_blobs_follow_their_seed_and_spread() -> None:
     assert wide.inputs.std() > 2 * first.inputs.std()
 
 
-def test_weights_come_from_a_file(tmp_path: Path) -> None:
+def test_weights_come_from_a_file(tmp_path):
     weights = np.linspace(1, 2, 899)
     np.save(tmp_path / "w.npy", weights)
     drawn = load("digits", weights=tmp_path / "w.npy", max_samples=30)
@@ -89,14 +84,12 @@ def test_weights_come_from_a_file(tmp_path: Path) -> None:
         ("torchvision", {}, "torchvision needs dataset=CLASS"),
     ],
 )
-def test_bad_requests_name_the_value_and_the_way_out(
-    name: str, options: dict[str, Any], message: str
-) -> None:
+def test_bad_requests_name_the_value_and_the_way_out(name, options, message):
     with pytest.raises(InputError, match=message):
         load(name, **options)
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_known_options_hold_the_shared_ones_first(name: str) -> None:
+def test_known_options_hold_the_shared_ones_first(name):
     assert known_options(name)[:3] == ("root", "split", "max_samples")
     assert "request" not in known_options(name)

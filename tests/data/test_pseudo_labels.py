@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from otdd_flash.samples import LabeledSamples
 SIZES = (5, 20, 10)
 
 
-def _groups(weights: torch.Tensor | None = None) -> LabeledSamples:
+def _groups(weights=None):
     """Three far groups of 5, 20 and 10 points."""
     centres = np.repeat([[0.0, 0.0], [50.0, 0.0], [0.0, 50.0]], SIZES, axis=0)
     points = centres + np.random.default_rng(0).standard_normal(centres.shape)
@@ -20,28 +18,28 @@ def _groups(weights: torch.Tensor | None = None) -> LabeledSamples:
 
 
 @pytest.mark.parametrize("seed", [0, 4, 7])
-def test_groups_are_found_and_numbered_from_the_largest(seed: int) -> None:
+def test_groups_are_found_and_numbered_from_the_largest(seed):
     labelled = with_pseudo_labels(_groups(), 3, seed)
     assert labelled.labels.tolist() == np.repeat([2, 0, 1], SIZES).tolist()
     assert labelled.class_names == ("cluster 0", "cluster 1", "cluster 2")
     assert torch.equal(labelled.features, _groups().features)
 
 
-def test_the_seed_alone_decides() -> None:
+def test_the_seed_alone_decides():
     np.random.seed(1)  # noqa: NPY002
     first = with_pseudo_labels(_groups(), 9, seed=4)
     np.random.seed(2)  # noqa: NPY002
     assert torch.equal(first.labels, with_pseudo_labels(_groups(), 9, seed=4).labels)
 
 
-def test_labels_that_are_there_are_replaced() -> None:
+def test_labels_that_are_there_are_replaced():
     samples = _groups()
     labels = torch.zeros(len(samples), dtype=torch.int64)
     labelled = LabeledSamples(samples.features, labels, ("only",))
     assert len(with_pseudo_labels(labelled, 3, seed=0).class_names) == 3
 
 
-def test_weightless_points_do_not_attract_a_centre() -> None:
+def test_weightless_points_do_not_attract_a_centre():
     weights = torch.ones(sum(SIZES))
     weights[: SIZES[0]] = 0
     clusters = with_pseudo_labels(_groups(weights), 2, seed=0).labels
@@ -49,7 +47,7 @@ def test_weightless_points_do_not_attract_a_centre() -> None:
     assert clusters[SIZES[0]] != clusters[-1]
 
 
-def test_fewer_distinct_points_give_fewer_clusters() -> None:
+def test_fewer_distinct_points_give_fewer_clusters():
     samples = LabeledSamples(torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]]), None, ())
     labelled = with_pseudo_labels(samples, 4, seed=0)
     assert labelled.labels.tolist() == [1, 1, 0, 0, 0]
@@ -57,12 +55,12 @@ def test_fewer_distinct_points_give_fewer_clusters() -> None:
 
 
 @pytest.mark.parametrize("k", [0, -1, 36])
-def test_k_must_fit(k: int) -> None:
+def test_k_must_fit(k):
     with pytest.raises(InputError, match=f"k from 1 to 35, the rows of groups; got {k}"):
         with_pseudo_labels(_groups(), k, seed=0)
 
 
-def test_parts_of_one_dataset_have_the_same_clusters() -> None:
+def test_parts_of_one_dataset_have_the_same_clusters():
     """Clusters of the rows to test on, found by themselves, were numbered in another way."""
     groups = _groups()
     few = groups.take(torch.tensor([0, 1, 2, 3, 4, 5, 25]))

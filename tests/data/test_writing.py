@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -20,13 +16,13 @@ NAMES = ("T-shirt, $a$", "10", "9", "猫")
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def samples(d: int = 12, dtype: torch.dtype = torch.float32, **changes: Any) -> LabeledSamples:
+def samples(d=12, dtype=torch.float32, **changes):
     draw = torch.Generator().manual_seed(0)
-    given: dict[str, Any] = {
+    given = {
         "features": 2 * torch.rand(7, d, generator=draw, dtype=dtype) - 0.5,
         "labels": torch.tensor([3, 0, 1, 2, 2, 0, 3]),
         "class_names": NAMES,
@@ -35,13 +31,13 @@ def samples(d: int = 12, dtype: torch.dtype = torch.float32, **changes: Any) -> 
     return LabeledSamples(**(given | changes))
 
 
-def listing(folder: Path) -> list[str]:
+def listing(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("d", [1, 12])
-def test_arrays_reads_back_what_npz_was_written(tmp_path: Path, d: int, dtype: torch.dtype) -> None:
+def test_arrays_reads_back_what_npz_was_written(tmp_path, d, dtype):
     written = samples(d, dtype)
     write_npz(written, tmp_path / "adapted.npz")
     read = load("arrays", path=str(tmp_path / "adapted.npz"))
@@ -52,7 +48,7 @@ def test_arrays_reads_back_what_npz_was_written(tmp_path: Path, d: int, dtype: t
     assert read.class_names == NAMES
 
 
-def test_npz_of_plain_points_holds_nothing_else(tmp_path: Path) -> None:
+def test_npz_of_plain_points_holds_nothing_else(tmp_path):
     write_npz(samples(labels=None, weights=None), tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz") as archive:
         assert archive.files == ["x"]
@@ -62,7 +58,7 @@ def test_npz_of_plain_points_holds_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("d", [1, 12])
-def test_huggingface_reads_back_vectors(tmp_path: Path, d: int, dtype: torch.dtype) -> None:
+def test_huggingface_reads_back_vectors(tmp_path, d, dtype):
     written = samples(d, dtype)
     write_hugging_face(written, tmp_path / "adapted")
     read = load("huggingface", path=str(tmp_path / "adapted"), weights="weight", input="features")
@@ -79,7 +75,7 @@ def test_huggingface_reads_back_vectors(tmp_path: Path, d: int, dtype: torch.dty
     assert table.features["label"].names == list(NAMES)
 
 
-def test_huggingface_finds_vectors_without_labels_by_itself(tmp_path: Path) -> None:
+def test_huggingface_finds_vectors_without_labels_by_itself(tmp_path):
     written = samples(labels=None, weights=None)
     write_hugging_face(written, tmp_path / "a")
     with pytest.warns(DataNotice, match="unlabelled"):
@@ -89,9 +85,7 @@ def test_huggingface_finds_vectors_without_labels_by_itself(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 2, 2)])
-def test_huggingface_reads_back_images_clipped_and_rounded(
-    tmp_path: Path, shape: tuple[int, int, int]
-) -> None:
+def test_huggingface_reads_back_images_clipped_and_rounded(tmp_path, shape):
     written = samples()
     write_hugging_face(written, tmp_path / "adapted", shape)
     read = embed(load("huggingface", path=str(tmp_path / "adapted"), weights="weight"), pixels())
@@ -104,7 +98,7 @@ def test_huggingface_reads_back_images_clipped_and_rounded(
     np.testing.assert_array_equal(exact.inputs, written.features)
 
 
-def test_pixels_keep_their_places() -> None:
+def test_pixels_keep_their_places():
     colours = torch.arange(12).float().reshape(1, 12) / 255
     images = eight_bit_images(colours, (3, 2, 2))
     assert images[0, 0].tolist() == [[0, 4, 8], [1, 5, 9]]
@@ -112,29 +106,25 @@ def test_pixels_keep_their_places() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 4), (2, 2, 3)])
-def test_what_are_no_images_is_refused_before_anything_is_written(
-    tmp_path: Path, shape: tuple[int, int, int]
-) -> None:
+def test_what_are_no_images_is_refused_before_anything_is_written(tmp_path, shape):
     with pytest.raises(InputError, match=r"rows of 12 values are no images of shape"):
         write_hugging_face(samples(), tmp_path / "a", shape)
     assert listing(tmp_path) == []
 
 
-def test_names_that_the_library_refuses_are_told_apart(tmp_path: Path) -> None:
+def test_names_that_the_library_refuses_are_told_apart(tmp_path):
     write_hugging_face(samples(class_names=("a", "a", "b\udc80", "")), tmp_path / "a")
     table = datasets.load_from_disk(str(tmp_path / "a"))
     assert table.features["label"].names == ["a", "a (2)", "b\\udc80", ""]
 
 
-def test_a_dataset_is_replaced_only_by_a_whole_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_is_replaced_only_by_a_whole_one(tmp_path, monkeypatch):
     path = tmp_path / "adapted"
     write_hugging_face(samples(), path)
     (path / "left from before").write_text("")
     save = datasets.Dataset.save_to_disk
 
-    def save_and_stop(table: datasets.Dataset, folder: str) -> None:
+    def save_and_stop(table, folder):
         save(table, folder)
         raise KeyboardInterrupt
 
@@ -150,7 +140,7 @@ def test_a_dataset_is_replaced_only_by_a_whole_one(
     assert "left from before" not in listing(path)
 
 
-def test_a_folder_that_is_no_dataset_is_never_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_dataset_is_never_replaced(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years")
     with pytest.raises(InputError, match="home exists and is no dataset"):
@@ -158,24 +148,19 @@ def test_a_folder_that_is_no_dataset_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years"
 
 
-def test_a_failed_exchange_puts_the_old_folder_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_exchange_puts_the_old_folder_back(tmp_path, monkeypatch):
     path = tmp_path / "folder"
     path.mkdir()
     (path / "old").write_text("")
     rename = os.replace
 
-    def refuse_the_new_one(source: Path, target: Path) -> None:
+    def refuse_the_new_one(source, target):
         if source.name.endswith(".partial"):
             raise OSError(28, "No space left on device")
         rename(source, target)
 
     monkeypatch.setattr("otdd_flash.files.atomic.os.replace", refuse_the_new_one)
-    with (
-        pytest.raises(InputError, match="No space left"),
-        replacing_folder(path) as partial,
-    ):
+    with pytest.raises(InputError, match="No space left"), replacing_folder(path) as partial:
         (partial / "new").write_text("")
     assert listing(tmp_path) == ["folder"]
     assert listing(path) == ["old"]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import embed, from_callable, identity, pixels
@@ -22,14 +20,14 @@ from otdd_flash.files.tensor_file import read_tensors, save_tensors
 class CountedNetwork:
     """A small network that counts its forward passes."""
 
-    def __init__(self, seed: int = 0, description: str = "counted") -> None:
+    def __init__(self, seed=0, description="counted"):
         self.calls = 0
         generator = torch.Generator().manual_seed(seed)
         layer = nn.Linear(16, 3)
         layer.weight.data = torch.randn(3, 16, generator=generator)
         layer.bias.data.zero_()
 
-        def forward(module: nn.Module, items: list[Tensor]) -> Tensor:
+        def forward(module, items):
             self.calls += 1
             where = next(module.parameters()).device
             return module(torch.stack(items).flatten(1).to(where))
@@ -39,16 +37,16 @@ class CountedNetwork:
         )
 
 
-def as_tensor(item: Any) -> Tensor:
+def as_tensor(item):
     return torch.from_numpy(np.array(item)).float() / 255
 
 
 @pytest.fixture
-def images() -> np.ndarray:
+def images():
     return np.random.default_rng(1).integers(0, 256, (7, 4, 4), dtype=np.uint8)
 
 
-def test_labels_weights_and_names_are_kept(make_dataset: Any, images: np.ndarray) -> None:
+def test_labels_weights_and_names_are_kept(make_dataset, images):
     weights = np.arange(1.0, 8.0)
     dataset = make_dataset(images, weights=weights, name="seven")
     samples = embed(dataset, pixels())
@@ -60,18 +58,16 @@ def test_labels_weights_and_names_are_kept(make_dataset: Any, images: np.ndarray
     np.testing.assert_allclose(samples.masses.numpy(), weights / weights.sum())
 
 
-def test_unlabelled_data_stay_unlabelled(make_dataset: Any, images: np.ndarray) -> None:
+def test_unlabelled_data_stay_unlabelled(make_dataset, images):
     samples = embed(make_dataset(images, labels=None, class_names=()), pixels())
     assert samples.labels is None
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
-def test_batches_do_not_change_features(
-    make_dataset: Any, images: np.ndarray, batch_size: int
-) -> None:
+def test_batches_do_not_change_features(make_dataset, images, batch_size):
     dataset, network = make_dataset(images), CountedNetwork()
     whole = network.extractor(images)
-    done: list[tuple[int, int]] = []
+    done = []
     features = embed(
         dataset,
         network.extractor,
@@ -83,17 +79,15 @@ def test_batches_do_not_change_features(
     assert done == [(min(s + batch_size, 7), 7) for s in range(0, 7, batch_size)]
 
 
-def test_workers_give_the_same_features(make_dataset: Any, images: np.ndarray) -> None:
+def test_workers_give_the_same_features(make_dataset, images):
     dataset, extractor = make_dataset(images), CountedNetwork().extractor
     alone = embed(dataset, extractor, batch_size=2)
     assert embed(dataset, extractor, batch_size=2, num_workers=2).fingerprint == alone.fingerprint
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_error_in_an_input_arrives_unwrapped(
-    make_dataset: Any, images: np.ndarray, num_workers: int
-) -> None:
-    def refuse(item: Any) -> Any:
+def test_error_in_an_input_arrives_unwrapped(make_dataset, images, num_workers):
+    def refuse(item):
         raise InputError("image 3 is damaged")
 
     network = CountedNetwork().extractor
@@ -102,20 +96,18 @@ def test_error_in_an_input_arrives_unwrapped(
         embed(make_dataset(images), broken, num_workers=num_workers)
 
 
-def test_global_random_state_is_untouched(make_dataset: Any, images: np.ndarray) -> None:
+def test_global_random_state_is_untouched(make_dataset, images):
     extractor = CountedNetwork().extractor
     before = torch.get_rng_state()
     embed(make_dataset(images), extractor)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_second_extraction_comes_from_the_cache(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path
-) -> None:
+def test_second_extraction_comes_from_the_cache(make_dataset, images, tmp_path):
     first = CountedNetwork()
     fresh = embed(make_dataset(images), first.extractor, cache_dir=tmp_path)
     again = CountedNetwork()
-    done: list[tuple[int, int]] = []
+    done = []
     # Other labels and another name: features depend on the inputs alone.
     relabelled = make_dataset(images, name="other", labels=np.ones(7, dtype=np.int64))
     cached = embed(
@@ -141,18 +133,14 @@ def test_second_extraction_comes_from_the_cache(
     ],
     ids=["order", "subset", "shape", "weights", "description"],
 )
-def test_changed_content_is_extracted_anew(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path, change: Callable[..., Any]
-) -> None:
+def test_changed_content_is_extracted_anew(make_dataset, images, tmp_path, change):
     embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
     changed, network = change(images, CountedNetwork())
     embed(make_dataset(changed), network.extractor, cache_dir=tmp_path)
     assert network.calls == 1
 
 
-def test_mixed_precision_has_its_own_entry(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path
-) -> None:
+def test_mixed_precision_has_its_own_entry(make_dataset, images, tmp_path):
     network = CountedNetwork()
     full = embed(make_dataset(images), network.extractor, cache_dir=tmp_path)
     mixed = embed(make_dataset(images), network.extractor, cache_dir=tmp_path, mixed_precision=True)
@@ -162,12 +150,10 @@ def test_mixed_precision_has_its_own_entry(
     assert 0 < error < 0.05 * full.features.abs().max()
 
 
-def test_overflow_in_mixed_precision_names_the_way_out(
-    make_dataset: Any, images: np.ndarray
-) -> None:
+def test_overflow_in_mixed_precision_names_the_way_out(make_dataset, images):
     network = CountedNetwork().extractor
 
-    def overflow(module: nn.Module, items: list[Tensor]) -> Tensor:
+    def overflow(module, items):
         return network.forward(module, items) * torch.inf
 
     broken = Network("broken", network.module, network.modalities, network.prepare, overflow)
@@ -177,12 +163,7 @@ def test_overflow_in_mixed_precision_names_the_way_out(
         embed(make_dataset(images), broken)
 
 
-def test_damaged_entry_is_rebuilt(
-    make_dataset: Any,
-    images: np.ndarray,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_damaged_entry_is_rebuilt(make_dataset, images, tmp_path, caplog):
     fresh = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-2])
@@ -196,21 +177,14 @@ def test_damaged_entry_is_rebuilt(
     assert network.calls == 1
 
 
-def test_unwritable_cache_does_not_stop_the_run(
-    make_dataset: Any,
-    images: np.ndarray,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unwritable_cache_does_not_stop_the_run(make_dataset, images, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     samples = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path / "file")
     assert len(samples) == 7
     assert len(caplog.records) == 1
 
 
-def test_cheap_features_are_not_cached(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path
-) -> None:
+def test_cheap_features_are_not_cached(make_dataset, images, tmp_path):
     embed(make_dataset(images), pixels(), cache_dir=tmp_path)
     embed(make_dataset(images), from_callable(pixels()), cache_dir=tmp_path)
     embed(make_dataset(images.reshape(7, -1), "array"), identity(), cache_dir=tmp_path)
@@ -223,9 +197,7 @@ class FolderOfImages(list[Image.Image]):
     paths: list[Path]
 
 
-def test_lazy_files_are_known_by_path_size_and_time(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path
-) -> None:
+def test_lazy_files_are_known_by_path_size_and_time(make_dataset, images, tmp_path):
     inputs = FolderOfImages(Image.fromarray(image) for image in images)
     inputs.paths = [tmp_path / f"{row}.png" for row in range(len(images))]
     for path, image in zip(inputs.paths, inputs, strict=True):
@@ -248,21 +220,19 @@ def test_lazy_files_are_known_by_path_size_and_time(
         ({"device": "warp:9"}, "unknown device"),
     ],
 )
-def test_bad_arguments_are_refused(
-    make_dataset: Any, images: np.ndarray, arguments: dict[str, Any], message: str
-) -> None:
+def test_bad_arguments_are_refused(make_dataset, images, arguments, message):
     with pytest.raises(InputError, match=message):
         embed(make_dataset(images), CountedNetwork().extractor, **arguments)
 
 
-def test_bare_function_is_told_apart(make_dataset: Any, images: np.ndarray) -> None:
+def test_bare_function_is_told_apart(make_dataset, images):
     with pytest.raises(InputError, match="from_callable"):
-        embed(make_dataset(images), lambda batch: batch)  # type: ignore[arg-type]
+        embed(make_dataset(images), lambda batch: batch)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_gpu_matches_cpu(make_dataset: Any, images: np.ndarray) -> None:
+def test_gpu_matches_cpu(make_dataset, images):
     network = CountedNetwork().extractor
     on_cpu = embed(make_dataset(images), network, device="cpu").features
     on_gpu = embed(make_dataset(images), network, device="cuda").features
@@ -276,12 +246,8 @@ def test_gpu_matches_cpu(make_dataset: Any, images: np.ndarray) -> None:
     [torch.zeros(2, 3), torch.zeros(7), torch.full((7, 3), torch.nan), torch.zeros(7, 3).int()],
 )
 def test_an_entry_that_cannot_be_these_features_is_not_used(
-    features: Tensor,
-    make_dataset: Any,
-    images: np.ndarray,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    features, make_dataset, images, tmp_path, caplog
+):
     """Whoever can write a cache can also compute checksums."""
     fresh = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
     (path,) = tmp_path.iterdir()

@@ -1,10 +1,7 @@
 """Extractors by name, and their configuration files."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,14 +15,14 @@ FOLLOWING = ("seed", "download")
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "extractor"
 
 
-def test_there_is_one_file_per_extractor() -> None:
+def test_there_is_one_file_per_extractor():
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(FACTORIES)
 
 
 @pytest.mark.parametrize("name", FACTORIES)
-def test_files_hold_every_parameter_with_its_default(name: str) -> None:
+def test_files_hold_every_parameter_with_its_default(name):
     config = OmegaConf.load(FOLDER / f"{name}.yaml")
-    values: dict[Any, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
+    values = OmegaConf.to_container(config)  # type: ignore[assignment]
     shared = {"name": name, "standardize": False, "pca": None, "batch_size": 256}
     assert shared.items() <= values.items()
     settings = set(inspect.signature(embed).parameters) & set(OTHER_SETTINGS)
@@ -36,8 +33,8 @@ def test_files_hold_every_parameter_with_its_default(name: str) -> None:
             assert values[parameter] == declared.default
 
 
-def test_a_whole_configuration_builds_the_extractor() -> None:
-    config: Any = OmegaConf.to_container(OmegaConf.load(FOLDER / "pixels.yaml"))
+def test_a_whole_configuration_builds_the_extractor():
+    config = OmegaConf.to_container(OmegaConf.load(FOLDER / "pixels.yaml"))
     assert build_extractor(**{**config, "size": 8}) == pixels(size=8)
 
 
@@ -51,8 +48,6 @@ def test_a_whole_configuration_builds_the_extractor() -> None:
         ("timm", {"model": None}, r"timm needs extractor\.model="),
     ],
 )
-def test_bad_names_and_parameters_list_the_known(
-    name: str, parameters: dict[str, Any], message: str
-) -> None:
+def test_bad_names_and_parameters_list_the_known(name, parameters, message):
     with pytest.raises(InputError, match=message):
         build_extractor(name, **parameters)

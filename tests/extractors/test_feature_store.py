@@ -1,18 +1,14 @@
 """Features that are written to a file as they come, and interruptions of that."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import embed, feature_store, from_callable, identity, pixels
@@ -24,12 +20,12 @@ from otdd_flash.files.locks import lock, unlock
 class Failing:
     """A network that stops at one of its batches, or gives no number there."""
 
-    def __init__(self, at: int | None = None, *, overflows: bool = False) -> None:
-        self.seen: list[int] = []
+    def __init__(self, at=None, *, overflows=False):
+        self.seen = []
         self.layer = nn.Linear(4, 3)
         self.layer.weight.data = torch.arange(12.0).view(3, 4)
 
-        def forward(module: nn.Module, items: list[Tensor]) -> Tensor:
+        def forward(module, items):
             if len(self.seen) == at:
                 if overflows:
                     return torch.full((len(items), 3), torch.inf)
@@ -43,14 +39,14 @@ class Failing:
 
 
 @pytest.fixture
-def dataset(make_dataset: Any) -> Any:
+def dataset(make_dataset):
     vectors = np.random.default_rng(0).normal(size=(23, 4)).astype("float32")
     return make_dataset(vectors, modality="array")
 
 
-def test_features_in_a_file_are_those_in_memory(dataset: Any, tmp_path: Path) -> None:
+def test_features_in_a_file_are_those_in_memory(dataset, tmp_path):
     path = tmp_path / "made" / "x.npy"
-    seen: list[tuple[int, int]] = []
+    seen = []
     network = Failing()
     network.layer.bias.data.zero_()
     samples = embed(
@@ -70,9 +66,7 @@ def test_features_in_a_file_are_those_in_memory(dataset: Any, tmp_path: Path) ->
     assert len(network.seen) == calls
 
 
-def test_an_interruption_costs_what_was_not_noted(
-    dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_costs_what_was_not_noted(dataset, tmp_path, monkeypatch):
     """Two batches of 5 rows of 12 bytes are noted at once."""
     monkeypatch.setattr(feature_store, "NOTED_BYTES", 100)
     path, network = tmp_path / "x.npy", Failing(3)
@@ -90,8 +84,8 @@ def test_an_interruption_costs_what_was_not_noted(
 
 
 def test_what_is_of_something_else_is_not_gone_on_with(
-    dataset: Any, make_dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dataset, make_dataset, tmp_path, monkeypatch
+):
     monkeypatch.setattr(feature_store, "NOTED_BYTES", 1)
     path, network = tmp_path / "x.npy", Failing(3)
     network.layer.bias.data.zero_()
@@ -108,7 +102,7 @@ def test_what_is_of_something_else_is_not_gone_on_with(
         embed(dataset, whole.extractor, batch_size=5, features_path=path, device="cpu")
 
 
-def test_bad_features_and_paths_are_refused(dataset: Any, tmp_path: Path) -> None:
+def test_bad_features_and_paths_are_refused(dataset, tmp_path):
     network = Failing(1, overflows=True)
     call = {"batch_size": 5, "device": "cpu"}
     with pytest.raises(InputError, match="features from row 5 on are not finite"):
@@ -120,7 +114,7 @@ def test_bad_features_and_paths_are_refused(dataset: Any, tmp_path: Path) -> Non
         embed(dataset, identity(), features_path=tmp_path / "file" / "x.npy", **call)
 
 
-def interrupted(dataset: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
+def interrupted(dataset, path, monkeypatch):
     """Ten of 23 rows are in a file; the network that goes on with them."""
     monkeypatch.setattr(feature_store, "NOTED_BYTES", 1)
     first, rest = Failing(2), Failing()
@@ -131,23 +125,23 @@ def interrupted(dataset: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
     return rest
 
 
-def shortened(partial: Path, note: Path) -> None:
+def shortened(partial, note):
     os.truncate(partial, partial.stat().st_size - 4)
 
 
-def flipped(partial: Path, note: Path) -> None:
+def flipped(partial, note):
     content = bytearray(partial.read_bytes())
     content[-3] ^= 1
     partial.write_bytes(content)
 
 
-def of_other_width(partial: Path, note: Path) -> None:
+def of_other_width(partial, note):
     with partial.open("wb") as file:
         np.save(file, np.zeros((23, 7)))
 
 
-def noted(**changes: Any) -> Any:
-    def change(partial: Path, note: Path) -> None:
+def noted(**changes):
+    def change(partial, note):
         note.write_text(json.dumps(json.loads(note.read_text()) | changes))
 
     return change
@@ -168,9 +162,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
-def test_rows_that_came_to_harm_are_extracted_again(
-    harm: Any, dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_came_to_harm_are_extracted_again(harm, dataset, tmp_path, monkeypatch):
     """Zeros behind the end of a shortened file were taken for features."""
     path = tmp_path / "x.npy"
     network = interrupted(dataset, path, monkeypatch)
@@ -182,9 +174,7 @@ def test_rows_that_came_to_harm_are_extracted_again(
     assert torch.equal(found.features[:], expected.features)
 
 
-def test_what_was_written_after_the_last_note_is_written_again(
-    dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_written_after_the_last_note_is_written_again(dataset, tmp_path, monkeypatch):
     path = tmp_path / "x.npy"
     network = interrupted(dataset, path, monkeypatch)
     with (tmp_path / "x.npy.partial").open("ab") as file:
@@ -195,9 +185,7 @@ def test_what_was_written_after_the_last_note_is_written_again(
     assert torch.equal(found.features[:], expected.features)
 
 
-def test_a_note_of_a_file_that_was_deleted_vouches_for_nothing(
-    dataset: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_note_of_a_file_that_was_deleted_vouches_for_nothing(dataset, tmp_path, caplog):
     """Less than is noted at once had been written again when the second run was stopped."""
     path, call = tmp_path / "x.npy", {"batch_size": 5, "device": "cpu"}
     networks = [Failing(), Failing(2), Failing()]
@@ -215,9 +203,7 @@ def test_a_note_of_a_file_that_was_deleted_vouches_for_nothing(
 
 
 @pytest.mark.parametrize("harm", ["flipped", "replaced", "of fewer rows"])
-def test_a_complete_file_that_came_to_harm_is_refused(
-    harm: str, dataset: Any, tmp_path: Path
-) -> None:
+def test_a_complete_file_that_came_to_harm_is_refused(harm, dataset, tmp_path):
     path, call = tmp_path / "x.npy", {"features_path": tmp_path / "x.npy"}
     embed(dataset, identity(), **call)
     content = np.load(path)
@@ -230,14 +216,12 @@ def test_a_complete_file_that_came_to_harm_is_refused(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_another_function_of_the_same_name_is_refused(
-    whole: bool, dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_function_of_the_same_name_is_refused(whole, dataset, tmp_path, monkeypatch):
     """A function is known by its name, and a changed one found its first one's features."""
     monkeypatch.setattr(feature_store, "NOTED_BYTES", 1)
 
-    def scaled(by: float, stop: bool = False) -> Any:
-        def function(batch: Any) -> Any:
+    def scaled(by, stop=False):
+        def function(batch):
             if stop and len(seen) == 2:
                 raise KeyboardInterrupt
             seen.append(len(batch))
@@ -246,7 +230,7 @@ def test_another_function_of_the_same_name_is_refused(
         return from_callable(function)
 
     call = {"batch_size": 5, "features_path": tmp_path / "x.npy"}
-    seen: list[int] = []
+    seen = []
     with nullcontext() if whole else pytest.raises(KeyboardInterrupt):
         embed(dataset, scaled(1.0, stop=not whole), **call)
     with pytest.raises(InputError, match="features of another function of this name, as row 0"):
@@ -257,18 +241,14 @@ def test_another_function_of_the_same_name_is_refused(
     assert seen == ([5, 3] if whole else [5, 5, 5, 5, 3])
 
 
-def test_rows_of_two_shapes_are_refused_in_whichever_batch(
-    make_dataset: Any, tmp_path: Path
-) -> None:
+def test_rows_of_two_shapes_are_refused_in_whichever_batch(make_dataset, tmp_path):
     images = [np.zeros((2, 3), np.uint8)] * 4 + [np.zeros((3, 2), np.uint8)] * 4
     dataset = make_dataset(images, modality="image")
     with pytest.raises(InputError, match="images differ in shape"):
         embed(dataset, pixels(), batch_size=4, features_path=tmp_path / "x.npy")
 
 
-def test_a_full_disk_is_said_and_what_is_there_is_gone_on_with(
-    dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_and_what_is_there_is_gone_on_with(dataset, tmp_path, monkeypatch):
     """Written through mapped memory, it would have ended the process."""
     path = tmp_path / "x.npy"
     network = interrupted(dataset, path, monkeypatch)
@@ -287,7 +267,7 @@ def test_a_full_disk_is_said_and_what_is_there_is_gone_on_with(
     assert torch.equal(found.features[:], expected.features)
 
 
-def test_two_processes_do_not_write_one_file(dataset: Any, tmp_path: Path) -> None:
+def test_two_processes_do_not_write_one_file(dataset, tmp_path):
     path, place = tmp_path / "x.npy", tmp_path / "x.npy.lock"
     descriptor = lock(place)
     assert descriptor is not None

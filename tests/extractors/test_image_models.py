@@ -1,10 +1,6 @@
 """timm and torchvision extractors with random weights: nothing is downloaded."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ CASES = [
 IDS = ["timm resnet18", "timm vit_tiny", "torchvision resnet18"]
 
 
-def full_model(factory: Any, model: str) -> torch.nn.Module:
+def full_model(factory, model):
     """The library's own model, classifier and all, with weights of seed 5."""
     import timm as timm_library
     import torchvision as torchvision_library
@@ -38,9 +34,7 @@ def full_model(factory: Any, model: str) -> torch.nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize(("factory", "model", "d"), CASES, ids=IDS)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
-def test_seed_fixes_random_weights(
-    make_dataset: Any, colour_images: np.ndarray, factory: Any, model: str, d: int
-) -> None:
+def test_seed_fixes_random_weights(make_dataset, colour_images, factory, model, d):
     dataset = make_dataset(colour_images[:2])
     before = torch.get_rng_state()
     first, again, other = (factory(model, seed=seed) for seed in (0, 0, 1))
@@ -56,8 +50,8 @@ def test_seed_fixes_random_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize(("factory", "model", "d"), CASES, ids=IDS)
 def test_checkpoint_gives_the_same_features_bit_for_bit(
-    make_dataset: Any, colour_images: np.ndarray, tmp_path: Path, factory: Any, model: str, d: int
-) -> None:
+    make_dataset, colour_images, tmp_path, factory, model, d
+):
     saved = full_model(factory, model)
     torch.save({"state_dict": saved.state_dict()}, tmp_path / "w.pt")
     with warnings.catch_warnings():
@@ -77,14 +71,14 @@ def test_checkpoint_gives_the_same_features_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factory", [timm, torchvision], ids=["timm", "torchvision"])
-def test_checkpoint_of_another_model_is_refused(tmp_path: Path, factory: Any) -> None:
+def test_checkpoint_of_another_model_is_refused(tmp_path, factory):
     torch.save(full_model(factory, "resnet18").state_dict(), tmp_path / "w.pt")
     with pytest.raises(InputError, match=r"layer1\.2\.conv1\.weight"):
         factory("resnet34", checkpoint=str(tmp_path / "w.pt"))
 
 
 @pytest.mark.parametrize("factory", [timm, torchvision], ids=["timm", "torchvision"])
-def test_random_weights_are_said_aloud(factory: Any) -> None:
+def test_random_weights_are_said_aloud(factory):
     with pytest.warns(DataNotice, match=r"resnet18 has random weights \(seed 3\)") as caught:
         factory("resnet18", seed=3)
     assert caught[0].filename == __file__
@@ -92,7 +86,7 @@ def test_random_weights_are_said_aloud(factory: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 @pytest.mark.parametrize("factory", [timm, torchvision], ids=["timm", "torchvision"])
-def test_every_form_of_a_grey_image_gives_the_same_features(factory: Any) -> None:
+def test_every_form_of_a_grey_image_gives_the_same_features(factory):
     grey = np.random.default_rng(0).integers(0, 256, (28, 28), dtype=np.uint8)
     forms = [
         grey,
@@ -112,7 +106,7 @@ def test_every_form_of_a_grey_image_gives_the_same_features(factory: Any) -> Non
         assert torch.equal(prepare(form), expected)
 
 
-def test_preparation_is_the_models_own() -> None:
+def test_preparation_is_the_models_own():
     white = Image.new("RGB", (50, 50), (255, 255, 255))
     imagenet = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     expected = {
@@ -139,9 +133,7 @@ def test_preparation_is_the_models_own() -> None:
         (torchvision, "resnet18", {"weights": "DEFAULT", "checkpoint": "w.pt"}, "not both"),
     ],
 )
-def test_bad_requests_name_the_way_out(
-    factory: Any, model: str, arguments: dict[str, Any], message: str
-) -> None:
+def test_bad_requests_name_the_way_out(factory, model, arguments, message):
     with pytest.raises(InputError, match=message):
         factory(model, **arguments)
 
@@ -153,10 +145,8 @@ def test_bad_requests_name_the_way_out(
         ("torchvision.models.get_model", lambda: torchvision("resnet18", weights="DEFAULT")),
     ],
 )
-def test_weights_that_cannot_be_fetched_name_the_way_out(
-    monkeypatch: pytest.MonkeyPatch, patched: str, call: Any
-) -> None:
-    def offline(*_: Any, **__: Any) -> None:
+def test_weights_that_cannot_be_fetched_name_the_way_out(monkeypatch, patched, call):
+    def offline(*_, **__):
         raise OSError("no route to host")
 
     monkeypatch.setattr(patched, offline)
@@ -166,10 +156,10 @@ def test_weights_that_cannot_be_fetched_name_the_way_out(
         call()
 
 
-def test_named_weights_bring_their_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_weights_bring_their_transforms(monkeypatch):
     import torchvision.models
 
-    def untrained(model: str, weights: Any) -> torch.nn.Module:
+    def untrained(model, weights):
         assert weights.name == "IMAGENET1K_V2"
         return torchvision.models.resnet50()
 
@@ -187,7 +177,7 @@ def test_named_weights_bring_their_transforms(monkeypatch: pytest.MonkeyPatch) -
     ("model", "d"),
     [("squeezenet1_1", 512), ("mobilenet_v3_small", 1024), ("vit_b_32", 768), ("vgg11", 4096)],
 )
-def test_torchvision_heads_are_removed_wherever_they_stand(model: str, d: int) -> None:
+def test_torchvision_heads_are_removed_wherever_they_stand(model, d):
     from torchvision.models import get_model
 
     from otdd_flash.extractors.torchvision_models import remove_head

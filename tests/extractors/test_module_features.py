@@ -1,19 +1,14 @@
 """A user's own network as an extractor: what goes in and comes out, its state, and its cache."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchvision.transforms.functional import to_tensor
 
 import otdd_flash as otdd
@@ -25,12 +20,12 @@ IMAGES = torch.rand(7, 3, 6, 5, generator=torch.Generator().manual_seed(0))
 FACTOR = 2.0
 
 
-def images(inputs: Any = None, modality: Any = "image") -> LabeledDataset:
+def images(inputs=None, modality="image"):
     inputs = list(IMAGES) if inputs is None else inputs
     return LabeledDataset(inputs, None, (), None, modality, "tiny")
 
 
-def network(seed: int = 0) -> nn.Sequential:
+def network(seed=0):
     """A network whose output depends on its mode, and whose layers change their inputs."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -48,24 +43,24 @@ def network(seed: int = 0) -> nn.Sequential:
 class Own(nn.Module):
     """A network of a user's own class, with a setting and a buffer that no state dict has."""
 
-    def __init__(self, scale: float = 1.0) -> None:
+    def __init__(self, scale=1.0):
         super().__init__()
         self.body = network()
         self.scale = scale
         self.register_buffer("shift", torch.zeros(2, 1, 1), persistent=False)
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, batch):
         return self.body(batch) * self.scale + self.shift
 
 
-def counting(net: nn.Sequential) -> list[int]:
+def counting(net):
     """The sizes of the batches that a network gets from now on."""
-    sizes: list[int] = []
+    sizes = []
     net[0].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
     return sizes
 
 
-def evaluated(net: nn.Module, batch: Tensor = IMAGES) -> Tensor:
+def evaluated(net, batch=IMAGES):
     modes = [part.training for part in net.modules()]
     with torch.no_grad():
         output = net.eval()(batch)
@@ -74,7 +69,7 @@ def evaluated(net: nn.Module, batch: Tensor = IMAGES) -> Tensor:
     return output
 
 
-def test_a_network_runs_in_evaluation_mode_and_space_is_averaged() -> None:
+def test_a_network_runs_in_evaluation_mode_and_space_is_averaged():
     net = network().train()
     expected = evaluated(net).mean((2, 3))
     assert torch.equal(embed(images(), net).features, expected)
@@ -85,7 +80,7 @@ def test_a_network_runs_in_evaluation_mode_and_space_is_averaged() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_rows_stay_rows_and_numbers_of_arrays_get_the_type_of_the_weights() -> None:
+def test_rows_stay_rows_and_numbers_of_arrays_get_the_type_of_the_weights():
     layer, rows = nn.Linear(4, 3), np.random.default_rng(0).normal(size=(5, 4))
     expected = layer(torch.from_numpy(rows).float()).detach()
     assert torch.equal(embed(images(rows, "array"), layer).features, expected)
@@ -97,7 +92,7 @@ def test_rows_stay_rows_and_numbers_of_arrays_get_the_type_of_the_weights() -> N
     assert torch.equal(embed(images(numbers, "array"), table).features, expected)
 
 
-def test_a_transform_gets_what_the_dataset_holds() -> None:
+def test_a_transform_gets_what_the_dataset_holds():
     pixels = np.random.default_rng(0).integers(0, 256, (3, 6, 5, 3), dtype=np.uint8)
     expected = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
     flat = nn.Flatten()
@@ -116,7 +111,7 @@ def test_a_transform_gets_what_the_dataset_holds() -> None:
         ("3", lambda net: net[:4](IMAGES).mean((2, 3))),
     ],
 )
-def test_a_layer_gives_its_own_output(layer: str, expected: Callable[[Any], Tensor]) -> None:
+def test_a_layer_gives_its_own_output(layer, expected):
     net = network()
     with torch.no_grad():
         net.eval()
@@ -129,13 +124,13 @@ def test_a_layer_gives_its_own_output(layer: str, expected: Callable[[Any], Tens
 class Several(nn.Module):
     """Parts that run twice, never, and whose output is no tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.twice, self.never = nn.Identity(), nn.Identity()
         self.memory = nn.LSTM(3, 4, batch_first=True)
         self.last_layer = nn.Linear(4, 2)
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, batch):
         return self.twice(self.twice(self.last_layer(self.memory(batch)[0][:, -1])))
 
 
@@ -149,7 +144,7 @@ class Several(nn.Module):
         ("xyz", r"no submodule 'xyz'; close names: twice, never, memory, last_layer$"),
     ],
 )
-def test_layers_without_rows_are_refused(layer: str, message: str) -> None:
+def test_layers_without_rows_are_refused(layer, message):
     net = Several()
     sequences = images(list(torch.rand(6, 5, 3)), "array")
     assert embed(sequences, net).features.shape == (6, 2)
@@ -161,11 +156,11 @@ def test_layers_without_rows_are_refused(layer: str, message: str) -> None:
 class Returns(nn.Module):
     """What a function makes of the batch."""
 
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+    def __init__(self, make):
         super().__init__()
         self.make = make
 
-    def forward(self, batch: Tensor) -> Any:
+    def forward(self, batch):
         return self.make(batch)
 
 
@@ -188,7 +183,7 @@ class Returns(nn.Module):
         (lambda x: x @ x, "network Returns raised RuntimeError: "),
     ],
 )
-def test_outputs_that_are_no_rows_are_refused(make: Callable[[Tensor], Any], message: str) -> None:
+def test_outputs_that_are_no_rows_are_refused(make, message):
     with pytest.raises(InputError, match=message):
         embed(images(), Returns(make))
 
@@ -206,12 +201,12 @@ def test_outputs_that_are_no_rows_are_refused(make: Callable[[Tensor], Any], mes
         ([torch.rand(3, 4, 4), torch.rand(3, 5, 4)], "image", r"\(3, 4, 4\) and \(3, 5, 4\); pass"),
     ],
 )
-def test_inputs_that_are_no_tensors_are_refused(inputs: Any, modality: str, message: str) -> None:
+def test_inputs_that_are_no_tensors_are_refused(inputs, modality, message):
     with pytest.raises(InputError, match=message):
         embed(images(inputs, modality), nn.Flatten())
 
 
-def test_images_of_pil_are_refused_with_a_transform_that_takes_them() -> None:
+def test_images_of_pil_are_refused_with_a_transform_that_takes_them():
     from PIL import Image
 
     opened = images([Image.new("RGB", (5, 6))])
@@ -220,16 +215,16 @@ def test_images_of_pil_are_refused_with_a_transform_that_takes_them() -> None:
     assert embed(opened, from_module(nn.Flatten(), to_tensor)).features.shape == (1, 90)
 
 
-def test_what_a_transform_returns_or_raises_is_told() -> None:
+def test_what_a_transform_returns_or_raises_is_told():
     with pytest.raises(InputError, match=r"transform must return a tensor .* got dict of 1 items"):
         embed(images(), from_module(nn.Flatten(), lambda item: {"pixels": item}))
     with pytest.raises(InputError, match="transform raised ZeroDivisionError"):
         embed(images(), from_module(nn.Flatten(), lambda item: item / (1 // 0)))
 
 
-def test_what_is_no_module_is_refused() -> None:
+def test_what_is_no_module_is_refused():
     with pytest.raises(InputError, match=r"net must be a torch.nn.Module; from_callable takes"):
-        from_module(torch.relu)  # type: ignore[arg-type]
+        from_module(torch.relu)
     with pytest.raises(InputError, match="on the device meta"):
         embed(images(), nn.Linear(5, 2, device="meta"))
 
@@ -239,27 +234,27 @@ class Interrupt(BaseException):
 
 
 @pytest.mark.parametrize("end", ["done", "transform", "network", "output", "progress", "file"])
-def test_every_submodule_gets_its_mode_back(end: str, tmp_path: Path) -> None:
+def test_every_submodule_gets_its_mode_back(end, tmp_path):
     net = network().train()
     # As one does who trains with frozen statistics.
     net[1].eval()
     modes = [part.training for part in net.modules()]
-    seen: list[list[bool]] = []
+    seen = []
     net[4].register_forward_hook(lambda *_: seen.append([p.training for p in net.modules()]))
     failed = nn.Sequential(net, Returns(lambda x: x if len(seen) < 2 else _ends_at(end, x)))
 
-    def transform(item: Tensor) -> Tensor:
+    def transform(item):
         return _ends_at(end, item) if len(seen) and end == "transform" else item
 
-    def progress(done: int, _: int) -> None:
+    def progress(done, _):
         if done > 3 and end in ("progress", "file"):
             raise Interrupt
 
-    options: dict[str, Any] = {"batch_size": 3, "progress": progress}
+    options = {"batch_size": 3, "progress": progress}
     if end == "file":
         options["features_path"] = tmp_path / "features.npy"
     # Its traceback is kept, as an interactive session does.
-    kept: list[BaseException] = []
+    kept = []
     try:
         embed(images(), from_module(failed, transform), **options)
     except (InputError, Interrupt) as error:
@@ -270,13 +265,13 @@ def test_every_submodule_gets_its_mode_back(end: str, tmp_path: Path) -> None:
     assert not any(map(any, seen))
 
 
-def _ends_at(end: str, value: Tensor) -> Any:
+def _ends_at(end, value):
     if end in ("transform", "network"):
         raise OSError(end)
     return None if end == "output" else value
 
 
-def test_batch_size_and_device_are_those_of_the_extractor_unless_a_call_has_its_own() -> None:
+def test_batch_size_and_device_are_those_of_the_extractor_unless_a_call_has_its_own():
     net = network()
     sizes = counting(net)
     embed(images(), from_module(net, batch_size=3))
@@ -288,7 +283,7 @@ def test_batch_size_and_device_are_those_of_the_extractor_unless_a_call_has_its_
     assert len(embed(images(), from_module(net, device="gpu"), device="cpu").features) == 7
 
 
-def test_a_network_is_not_rounded_to_half_precision_unless_asked() -> None:
+def test_a_network_is_not_rounded_to_half_precision_unless_asked():
     net = network()
     exact = evaluated(net).mean((2, 3))
     rounded = embed(images(), net, mixed_precision=True).features
@@ -297,10 +292,10 @@ def test_a_network_is_not_rounded_to_half_precision_unless_asked() -> None:
 
 
 @pytest.mark.gpu
-def test_auto_leaves_a_network_where_it_is_and_a_device_has_it_only_meanwhile() -> None:
+def test_auto_leaves_a_network_where_it_is_and_a_device_has_it_only_meanwhile():
     net = network().train()
     expected = evaluated(net).mean((2, 3))
-    seen: list[str] = []
+    seen = []
     net[0].register_forward_hook(lambda layer, _, __: seen.append(layer.weight.device.type))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for device, moved in (("auto", "cpu"), ("cuda", "cuda")):
@@ -317,37 +312,37 @@ def test_auto_leaves_a_network_where_it_is_and_a_device_has_it_only_meanwhile() 
 # Caching.
 
 
-def scaled(item: Tensor) -> Tensor:
+def scaled(item):
     return item * FACTOR
 
 
-def new_weights(net: Own) -> None:
+def new_weights(net):
     net.body[0].weight.data[0, 0, 0, 0] += 1
 
 
-def new_statistics(net: Own) -> None:
+def new_statistics(net):
     net.body[1].running_mean += 1
 
 
-def new_buffer(net: Own) -> None:
+def new_buffer(net):
     net.shift += 1
 
 
-def new_setting(net: Own) -> None:
+def new_setting(net):
     net.scale = 3.0
 
 
-def new_stride(net: Own) -> None:
+def new_stride(net):
     net.body[3].stride = (2, 2)
 
 
-def new_hook(net: Own) -> None:
+def new_hook(net):
     net.body.register_forward_hook(lambda _, __, output: output + 1)
 
 
-def new_method(net: Own) -> None:
+def new_method(net):
     class Other(Own):
-        def forward(self, batch: Tensor) -> Tensor:
+        def forward(self, batch):
             return super().forward(batch) + 1
 
     net.__class__ = Other
@@ -357,9 +352,7 @@ def new_method(net: Own) -> None:
     "change",
     [new_weights, new_statistics, new_buffer, new_setting, new_stride, new_hook, new_method],
 )
-def test_whatever_changes_features_is_another_entry_of_the_cache(
-    tmp_path: Path, change: Callable[[Own], None]
-) -> None:
+def test_whatever_changes_features_is_another_entry_of_the_cache(tmp_path, change):
     before = embed(images(), Own(), cache_dir=tmp_path).features
     net = Own()
     change(net)
@@ -368,7 +361,7 @@ def test_whatever_changes_features_is_another_entry_of_the_cache(
     assert not torch.equal(features, before)
 
 
-def test_equal_networks_have_one_entry_whatever_their_mode(tmp_path: Path) -> None:
+def test_equal_networks_have_one_entry_whatever_their_mode(tmp_path):
     first = Own().train()
     features = embed(images(), first, cache_dir=tmp_path).features
     again = Own().eval().requires_grad_(False)
@@ -393,30 +386,26 @@ def test_equal_networks_have_one_entry_whatever_their_mode(tmp_path: Path) -> No
         ),
     ],
 )
-def test_layers_and_transforms_are_told_apart(
-    one: Callable[[], Any], other: Callable[[], Any]
-) -> None:
+def test_layers_and_transforms_are_told_apart(one, other):
     assert one().key == one().key
     assert one().key != other().key
     assert one().cacheable
 
 
-def times(factor: float) -> Callable[[Tensor], Tensor]:
+def times(factor):
     return lambda item: item * factor
 
 
-def test_a_global_value_that_a_transform_reads_is_part_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_global_value_that_a_transform_reads_is_part_of_it(monkeypatch):
     before = from_module(Own(), scaled).key
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
     assert from_module(Own(), scaled).key != before
 
 
-def test_what_cannot_be_told_by_content_is_not_cached_and_said(tmp_path: Path) -> None:
+def test_what_cannot_be_told_by_content_is_not_cached_and_said(tmp_path):
     lock = threading.Lock()
 
-    def transform(item: Tensor) -> Tensor:
+    def transform(item):
         with lock:
             return item
 
@@ -432,7 +421,7 @@ def test_what_cannot_be_told_by_content_is_not_cached_and_said(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_digest_is_one_in_every_process(tmp_path: Path) -> None:
+def test_the_digest_is_one_in_every_process(tmp_path):
     (tmp_path / "mine.py").write_text(
         """
 import torch
@@ -475,7 +464,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
-def test_every_extractor_shows_itself_in_one_line() -> None:
+def test_every_extractor_shows_itself_in_one_line():
     made = {
         "identity()": otdd.extractors.identity(),
         "pixels(size=8, grayscale=False)": otdd.extractors.pixels(8),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -8,7 +6,7 @@ import torch
 from otdd_flash.report.class_order import class_orders
 
 
-def line(positions: list[float]) -> torch.Tensor:
+def line(positions):
     """Squared distances between points of a line."""
     points = torch.tensor(positions, dtype=torch.float64).unsqueeze(1)
     return torch.cdist(points, points) ** 2
@@ -16,7 +14,7 @@ def line(positions: list[float]) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", ["given", "hierarchical"])
 @pytest.mark.parametrize("sizes", [[1, 1], [1, 2], [4, 3], [2, 5, 1]])
-def test_every_class_has_one_place_in_its_dataset(order: str, sizes: list[int]) -> None:
+def test_every_class_has_one_place_in_its_dataset(order, sizes):
     table = line(torch.rand(sum(sizes), generator=torch.manual_seed(0)).tolist())
     orders = class_orders(table, sizes, order)
     assert [sorted(places) for places in orders] == [list(range(size)) for size in sizes]
@@ -24,7 +22,7 @@ def test_every_class_has_one_place_in_its_dataset(order: str, sizes: list[int]) 
         assert orders == [list(range(size)) for size in sizes]
 
 
-def test_like_stands_beside_like() -> None:
+def test_like_stands_beside_like():
     """On a line the best order is along it, either way."""
     positions = torch.rand(20, generator=torch.manual_seed(0)).tolist()
     (places,) = class_orders(line(positions), [20], "hierarchical")
@@ -32,24 +30,24 @@ def test_like_stands_beside_like() -> None:
     assert sorted(shown) in (shown, shown[::-1])
 
 
-def test_both_datasets_are_ordered_alike() -> None:
+def test_both_datasets_are_ordered_alike():
     source, target = [5.0, 1.0, 4.2, 0.0, 2.5], [0.1, 2.6, 4.9, 1.1, 4.3]
     first, second = class_orders(line(source + target), [5, 5], "hierarchical")
     pairs = [(source[i], target[j]) for i, j in zip(first, second, strict=True)]
     assert all(abs(one - two) < 0.2 for one, two in pairs)
 
 
-def test_no_other_order_of_the_tree_has_nearer_neighbours() -> None:
+def test_no_other_order_of_the_tree_has_nearer_neighbours():
     table = line([0.0, 3.0, 1.0, 2.2]) + line([0.0, 0.5, 2.0, 0.1])
     (places,) = class_orders(table, [4], "hierarchical")
 
-    def length(order: tuple[int, ...] | list[int]) -> float:
+    def length(order):
         return sum(float(table[i, j].sqrt()) for i, j in itertools.pairwise(order))
 
     assert length(places) == pytest.approx(min(map(length, itertools.permutations(range(4)))))
 
 
-def test_rounding_and_equal_classes_are_ordered_too() -> None:
+def test_rounding_and_equal_classes_are_ordered_too():
     table = line([0.0, 0.0, 1.0, 1.0])
     table[0, 2] += 1e-9
     table[0, 0] = -1e-9

@@ -1,7 +1,5 @@
 """contributions.csv and its picture."""
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 
@@ -14,11 +12,11 @@ from otdd_flash.report.distance.contributions import write_contributions
 
 
 @pytest.fixture
-def source() -> otdd.LabeledSamples:
+def source():
     return otdd.LabeledSamples(torch.rand(30, 12), torch.arange(30) % 2, ("a, b", "$c$"))
 
 
-def test_rows_stand_in_the_order_of_what_they_carry(source, tmp_path) -> None:
+def test_rows_stand_in_the_order_of_what_they_carry(source, tmp_path):
     values = torch.randn(30, dtype=torch.float64)
     values[3] = torch.nan
     report = write_contributions(source, values, tmp_path, None, target="t")
@@ -37,7 +35,7 @@ def test_rows_stand_in_the_order_of_what_they_carry(source, tmp_path) -> None:
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("shape", [(3, 2, 2), (1, 3, 4)])
 @pytest.mark.parametrize("sign", [0, 1, -1])
-def test_images_are_drawn_where_rows_are(source, tmp_path, shape, sign) -> None:
+def test_images_are_drawn_where_rows_are(source, tmp_path, shape, sign):
     values = torch.randn(30, dtype=torch.float64)
     values = values if sign == 0 else sign * values.abs()
     report = write_contributions(source, values, tmp_path, shape, target="t")
@@ -49,9 +47,7 @@ def test_images_are_drawn_where_rows_are(source, tmp_path, shape, sign) -> None:
     assert [path.name for path in without.written] == ["contributions.csv"]
 
 
-def test_the_picture_names_both_datasets_the_unit_and_every_number(
-    source, tmp_path, monkeypatch
-) -> None:
+def test_the_picture_names_both_datasets_the_unit_and_every_number(source, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(contributions, "save_picture", lambda figure, path: drawn.append(figure))
     named = replace(source, name="photos $x$")

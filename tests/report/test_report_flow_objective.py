@@ -1,15 +1,10 @@
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from flow_report_cases import record, straight_flow
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from PIL import Image
 
 from otdd_flash.flows.history import StepRecord
@@ -19,11 +14,11 @@ from otdd_flash.report.flow.objective import draw_objective, logarithmic
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    saved: list[Figure] = []
+def figures(monkeypatch):
+    saved = []
     save = flow_objective.save_picture
 
-    def keep(figure: Figure, path: Path) -> None:
+    def keep(figure, path):
         save(figure, path)
         saved.append(figure)
 
@@ -31,7 +26,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return saved
 
 
-def band(axes: Axes) -> dict[float, tuple[float, float]]:
+def band(axes):
     """The lower and upper end of the band at every step."""
     (collection,) = axes.collections
     corners = collection.get_paths()[0].vertices
@@ -41,13 +36,11 @@ def band(axes: Axes) -> dict[float, tuple[float, float]]:
     }
 
 
-def legend(axes: Axes) -> list[str]:
+def legend(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_the_band_is_the_bounds_and_the_line_the_divergence(
-    figures: list[Figure], tmp_path: Path
-) -> None:
+def test_the_band_is_the_bounds_and_the_line_the_divergence(figures, tmp_path):
     history = straight_flow(steps=4).history
     draw_objective(history, tmp_path / "o.png", "a → b")
     top, bounds, slope, work = figures[0].axes
@@ -66,9 +59,7 @@ def test_the_band_is_the_bounds_and_the_line_the_divergence(
         image.verify()
 
 
-def test_with_functionals_the_objective_is_drawn_and_named(
-    figures: list[Figure], tmp_path: Path
-) -> None:
+def test_with_functionals_the_objective_is_drawn_and_named(figures, tmp_path):
     history = [record(k, 8.0 - k, objective=9.0 + k, functionals={"$e": 1.0}) for k in range(3)]
     draw_objective(history, tmp_path / "o.png", "$a$")
     top = figures[0].axes[0]
@@ -79,9 +70,7 @@ def test_with_functionals_the_objective_is_drawn_and_named(
     assert high > 11
 
 
-def test_estimates_are_dots_named_so_without_line_or_bounds(
-    figures: list[Figure], tmp_path: Path
-) -> None:
+def test_estimates_are_dots_named_so_without_line_or_bounds(figures, tmp_path):
     unknown = {"objective": None, "divergence": None, "lower": None, "upper": None}
     estimates = [
         replace(record(k, 0.0), **unknown, estimate=9.0 - k, estimated_on=1200) for k in range(3)
@@ -105,7 +94,7 @@ def test_estimates_are_dots_named_so_without_line_or_bounds(
     assert slope.get_lines()[0].get_xdata().tolist() == [0, 1, 2, 3]
 
 
-def test_steps_that_did_not_converge_are_marked(figures: list[Figure], tmp_path: Path) -> None:
+def test_steps_that_did_not_converge_are_marked(figures, tmp_path):
     history = [record(k, 8.0 - k, converged=k != 1) for k in range(4)]
     draw_objective(history, tmp_path / "o.png", "")
     top = figures[0].axes[0]
@@ -125,9 +114,7 @@ def test_steps_that_did_not_converge_are_marked(figures: list[Figure], tmp_path:
         ([0.0], "linear"),
     ],
 )
-def test_the_scale_suits_the_values_and_all_are_in_sight(
-    figures: list[Figure], tmp_path: Path, values: list[float], scale: str
-) -> None:
+def test_the_scale_suits_the_values_and_all_are_in_sight(figures, tmp_path, values, scale):
     history = [record(k, value) for k, value in enumerate(values)]
     draw_objective(history, tmp_path / "o.png", "")
     top = figures[0].axes[0]
@@ -137,10 +124,8 @@ def test_the_scale_suits_the_values_and_all_are_in_sight(
     assert max(values) < high
 
 
-def test_far_bounds_are_cut_and_do_not_flatten_the_curve(
-    figures: list[Figure], tmp_path: Path
-) -> None:
-    far: list[StepRecord] = [
+def test_far_bounds_are_cut_and_do_not_flatten_the_curve(figures, tmp_path):
+    far = [
         record(0, 8.0, upper=1e6),
         record(1, 4.0, lower=-1e6),
         record(2, 0.5, lower=-np.inf, upper=0.9),
@@ -157,9 +142,7 @@ def test_far_bounds_are_cut_and_do_not_flatten_the_curve(
 
 
 @pytest.mark.parametrize("width", [1e-6, 1e-3, 0.3])
-def test_the_band_is_in_sight_however_narrow(
-    figures: list[Figure], tmp_path: Path, width: float
-) -> None:
+def test_the_band_is_in_sight_however_narrow(figures, tmp_path, width):
     history = [
         replace(r, lower=r.divergence - width, upper=r.divergence + 2 * width)
         for r in straight_flow(steps=4).history
@@ -175,21 +158,19 @@ def test_the_band_is_in_sight_however_narrow(
 
 
 @pytest.mark.parametrize(("values", "scale"), [((8.0, 0.5), "log"), ((8.0, 4.0), "linear")])
-def test_the_axis_names_unit_and_scale(
-    figures: list[Figure], tmp_path: Path, values: tuple[float, float], scale: str
-) -> None:
+def test_the_axis_names_unit_and_scale(figures, tmp_path, values, scale):
     draw_objective([record(k, value) for k, value in enumerate(values)], tmp_path / "o.png", "")
     assert figures[0].axes[0].get_ylabel() == f"in units of the cost, {scale} scale"
 
 
-def test_values_that_are_not_finite_choose_no_scale() -> None:
+def test_values_that_are_not_finite_choose_no_scale():
     assert logarithmic(np.array([np.nan, 1.0, np.inf, 10.0]))
     assert not logarithmic(np.array([np.nan]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 300])
-def test_nothing_leaves_the_page(figures: list[Figure], tmp_path: Path, count: int) -> None:
+def test_nothing_leaves_the_page(figures, tmp_path, count):
     history = [record(k, 8.0 * 0.9**k, gradient_norm=0.9**k) for k in range(count)]
     draw_objective(history, tmp_path / "o.png", "a very long title " * 20)
     (figure,) = figures
@@ -203,7 +184,7 @@ def test_nothing_leaves_the_page(figures: list[Figure], tmp_path: Path, count: i
     assert all(tick == int(tick) for tick in figure.axes[-1].get_xticks())
 
 
-def test_metrics_have_a_line_per_step_and_a_column_per_functional(tmp_path: Path) -> None:
+def test_metrics_have_a_line_per_step_and_a_column_per_functional(tmp_path):
     history = [
         record(0, 1 / 3, functionals={"entropy, e": -1.5}),
         record(1, 0.25, functionals={"potential": 2.0}, converged=False),

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from flow_report_cases import Flow, blobs, straight_flow
 from matplotlib.collections import LineCollection
-from matplotlib.figure import Figure
 from PIL import Image
 
 from otdd_flash.report.figures.principal_plane import fit_plane
@@ -19,11 +15,11 @@ from otdd_flash.report.flow.paths import draw_paths
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    saved: list[Figure] = []
+def figures(monkeypatch):
+    saved = []
     save = flow_paths.save_picture
 
-    def keep(figure: Figure, path: Path) -> None:
+    def keep(figure, path):
         save(figure, path)
         saved.append(figure)
 
@@ -31,27 +27,25 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return saved
 
 
-def draw(flow: Flow, path: Path, seed: int = 0) -> None:
+def draw(flow, path, seed=0):
     draw_paths(flow.source, flow.target, flow.samples, flow.trajectory, path, seed=seed)
 
 
-def thin_lines(figure: Figure) -> list[list[np.ndarray]]:
+def thin_lines(figure):
     """The paths of particles, class after class."""
     collections = figure.axes[0].collections
     return [c.get_segments() for c in collections if isinstance(c, LineCollection)]
 
 
-def names(figure: Figure) -> list[str]:
+def names(figure):
     return [text.get_text() for text in figure.texts if text.get_path_effects()]
 
 
-def legend(figure: Figure) -> list[str]:
+def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_lines_are_projected_trajectories_and_bold_ones_their_class_means(
-    figures: list[Figure], tmp_path: Path
-) -> None:
+def test_lines_are_projected_trajectories_and_bold_ones_their_class_means(figures, tmp_path):
     flow = straight_flow(classes=3, d=4, n=33, steps=4, keep=20)
     draw(flow, tmp_path / "p.png")
     (figure,) = figures
@@ -76,7 +70,7 @@ def test_lines_are_projected_trajectories_and_bold_ones_their_class_means(
     ]
 
 
-def test_a_mean_counts_its_particles_by_weight(figures: list[Figure], tmp_path: Path) -> None:
+def test_a_mean_counts_its_particles_by_weight(figures, tmp_path):
     flow = straight_flow(classes=1, d=3, n=5, keep=5)
     weights = torch.tensor([0.0, 0.0, 1.0, 0.0, 3.0])
     draw(replace(flow, source=replace(flow.source, weights=weights)), tmp_path / "p.png")
@@ -86,9 +80,7 @@ def test_a_mean_counts_its_particles_by_weight(figures: list[Figure], tmp_path: 
     np.testing.assert_allclose(mean.get_xydata(), 0.25 * lines[0] + 0.75 * lines[1], atol=1e-6)
 
 
-def test_particles_without_mass_are_drawn_where_no_others_were_kept(
-    figures: list[Figure], tmp_path: Path
-) -> None:
+def test_particles_without_mass_are_drawn_where_no_others_were_kept(figures, tmp_path):
     flow = straight_flow(classes=2, d=3, n=5, keep=4)
     weights = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
     draw(replace(flow, source=replace(flow.source, weights=weights)), tmp_path / "p.png")
@@ -107,9 +99,7 @@ def test_particles_without_mass_are_drawn_where_no_others_were_kept(
         (1, 3, 0, 1),
     ],
 )
-def test_pictures_are_whole_and_can_be_read(
-    figures: list[Figure], tmp_path: Path, classes: int | None, d: int, steps: int, n: int
-) -> None:
+def test_pictures_are_whole_and_can_be_read(figures, tmp_path, classes, d, steps, n):
     flow = straight_flow(classes, d, n=n, steps=steps, keep=n)
     draw(flow, tmp_path / "p.png")
     (figure,) = figures
@@ -128,7 +118,7 @@ def test_pictures_are_whole_and_can_be_read(
     assert bool(names(figure)) == (classes is not None)
 
 
-def test_many_classes_say_that_only_some_are_shown(figures: list[Figure], tmp_path: Path) -> None:
+def test_many_classes_say_that_only_some_are_shown(figures, tmp_path):
     draw(straight_flow(30, 5, n=90, keep=90), tmp_path / "p.png")
     assert legend(figures[0])[1:] == [
         "mean of a class (20 of 30 shown)",
@@ -136,7 +126,7 @@ def test_many_classes_say_that_only_some_are_shown(figures: list[Figure], tmp_pa
     ]
 
 
-def test_points_on_a_line_are_drawn_against_the_step(figures: list[Figure], tmp_path: Path) -> None:
+def test_points_on_a_line_are_drawn_against_the_step(figures, tmp_path):
     flow = straight_flow(2, 1, steps=3)
     draw(flow, tmp_path / "p.png")
     (figure,) = figures
@@ -152,14 +142,14 @@ def test_points_on_a_line_are_drawn_against_the_step(figures: list[Figure], tmp_
     assert ((target[:, 1] > y0) & (target[:, 1] < y1)).all()
 
 
-def test_a_target_in_another_space_is_left_out(figures: list[Figure], tmp_path: Path) -> None:
+def test_a_target_in_another_space_is_left_out(figures, tmp_path):
     flow = straight_flow(2, 5)
     draw(replace(flow, target=blobs(2, 7, 30, 1, "features")), tmp_path / "p.png")
     assert legend(figures[0])[2] == "features lies in another space and is not shown"
     assert sorted(names(figures[0])) == ["class 0", "class 1"]
 
 
-def test_particles_that_never_move_are_drawn(figures: list[Figure], tmp_path: Path) -> None:
+def test_particles_that_never_move_are_drawn(figures, tmp_path):
     flow = straight_flow(2, 3, n=10, keep=10)
     still = replace(flow.source, features=torch.ones(10, 3))
     path = replace(flow.trajectory, points=torch.ones(5, 10, 3))
@@ -167,7 +157,7 @@ def test_particles_that_never_move_are_drawn(figures: list[Figure], tmp_path: Pa
     assert sum(map(len, thin_lines(figures[0]))) == 10
 
 
-def test_names_and_titles_are_plain_text(figures: list[Figure], tmp_path: Path) -> None:
+def test_names_and_titles_are_plain_text(figures, tmp_path):
     flow = straight_flow(2, 3)
     odd = replace(flow.source, class_names=("$x^2", "a name that is far too long to be shown"))
     draw(replace(flow, source=odd), tmp_path / "p.png")
@@ -176,7 +166,7 @@ def test_names_and_titles_are_plain_text(figures: list[Figure], tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_one_seed_draws_one_picture(tmp_path: Path) -> None:
+def test_one_seed_draws_one_picture(tmp_path):
     flow = straight_flow(3, 4)
     flow = replace(flow, target=blobs(3, 4, 3000, 1, "many"))
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -187,7 +177,7 @@ def test_one_seed_draws_one_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("total", "count"), [(1, 5), (5, 5), (7, 3), (100, 8), (16, 8), (4, 1)])
-def test_evenly_has_the_ends_and_no_two_the_same(total: int, count: int) -> None:
+def test_evenly_has_the_ends_and_no_two_the_same(total, count):
     places = evenly(total, count)
     assert len(set(places.tolist())) == min(total, count)
     assert places[0] == 0
@@ -196,7 +186,7 @@ def test_evenly_has_the_ends_and_no_two_the_same(total: int, count: int) -> None
     assert gaps.size < 2 or np.ptp(gaps) <= 1
 
 
-def test_classes_have_equal_shares_as_far_as_they_go() -> None:
+def test_classes_have_equal_shares_as_far_as_they_go():
     labels = torch.tensor([5] * 2 + [1] * 50 + [3] * 50 + [0] * 50)
     chosen = evenly_over_classes(labels, 152, 32)
     assert torch.bincount(labels[chosen]).tolist() == [10, 10, 0, 10, 0, 2]

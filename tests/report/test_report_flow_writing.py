@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -13,27 +10,20 @@ from otdd_flash.errors import InputError
 from otdd_flash.report.flow import writing as flow_writing
 from otdd_flash.report.flow.writing import write_flow_report
 
-ALWAYS = [
-    "adapted.npz",
-    "adapted",
-    "metrics.csv",
-    "trajectory.npz",
-    "objective.png",
-    "paths.png",
-]
+ALWAYS = ["adapted.npz", "adapted", "metrics.csv", "trajectory.npz", "objective.png", "paths.png"]
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def listing(folder: Path) -> set[str]:
+def listing(folder):
     return {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("classes", [None, 3])
-def test_a_report_has_all_its_files(tmp_path: Path, classes: int | None) -> None:
+def test_a_report_has_all_its_files(tmp_path, classes):
     flow = straight_flow(classes)
     written = write_flow_report(flow, tmp_path / "run")
     assert [path.name for path in written.written] == ALWAYS
@@ -47,7 +37,7 @@ def test_a_report_has_all_its_files(tmp_path: Path, classes: int | None) -> None
 
 
 @pytest.mark.parametrize("classes", [None, 3])
-def test_the_thinned_trajectory_is_on_disk(tmp_path: Path, classes: int | None) -> None:
+def test_the_thinned_trajectory_is_on_disk(tmp_path, classes):
     flow = straight_flow(classes)
     double = replace(flow.trajectory, points=flow.trajectory.points.double())
     write_flow_report(replace(flow, trajectory=double), tmp_path)
@@ -59,7 +49,7 @@ def test_the_thinned_trajectory_is_on_disk(tmp_path: Path, classes: int | None) 
             np.testing.assert_array_equal(archive[key], getattr(flow.trajectory, key))
 
 
-def test_images_have_pictures_and_an_animation(tmp_path: Path) -> None:
+def test_images_have_pictures_and_an_animation(tmp_path):
     written = write_flow_report(image_flow(steps=2), tmp_path / "run", image_shape=(1, 5, 4))
     assert [path.name for path in written.written] == [*ALWAYS, "images.png", "flow.gif"]
     assert listing(tmp_path / "run") == {*ALWAYS, "images.png", "flow.gif"}
@@ -67,16 +57,14 @@ def test_images_have_pictures_and_an_animation(tmp_path: Path) -> None:
     assert table[0]["image"].size == (4, 5)
 
 
-def test_a_wrong_image_shape_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_wrong_image_shape_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(InputError, match="no images of shape"):
         write_flow_report(image_flow(steps=1), tmp_path / "run", image_shape=(1, 5, 5))
     assert not (tmp_path / "run").exists()
 
 
-def test_data_are_safe_before_pictures_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
+def test_data_are_safe_before_pictures_are_drawn(tmp_path, monkeypatch):
+    def fail(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(flow_writing, "draw_objective", fail)
@@ -85,7 +73,7 @@ def test_data_are_safe_before_pictures_are_drawn(
     assert listing(tmp_path) >= set(ALWAYS[:4])
 
 
-def test_a_second_report_replaces_the_first(tmp_path: Path) -> None:
+def test_a_second_report_replaces_the_first(tmp_path):
     write_flow_report(straight_flow(d=4), tmp_path / "run")
     write_flow_report(straight_flow(d=2), tmp_path / "run")
     assert load("arrays", path=str(tmp_path / "run" / "adapted.npz")).inputs.shape == (33, 2)

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
@@ -33,22 +29,22 @@ from otdd_flash.shown import shorten
 WORDS = ("T-shirt/top", "0", "price in $ and $", "a class name that goes on and on", "two\nlines")
 
 
-def names(count: int) -> tuple[str, ...]:
+def names(count):
     return tuple(f"{WORDS[k % len(WORDS)]} {k}" for k in range(count))
 
 
-def distances(size: int) -> torch.Tensor:
+def distances(size):
     points = torch.randn(size, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return torch.cdist(points, points) ** 2
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+def figures(monkeypatch):
     """The figures that were saved, for measuring what stands on them."""
-    saved: list[Figure] = []
+    saved = []
     save = heat_maps.save_picture
 
-    def keep(figure: Figure, path: Path) -> None:
+    def keep(figure, path):
         save(figure, path)
         saved.append(figure)
 
@@ -56,7 +52,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return saved
 
 
-def written(figure: Figure) -> list[Text]:
+def written(figure):
     """All texts but the colour bar's ticks beyond its end, which matplotlib never draws."""
     bar = figure.axes[1]
     low, high = bar.get_ylim()
@@ -66,7 +62,7 @@ def written(figure: Figure) -> list[Text]:
     return [text for text in texts if id(text) not in hidden]
 
 
-def overlap(first: Text, second: Text) -> bool:
+def overlap(first, second):
     a, b = first.get_window_extent(), second.get_window_extent()
     return a.x0 < b.x1 and b.x0 < a.x1 and a.y0 < b.y1 and b.y0 < a.y1
 
@@ -80,9 +76,7 @@ def overlap(first: Text, second: Text) -> bool:
         *(("joint", size) for size in ((1, 1), (10, 10), (40, 3), (2, 300))),
     ],
 )
-def test_every_text_is_on_the_page_and_none_overlap(
-    figures: list[Figure], tmp_path: Path, sizes: tuple[int, int], picture: str
-) -> None:
+def test_every_text_is_on_the_page_and_none_overlap(figures, tmp_path, sizes, picture):
     path, classes = tmp_path / "p.png", (names(sizes[0]), names(sizes[1]))
     datasets = ("FashionMNIST of the training split", "USPS")
     if picture == "distances":
@@ -119,7 +113,7 @@ def test_every_text_is_on_the_page_and_none_overlap(
     assert rows >= min(60, sizes[0] if picture == "coupling" else sum(sizes))
 
 
-def test_classes_are_shown_in_the_order_asked_for(figures: list[Figure], tmp_path: Path) -> None:
+def test_classes_are_shown_in_the_order_asked_for(figures, tmp_path):
     classes, orders = (("a", "b"), ("c", "d", "e")), [[1, 0], [2, 0, 1]]
     table = torch.arange(25.0).reshape(5, 5)
     draw_class_distances(table, classes, ("x", "y"), tmp_path / "p.png", orders=orders)
@@ -135,7 +129,7 @@ def test_classes_are_shown_in_the_order_asked_for(figures: list[Figure], tmp_pat
         assert "".join(t.get_text() for t in figure.axes[0].get_yticklabels())[:2] == "ba"
 
 
-def test_cells_show_the_values_and_hide_empty_ones(figures: list[Figure], tmp_path: Path) -> None:
+def test_cells_show_the_values_and_hide_empty_ones(figures, tmp_path):
     mass = torch.tensor([[0.5, 0.0], [0.1, 0.4]])
     draw_class_coupling(mass, (("a", "b"), ("c", "d")), ("x", "y"), tmp_path / "p.png")
     axes = figures[0].axes[0]
@@ -143,9 +137,7 @@ def test_cells_show_the_values_and_hide_empty_ones(figures: list[Figure], tmp_pa
 
 
 @pytest.mark.parametrize("values", [[3.0, -1.0], [-4.0, -1.0], [2.0, 1.0], [0.0, 0.0]], ids=str)
-def test_colours_of_signed_values_diverge_from_white_at_0(
-    figures: list[Figure], tmp_path: Path, values: list[float]
-) -> None:
+def test_colours_of_signed_values_diverge_from_white_at_0(figures, tmp_path, values):
     heat_maps.heat_map(
         torch.tensor([values, [math.nan, 0.0]]),
         *(("a", "b"), ("c", "d"), tmp_path / "p.png"),
@@ -166,9 +158,7 @@ def test_colours_of_signed_values_diverge_from_white_at_0(
 
 @pytest.mark.slow(after=2)
 @pytest.mark.parametrize("values", ["ordinary", "zero", "not finite", "negative", "tiny", "huge"])
-def test_numbers_keep_contrast_with_their_cells(
-    figures: list[Figure], tmp_path: Path, values: str
-) -> None:
+def test_numbers_keep_contrast_with_their_cells(figures, tmp_path, values):
     table = distances(8)
     if values == "not finite":
         table[0, 1], table[1, 0] = float("nan"), float("inf")
@@ -185,19 +175,19 @@ def test_numbers_keep_contrast_with_their_cells(
         assert (bright + 0.05) / (dark + 0.05) >= 4.5
 
 
-def test_ink_contrasts_with_any_colour() -> None:
+def test_ink_contrasts_with_any_colour():
     for color in np.random.default_rng(0).random((2000, 3)):
         lights = (relative_luminance(tuple(color)), 1.0 if ink_on(tuple(color)) == "white" else 0.0)
         assert (max(lights) + 0.05) / (min(lights) + 0.05) >= 4.5
 
 
-def test_a_matrix_that_does_not_match_its_names_is_refused(tmp_path: Path) -> None:
+def test_a_matrix_that_does_not_match_its_names_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot have"):
         draw_class_coupling(torch.ones(2, 3), (("a", "b"), ("c",)), ("x", "y"), tmp_path / "p.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_dropped_names_leave_room_across_groups() -> None:
+def test_dropped_names_leave_room_across_groups():
     assert spaced_ticks([3, 3], 1) == (0, 1, 2, 3, 4, 5)
     assert spaced_ticks([1, 9], 4) == (0, 5, 9)
     assert spaced_ticks([10, 10], 4) == (0, 4, 10, 14, 18)
@@ -205,7 +195,7 @@ def test_dropped_names_leave_room_across_groups() -> None:
         assert min(np.diff(spaced_ticks(sizes, step))) >= step
 
 
-def test_names_of_narrow_brackets_make_way() -> None:
+def test_names_of_narrow_brackets_make_way():
     figure = new_figure()
     texts, centres = place_names(figure, ["source: a", "target: b"], [(0, 0.1), (0.1, 5)], 5.0)
     widths = [measure(figure, text, 10.0, fontweight="bold")[0] for text in texts]
@@ -228,9 +218,7 @@ def test_names_of_narrow_brackets_make_way() -> None:
         (0.0, 0, "0"),
     ],
 )
-def test_numbers_have_three_digits_and_a_named_unit(
-    largest: float, exponent: int, text: str
-) -> None:
+def test_numbers_have_three_digits_and_a_named_unit(largest, exponent, text):
     values = np.array([[largest, 0.0]])
     assert power_of_ten(values) == exponent
     assert cell_texts(values / 10.0**exponent) == [[text, "0"]]
@@ -238,7 +226,7 @@ def test_numbers_have_three_digits_and_a_named_unit(
     assert with_unit("W", 0) == "W"
 
 
-def test_long_names_end_in_an_ellipsis() -> None:
+def test_long_names_end_in_an_ellipsis():
     assert shorten("Ankle boot", 10) == "Ankle boot"
     assert shorten("Ankle boots", 7) == "Ankle…"
     assert shorten(" two\nlines\x00 ", 18) == "two lines\\x00"

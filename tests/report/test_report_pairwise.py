@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import csv
 import io
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,14 +11,13 @@ from rich.console import Console
 
 from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
 from otdd_flash.pairwise import pairwise_distances
-from otdd_flash.pairwise_result import PairwiseResult
 from otdd_flash.report import pairwise as pairwise_report
 from otdd_flash.report.distance import heat_maps
 from otdd_flash.report.pairwise import pairwise_table, rows_text, write_pairwise_report
 from otdd_flash.samples import LabeledSamples
 
 
-def blobs(seed: int, shift: float) -> LabeledSamples:
+def blobs(seed, shift):
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(20) % 2)
     points = torch.from_numpy(rng.normal(size=(20, 3)) + shift).float()
@@ -29,13 +25,13 @@ def blobs(seed: int, shift: float) -> LabeledSamples:
 
 
 @pytest.fixture(scope="module")
-def result() -> PairwiseResult:
+def result():
     shifts = (0.0, 5.0, 0.3, 5.3)
     return pairwise_distances([blobs(k, shift) for k, shift in enumerate(shifts)], epsilon=3.0)
 
 
 @pytest.mark.parametrize("order", ["given", "hierarchical"])
-def test_a_report_has_all_its_files(result: PairwiseResult, tmp_path: Path, order: str) -> None:
+def test_a_report_has_all_its_files(result, tmp_path, order):
     written = write_pairwise_report(result, tmp_path / "run", order=order).written
     assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in written}
     for path in written:
@@ -55,12 +51,10 @@ def test_a_report_has_all_its_files(result: PairwiseResult, tmp_path: Path, orde
     )
 
 
-def test_pictures_show_near_datasets_side_by_side(
-    result: PairwiseResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_show_near_datasets_side_by_side(result, tmp_path, monkeypatch):
     drawn = {}
 
-    def draw(matrix, rows, columns, path, **_) -> None:
+    def draw(matrix, rows, columns, path, **_):
         drawn[path.name] = matrix, rows, columns
 
     monkeypatch.setattr(pairwise_report, "heat_map", draw)
@@ -72,9 +66,7 @@ def test_pictures_show_near_datasets_side_by_side(
     assert torch.equal(matrix, result.values[places][:, places])
 
 
-def test_the_picture_names_epsilon_rows_and_solver_bounds(
-    result: PairwiseResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_picture_names_epsilon_rows_and_solver_bounds(result, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(heat_maps, "save_picture", lambda figure, path: drawn.append(figure))
     upper = result.lower + torch.tensor([[0.0, 0.02], [0.02, 0.0]]).repeat(2, 2).double()
@@ -102,11 +94,11 @@ def test_the_picture_names_epsilon_rows_and_solver_bounds(
 @pytest.mark.parametrize(
     ("rows", "text"), [((7, 7), "7 rows each"), ((2000, 50, 7), "7 to 2,000 rows")]
 )
-def test_rows_are_one_number_or_a_range(rows: tuple[int, ...], text: str) -> None:
+def test_rows_are_one_number_or_a_range(rows, text):
     assert rows_text(rows) == text
 
 
-def test_the_table_shows_values_with_bounds(result: PairwiseResult) -> None:
+def test_the_table_shows_values_with_bounds(result):
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(pairwise_table(result))
     text = console.export_text()
@@ -118,10 +110,8 @@ def test_the_table_shows_values_with_bounds(result: PairwiseResult) -> None:
     assert "sampling error was not measured: otdd_flash.subsample_interval" in text
 
 
-def test_a_picture_that_fails_costs_no_other_file(
-    result: PairwiseResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_, **__) -> None:
+def test_a_picture_that_fails_costs_no_other_file(result, tmp_path, monkeypatch):
+    def broken(*_, **__):
         raise MemoryError("Unable to allocate 4 GiB")
 
     (tmp_path / "distances.png").write_text("of an earlier result")
@@ -134,7 +124,7 @@ def test_a_picture_that_fails_costs_no_other_file(
         report.require_complete()
 
 
-def test_an_unknown_order_is_refused(result: PairwiseResult, tmp_path: Path) -> None:
+def test_an_unknown_order_is_refused(result, tmp_path):
     with pytest.raises(InputError, match=r"unknown order 'best'; choose one of: given"):
         write_pairwise_report(result, tmp_path, order="best")
     assert not list(tmp_path.iterdir())

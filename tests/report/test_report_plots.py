@@ -1,11 +1,6 @@
 """What `plot` of a result gives: the report's main picture, and no trace in matplotlib."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -24,36 +19,36 @@ from otdd_flash.report.study.writing import write_study_report
 IMAGES = (1, 3, 2)
 
 
-def some(seed: int, rows: int, classes: int = 3) -> otdd.LabeledSamples:
+def some(seed, rows, classes=3):
     draw = np.random.default_rng(seed)
     labels = np.arange(rows) % classes
     features = draw.random((rows, 6)) / 2 + labels[:, None] / 6
     return otdd.LabeledSamples.from_arrays(features, labels, name=f"set $_{seed}")
 
 
-def distance() -> otdd.DistanceResult:
+def distance():
     return otdd.dataset_distance(some(0, 20), some(1, 25), epsilon=0.1)
 
 
-def pairwise() -> otdd.PairwiseResult:
+def pairwise():
     return otdd.pairwise_distances([some(0, 20), some(1, 25), some(2, 15)], epsilon=0.1)
 
 
-def flow() -> otdd.FlowResult:
+def flow():
     return otdd.gradient_flow(some(0, 20), some(1, 25), otdd.Flow(steps=2), epsilon=0.1)
 
 
-def study(transfer: bool = True) -> otdd.StudyResult:
+def study(transfer=True):
     count, more = (4, {}) if transfer else (2, {"transfer": None})
     return small_study(count, measures=["frechet"], **more).run("study", threads=1)
 
 
-def flow_images(result: otdd.FlowResult, folder: Path) -> object:
+def flow_images(result, folder):
     return write_flow_report(result, folder, image_shape=IMAGES)
 
 
 # How a result is made, what draws it, what its report is and which picture that leads with.
-KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[..., object], str]] = {
+KINDS = {
     "distance": (distance, {}, write_report, "projection"),
     "pairwise": (pairwise, {}, write_pairwise_report, "distances"),
     "flow": (flow, {}, write_flow_report, "objective"),
@@ -67,9 +62,7 @@ LOADED |= dict.fromkeys(("flow", "flow of images"), otdd.FlowResult)
 
 @pytest.mark.slow(after=3)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_picture_that_the_report_leads_with(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_picture_that_the_report_leads_with(kind, tmp_path, monkeypatch):
     """Byte for byte, also of a result that was saved, and whatever style the user has."""
     monkeypatch.chdir(tmp_path)
     make, options, write, name = KINDS[kind]
@@ -86,12 +79,12 @@ def test_it_is_the_picture_that_the_report_leads_with(
         assert figure._repr_png_() == expected
 
 
-def sliced() -> otdd.SlicedResult:
+def sliced():
     return otdd.sliced_distances([some(0, 20), some(1, 25), some(2, 15)], projections=40)
 
 
 @pytest.mark.parametrize("order", ["given", "hierarchical"])
-def test_sliced_distances_are_a_table_that_names_draws_and_errors(order: str) -> None:
+def test_sliced_distances_are_a_table_that_names_draws_and_errors(order):
     result = sliced()
     figure = result.plot(order)
     error = f"{result.standard_errors.max():.2g}"
@@ -106,7 +99,7 @@ def test_sliced_distances_are_a_table_that_names_draws_and_errors(order: str) ->
     assert "mean over 40 draws" in figure.axes[1].get_ylabel()
 
 
-def test_matplotlib_is_left_as_it_was_and_notebooks_show_the_figure(tmp_path: Path) -> None:
+def test_matplotlib_is_left_as_it_was_and_notebooks_show_the_figure(tmp_path):
     formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
     theirs = pyplot.figure()
     before = dict(matplotlib.rcParams.copy()), matplotlib.get_backend()
@@ -134,14 +127,12 @@ def test_matplotlib_is_left_as_it_was_and_notebooks_show_the_figure(tmp_path: Pa
         (lambda: flow().plot("1x3x2"), "image_shape must be a list of 3"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(draw: Callable[[], Figure], message: str) -> None:
+def test_what_cannot_be_drawn_is_refused(draw, message):
     with pytest.raises(otdd.InputError, match=message):
         draw()
 
 
-def test_a_study_of_which_nothing_is_done_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_of_which_nothing_is_done_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = study(False)
     nothing = replace(result, readings={"frechet": {}}, done=0)

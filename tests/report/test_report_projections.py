@@ -1,11 +1,6 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 from PIL import Image
 from sklearn.datasets import load_digits
@@ -19,7 +14,7 @@ from otdd_flash.report.figures.principal_plane import fit_plane
 from otdd_flash.samples import LabeledSamples
 
 
-def clusters(classes: int, d: int, seed: int = 0, name: str = "samples") -> LabeledSamples:
+def clusters(classes, d, seed=0, name="samples"):
     draw = torch.Generator().manual_seed(seed)
     labels = torch.arange(classes).repeat_interleave(6)
     features = 3 * torch.randn(classes, d, generator=draw)[labels]
@@ -27,18 +22,18 @@ def clusters(classes: int, d: int, seed: int = 0, name: str = "samples") -> Labe
     return LabeledSamples(features, labels, tuple(f"class {k}" for k in range(classes)), name=name)
 
 
-def diagonal(rows: int, columns: int) -> torch.Tensor:
+def diagonal(rows, columns):
     table = torch.zeros(rows, columns, dtype=torch.float64)
     table[torch.arange(rows), torch.arange(rows) % columns] = 1.0 / rows
     return table
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    saved: list[Figure] = []
+def figures(monkeypatch):
+    saved = []
     save = projections.save_picture
 
-    def keep(figure: Figure, path: Path) -> None:
+    def keep(figure, path):
         save(figure, path)
         saved.append(figure)
 
@@ -46,11 +41,11 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return saved
 
 
-def class_labels(figure: Figure) -> list[str]:
+def class_labels(figure):
     return [text.get_text() for text in figure.texts if text.get_path_effects()]
 
 
-def arrows(figure: Figure) -> list[FancyArrowPatch]:
+def arrows(figure):
     return [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
 
 
@@ -58,9 +53,7 @@ def arrows(figure: Figure) -> list[FancyArrowPatch]:
 @pytest.mark.parametrize(
     ("classes", "d"), [((1, 1), 5), ((1, 4), 3), ((3, 2), 1), ((10, 10), 2), ((300, 300), 8)]
 )
-def test_pictures_are_whole_and_their_labels_apart(
-    figures: list[Figure], tmp_path: Path, classes: tuple[int, int], d: int
-) -> None:
+def test_pictures_are_whole_and_their_labels_apart(figures, tmp_path, classes, d):
     source, target = clusters(classes[0], d, name="$a$ and $b"), clusters(classes[1], d, 1)
     path = tmp_path / "projection.png"
     projection(source, target, diagonal(*classes), path, seed=0)
@@ -79,7 +72,7 @@ def test_pictures_are_whole_and_their_labels_apart(
     assert 0.8 * expected <= len(class_labels(figure)) <= expected
 
 
-def test_an_arrow_runs_from_class_mean_to_class_mean(figures: list[Figure], tmp_path: Path) -> None:
+def test_an_arrow_runs_from_class_mean_to_class_mean(figures, tmp_path):
     digits = load_digits()
     images = torch.from_numpy(digits.images.copy())
     turned = torch.rot90(images, 1, (1, 2)).reshape(-1, 64)
@@ -97,18 +90,14 @@ def test_an_arrow_runs_from_class_mean_to_class_mean(figures: list[Figure], tmp_
     assert sorted(class_labels(figure)) == sorted(2 * classes)
 
 
-def test_unlabelled_data_are_drawn_without_arrows_and_names(
-    figures: list[Figure], tmp_path: Path
-) -> None:
+def test_unlabelled_data_are_drawn_without_arrows_and_names(figures, tmp_path):
     cloud = LabeledSamples(torch.randn(50, 4, generator=torch.Generator().manual_seed(0)), None, ())
     projection(cloud, clusters(4, 4), torch.ones(1, 1), tmp_path / "p.png", seed=0)
     assert not arrows(figures[0])
     assert not class_labels(figures[0])
 
 
-def test_identical_points_and_massless_classes_are_drawn(
-    figures: list[Figure], tmp_path: Path
-) -> None:
+def test_identical_points_and_massless_classes_are_drawn(figures, tmp_path):
     weights = torch.tensor([0.0, 1.0, 1.0, 1.0])
     same = LabeledSamples(torch.ones(4, 3), torch.tensor([0, 1, 1, 1]), ("a", "b"), weights)
     projection(same, same, torch.tensor([[0.0, 0.0], [0.0, 1.0]]), tmp_path / "p.png", seed=0)
@@ -116,7 +105,7 @@ def test_identical_points_and_massless_classes_are_drawn(
 
 
 @pytest.mark.slow
-def test_one_seed_draws_one_picture(tmp_path: Path) -> None:
+def test_one_seed_draws_one_picture(tmp_path):
     cloud = clusters(400, 3)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         projection(cloud, cloud, diagonal(400, 400), tmp_path / name, seed)
@@ -125,13 +114,13 @@ def test_one_seed_draws_one_picture(tmp_path: Path) -> None:
     assert a != c
 
 
-def test_a_coupling_of_other_classes_is_refused(tmp_path: Path) -> None:
+def test_a_coupling_of_other_classes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="coupling has 3 classes, samples has 4"):
         projection(clusters(4, 2), clusters(4, 2), torch.ones(3, 4), tmp_path / "p.png", seed=0)
 
 
 @pytest.mark.parametrize("d", [1, 2, 5, 64])
-def test_the_plane_is_that_of_pca(d: int) -> None:
+def test_the_plane_is_that_of_pca(d):
     clouds = [clusters(10, d).features, clusters(10, d, 1).features + 1000.0]
     plane = fit_plane(clouds, seed=0)
     pooled = torch.cat(clouds).double().numpy()
@@ -146,20 +135,20 @@ def test_the_plane_is_that_of_pca(d: int) -> None:
     )
 
 
-def test_both_datasets_count_equally_whatever_their_sizes() -> None:
+def test_both_datasets_count_equally_whatever_their_sizes():
     cloud, other = clusters(5, 4).features, clusters(5, 4, 1).features
     once, often = fit_plane([cloud, other], 0), fit_plane([cloud.repeat(7, 1), other], 0)
     np.testing.assert_allclose(once.explained, often.explained, rtol=1e-6)
 
 
-def test_moves_are_the_largest_of_each_class_and_any_quarter() -> None:
+def test_moves_are_the_largest_of_each_class_and_any_quarter():
     coupling = torch.tensor([[0.30, 0.10, 0.02], [0.04, 0.03, 0.03], [0.0, 0.0, 0.0]])
     moves = strongest_moves(coupling, 10)
     assert [move[:2] for move in moves] == [(0, 0), (1, 0), (1, 1), (1, 2)]
     assert strongest_moves(coupling, 1) == [Move(0, 0, pytest.approx(0.3))]
 
 
-def test_labels_avoid_each_other_their_points_and_the_frame() -> None:
+def test_labels_avoid_each_other_their_points_and_the_frame():
     draw = np.random.default_rng(0)
     anchors, sizes = draw.uniform(300, 500, (25, 2)), np.tile([60.0, 14.0], (25, 1))
     markers = np.hstack([anchors - 8, anchors + 8])

@@ -4,9 +4,8 @@ import csv
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_type_hints
 
 import matplotlib
@@ -42,9 +41,7 @@ ALL = {
         (write_nearest_csv, "rows", Sequence[NearestClass]),
     ],
 )
-def test_reports_are_of_the_results_themselves(
-    write: Callable[..., object], argument: str, kind: type
-) -> None:
+def test_reports_are_of_the_results_themselves(write, argument, kind):
     """Not of classes that say once more what these hold."""
     assert get_type_hints(write)[argument] == kind
 
@@ -61,7 +58,7 @@ class Near:
 class Table:
     full: Tensor
 
-    def nearest(self) -> list[Near]:
+    def nearest(self):
         return [Near("source", "a,b", "d", 0.1), Near("target", "d", "a,b", 1 / 3)]
 
 
@@ -74,17 +71,17 @@ class Result:
     coupling: Tensor
     method: str = "gaussian"
 
-    def class_coupling(self) -> Tensor:
+    def class_coupling(self):
         return self.coupling
 
 
-def samples(classes: tuple[str, ...] | None) -> LabeledSamples:
+def samples(classes):
     features = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
     labels = None if classes is None else torch.arange(12) % len(classes)
     return LabeledSamples(features, labels, classes or ())
 
 
-def test_a_report_has_all_its_files(tmp_path: Path) -> None:
+def test_a_report_has_all_its_files(tmp_path):
     names = ("a,b", "c"), ("a,b", "d", "e")
     full, coupling = torch.rand(5, 5).double(), torch.full((2, 3), 1 / 6, dtype=torch.float64)
     result = Result(samples(names[0]), samples(names[1]), names, Table(full), coupling)
@@ -101,13 +98,13 @@ def test_a_report_has_all_its_files(tmp_path: Path) -> None:
         assert [row[0] for row in csv.reader(lines)] == ["source\\target", "a,b", "c"]
 
 
-def few_classes() -> Result:
+def few_classes():
     names, coupling = (("a", "b"), ("c", "d")), torch.full((2, 2), 0.25, dtype=torch.float64)
     full = torch.arange(16).reshape(4, 4).double()
     return Result(samples(names[0]), samples(names[1]), names, Table(full), coupling)
 
 
-def test_pictures_do_not_depend_on_the_users_style(tmp_path: Path) -> None:
+def test_pictures_do_not_depend_on_the_users_style(tmp_path):
     """Which may ask for LaTeX, and is afterwards what it was."""
     write_report(few_classes(), tmp_path / "plain")
     theirs = {"text.usetex": True, "font.size": 30.0, "savefig.bbox": "tight"}
@@ -119,10 +116,8 @@ def test_pictures_do_not_depend_on_the_users_style(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "plain" / path.name).read_bytes(), path.name
 
 
-def test_fonts_that_cannot_be_read_cost_no_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreadable(*_: object) -> None:
+def test_fonts_that_cannot_be_read_cost_no_table(tmp_path, monkeypatch):
+    def unreadable(*_):
         raise OSError("no fonts")
 
     monkeypatch.setattr(fonts, "_for_characters", unreadable)
@@ -144,9 +139,7 @@ print(matplotlib.rcParams["backend"])
 @pytest.mark.parametrize(
     ("named", "backend"), [("banana", ""), ("module://nosuch.inline", "module"), ("svg", "svg")]
 )
-def test_pictures_are_drawn_whatever_backend_the_environment_names(
-    tmp_path: Path, named: str, backend: str
-) -> None:
+def test_pictures_are_drawn_whatever_backend_the_environment_names(tmp_path, named, backend):
     """And one that there is stays the user's."""
     ended = subprocess.run(
         [sys.executable, "-c", BACKEND],
@@ -161,9 +154,7 @@ def test_pictures_are_drawn_whatever_backend_the_environment_names(
     assert ended.stdout.strip().startswith(backend)
 
 
-def test_pictures_are_in_the_order_asked_for_and_tables_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_are_in_the_order_asked_for_and_tables_are_not(tmp_path, monkeypatch):
     drawn = {}
     for name in ("draw_class_distances", "draw_class_coupling"):
         monkeypatch.setattr(
@@ -186,7 +177,7 @@ def test_pictures_are_in_the_order_asked_for_and_tables_are_not(
         write_report(result, tmp_path, order="best")
 
 
-def test_unlabelled_data_have_only_a_projection(tmp_path: Path) -> None:
+def test_unlabelled_data_have_only_a_projection(tmp_path):
     one = (("all",), ("all",))
     result = Result(
         samples(None), samples(None), one, Table(torch.zeros(2, 2)), torch.ones(1, 1), "none"
@@ -195,7 +186,7 @@ def test_unlabelled_data_have_only_a_projection(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["projection.png"]
 
 
-def test_without_class_distances_labelled_data_still_have_a_coupling(tmp_path: Path) -> None:
+def test_without_class_distances_labelled_data_still_have_a_coupling(tmp_path):
     names, coupling = (("a", "b"), ("c", "d")), torch.full((2, 2), 0.25, dtype=torch.float64)
     result = Result(
         samples(names[0]), samples(names[1]), names, Table(torch.zeros(4, 4)), coupling, "none"

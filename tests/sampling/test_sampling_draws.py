@@ -1,7 +1,5 @@
 """Rows drawn without replacement: which, how many, and how often."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

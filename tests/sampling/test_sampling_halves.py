@@ -1,7 +1,5 @@
 """The noise floor: disjoint halves of each dataset, and both datasets at the same size."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

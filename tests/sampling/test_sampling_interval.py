@@ -1,7 +1,5 @@
 """Intervals from subsamples: how often they hold the mean distance, and what they are made of."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
