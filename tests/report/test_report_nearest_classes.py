@@ -1,3 +1,5 @@
+"""nearest_classes.csv and its table."""
+
 import csv
 import io
 
@@ -15,9 +17,9 @@ def rows(sources, targets):
     ]
 
 
-def shown(sources, targets):
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(nearest_table(rows(sources, targets)))
+def shown(given, width=100):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(nearest_table(given))
     return console.export_text()
 
 
@@ -31,24 +33,18 @@ def test_the_file_holds_every_class_at_full_precision(tmp_path):
     assert float(body[1][3]) == 1 / 3
 
 
-def test_both_directions_are_shown_side_by_side():
-    text = shown(2, 3)
+def test_both_directions_are_shown_side_by_side_and_many_classes_left_to_the_file():
+    text = shown(rows(2, 3))
     for fact in ("source", "nearest target", "target", "nearest source", "cat, [red]", "0.3333"):
         assert fact in text
     (line,) = [line for line in text.splitlines() if "t 1" in line]
     assert "s 1" in line
     assert "s 2" not in text
     assert "more classes" not in text
-
-
-def test_many_classes_are_left_to_the_file():
-    text = shown(MOST_ROWS + 5, 3)
+    text = shown(rows(MOST_ROWS + 5, 3))
     assert f"s {MOST_ROWS - 1} " in text
     assert f"s {MOST_ROWS} " not in text
     assert "5 more classes in nearest_classes.csv" in text
-
-
-def test_long_names_fit_the_terminal():
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(nearest_table([NearestClass("source", "x" * 200, "y" * 200, 1.0)]))
-    assert max(map(len, console.export_text().splitlines())) <= 80
+    # Long names fit the terminal.
+    text = shown([NearestClass("source", "x" * 200, "y" * 200, 1.0)], 80)
+    assert max(map(len, text.splitlines())) <= 80

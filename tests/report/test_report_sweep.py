@@ -4,7 +4,6 @@ import csv
 
 import pytest
 
-from otdd_flash.report import sweep
 from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
 
 
@@ -69,14 +68,10 @@ def test_the_picture_is_of_one_or_two_settings_of_which_one_is_a_number(jobs, ex
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_values_are_drawn_with_their_intervals_a_line_for_each_second_value(
-    sampled, tmp_path, monkeypatch
-):
-    drawn = []
-    monkeypatch.setattr(sweep, "save_picture", lambda figure, _: drawn.append(figure))
+def test_values_are_drawn_with_their_intervals_a_line_for_each_second_value(sampled, figures):
     more = {"sampling_lower": 0.5, "sampling_upper": 9.0} if sampled else {}
-    draw_sweep([one | more for one in GRID], "epsilon", "solver.tolerance", tmp_path / "s.png")
-    (axes,) = drawn[0].axes
+    draw_sweep([one | more for one in GRID], "epsilon", "solver.tolerance", None)
+    (axes,) = figures[0].axes
     lines = {line.get_label(): line for line in axes.get_lines()}
     # The smaller of the second numbers comes first.
     first, second = (f"solver.tolerance={value}" for value in ("0.001", "0.01"))
@@ -91,4 +86,4 @@ def test_values_are_drawn_with_their_intervals_a_line_for_each_second_value(
     assert "not converged: only the bounds hold" in texts
     assert axes.get_xscale() == "log"
     assert axes.get_xlabel() == "epsilon"
-    assert [text.get_text() for text in drawn[0].texts] == ["a → b"]
+    assert [text.get_text() for text in figures[0].texts] == ["a → b"]
