@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import timm, torchvision
 from otdd_flash.extractors.checkpoint import load_checkpoint
-
-State = dict[str, Tensor]
 
 
 def network(seed):
@@ -32,23 +29,22 @@ WRAPPINGS = {
 }
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-@pytest.mark.parametrize("suffix", [".pt", ".pth"])
-def test_wrapped_weights_are_found(tmp_path, wrapping, suffix):
-    saved, loaded = network(1), network(2)
-    file = tmp_path / f"weights{suffix}"
-    torch.save(WRAPPINGS[wrapping](saved.state_dict()), file)
-    load_checkpoint(loaded, str(file), ("fc",))
-    for name, tensor in saved.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor)
+def test_wrapped_weights_are_found(tmp_path):
+    from safetensors.torch import save_file
 
-
-def test_safetensors_with_prefix_and_head(tmp_path):
-    saved, loaded = network(1), network(2)
-    state = {f"module.{name}": value for name, value in saved.state_dict().items()}
-    save_file({**state, "module.fc.bias": torch.ones(10)}, tmp_path / "w.safetensors")
-    load_checkpoint(loaded, str(tmp_path / "w.safetensors"), ("fc",))
-    assert torch.equal(loaded.state_dict()["0.weight"], saved.state_dict()["0.weight"])
+    files = []
+    for place, wrapping in enumerate(WRAPPINGS.values()):
+        file = tmp_path / f"{place}{('.pt', '.pth')[place % 2]}"
+        torch.save(wrapping(network(1).state_dict()), file)
+        files.append(file)
+    state = {f"module.{name}": value for name, value in network(1).state_dict().items()}
+    files.append(tmp_path / "w.safetensors")
+    save_file({**state, "module.fc.bias": torch.ones(10)}, files[-1])
+    for name, file in zip([*WRAPPINGS, "safetensors"], files, strict=True):
+        loaded = network(2)
+        load_checkpoint(loaded, str(file), ("fc",))
+        for key, tensor in network(1).state_dict().items():
+            assert torch.equal(loaded.state_dict()[key], tensor), (name, key)
 
 
 @pytest.mark.parametrize(
@@ -105,27 +101,35 @@ def test_the_error_names_the_model_of_timm_that_a_checkpoint_fits(tmp_path, mode
     assert extractor.description.split()[2] == model
 
 
-def test_weights_of_the_right_shapes_under_other_names_are_told(tmp_path):
-    state = saved("test_efficientnet", 5, tmp_path / "w.pt")
-    names = [f"{number}.{name.rpartition('.')[2]}" for number, name in enumerate(state)]
-    torch.save(dict(zip(names, state.values(), strict=True)), tmp_path / "w.pt")
-    message = r"timm's test_efficientnet has tensors of these shapes under other names: rename"
-    with pytest.raises(InputError, match=message):
-        timm("test_resnet", checkpoint=tmp_path / "w.pt")
-
-
-def test_weights_of_no_model_are_told(tmp_path):
-    torch.save(network(1).state_dict(), tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"no model of timm has tensors of these .*from_module"):
-        timm("test_resnet", checkpoint=tmp_path / "w.pt")
-
-
-def test_weights_of_torchvision_are_those_of_timm_by_the_same_name(tmp_path):
+def test_weights_that_fit_another_model_or_none_are_told(tmp_path):
     from torchvision.models import resnet18
 
-    torch.save(resnet18(num_classes=10).state_dict(), tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"timm's resnet18, resnetblur18; choose the one"):
-        torchvision("vgg11", checkpoint=tmp_path / "w.pt")
+    state = saved("test_efficientnet", 5, tmp_path / "w.pt")
+    names = [f"{number}.{name.rpartition('.')[2]}" for number, name in enumerate(state)]
+    for factory, model, weights, message in (
+        (
+            timm,
+            "test_resnet",
+            dict(zip(names, state.values(), strict=True)),
+            "timm's test_efficientnet has tensors of these shapes under other names: rename",
+        ),
+        (
+            timm,
+            "test_resnet",
+            network(1).state_dict(),
+            "no model of timm has tensors of these .*from_module",
+        ),
+        # Weights of torchvision are those of timm by the same name.
+        (
+            torchvision,
+            "squeezenet1_1",
+            resnet18(num_classes=10).state_dict(),
+            "timm's resnet18, resnetblur18; choose the one",
+        ),
+    ):
+        torch.save(weights, tmp_path / "w.pt")
+        with pytest.raises(InputError, match=message):
+            factory(model, checkpoint=tmp_path / "w.pt")
 
 
 def test_a_pickled_module_is_not_executed(tmp_path):

@@ -31,54 +31,42 @@ def user_module(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("user_module")
-@pytest.mark.parametrize("separator", [":", "."])
-def test_both_forms_of_path_find_the_function(make_dataset, colour_images, separator):
-    extractor = from_callable(f"user_package.features{separator}mean_and_size")
-    features = embed(make_dataset(colour_images), extractor, batch_size=2).features
-    expected = [[image.mean(), image.size] for image in colour_images]
-    np.testing.assert_allclose(features.numpy(), expected)
-
-
-@pytest.mark.usefixtures("user_module")
-def test_attributes_of_classes_are_found(make_dataset):
+def test_paths_find_functions_and_attributes_of_classes(make_dataset, colour_images):
+    for separator in (":", "."):
+        extractor = from_callable(f"user_package.features{separator}mean_and_size")
+        features = embed(make_dataset(colour_images), extractor, batch_size=2).features
+        expected = [[image.mean(), image.size] for image in colour_images]
+        np.testing.assert_allclose(features.numpy(), expected)
     extractor = from_callable("user_package.features:Features.doubled")
     features = embed(make_dataset(np.ones((3, 2)), "array"), extractor).features
     assert features.tolist() == [[2.0, 2.0]] * 3
 
 
 @pytest.mark.usefixtures("user_module")
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
+def test_bad_paths_are_named():
+    form = "must be package.module:function"
+    for path, message in (
         ("user_package.features:nothing", "user_package.features has no nothing"),
         ("user_package.features:number", "is not callable: int"),
         ("user_package.nowhere:f", "no module named 'user_package.nowhere'"),
-        (
-            "user_package.broken:f",
-            "does not import: it raised ModuleNotFoundError: .* 'not_installed_anywhere'",
-        ),
-        ("function", "must be package.module:function"),
-        ("", "must be package.module:function"),
-        (":f", "must be package.module:function"),
-    ],
-)
-def test_bad_paths_are_named(path, message):
-    with pytest.raises(InputError, match=message):
-        from_callable(path)
+        ("user_package.broken:f", "not import: it raised ModuleNotFoundError: .* 'not_installed_"),
+        ("function", form),
+        ("", form),
+        (":f", form),
+    ):
+        with pytest.raises(InputError, match=message):
+            from_callable(path)
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
+def test_what_is_no_feature_matrix_is_refused(make_dataset, colour_images):
+    for returned, message in (
         (lambda batch: torch.zeros(len(batch)), r"shape \(5, d\), got \(5,\)"),
         (lambda batch: torch.zeros(1, 4), r"shape \(5, d\), got \(1, 4\)"),
         (lambda batch: None, "got None"),
         (lambda batch: np.array(["a"] * len(batch)), "got <U1"),
-    ],
-)
-def test_what_is_no_feature_matrix_is_refused(make_dataset, colour_images, returned, message):
-    with pytest.raises(InputError, match=message):
-        embed(make_dataset(colour_images), from_callable(returned))
+    ):
+        with pytest.raises(InputError, match=message):
+            embed(make_dataset(colour_images), from_callable(returned))
 
 
 def test_gradients_are_not_kept(make_dataset):

@@ -47,18 +47,14 @@ def stand_in(monkeypatch):
     return StandIn
 
 
-@pytest.mark.parametrize("as_array", [False, True])
-def test_texts_are_embedded_in_batches(make_dataset, stand_in, as_array):
-    dataset = make_dataset(np.array(TEXTS) if as_array else TEXTS, "text")
-    features = embed(dataset, text("small"), batch_size=2).features
-    assert features.shape == (3, 4)
-    assert features.dtype == torch.float32
-    assert torch.equal(features[0], features[2])
-    assert not torch.equal(features[0], features[1])
-    assert stand_in.calls == 2
+def test_texts_are_embedded_in_batches_and_cached_by_content(make_dataset, stand_in, tmp_path):
+    for texts in (TEXTS, np.array(TEXTS)):
+        features = embed(make_dataset(texts, "text"), text("small"), batch_size=2).features
+        assert (features.shape, features.dtype) == ((3, 4), torch.float32)
+        assert torch.equal(features[0], features[2])
+        assert not torch.equal(features[0], features[1])
+    assert stand_in.calls == 4
 
-
-def test_texts_are_cached_by_content(make_dataset, stand_in, tmp_path):
     def extract(texts, model="small"):
         before = stand_in.calls
         embed(make_dataset(texts, "text"), text(model), cache_dir=tmp_path)
@@ -70,19 +66,11 @@ def test_texts_are_cached_by_content(make_dataset, stand_in, tmp_path):
     assert extract(TEXTS, "larger") == 1
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_images_are_refused(make_dataset, colour_images):
+def test_what_cannot_be_embedded_is_named(make_dataset, colour_images, stand_in, monkeypatch):
     with pytest.raises(InputError, match="tiny holds image data, which extractor text does not"):
         embed(make_dataset(colour_images), text("small"))
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_absent_model_is_named():
     with pytest.raises(InputError, match=r"cannot load the text model 'absent'.*no such model"):
         text("absent")
-
-
-def test_missing_extra_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(InputError, match=r"pip install 'otdd-flash\[text\]'"):
         text("small")
