@@ -17,25 +17,23 @@ def clouds():
     return rng.normal(5, 1, (33, 4)) * scale, rng.normal(-2, 2, (70, 4)) * scale
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_standardised_sides_share_mean_and_deviation(make_samples, clouds, dtype):
-    sides = [make_samples(cloud.astype(dtype)) for cloud in clouds]
-    x, y = standardize(*sides)
-    both = torch.cat([x.features, y.features]).double()
-    assert x.features.dtype == sides[0].features.dtype
-    tolerance = 1e-5 if dtype is np.float32 else 1e-12
-    assert both.mean(0).abs().max() < tolerance
-    assert (both.std(0, correction=0) - 1).abs().max() < tolerance
-    # One map for both sides: their difference survives.
-    assert (x.features.mean(0) - y.features.mean(0)).abs().min() > 0.5
-
-
-def test_standardising_undoes_any_common_units(make_samples, clouds):
+def test_standardised_sides_share_mean_and_deviation(make_samples, clouds, monkeypatch):
+    for dtype, tolerance in ((np.float32, 1e-5), (np.float64, 1e-12)):
+        sides = [make_samples(cloud.astype(dtype)) for cloud in clouds]
+        x, y = standardize(*sides)
+        both = torch.cat([x.features, y.features]).double()
+        assert x.features.dtype == sides[0].features.dtype
+        assert both.mean(0).abs().max() < tolerance
+        assert (both.std(0, correction=0) - 1).abs().max() < tolerance
+        # One map for both sides: their difference survives.
+        assert (x.features.mean(0) - y.features.mean(0)).abs().min() > 0.5
+    # It undoes common units, and blocks of rows do not change it.
     units, origin = np.array([3.0, 0.1, 40.0, 1.0]), np.array([7.0, -3.0, 0.0, 1.0])
-    plain = standardize(*(make_samples(cloud) for cloud in clouds))
     other = standardize(*(make_samples(cloud * units + origin) for cloud in clouds))
-    for a, b in zip(plain, other, strict=True):
+    monkeypatch.setattr("otdd_flash.extractors.standardization.ROWS_AT_ONCE", 7)
+    for a, b, c in zip((x, y), other, standardize(*sides), strict=True):
         assert torch.allclose(a.features, b.features, atol=1e-9)
+        assert torch.allclose(a.features, c.features, atol=1e-12)
 
 
 def test_constant_features_are_left_alone(make_samples):
@@ -49,14 +47,6 @@ def test_constant_features_are_left_alone(make_samples):
     split = standardize(make_samples(np.zeros((2, 1))), make_samples(np.ones((2, 1))))
     assert split[0].features.flatten().tolist() == [-1.0, -1.0]
     assert split[1].features.flatten().tolist() == [1.0, 1.0]
-
-
-def test_blocks_of_rows_do_not_change_the_result(make_samples, clouds, monkeypatch):
-    sides = [make_samples(cloud) for cloud in clouds]
-    whole = standardize(*sides)
-    monkeypatch.setattr("otdd_flash.extractors.standardization.ROWS_AT_ONCE", 7)
-    for a, b in zip(whole, standardize(*sides), strict=True):
-        assert torch.allclose(a.features, b.features, atol=1e-12)
 
 
 def test_full_pca_keeps_all_distances(make_samples, clouds):
@@ -86,22 +76,16 @@ def test_pca_repeats_with_its_seed(make_samples):
     assert first.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("k", "accepted"),
-    [
+def test_pca_beyond_the_dimension_or_the_rows_is_refused(make_samples, clouds):
+    for k, accepted in (
         (0, "at least 1"),
         (5, "an integer from 1 to 4.*"),
         (-1, "at least 1"),
         (2.5, "an integer"),
         (True, "an integer"),
-    ],
-)
-def test_pca_beyond_the_dimension_is_refused(make_samples, clouds, k, accepted):
-    with pytest.raises(InputError, match=rf"extractor.pca must be {accepted}, got {k}"):
-        reduce_pca(*(make_samples(cloud) for cloud in clouds), k=k, seed=0)
-
-
-def test_pca_is_bounded_by_the_rows_too(make_samples):
+    ):
+        with pytest.raises(InputError, match=rf"extractor.pca must be {accepted}, got {k}"):
+            reduce_pca(*(make_samples(cloud) for cloud in clouds), k=k, seed=0)
     with pytest.raises(InputError, match="from 1 to 3"):
         reduce_pca(make_samples(np.eye(9)[:1]), make_samples(np.eye(9)[1:3]), k=4, seed=0)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_images
 from torch.nn import functional
 
 import otdd_flash as otdd
@@ -49,6 +48,8 @@ def lite0_file():
 
 
 def natural_images():
+    from sklearn.datasets import load_sample_images
+
     return list(load_sample_images().images)
 
 

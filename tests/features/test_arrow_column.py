@@ -3,7 +3,6 @@
 import copy
 import os
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -45,6 +44,8 @@ def written(path, arrays, *, file=False, options=None):
 
 def saved(folder, **more):
     """A folder of Dataset.save_to_disk."""
+    import datasets
+
     rows = points()
     typed = datasets.Features({"features": datasets.Sequence(datasets.Value("float32"), DIM)})
     given = datasets.Dataset.from_dict({"features": rows.tolist()}, features=typed)
@@ -134,6 +135,8 @@ def test_what_is_read_is_what_is_used(tmp_path, monkeypatch):
 
 
 def test_datasets_are_opened_as_they_were_saved(tmp_path):
+    import datasets
+
     folder = saved(tmp_path / "saved")
     expected = torch.from_numpy(points())
     given = datasets.load_from_disk(str(folder))
@@ -145,6 +148,8 @@ def test_datasets_are_opened_as_they_were_saved(tmp_path):
 
 
 def test_datasets_that_differ_from_their_files_are_refused(tmp_path):
+    import datasets
+
     given = datasets.load_from_disk(str(saved(tmp_path / "saved")))
     number = given.add_column("number", list(range(N)))
     double = given.map(lambda row: {"other": [2 * value for value in row["features"]]})
@@ -201,6 +206,8 @@ def test_a_distance_streams_them(kind, tmp_path, monkeypatch):
 
 
 def test_damage_is_told_in_a_sentence(tmp_path):
+    import datasets
+
     rows = points()
     good = written(tmp_path / "good.arrow", [column(rows), column(rows)])
     content = good.read_bytes()
@@ -256,6 +263,7 @@ def test_damage_is_told_in_a_sentence(tmp_path):
         assert str(told.value).count("features are") <= 1
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_damage_leads_beyond_a_file(kind, tmp_path):
     """A bit flipped in what says where the numbers are: their length, type, place or end."""

@@ -49,19 +49,15 @@ def test_views_of_one_storage_are_kept(tmp_path):
     assert torch.equal(again["xx"], whole[:2])
 
 
-def test_home_is_expanded(tmp_path, monkeypatch):
+def test_home_is_expanded_and_none_turns_the_cache_off(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    TensorCache("~/store").put("key", ENTRY)
-    assert only_file(tmp_path / "store").suffix == ".safetensors"
-
-
-def test_none_turns_the_cache_off(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = TensorCache(None)
     cache.put("key", ENTRY)
-    assert not cache.active
-    assert cache.get("key") is None
+    assert (cache.active, cache.get("key")) == (False, None)
     assert list(tmp_path.iterdir()) == []
+    TensorCache("~/store").put("key", ENTRY)
+    assert only_file(tmp_path / "store").suffix == ".safetensors"
 
 
 def flip_last_byte(path):
@@ -70,27 +66,27 @@ def flip_last_byte(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        flip_last_byte,
-        lambda path: path.write_bytes(path.read_bytes()[:-3]),
-        lambda path: path.write_bytes(path.read_bytes()[:5]),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(b"not safetensors at all"),
-    ],
-    ids=["flipped bit", "cut tail", "cut header", "empty", "other content"],
-)
-def test_damaged_entry_is_deleted_and_missing(tmp_path, caplog, damage):
+DAMAGE = {
+    "flipped bit": flip_last_byte,
+    "cut tail": lambda path: path.write_bytes(path.read_bytes()[:-3]),
+    "cut header": lambda path: path.write_bytes(path.read_bytes()[:5]),
+    "empty": lambda path: path.write_bytes(b""),
+    "other content": lambda path: path.write_bytes(b"not safetensors at all"),
+}
+
+
+def test_damaged_entry_is_deleted_and_missing(tmp_path, caplog):
     cache = TensorCache(tmp_path)
-    cache.put("key", ENTRY)
-    path = only_file(tmp_path)
-    damage(path)
-    with caplog.at_level(logging.WARNING):
-        assert cache.get("key") is None
-    assert "damaged" in caplog.text
-    assert str(path) in caplog.text
-    assert not path.exists()
+    for case, damage in DAMAGE.items():
+        cache.put("key", ENTRY)
+        path = only_file(tmp_path)
+        damage(path)
+        with caplog.at_level(logging.WARNING):
+            assert cache.get("key") is None, case
+        assert "damaged" in caplog.text
+        assert str(path) in caplog.text
+        assert not path.exists()
+        caplog.clear()
     cache.put("key", ENTRY)
     assert cache.get("key") is not None
 
@@ -156,6 +152,7 @@ def write_and_read(folder, writer):
     return True
 
 
+@pytest.mark.slow
 def test_two_writers_at_once_never_mix(tmp_path):
     with ProcessPoolExecutor(2) as pool:
         assert all(pool.map(write_and_read, [str(tmp_path)] * 2, [1, 2]))
@@ -176,18 +173,16 @@ def test_hash_sees_names_shapes_types_and_values():
     assert content_hash({"a": x, "b": x + 1}) == content_hash({"b": x + 1, "a": x})
 
 
-def test_a_new_folder_and_its_entries_are_their_owners_alone(tmp_path):
+def test_a_folder_is_its_owners_alone_unless_a_group_may_share_it(tmp_path):
     folder = tmp_path / "new" / "cache"
     TensorCache(folder).put("key", ENTRY)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(only_file(folder).stat().st_mode) == 0o600
-
-
-def test_a_group_may_share_a_folder_that_it_is_given(tmp_path):
-    tmp_path.chmod(0o770)
-    TensorCache(tmp_path).put("key", ENTRY)
-    assert stat.S_IMODE(only_file(tmp_path).stat().st_mode) == 0o660
-    assert TensorCache(tmp_path).get("key") is not None
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o770)
+    TensorCache(shared).put("key", ENTRY)
+    assert stat.S_IMODE(only_file(shared).stat().st_mode) == 0o660
+    assert TensorCache(shared).get("key") is not None
 
 
 def _everyone(folder):

@@ -1,3 +1,5 @@
+"""Files that are written whole or not at all: JSON, tables, and no link that is followed."""
+
 import csv
 import json
 from pathlib import Path
@@ -45,16 +47,13 @@ def test_the_temporary_file_lies_in_the_same_folder(tmp_path):
     assert path.read_text() == "whole"
 
 
-def test_an_unwritable_place_is_the_users_error_and_names_it(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot write .*file/result\.json"):
-        write_json(tmp_path / "file" / "result.json", {})
-
-
-def test_a_full_disk_is_the_users_error(tmp_path):
+def test_an_unwritable_place_and_a_full_disk_are_the_users_errors(tmp_path):
     with pytest.raises(InputError, match="No space left"), replacing(tmp_path / "a.png"):
         raise OSError(28, "No space left on device")
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot write .*file/result\.json"):
+        write_json(tmp_path / "file" / "result.json", {})
 
 
 def test_json_keeps_order_and_converts_what_results_hold(tmp_path):
@@ -77,20 +76,15 @@ def test_json_keeps_order_and_converts_what_results_hold(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    "bad", [float("nan"), float("inf"), np.float32("nan"), torch.tensor(-np.inf)]
-)
-def test_json_refuses_what_is_not_finite_and_names_the_key(tmp_path, bad):
+def test_json_names_the_key_of_what_has_no_form_or_is_not_finite(tmp_path):
     path = tmp_path / "r.json"
     write_json(path, {"value": 1})
-    with pytest.raises(ValueError, match=r"terms\.xy\[1\] is -?(nan|inf)"):
-        write_json(path, {"terms": {"xy": [0.0, bad]}})
-    assert json.loads(path.read_text()) == {"value": 1}
-
-
-def test_json_names_the_key_of_what_has_no_form(tmp_path):
+    for bad in (float("nan"), float("inf"), np.float32("nan"), torch.tensor(-np.inf)):
+        with pytest.raises(ValueError, match=r"terms\.xy\[1\] is -?(nan|inf)"):
+            write_json(path, {"terms": {"xy": [0.0, bad]}})
     with pytest.raises(TypeError, match=r"config\.solver is a object"):
-        write_json(tmp_path / "r.json", {"config": {"solver": object()}})
+        write_json(path, {"config": {"solver": object()}})
+    assert json.loads(path.read_text()) == {"value": 1}
 
 
 def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path):
@@ -102,9 +96,6 @@ def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path):
     assert header == ["class", *map(csv_cell, columns)]
     assert [row[0] for row in body] == [*map(csv_cell, rows)]
     assert [[float(cell) for cell in row[1:]] for row in body] == matrix.tolist()
-
-
-def test_matrix_csv_refuses_names_that_do_not_match(tmp_path):
     with pytest.raises(ValueError, match="cannot have 1 row names"):
         write_matrix_csv(tmp_path / "m.csv", torch.zeros(2, 2), ["a"], ["a", "b"])
 
