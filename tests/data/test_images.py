@@ -181,6 +181,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 def test_a_folder_gives_the_same_numbers_whichever_reads_it(tmp_path, datasets):
     expected = {}
     for reader, ends in READERS.items():

@@ -100,6 +100,7 @@ def _compose(*overrides):
     return OmegaConf.to_container(config, resolve=True)
 
 
+@pytest.mark.slow
 def test_every_source_has_a_file_whose_keys_are_the_options_of_load():
     for folder in ("dataset", "source", "target"):
         assert {path.stem for path in (CONF / folder).glob("*.yaml")} == set(SOURCES), folder

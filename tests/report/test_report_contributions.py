@@ -38,7 +38,7 @@ def test_rows_stand_in_the_order_of_what_they_carry(source, tmp_path):
 
 def test_images_are_drawn_where_rows_are(source, figures, tmp_path):
     values = torch.randn(30, dtype=torch.float64)
-    for shape, given in ((IMAGES, values), ((1, 3, 4), values.abs()), (IMAGES, -values.abs())):
+    for shape, given in ((IMAGES, values.abs()), ((1, 3, 4), -values.abs())):
         assert not write_contributions(source, given, tmp_path, shape, target="t").missing
         assert len(figures[-1].axes) > 1
     named = replace(source, name="photos $x$")

@@ -75,6 +75,18 @@ def page_of(result, folder):
     return unescape(text), Page(text)
 
 
+def with_settings(result, **changes):
+    settings = replace(result.setup.settings, **changes)
+    return replace(result, setup=replace(result.setup, settings=settings))
+
+
+def shown(result):
+    """The study's table on a terminal."""
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(study_table(result))
+    return console.export_text()
+
+
 def renamed(result, names, families):
     """The study with tasks of other names, each in a family of one letter."""
     tasks = tuple(
@@ -256,15 +268,11 @@ def test_a_table_says_what_did_not_converge(result, tmp_path):
         name: {pair: replace(one, converged=False) for pair, one in found.items()}
         for name, found in result.readings.items()
     }
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(study_table(replace(result, readings=late)))
-    text = console.export_text()
-    assert "frechet NOT CONVERGED" in text
+    assert "frechet NOT CONVERGED" in shown(replace(result, readings=late))
+    assert "NOT CONVERGED" not in shown(result)
     write_page(replace(result, readings=late), {}, {}, tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert all(row[3].endswith(" NOT CONVERGED") for row in page.tables[0][:-1])
-    console.print(study_table(result))
-    assert "NOT CONVERGED" not in console.export_text()
 
 
 def test_before_anything_is_gained_distances_are_told(result, tmp_path):
@@ -276,10 +284,10 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path):
         f"Fréchet distance: of all pairs task {i} and task {j} are nearest, {least.value:.6g}."
     )
     assert sampling.startswith("Sampling error was not measured: subsample=50")
-    settings = replace(early.setup.settings, measure="otdd")
-    early_otdd = replace(early, setup=replace(early.setup, settings=settings))
+    sampled = choice_sentences(with_settings(result, subsample=50))
+    assert not any("Sampling error" in sentence for sentence in sampled)
     bounded = {"otdd": {(0, 1): Reading(2.0, 1.49996, 2.50004)}, "sliced": {(2, 1): Reading(3.0)}}
-    told = choice_sentences(replace(early_otdd, readings=bounded))
+    told = choice_sentences(replace(with_settings(early, measure="otdd"), readings=bounded))
     near = "OTDD: of all pairs task 0 and task 1 are nearest, 2.00 [1.49, 2.51] (solver bounds)."
     assert told[1] == near
     assert told[2].endswith("task 2 and task 1 are nearest, 3.")
@@ -287,24 +295,19 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path):
     assert "gain, %" not in (tmp_path / "page.html").read_text(encoding="utf-8")
     write_page(result, {}, {}, tmp_path / "page.html")
     assert "gain, %" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(study_table(early))
-    table = console.export_text()
+    table = shown(early)
     assert "task 4" in table
     assert "Sampling error was not measured: subsample=50" in " ".join(table.split())
 
 
-@pytest.mark.parametrize(
-    ("measure", "row", "text"),
-    [
+def test_an_interval_is_called_what_it_is():
+    for measure, row, text in (
         ("otdd", Reading(2.0, 1.5, 2.5), "2.00 [1.50, 2.50] (solver bounds)"),
         ("otdd", Reading(2.0, 1.9, 2.1, 1.0, 4.0), "2.00 [1.00, 4.00] (sampling interval)"),
         ("sliced", Reading(2.0, 1.5, 2.5), "2.00 [1.50, 2.50] (interval over draws)"),
         ("knn", Reading(0.25), "0.25"),
-    ],
-)
-def test_an_interval_is_called_what_it_is(measure, row, text):
-    assert measured_text(measure, row) == text
+    ):
+        assert measured_text(measure, row) == text
 
 
 def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
@@ -318,27 +321,21 @@ def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
     monkeypatch.setattr(pictures, "heat_map", draw)
     known = {"otdd": {pair: Reading(2.0, 1.9, 2.15) for pair in result.readings["frechet"]}}
     several = replace(result, readings={**result.readings, **known})
-    settings = replace(several.setup.settings, epsilon=0.25, epsilon_relative=None)
-    draw_measure(several, "frechet", tmp_path / "frechet")
-    fixed = replace(several, setup=replace(several.setup, settings=settings))
-    draw_measure(fixed, "otdd", tmp_path / "fixed")
-    settings = replace(settings, epsilon=None, epsilon_relative=0.05, subsample=50)
-    relative = replace(several, setup=replace(several.setup, settings=settings))
-    draw_measure(relative, "otdd", tmp_path / "relative")
-    draw_measure(replace(relative, epsilon=0.5, mean_cost=10.0), "otdd", tmp_path / "known")
+    fixed = with_settings(several, epsilon=0.25, epsilon_relative=None)
+    relative = with_settings(fixed, epsilon=None, epsilon_relative=0.05, subsample=50)
+    for name, one in (
+        ("frechet", several),
+        ("fixed", fixed),
+        ("relative", relative),
+        ("known", replace(relative, epsilon=0.5, mean_cost=10.0)),
+    ):
+        draw_measure(one, "frechet" if name == "frechet" else "otdd", tmp_path / name)
     assert [*notes["frechet"]] == ["30 to 50 rows"]
     bounds = "solver bounds at most 0.25 apart"
     first = "epsilon 0.25, 30 to 50 rows"
     assert [*notes["fixed"]] == [first, f"{bounds}, sampling error not measured"]
     assert [*notes["relative"]] == ["epsilon 0.05 of the mean cost, 30 to 50 rows", bounds]
     assert notes["known"][0] == "epsilon 0.5 (0.05 of the mean cost 10), 30 to 50 rows"
-
-
-def test_a_study_with_sampling_intervals_misses_none(result):
-    settings = replace(result.setup.settings, subsample=50)
-    sampled = replace(result, setup=replace(result.setup, settings=settings))
-    assert not any("Sampling error" in sentence for sentence in choice_sentences(sampled))
-    assert any("Sampling error" in sentence for sentence in choice_sentences(result))
 
 
 @pytest.mark.slow

@@ -209,7 +209,7 @@ def test_degenerate_numbers_say_why_there_is_no_correlation_or_gain(result):
     assert any("task 2 alone is learnt with 4.5 errors" in note for note in few.notes())
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "settings"),
     [
@@ -459,6 +459,7 @@ def test_what_is_auto_is_kept(tmp_path):
     assert (settings.threads, settings.compute.memory_budget) == (7, 12345)
 
 
+@pytest.mark.slow
 def test_a_unit_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
     def fails(self, bench):
         raise InputError("out of luck")
