@@ -11,7 +11,6 @@ def figures(monkeypatch):
     saved = []
 
     def keep(figure, path):
-        figure.draw_without_rendering()
         saved.append(figure)
 
     for name in DRAWING:

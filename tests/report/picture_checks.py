@@ -4,7 +4,8 @@ from itertools import combinations
 
 
 def check_on_page(figure, things):
-    """All things (texts, images) lie on the figure's page."""
+    """All things (texts, images) lie on the figure's page, once it is laid out."""
+    figure.draw_without_rendering()
     width, height = figure.get_size_inches() * figure.dpi
     for thing in things:
         box = thing.get_window_extent()

@@ -36,6 +36,7 @@ def test_rows_stand_in_the_order_of_what_they_carry(source, tmp_path):
         assert row["class"] == source.class_names[place % 2]
 
 
+@pytest.mark.slow
 def test_images_are_drawn_where_rows_are(source, figures, tmp_path):
     values = torch.randn(30, dtype=torch.float64)
     for shape, given in ((IMAGES, values.abs()), ((1, 3, 4), -values.abs())):

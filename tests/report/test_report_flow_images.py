@@ -64,6 +64,7 @@ def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
 def test_rows_are_particles_and_columns_steps(figures, tmp_path, shape):
     flow = image_flow(shape, classes=3, steps=10)
@@ -122,6 +123,7 @@ def test_nothing_leaves_the_page(figures, tmp_path, classes, shape):
     check_on_page(figure, [*figure.axes[0].texts, *figure.axes[0].images])
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
 def test_an_animation_has_a_frame_per_step_and_rests_at_both_ends(tmp_path, shape):
     flow = image_flow(shape, steps=10)
@@ -152,6 +154,7 @@ def one_particle(flow):
     return replace(flow, trajectory=few)
 
 
+@pytest.mark.slow
 def test_few_and_large_images_fill_the_width_they_need(tmp_path):
     flow = image_flow((1, 3, 200), classes=None, steps=1)
     line = animation.LINE + 5
@@ -164,6 +167,7 @@ def test_few_and_large_images_fill_the_width_they_need(tmp_path):
     assert len(animate(flow, (1, 2, 2), tmp_path / "a.gif")) == 60
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
 def test_images_that_their_label_no_longer_fits_are_framed(tmp_path, shape):
     flow = image_flow(shape, classes=2, steps=3)
@@ -209,6 +213,7 @@ def test_the_caption_says_what_stands_above_images_and_what_a_mark_means(
     assert ("orange frame and ≠: the nearest of both" in legend) == compared
 
 
+@pytest.mark.slow
 def test_labels_stay_above_their_image(tmp_path):
     flow = image_flow(GREY, classes=2, steps=1)
     long = replace(flow.source, class_names=("WWWWWWWWWWWWWWWWWWWWW", "g" * 300))

@@ -89,6 +89,7 @@ def test_estimates_are_dots_named_so_without_line_or_bounds(drawn):
     assert slope.get_lines()[0].get_xdata().tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_scale_suits_the_values_and_all_are_in_sight(drawn):
     for values, scale in (
         ([8.0, 4.0, 0.5], "log"),
@@ -141,6 +142,7 @@ def test_the_band_is_in_sight_however_narrow(drawn, width):
     assert to_rgb(axes.collections[0].get_facecolor()[0]) != to_rgb("white")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 300])
 def test_nothing_leaves_the_page(drawn, count):
     history = [record(k, 8.0 * 0.9**k, gradient_norm=0.9**k) for k in range(count)]

@@ -74,7 +74,7 @@ def test_a_mean_counts_its_particles_by_weight(figures):
     assert [len(lines) for lines in thin_lines(figures[1])] == [2, 2]
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("classes", "d", "steps", "n"),
     [
@@ -119,6 +119,7 @@ def test_points_on_a_line_are_drawn_against_the_step(figures):
     assert ((target[:, 1] > y0) & (target[:, 1] < y1)).all()
 
 
+@pytest.mark.slow
 def test_other_spaces_still_particles_and_odd_names(figures):
     flow = straight_flow(2, 5)
     draw(replace(flow, target=blobs(2, 7, 30, 1, "features")))

@@ -24,7 +24,8 @@ def listing(folder):
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("classes", [None, 3])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("classes", [3, None])
 def test_a_report_has_all_its_files(tmp_path, datasets, classes):
     """Those of a first report are replaced by those of a second."""
     write_flow_report(straight_flow(classes, d=2, n=9, keep=9), tmp_path / "run")

@@ -78,6 +78,7 @@ def test_every_text_is_on_the_page_and_none_overlap(figures, sizes, picture):
         mass = torch.rand(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         draw_class_coupling(mass / mass.sum(), classes, datasets, None)
     (figure,) = figures
+    figure.draw_without_rendering()
     assert max(figure.get_size_inches()) < 13
     axes = figure.axes[0]
     outer = [text for text in written(figure) if text not in axes.texts]
