@@ -126,6 +126,7 @@ def test_cells_show_classes_in_the_order_asked_for_and_hide_empty_ones(figures):
     assert [text.get_text() for text in figures[2].axes[0].texts] == ["50.0", "", "10.0", "40.0"]
 
 
+@pytest.mark.slow
 def test_colours_of_signed_values_diverge_from_white_at_0(figures):
     for values in ([3.0, -1.0], [-4.0, -1.0], [2.0, 1.0], [0.0, 0.0]):
         heat_maps.heat_map(

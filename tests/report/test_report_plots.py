@@ -51,7 +51,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_picture_that_the_report_leads_with(kind, tmp_path, result_of):
     """Byte for byte, also of a result that was saved, and whatever style the user has."""

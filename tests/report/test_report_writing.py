@@ -161,6 +161,7 @@ def test_pictures_are_in_the_order_asked_for_and_tables_are_not(tmp_path, monkey
         write_report(given, tmp_path, order="best")
 
 
+@pytest.mark.slow
 def test_without_labels_or_class_distances_there_are_fewer_files(tmp_path):
     one = result((("all",), ("all",)), method="none", labelled=False)
     written = write_report(one, tmp_path / "unlabelled").written
