@@ -1,19 +1,9 @@
 """What people hold is a dataset: of PyTorch, loaders, streams, of Hugging Face, arrays, lists."""
 
-from __future__ import annotations
-
 import itertools
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
-import datasets
 import numpy as np
-import pandas as pd
-import pyarrow as pa
 import pytest
-import scipy.sparse
 import torch
 from PIL import Image
 from torch.utils.data import (
@@ -24,8 +14,6 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
 )
-from torchvision import transforms
-from torchvision.datasets import FakeData, ImageFolder
 
 import otdd_flash as otdd
 from otdd_flash import real_numbers
@@ -38,68 +26,89 @@ IMAGES = np.random.default_rng(1).integers(0, 256, (12, 6, 5, 3), dtype=np.uint8
 NAMES = ["cat", "dog", "eel"]
 EXPECTED = otdd.LabeledSamples.from_arrays(X, Y)
 PIXELS = otdd.extractors.pixels()
+quiet = pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 
 
-class Pairs(Dataset[Any]):
+class Pairs(Dataset):
     """Items made by a function of their row."""
 
-    def __init__(self, item: Callable[[int], Any], count: int = 30) -> None:
+    def __init__(self, item, count=30):
         self.item, self.count, self.read = item, count, []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.count
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row):
         self.read.append(row)
         return self.item(row)
 
 
-class Stream(IterableDataset[Any]):
+class Stream(IterableDataset):
     """Items one after the other, without an end where the function makes none."""
 
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, make):
         self.make = make
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return self.make()
 
 
 class Rows:
     """A dataset by its methods alone."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 30
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row):
         return X[row], Y[row]
 
 
-def vector(row: int) -> Any:
+def vector(row):
     return X[row], Y[row]
 
 
-def collated(batch: list[Any]) -> list[Any]:
+def collated(batch):
     return [[x for x, _ in batch], [y for _, y in batch]]
 
 
-def one_buffer() -> Iterator[Any]:
+def one_buffer():
     buffer = np.empty(4)
     for row in range(30):
         buffer[:] = X[row]
         yield buffer, Y[row]
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def rows():
     for row in range(30):
         yield {"x": X[row].tolist(), "label": int(Y[row])}
 
 
-def table() -> datasets.Dataset:
-    return datasets.Dataset.from_list(list(rows()))
+def endless():
+    return map(vector, itertools.cycle(range(30)))
+
+
+def hugging_face():
+    import datasets
+
+    return datasets
+
+
+def table(given=None):
+    return hugging_face().Dataset.from_list(list(given or rows()))
+
+
+def stream_of(generator):
+    return hugging_face().IterableDataset.from_generator(generator)
+
+
+def fake_data(*shape):
+    from torchvision.datasets import FakeData
+
+    return FakeData(*shape)
 
 
 WHOLE = TensorDataset(X, Y)
-VECTORS: dict[str, Callable[[], Any]] = {
+VECTORS = {
     "arrays": lambda: (X.numpy(), Y.tolist()),
     "TensorDataset": lambda: WHOLE,
     "Subset": lambda: Subset(WHOLE, range(30)),
@@ -119,39 +128,36 @@ VECTORS: dict[str, Callable[[], Any]] = {
     "IterableDataset": lambda: Stream(lambda: map(vector, range(30))),
     "one buffer": lambda: Stream(one_buffer),
     "Hugging Face": table,
-    "its stream": lambda: datasets.IterableDataset.from_generator(rows),
+    "its stream": lambda: stream_of(rows),
     "mapped stream": lambda: table().to_iterable_dataset().map(lambda row: {"x": row["x"]}),
 }
 
 
-def workers_are_slow(cases: dict[str, Any]) -> list[Any]:
+def workers_are_slow(cases):
     return [pytest.param(c, marks=pytest.mark.slow if "worker" in c else ()) for c in cases]
 
 
+@quiet
 @pytest.mark.parametrize("kind", workers_are_slow(VECTORS))
-def test_every_kind_of_dataset_gives_the_samples_of_its_arrays(kind: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DataNotice)
-        found = otdd.embed(VECTORS[kind]())
-        assert found.fingerprint == EXPECTED.fingerprint
-        result = otdd.dataset_distance(VECTORS[kind](), (X, Y), epsilon=1.0)
-    assert (result.value, result.bounds) == (0, (0, 0))
+def test_every_kind_of_dataset_gives_the_samples_of_its_arrays(kind):
+    assert otdd.embed(VECTORS[kind]()).fingerprint == EXPECTED.fingerprint
 
 
 @pytest.mark.slow
-def test_workers_read_items() -> None:
+def test_workers_read_items():
     dataset = Pairs(vector)
     assert otdd.embed(dataset, num_workers=2).fingerprint == EXPECTED.fingerprint
     assert dataset.read == []
 
 
 @pytest.mark.slow
-def test_every_entry_point_takes_datasets_of_vectors() -> None:
+def test_every_entry_point_takes_datasets_of_vectors(tmp_path):
     other = TensorDataset(X + 1, Y)
-    expected = otdd.dataset_distance((X, Y), (X + 1, Y), epsilon=1.0).value
-    assert otdd.dataset_distance(WHOLE, DataLoader(other), epsilon=1.0).value == expected
-    pairs = otdd.pairwise_distances([WHOLE, Pairs(vector), other], epsilon=1.0)
-    assert pairs.values[0, 2] == pairs.values[1, 2] == pytest.approx(expected, rel=1e-3)
+    whole = otdd.dataset_distance(WHOLE, DataLoader(other), epsilon=1.0)
+    assert whole.value == otdd.dataset_distance((X, Y), (X + 1, Y), epsilon=1.0).value
+    assert otdd.dataset_distance(Pairs(vector), (X, Y), epsilon=1.0).bounds == (0, 0)
+    pairs = otdd.pairwise_distances([WHOLE, other], epsilon=1.0)
+    assert pairs.values[0, 1] == pytest.approx(whole.value, rel=1e-3)
     assert otdd.class_distances([WHOLE, other]).full.shape == (6, 6)
     assert otdd.sliced_distances([WHOLE, other], projections=8).values[0, 1] > 0
     assert otdd.sinkhorn_divergence(WHOLE, other, epsilon=1.0, debias=True).value > 0
@@ -163,156 +169,115 @@ def test_every_entry_point_takes_datasets_of_vectors() -> None:
     assert moved.samples.fingerprint == same.samples.fingerprint
 
 
-def test_a_study_reads_its_datasets_once(tmp_path: Path) -> None:
+def test_a_study_reads_its_datasets_once_and_takes_pairs_of_features_and_labels(tmp_path):
     loader = DataLoader(TensorDataset(X + 1, Y), batch_size=4, shuffle=True)
-    tasks = {"one": (WHOLE, (X + 0.1, Y)), "two": loader, "three": (Pairs(vector, 12), None)}
-    study = otdd.Study(tasks, ["frechet"], None)
+    tasks = {"one": ((X, Y), (X + 0.1, Y)), "two": loader, "three": (X + 2, tuple(Y.tolist()))}
+    study = otdd.Study({**tasks, "four": (Pairs(vector, 12), None)}, ["frechet"], None)
     for resume in (False, True):
-        assert study.run(tmp_path / "study", resume=resume).complete
+        result = study.run(tmp_path / "study", resume=resume)
+        assert result.complete
+    assert [task.test is not None for task in result.setup.tasks] == [True, False, False, False]
+    assert len(result.setup.tasks[0].test) == len(X)
+    shown = "StudyResult(4 tasks: one, two, three, four; frechet; 6 of 6 pieces of work done)"
+    assert repr(result) == shown
 
 
-def test_a_task_may_be_two_pairs_of_features_and_labels(tmp_path: Path) -> None:
-    pairs = {"one": ((X, Y), (X + 0.1, Y)), "two": (X + 1, tuple(Y.tolist()))}
-    result = otdd.Study(pairs, ["frechet"], None).run(tmp_path / "study")
-    one, two = result.setup.tasks
-    assert one.test is not None
-    assert len(one.test) == len(X)
-    assert two.test is None
-    assert repr(result) == "StudyResult(2 tasks: one, two; frechet; 1 of 1 pieces of work done)"
+def test_labels_are_of_any_container():
+    import pandas as pd
+    import pyarrow as pa
 
-
-@pytest.mark.parametrize(
-    "labels",
-    [
-        Y.tolist(),
-        tuple(Y.tolist()),
-        np.array(NAMES)[Y],
-        [NAMES[y] for y in Y],
-        pd.Series(Y.numpy()),
-        pd.Series([NAMES[y] for y in Y], dtype="category"),
-        pa.array(Y.tolist()),
-        pa.chunked_array([Y.tolist()[:9], Y.tolist()[9:]]),
-        table()["label"],
-        table().cast_column("label", datasets.ClassLabel(names=NAMES))["label"],
-    ],
-    ids=lambda labels: type(labels).__name__,
-)
-def test_labels_are_of_any_container(labels: Any) -> None:
-    result = otdd.dataset_distance((X, labels), (table()["x"], Y), epsilon=1.0)
-    assert result.source.labels.tolist() == Y.tolist()
-    assert result.source.class_names == (tuple(NAMES) if _is_named(labels) else ("0", "1", "2"))
-    assert result.value == pytest.approx(0, abs=1e-3)
-
-
-def _is_named(labels: Any) -> bool:
-    column = isinstance(labels, datasets.arrow_dataset.Column)
-    return isinstance(labels[0], str) or (column and "cat" in str(labels.source.features))
-
-
-def test_a_missing_class_label_of_a_column_is_missing() -> None:
-    kind = datasets.ClassLabel(names=NAMES)
-    column = datasets.Dataset.from_dict({"y": [0, -1, 2]}).cast_column("y", kind)["y"]
+    kind = hugging_face().ClassLabel(names=NAMES)
+    named = [NAMES[y] for y in Y]
+    series, chunks = pd.Series(Y.numpy()), pa.chunked_array([Y.tolist()[:9], Y.tolist()[9:]])
+    numbers = [Y.tolist(), tuple(Y.tolist()), series, pa.array(Y.tolist()), chunks]
+    numbers.append(table()["label"])
+    names = [named, np.array(named), pd.Series(named, dtype="category")]
+    names.append(table().cast_column("label", kind)["label"])
+    for k, labels in enumerate([*numbers, *names]):
+        result = otdd.dataset_distance((X, labels), (table()["x"], Y), epsilon=1.0)
+        assert result.source.labels.tolist() == Y.tolist(), type(labels)
+        expected = ("0", "1", "2") if k < len(numbers) else tuple(NAMES)
+        assert result.source.class_names == expected, type(labels)
+        assert result.value == pytest.approx(0, abs=1e-3), type(labels)
+    column = hugging_face().Dataset.from_dict({"y": [0, -1, 2]}).cast_column("y", kind)["y"]
     with pytest.raises(InputError, match="1 label is missing, at row 1"):
         otdd.dataset_distance((X[:3], column), (X, Y))
 
 
-@pytest.mark.parametrize(
-    "sparse",
-    [
-        scipy.sparse.csr_matrix(X.numpy()),
-        scipy.sparse.coo_array(X.numpy()),
-        X.to_sparse(),
-        X.to_sparse_csr(),
-    ],
-    ids=lambda matrix: f"{type(matrix).__name__} {getattr(matrix, 'layout', '')}",
-)
-def test_sparse_features_are_made_dense(sparse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert otdd.dataset_distance((sparse, Y), (X, Y), epsilon=1.0).bounds == (0, 0)
-    assert otdd.embed((sparse, Y)).fingerprint == EXPECTED.fingerprint
+def test_sparse_features_are_made_dense(monkeypatch):
+    import scipy.sparse
+
+    given = [scipy.sparse.csr_matrix(X.numpy()), scipy.sparse.coo_array(X.numpy())]
+    given += [X.to_sparse(), X.to_sparse_csr()]
+    for sparse in given:
+        assert otdd.embed((sparse, Y)).fingerprint == EXPECTED.fingerprint, type(sparse)
+    assert otdd.dataset_distance((given[0], Y), (X, Y), epsilon=1.0).bounds == (0, 0)
     counts = otdd.extractors.from_callable(lambda batch: scipy.sparse.csr_array(np.stack(batch)))
     assert otdd.embed(WHOLE, counts).fingerprint == EXPECTED.fingerprint
     monkeypatch.setattr(real_numbers, "UNASKED", 0)
     monkeypatch.setattr(real_numbers, "free_memory", lambda device: 900)
-    message = (
-        r"features as a dense matrix of shape \(30, 4\) need 960 bytes, and 900 bytes are free"
-    )
-    with pytest.raises(InputError, match=message):
-        otdd.dataset_distance((sparse, Y), (X, Y))
+    said = r"features as a dense matrix of shape \(30, 4\) need 960 bytes, and 900 bytes are free"
+    for sparse in given:
+        with pytest.raises(InputError, match=said):
+            otdd.dataset_distance((sparse, Y), (X, Y))
 
 
-def images(kind: str, folder: Path) -> Any:
-    """The same 12 images, 4 of each class in turn."""
+def image_folder(folder, transform=None, **more):
+    from torchvision.datasets import ImageFolder
+
+    for row in range(12):
+        (folder / NAMES[row % 3]).mkdir(exist_ok=True)
+        Image.fromarray(IMAGES[row]).save(folder / NAMES[row % 3] / f"{row:02}.png")
+    return ImageFolder(folder, transform, **more)
+
+
+@quiet
+def test_images_of_any_form_have_the_same_pixels(tmp_path):
+    from torchvision.transforms import ToTensor
+
     labels = np.arange(12) % 3
     tensors = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)
-    if kind.startswith("ImageFolder"):
-        for row in np.argsort(labels, kind="stable"):
-            place = folder / NAMES[labels[row]]
-            place.mkdir(exist_ok=True)
-            Image.fromarray(IMAGES[row]).save(place / f"{row:02}.png")
-        opened = ImageFolder(folder, transforms.ToTensor() if "tensors" in kind else None)
-        return Subset(opened, [4 * (row % 3) + row // 3 for row in range(12)])
-    pils = [
-        {"image": Image.fromarray(i), "label": int(y)} for i, y in zip(IMAGES, labels, strict=True)
-    ]
-    match kind:
-        case "arrays":
-            return IMAGES, labels
-        case "tensors of bytes":
-            return TensorDataset(tensors, torch.from_numpy(labels))
-        case "floats in a loader":
-            floats = TensorDataset(tensors.float() / 255, torch.from_numpy(labels))
-            return DataLoader(floats, batch_size=5)
-        case "PIL":
-            return Pairs(lambda row: (Image.fromarray(IMAGES[row]), labels[row]), 12)
-        case "Hugging Face":
-            return datasets.Dataset.from_list(pils)
-        case "a stream without types":
-            return datasets.IterableDataset.from_generator(lambda: iter(pils))
-    raise AssertionError(kind)
+    order = [4 * (row % 3) + row // 3 for row in range(12)]
+    pils = [{"image": Image.fromarray(IMAGES[i]), "label": int(labels[i])} for i in range(12)]
+    given = {
+        "arrays": (IMAGES, labels),
+        "bytes": TensorDataset(tensors, torch.from_numpy(labels)),
+        "floats": DataLoader(TensorDataset(tensors / 255, torch.from_numpy(labels)), 5),
+        "PIL": Pairs(lambda row: (Image.fromarray(IMAGES[row]), labels[row]), 12),
+        "ImageFolder": Subset(image_folder(tmp_path), order),
+        "ImageFolder of tensors": Subset(image_folder(tmp_path, ToTensor()), order),
+        "Hugging Face": table(pils),
+        "a stream without types": stream_of(lambda: iter(pils)),
+    }
+    expected = tensors.flatten(1).double() / 255
+    for kind, dataset in given.items():
+        found = otdd.embed(dataset, PIXELS)
+        assert torch.allclose(found.features.double(), expected, atol=1e-7), kind
+        assert found.labels.tolist() == [0, 1, 2] * 4, kind
+        names = tuple(NAMES) if "Folder" in kind else ("0", "1", "2")
+        assert found.class_names == names, kind
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("arrays", "tensors of bytes", "floats in a loader", "PIL", "ImageFolder"),
-        *("ImageFolder tensors", "Hugging Face", "a stream without types"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
-def test_images_of_any_form_have_the_same_pixels(kind: str, tmp_path: Path) -> None:
-    found = otdd.embed(images(kind, tmp_path), PIXELS)
-    expected = torch.from_numpy(IMAGES).permute(0, 3, 1, 2).flatten(1).double() / 255
-    assert torch.allclose(found.features.double(), expected, atol=1e-7)
-    assert found.labels.tolist() == [0, 1, 2] * 4
-    assert found.class_names == (tuple(NAMES) if "Folder" in kind else ("0", "1", "2"))
-
-
-def test_a_function_gets_tensors_as_they_are() -> None:
+def test_a_function_gets_tensors_as_they_are():
     tensors = torch.rand(12, 7, 4, 5)
-
-    def means(batch: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(batch).mean((2, 3))
-
-    found = otdd.embed(TensorDataset(tensors, Y[:12]), otdd.extractors.from_callable(means))
+    means = otdd.extractors.from_callable(lambda batch: torch.stack(batch).mean((2, 3)))
+    found = otdd.embed(TensorDataset(tensors, Y[:12]), means)
     assert torch.equal(found.features, tensors.mean((2, 3)))
 
 
 @pytest.mark.parametrize("kind", ["stream", "loader", "dataset"])
-def test_inputs_that_a_function_takes_are_not_held(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    done: list[tuple[int, int]] = []
+def test_inputs_that_a_function_takes_are_not_held(kind, tmp_path, monkeypatch):
+    events, done = [], []
 
-    def read(row: int) -> Any:
+    def read(row):
         events.append("read")
         return vector(row)
 
-    def squares(batch: np.ndarray) -> np.ndarray:
+    def squares(batch):
         events.append("extract")
         return batch**2
 
-    def make() -> Any:
+    def make():
         pairs = Pairs(read)
         streams = {"stream": Stream(lambda: map(read, range(30))), "dataset": pairs}
         return streams.get(kind) or DataLoader(pairs, batch_size=4)
@@ -326,36 +291,32 @@ def test_inputs_that_a_function_takes_are_not_held(
     held = otdd.embed(make(), extractor, batch_size=4, features_path=tmp_path / "x.npy")
     assert held.fingerprint == found.fingerprint
 
-    def later(batch: np.ndarray) -> np.ndarray:
+    def later(batch):
         return batch if np.array_equal(batch[0], X[0]) else batch * np.nan
 
     with pytest.raises(InputError, match=r"^dataset from row 4 on: .* \(first at row 0, col"):
         otdd.embed(make(), otdd.extractors.from_callable(later), batch_size=4)
 
 
-def test_labels_are_those_of_the_items() -> None:
+def test_labels_are_those_of_the_items(tmp_path):
     """Some hold other labels beside them: before their transform, or those of a subclass."""
+    from torchvision.datasets import FakeData
 
     class Turned(FakeData):
         targets = [0] * 6
 
-    plain = FakeData(6, (3, 4, 4), 3)
-    known = [int(y) for _, y in plain]
-    assert len(set(known)) > 1
-    assert otdd.embed(Turned(6, (3, 4, 4), 3), PIXELS).class_names == tuple(
-        map(str, sorted(set(known)))
-    )
-
-
-def test_a_target_transform_has_its_say(tmp_path: Path) -> None:
-    folder = images("ImageFolder", tmp_path).dataset.root
-    halves = ImageFolder(folder, target_transform=lambda label: label // 2)
+    known = {int(y) for _, y in fake_data(6, (3, 4, 4), 3)}
+    assert len(known) > 1
+    turned = otdd.embed(Turned(6, (3, 4, 4), 3), PIXELS)
+    assert turned.class_names == tuple(map(str, sorted(known)))
+    halves = image_folder(tmp_path, target_transform=lambda label: label // 2)
     found = otdd.embed(halves, PIXELS)
     assert (found.class_names, found.labels.sum()) == (("0", "1"), 4)
-    found = otdd.embed(ImageFolder(folder), PIXELS)
+    found = otdd.embed(image_folder(tmp_path), PIXELS)
     assert (found.class_names, found.name) == (tuple(NAMES), tmp_path.name)
 
 
+@quiet
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -367,8 +328,7 @@ def test_a_target_transform_has_its_say(tmp_path: Path) -> None:
         ([[("a", "b"), ("c",), ("d",)]] * 2, ("a, b", "c", "d")),
     ],
 )
-@pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
-def test_classes_are_called_as_the_dataset_says(names: list[Any], expected: Any) -> None:
+def test_classes_are_called_as_the_dataset_says(names, expected):
     parts = [Pairs(lambda row: vector(row + 15), 15), Pairs(vector, 15)]
     for part, classes in zip(parts, names, strict=True):
         if classes is not None:
@@ -377,7 +337,7 @@ def test_classes_are_called_as_the_dataset_says(names: list[Any], expected: Any)
     assert otdd.embed(loader).class_names == expected
 
 
-def test_names_of_classes_that_do_not_fit_are_said() -> None:
+def test_names_of_classes_that_do_not_fit_are_said():
     parts = [Pairs(vector, 15), Pairs(vector, 15)]
     parts[0].classes, parts[1].classes = NAMES, NAMES[::-1]
     with pytest.warns(DataNotice, match="its parts name their classes differently"):
@@ -387,21 +347,20 @@ def test_names_of_classes_that_do_not_fit_are_said() -> None:
         otdd.embed(parts[0])
 
 
-@pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
-def test_max_samples_draws_by_class_where_labels_are_known() -> None:
+@quiet
+def test_max_samples_draws_by_class_where_labels_are_known():
     kinds = np.repeat([0, 1, 2], [24, 4, 2])
-    held: list[Any] = [(X, kinds), TensorDataset(X, torch.from_numpy(kinds))]
-    held += [datasets.Dataset.from_dict({"x": X.tolist(), "label": kinds})]
+    held = [(X, kinds), TensorDataset(X, torch.from_numpy(kinds))]
+    held += [hugging_face().Dataset.from_dict({"x": X.tolist(), "label": kinds})]
     held += [Subset(held[1], range(30))]
     drawn = [otdd.embed(one, max_samples=15, seed=3) for one in held]
     assert drawn[0].class_counts.tolist() == [12, 2, 1]
     assert len({one.fingerprint for one in drawn}) == 1
     assert otdd.embed(held[0], max_samples=15, seed=4).fingerprint != drawn[0].fingerprint
-    loaded = otdd.load("blobs", samples=30)
-    assert len(otdd.embed(loaded, max_samples=9)) == 9
+    assert len(otdd.embed(otdd.load("blobs", samples=30), max_samples=9)) == 9
 
 
-def test_max_samples_of_items_reads_no_others() -> None:
+def test_max_samples_of_items_reads_no_others():
     dataset = Pairs(vector)
     drawn = otdd.embed(dataset, max_samples=9)
     assert len(drawn) == len(dataset.read) == 9
@@ -409,51 +368,39 @@ def test_max_samples_of_items_reads_no_others() -> None:
     assert torch.equal(drawn.features, X[dataset.read])
 
 
-@pytest.mark.parametrize(
-    "stream",
-    [
-        lambda: Stream(lambda: map(vector, itertools.cycle(range(30)))),
-        lambda: DataLoader(Stream(lambda: map(vector, itertools.cycle(range(30)))), batch_size=4),
-        lambda: DataLoader(WHOLE, batch_size=7),
-        lambda: datasets.IterableDataset.from_generator(lambda: itertools.cycle(rows())),
-    ],
-    ids=["endless", "endless loader", "loader", "endless Hugging Face"],
-)
-@pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
-def test_max_samples_takes_the_first_of_a_stream(stream: Callable[[], Any]) -> None:
-    found = otdd.embed(stream(), max_samples=11)
-    assert found.fingerprint == otdd.LabeledSamples.from_arrays(X[:11], Y[:11]).fingerprint
-
-
-@pytest.mark.parametrize("kind", ["items", "Hugging Face"])
-def test_a_stream_that_may_have_no_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notice after many items; before memory is full, a sentence."""
-    stream: Any = Stream(lambda: map(vector, itertools.cycle(range(30))))
-    if kind == "Hugging Face":
-        stream = datasets.IterableDataset.from_generator(lambda: itertools.cycle(rows()))
-    for module in (given_module, real_numbers):
-        monkeypatch.setattr(module, "UNASKED", 20_000)
-    monkeypatch.setattr(real_numbers, "free_memory", lambda device: 100_000)
-    monkeypatch.setattr(given_module, "MANY", 1000)
-    with (
-        pytest.warns(DataNotice, match="items are read, and more follow; max_samples=N takes"),
-        pytest.raises(
-            InputError,
-            match=r"its first (\d+) items take 0 MiB, and \1 more need .* such as max_samples=\1$",
-        ),
+@quiet
+def test_max_samples_takes_the_first_of_a_stream():
+    expected = otdd.LabeledSamples.from_arrays(X[:11], Y[:11]).fingerprint
+    for stream in (
+        Stream(endless),
+        DataLoader(Stream(endless), batch_size=4),
+        DataLoader(WHOLE, batch_size=7),
+        stream_of(lambda: itertools.cycle(rows())),
     ):
-        otdd.embed(stream)
-
-
-def test_more_than_there_are_is_said() -> None:
+        assert otdd.embed(stream, max_samples=11).fingerprint == expected, stream
     with pytest.warns(DataNotice, match="has 30 rows, fewer than max_samples=99"):
         otdd.embed(Stream(lambda: map(vector, range(30))), max_samples=99)
 
 
-def test_columns_are_chosen_as_on_the_command_line() -> None:
-    wide = datasets.Dataset.from_dict(
-        {"a": X[:, 0].tolist(), "b": X[:, 1].tolist(), "kind": Y.tolist(), "mass": [1.0] * 29 + [2]}
-    )
+@pytest.mark.parametrize("kind", ["items", "Hugging Face"])
+def test_a_stream_that_may_have_no_end(kind, monkeypatch):
+    """A notice after many items; before memory is full, a sentence."""
+    cycle = Stream(endless) if kind == "items" else stream_of(lambda: itertools.cycle(rows()))
+    for module in (given_module, real_numbers):
+        monkeypatch.setattr(module, "UNASKED", 20_000)
+    monkeypatch.setattr(real_numbers, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(given_module, "MANY", 1000)
+    end = r"its first (\d+) items take 0 MiB, and \1 more need .* such as max_samples=\1$"
+    with (
+        pytest.warns(DataNotice, match="items are read, and more follow; max_samples=N takes"),
+        pytest.raises(InputError, match=end),
+    ):
+        otdd.embed(cycle)
+
+
+def test_columns_are_chosen_as_on_the_command_line():
+    columns = {"a": X[:, 0].tolist(), "b": X[:, 1].tolist(), "kind": Y.tolist()}
+    wide = hugging_face().Dataset.from_dict(columns | {"mass": [1.0] * 29 + [2]})
     found = otdd.embed(wide, input=["b", "a"], label="kind", weights="mass")
     assert torch.equal(found.features, X[:, [1, 0]])
     assert found.masses[-1] == pytest.approx(2 / 31)
@@ -461,11 +408,14 @@ def test_columns_are_chosen_as_on_the_command_line() -> None:
     assert otdd.embed(shown, label="kind").dim == 1
     with pytest.warns(DataNotice, match=r"^otdd.embed\(target\): .* choose with label=COLUMN and"):
         otdd.dataset_distance((X, Y), table(), epsilon=1.0)
+    for option in ("input", "label", "weights"):
+        said = f"{option}=x names a column .* dataset is TensorDataset"
+        with pytest.raises(InputError, match=said):
+            otdd.embed(WHOLE, **{option: "x"})
 
 
-@pytest.mark.slow
-def test_features_are_cached_by_the_content_of_items(tmp_path: Path) -> None:
-    network = otdd.extractors.torchvision("resnet18", seed=0)
+def test_features_are_cached_by_the_content_of_items(tmp_path):
+    network = otdd.extractors.from_module(torch.nn.Flatten())
     tensors = TensorDataset(torch.rand(3, 3, 8, 8), Y[:3])
     first = otdd.embed(tensors, network, cache_dir=tmp_path)
     again = otdd.embed(DataLoader(tensors, batch_size=2), network, cache_dir=tmp_path)
@@ -473,14 +423,24 @@ def test_features_are_cached_by_the_content_of_items(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
 
 
-def raising(row: int) -> Any:
+def raising(row):
     if row == 3:
         raise KeyError("gone")
     return vector(row)
 
 
+def with_own_transform():
+    return table().with_transform(lambda rows: rows)
+
+
+def splits(*names):
+    return hugging_face().DatasetDict({name: table() for name in names})
+
+
 ONE_HOT = torch.eye(3)[Y]
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+FIVE = TensorDataset(torch.randn(5, 3), torch.arange(5) % 2)
+LABEL = "must be one integer or text, got Tensor of shape"
+REFUSED = {
     "three": (
         lambda: TensorDataset(X, Y, Y),
         r"row 0 of dataset must be a pair .* got a tuple of 3: Tensor, Tensor, Tensor; wrap the",
@@ -501,20 +461,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "lengths": (
         lambda: Stream(lambda: iter([(X, Y)])),
-        r"the label of row 0 of dataset must be one integer or text, got Tensor of shape \(30,\)",
+        rf"the label of row 0 of dataset {LABEL} \(30,\)",
     ),
     "batch lengths": (
         lambda: DataLoader(WHOLE, batch_size=4, collate_fn=lambda batch: (X[:4], Y[:3])),
         r"batch 0 of dataset has 4 inputs, and its labels are Tensor of shape \(3,\)",
     ),
     "PIL in a loader": (
-        lambda: DataLoader(FakeData(4, (3, 4, 4), 2)),
+        lambda: DataLoader(fake_data(4, (3, 4, 4), 2)),
         "batch 0 of FakeData raised TypeError: .*; give its dataset itself, or one whose transform",
     ),
-    "floats": (
-        lambda: TensorDataset(X, X[:, 0]),
-        "dataset: labels must be integers or strings, got",
-    ),
+    "floats": (lambda: TensorDataset(X, X[:, 0]), "t: labels must be integers or strings, got"),
     "float items": (lambda: Pairs(lambda i: (X[i], 0.5)), "0.5.*cut a continuous target"),
     "one-hot": (lambda: TensorDataset(X, ONE_HOT), r"got Tensor of shape \(30, 3\); .* argmax"),
     "one-hot items": (
@@ -526,14 +483,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Pairs(lambda i: (X[i], None if i == 5 else 1)),
         "1 label is missing, at row 5",
     ),
-    "numbers": (
-        lambda: Pairs(lambda i: (0.5, 1)),
-        "input of row 0 of dataset must be a vector.* 0.5;",
-    ),
-    "objects": (
-        lambda: Pairs(lambda i: (object(), 1)),
-        "must be a vector, an image or a text, got o",
-    ),
+    "numbers": (lambda: Pairs(lambda i: (0.5, 1)), "input of row 0 .* must be a vector.* 0.5;"),
+    "objects": (lambda: Pairs(lambda i: (object(), 1)), "a vector, an image or a text, got o"),
     "kinds": (
         lambda: Pairs(lambda i: ("text" if i == 4 else X[i], 1)),
         "row 4 of dataset is a text, 'text', and that of the first is an array of numbers; leave",
@@ -556,79 +507,50 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "dataset is a Bare without a length; define __len__, or make it an IterableDataset",
     ),
     "splits": (
-        lambda: datasets.DatasetDict(train=table(), test=table()),
+        lambda: splits("train", "test"),
         r"dataset holds the splits train, test of a .*; choose one, such as dataset\['train'\]$",
     ),
-    "own transform": (
-        lambda: table().with_transform(lambda rows: rows),
-        "dataset has a transform of its own, .* dataset.with_format",
-    ),
+    "own transform": (with_own_transform, "has a transform of its own, .* dataset.with_format"),
     "samples": (lambda: EXPECTED, "dataset has features already"),
     "images": (
         lambda: TensorDataset(torch.rand(4, 3, 5, 5), Y[:4]),
         r"inputs are no vectors .* first is Tensor of shape \(3, 5, 5\); .*otdd.extractors.pixels",
     ),
-    "texts": (
-        lambda: (["a b", "c"], [0, 1]),
-        r"the first is text; .*otdd.extractors.text\(MODEL\)",
-    ),
+    "texts": (lambda: (["a b", "c"], [0, 1]), r"first is text; .*otdd.extractors.text\(MODEL\)"),
     "normalized": (
         lambda: TensorDataset(torch.randn(4, 3, 5, 5), Y[:4]),
         r"float images must lie in \[0, 1\], .* leave the Normalize of a transform out",
+    ),
+    "mask": (
+        lambda: Subset(FIVE, torch.tensor([True, False, True, False, False])),
+        "must be row numbers, got bool",
+    ),
+    "fractions": (lambda: Subset(FIVE, [1.5]), "must be row numbers, got float64"),
+    "beyond": (lambda: Subset(FIVE, [7]), "has rows 7 to 7 of a dataset of 5"),
+    "before": (lambda: Subset(FIVE, [-6, 0]), "has rows -6 to 0 of a dataset of 5"),
+    "parts": (
+        lambda: ConcatDataset([TensorDataset(torch.randn(4, d), Y[:4]) for d in (3, 4)]),
+        r"parts hold inputs of shapes \(3,\) and \(4,\)",
     ),
 }
 
 
 @pytest.mark.parametrize("case", workers_are_slow(REFUSED))
-def test_items_of_another_form_are_refused_saying_what_was_got(case: str) -> None:
+def test_items_of_another_form_are_refused_saying_what_was_got(case):
     make, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         otdd.embed(make(), PIXELS if case == "normalized" else None)
 
 
-@pytest.mark.parametrize("option", ["input", "label", "weights"])
-def test_columns_are_named_of_hugging_face_alone(option: str) -> None:
-    with pytest.raises(InputError, match=f"{option}=x names a column .* dataset is TensorDataset"):
-        otdd.embed(WHOLE, **{option: "x"})
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (lambda: FakeData(4, (3, 4, 4), 2), "the first is an image of mode RGB; pass otdd.embed"),
-        (lambda: datasets.DatasetDict(a=table()), r"^source holds the splits a .* source\['a'\]$"),
-        (lambda: TensorDataset(X, Y, Y), "^row 0 of source must be a pair"),
-        (
-            lambda: datasets.Dataset.from_dict({"a": ["x"], "b": ["y"], "label": [0]}),
-            r"^otdd.embed\(source\): cannot tell which column is the input; choose with input=COL",
-        ),
-        (lambda: ([[1.0]], [0]), "features must be an array or a tensor, got list of 1 items"),
-        (lambda: (X, "abc"), "labels must be a list, an array or a tensor, got 'abc'"),
-    ],
-)
-def test_what_entry_points_refuse_names_the_argument(
-    source: Callable[[], Any], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        otdd.dataset_distance(source(), (X, Y))
-
-
-@pytest.mark.parametrize(
-    ("indices", "said"),
-    [
-        (torch.tensor([True, False, True, False, False]), "must be row numbers, got bool"),
-        ([1.5], "must be row numbers, got float64"),
-        ([7], "has rows 7 to 7 of a dataset of 5"),
-        ([-6, 0], "has rows -6 to 0 of a dataset of 5"),
-    ],
-)
-def test_indices_of_a_subset_that_are_no_rows_are_refused(indices: Any, said: str) -> None:
-    whole = TensorDataset(torch.randn(5, 3), torch.arange(5) % 2)
-    with pytest.raises(InputError, match=said):
-        otdd.embed(Subset(whole, indices))
-
-
-def test_parts_of_different_shapes_are_refused() -> None:
-    parts = [TensorDataset(torch.randn(4, d), torch.arange(4) % 2) for d in (3, 4)]
-    with pytest.raises(InputError, match=r"parts hold inputs of shapes \(3,\) and \(4,\)"):
-        otdd.embed(ConcatDataset(parts))
+def test_what_entry_points_refuse_names_the_argument():
+    texts = hugging_face().Dataset.from_dict({"a": ["x"], "b": ["y"], "label": [0]})
+    for source, message in (
+        (fake_data(4, (3, 4, 4), 2), "the first is an image of mode RGB; pass otdd.embed"),
+        (splits("a"), r"^source holds the splits a .* source\['a'\]$"),
+        (TensorDataset(X, Y, Y), "^row 0 of source must be a pair"),
+        (texts, r"^otdd.embed\(source\): cannot tell which column .*; choose with input=COL"),
+        (([[1.0]], [0]), "features must be an array or a tensor, got list of 1 items"),
+        ((X, "abc"), "labels must be a list, an array or a tensor, got 'abc'"),
+    ):
+        with pytest.raises(InputError, match=message):
+            otdd.dataset_distance(source, (X, Y))

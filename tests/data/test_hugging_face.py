@@ -1,103 +1,104 @@
 """The real loading code of `datasets` on local files; the hub is not reachable here."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
 
-import datasets
-import huggingface_hub
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 
 from otdd_flash.data import load
 from otdd_flash.errors import DataNotice, InputError
 
 TEXTS = ["good film", "bad film", "fine", "awful", "great", "poor"]
-GRADES = datasets.ClassLabel(names=["bad", "good", "unused"])
 LABELS = [1, 0, 1, 0, 1, 0]
-ROWS = list(zip(TEXTS, LABELS, strict=True))
+PLAIN = {"text": TEXTS, "label": LABELS}
+ODD = (1 << 60) + 1
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def datasets(tmp_path, monkeypatch):
+    """The library, with a cache of its own."""
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return datasets
 
 
-def _table(columns: dict[str, Any], **features: Any) -> datasets.Dataset:
+def _table(columns, **names):
+    """A dataset, some columns of which are of classes with these names."""
+    import datasets
+
     table = datasets.Dataset.from_dict(columns)
-    for column, feature in features.items():
-        table = table.cast_column(column, feature)
+    for column, classes in names.items():
+        table = table.cast_column(column, datasets.ClassLabel(names=classes))
     return table
 
 
-def _parquet(folder: Path, columns: dict[str, Any], **features: Any) -> str:
-    _table(columns, **features).to_parquet(folder / "a.parquet")
-    return str(folder / "a.parquet")
+def _parquet(folder, columns, **names):
+    # Every file has a name of its own: the library keeps what it has read by the name.
+    path = folder / f"{len(list(folder.iterdir()))}.parquet"
+    _table(columns, **names).to_parquet(path)
+    return str(path)
 
 
-def test_texts_with_class_names(tmp_path: Path) -> None:
-    path = _parquet(tmp_path, {"sentence": TEXTS, "grade": LABELS}, grade=GRADES)
+def _rows(path, rows):
+    """Rows (dicts) as csv or json lines."""
+    if path.suffix == ".csv":
+        pd.DataFrame(rows, dtype=object).to_csv(path, index=False)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_texts_with_class_names(tmp_path):
+    path = _parquet(tmp_path, {"sentence": TEXTS, "grade": LABELS}, grade=["bad", "good", "unused"])
     with pytest.warns(DataNotice, match="left out: unused"):
         dataset = load("huggingface", path=path)
-    assert dataset.modality == "text"
-    assert list(dataset.inputs) == TEXTS
+    assert (dataset.modality, list(dataset.inputs)) == ("text", TEXTS)
     assert [dataset.class_names[c] for c in dataset.labels] == ["good", "bad"] * 3
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json", "jsonl"])
-def test_files_with_raw_labels(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"a.{suffix}"
-    if suffix == "csv":
-        path.write_text("text,label\n" + "\n".join(f"{t},{k + 7}" for t, k in ROWS))
-    else:
-        rows = [{"text": text, "label": label + 7} for text, label in ROWS]
-        path.write_text("\n".join(map(json.dumps, rows)))
-    dataset = load("huggingface", path=str(path), max_samples=4)
+def test_files_with_raw_labels(tmp_path, suffix):
+    rows = [{"text": text, "label": label + 7} for text, label in zip(TEXTS, LABELS, strict=True)]
+    dataset = load("huggingface", path=_rows(tmp_path / f"a.{suffix}", rows), max_samples=4)
     assert dataset.class_names == ("7", "8")
     assert list(dataset.inputs) == [TEXTS[row] for row in dataset.rows]
 
 
-def test_numbers_side_by_side_with_weights(tmp_path: Path) -> None:
+def test_numbers_side_by_side_with_weights_and_vectors_in_one_column(tmp_path):
     columns = {"a": [1, 2, 3], "b": [0.5, 1.5, 2.5], "mass": [1.0, 2.0, 3.0], "label": list("xyx")}
     dataset = load("huggingface", path=_parquet(tmp_path, columns), weights="mass")
     np.testing.assert_allclose(dataset.inputs, [[1, 0.5], [2, 1.5], [3, 2.5]])
     assert dataset.weights.tolist() == [1, 2, 3]
     assert (dataset.modality, dataset.class_names) == ("array", ("x", "y"))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, ["labels are its column 'grade', the only one of class", "kind text: text"]),
-        ({"label": "grade"}, ["inputs are its column of kind text: text"]),
-        ({"label": "grade", "input": "text"}, []),
-    ],
-)
-def test_columns_that_are_chosen_are_said(tmp_path: Path, options: Any, said: list[str]) -> None:
-    grades = datasets.ClassLabel(names=["bad", "good"])
-    path = _parquet(tmp_path, {"text": TEXTS, "grade": [0, 1] * 3}, grade=grades)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dataset = load("huggingface", path=path, **options)
-    notices = [str(one.message) for one in caught if one.category is DataNotice]
-    assert len(notices) == bool(said)
-    for part, choice in zip(said, dataset.choices, strict=True):
-        assert part in choice
-        assert choice in notices[0]
-
-
-def test_one_column_of_vectors(tmp_path: Path) -> None:
     path = _parquet(tmp_path, {"embedding": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
     np.testing.assert_allclose(load("huggingface", path=path).inputs, [[1, 2], [3, 4]])
 
 
-def test_an_image_folder(tmp_path: Path) -> None:
+def test_columns_that_are_chosen_are_said(tmp_path):
+    path = _parquet(tmp_path, {"text": TEXTS, "grade": [0, 1] * 3}, grade=["bad", "good"])
+    kind = "inputs are its column of kind text: text"
+    for options, said in (
+        ({}, ["labels are its column 'grade', the only one of class", kind]),
+        ({"label": "grade"}, [kind]),
+        ({"label": "grade", "input": "text"}, []),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dataset = load("huggingface", path=path, **options)
+        notices = [str(one.message) for one in caught if one.category is DataNotice]
+        assert len(notices) == bool(said), options
+        for part, choice in zip(said, dataset.choices, strict=True):
+            assert part in choice
+            assert choice in notices[0]
+
+
+def test_an_image_folder(tmp_path):
+    from PIL import Image
+
     for name, level in (("cat", 10), ("dog", 200)):
         (tmp_path / "pets" / name).mkdir(parents=True)
         for i in range(2):
@@ -107,96 +108,81 @@ def test_an_image_folder(tmp_path: Path) -> None:
     assert [image.getpixel((0, 0)) for image in dataset.inputs] == [200, 201]
 
 
-def test_save_to_disk_with_and_without_splits(tmp_path: Path) -> None:
-    table = _table(
-        {"text": TEXTS, "label": LABELS}, label=datasets.ClassLabel(names=["bad", "good"])
-    )
+def test_save_to_disk_with_and_without_splits(tmp_path, datasets):
+    table = _table(PLAIN, label=["bad", "good"])
     table.save_to_disk(tmp_path / "plain")
-    splits = datasets.DatasetDict(
-        {"train": table.select(range(4)), "validation": table.select([4, 5])}
-    )
-    splits.save_to_disk(tmp_path / "divided")
+    splits = {"train": table.select(range(4)), "validation": table.select([4, 5])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "divided")
     assert len(load("huggingface", path=str(tmp_path / "plain"))) == 6
     validation = load("huggingface", root=tmp_path, path="divided", split="validation")
     assert list(validation.inputs) == TEXTS[4:]
     assert list(load("huggingface", root=tmp_path, path="divided", split="all").inputs) == TEXTS
-    with pytest.raises(InputError, match=r"unknown split 'test'.*choose one of: train, validation"):
-        load("huggingface", root=tmp_path, path="divided", split="test")
-    with pytest.raises(InputError, match=r"unknown split 'test'.*it has no splits"):
-        load("huggingface", root=tmp_path, path="plain", split="test")
+    for path, said in (("divided", "choose one of: train, validation"), ("plain", "no splits")):
+        with pytest.raises(InputError, match=rf"unknown split 'test'.*{said}"):
+            load("huggingface", root=tmp_path, path=path, split="test")
+    _table({"text": [], "label": []}).save_to_disk(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"cannot read .*nothing: .* empty"):
+        load("huggingface", path=str(tmp_path / "nothing"))
 
 
-def test_hidden_labels_mean_unlabelled(tmp_path: Path) -> None:
-    path = _parquet(tmp_path, {"text": TEXTS, "label": [-1] * 6}, label=GRADES)
+def test_data_without_labels_are_noticed(tmp_path):
+    path = _parquet(tmp_path, {"text": TEXTS, "label": [-1] * 6}, label=["bad", "good"])
     with pytest.warns(DataNotice, match="all its labels are negative"):
         assert load("huggingface", path=path).labels is None
+    with pytest.warns(DataNotice, match="taken as unlabelled"):
+        assert load("huggingface", path=_parquet(tmp_path, {"text": TEXTS})).labels is None
 
 
-@pytest.mark.parametrize(
-    ("columns", "options", "message"),
-    [
-        ({"id": [1, 2], "text": ["a", "b"], "label": [0, 1]}, {}, "input=COLUMN.* id, text"),
-        ({"s": ["a", "b"], "t": ["a", "b"], "label": [0, 1]}, {}, "input=COLUMN.* s, t"),
-        ({"text": ["a", "b"], "label": [0, 1], "y": [0, 1]}, {}, "any of label, y; choose with"),
-        ({"text": ["a", "b"], "label": [0, 1]}, {"input": "t"}, "no column 't'.*: text, label"),
-        ({"text": ["a", "b"], "label": [0, 1]}, {"label": "k"}, "no column 'k'.*: text, label"),
-        ({"text": ["a", "b"], "label": [0, 1]}, {"weights": "w"}, "no weights 'w'.*: text, label"),
+def test_bad_columns_are_listed(tmp_path):
+    ab = ["a", "b"]
+    text = {"text": ab, "label": [0, 1]}
+    one_class = r"label=label of .* in row 0, and a row is of one class"
+    for columns, options, message in (
+        ({"id": [1, 2], **text}, {}, "input=COLUMN.* id, text"),
+        ({"s": ab, "t": ab, "label": [0, 1]}, {}, "input=COLUMN.* s, t"),
+        ({**text, "y": [0, 1]}, {}, "any of label, y; choose with"),
+        (text, {"input": "t"}, "no column 't'.*: text, label"),
+        (text, {"label": "k"}, "no column 'k'.*: text, label"),
+        (text, {"weights": "w"}, "no weights 'w'.*: text, label"),
+        ({"a": [1, 2], **text}, {"input": ["a", "text"]}, r"got a \(number\), text \(text\)"),
+        ({"text": ab, "label": [0.5, 1.5]}, {}, "labels must be integers or strings"),
         (
-            {"a": [1, 2], "text": ["a", "b"], "label": [0, 1]},
-            {"input": ["a", "text"]},
-            r"got a \(number\), text \(text\)",
-        ),
-        ({"text": ["a", "b"], "label": [0.5, 1.5]}, {}, "labels must be integers or strings"),
-        (
-            {"text": ["a", "b"], "label": ["p", None]},
+            {"text": ab, "label": ["p", None]},
             {},
             "1 label is missing, at row 1; drop_unlabelled=true",
         ),
         ({"text": [], "label": []}, {}, "damaged or empty"),
-    ],
-)
-def test_bad_columns_are_listed(
-    tmp_path: Path, columns: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    path = tmp_path / "a.parquet"
-    _table(columns).to_parquet(path)
-    with pytest.raises(InputError, match=message):
-        load("huggingface", path=str(path), **options)
-
-
-def test_a_saved_table_without_rows_is_refused(tmp_path: Path) -> None:
-    _table({"text": [], "label": []}).save_to_disk(tmp_path / "plain")
-    with pytest.raises(InputError, match=r"cannot read .*plain: .* empty"):
-        load("huggingface", path=str(tmp_path / "plain"))
-
-
-def test_no_label_column_is_noticed(tmp_path: Path) -> None:
-    path = _parquet(tmp_path, {"text": TEXTS})
-    with pytest.warns(DataNotice, match="taken as unlabelled"):
-        assert load("huggingface", path=path).labels is None
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [("nowhere.parquet", "does not exist"), ("a.parquet", "cannot read"), ("a.txt", "must end in")],
-)
-def test_unreadable_paths(tmp_path: Path, path: str, message: str) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"damaged")
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(InputError, match=message):
-        load("huggingface", root=tmp_path, path=path)
-
-
-def test_a_missing_text_is_named_when_it_is_read(tmp_path: Path) -> None:
+        ({"text": ab, "label": [[0], [1, 2]]}, {}, one_class),
+        ({"text": ab, "label": [[], [1]]}, {}, one_class),
+        ({"text": ab, "label": [["a", "b"], ["c"]]}, {}, one_class),
+        ({"text": ab, "label": [{"k": 1}] * 2}, {}, one_class),
+    ):
+        with pytest.raises(InputError, match=message):
+            load("huggingface", path=_parquet(tmp_path, columns), **options)
     path = _parquet(tmp_path, {"text": ["a", None], "label": [0, 1]})
     with pytest.raises(InputError, match=r"row 1 of .* has nothing in its column 'text'"):
         load("huggingface", path=path).inputs[1]
 
 
-def test_the_hub_is_not_asked_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    offline: list[bool] = []
+def test_unreadable_paths(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"damaged")
+    (tmp_path / "a.txt").write_text("x")
+    for path, message in (
+        ("nowhere.parquet", "does not exist"),
+        ("a.parquet", "cannot read"),
+        ("a.txt", "must end in"),
+        ("someone/something", r"'someone/something' is no local path.*download=true"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load("huggingface", root=tmp_path, path=path)
 
-    def refuse(path: str, config: str | None) -> None:
+
+def test_the_hub_is_not_asked_unless_allowed(monkeypatch, datasets):
+    import huggingface_hub
+
+    offline = []
+
+    def refuse(path, config):
         offline.append(datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE)
         raise ConnectionError(f"no {path}")
 
@@ -209,14 +195,6 @@ def test_the_hub_is_not_asked_unless_allowed(monkeypatch: pytest.MonkeyPatch) ->
         load("huggingface", path="someone/something", download=True)
     assert offline == [True, False]
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
-
-
-def test_an_uncached_hub_name_fails_without_the_network() -> None:
-    with pytest.raises(InputError, match=r"'someone/something' is no local path.*download=true"):
-        load("huggingface", path="someone/something")
-
-
-def test_an_empty_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     table = _table({"a": [1.0, 2.0], "label": [0, 1]})
     splits = datasets.DatasetDict({"train": table, "test": table.select([])})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: splits)
@@ -224,43 +202,52 @@ def test_an_empty_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         load("huggingface", path="owner/name", split="test")
 
 
-@pytest.mark.parametrize("where", ["file", "folder", "saved"])
-def test_a_configuration_that_means_nothing_is_refused(tmp_path: Path, where: str) -> None:
+def test_a_configuration_that_means_nothing_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     path = _parquet(tmp_path / "folder", {"a": [1.0, 2.0], "label": [0, 1]})
     _table({"a": [1.0, 2.0], "label": [0, 1]}).save_to_disk(tmp_path / "saved")
-    paths = {"file": path, "folder": str(tmp_path / "folder"), "saved": str(tmp_path / "saved")}
-    with pytest.raises(InputError, match=r"has no configuration 'zz', .*leave config out"):
-        load("huggingface", path=paths[where], config="zz")
-    assert len(load("huggingface", path=paths[where])) == 2
+    for given in (path, str(tmp_path / "folder"), str(tmp_path / "saved")):
+        with pytest.raises(InputError, match=r"has no configuration 'zz', .*leave config out"):
+            load("huggingface", path=given, config="zz")
+        assert len(load("huggingface", path=given)) == 2
 
 
 @pytest.mark.parametrize("labels", [[0.0, None, 1.0], [0, None, 1], ["a", None, "b"]])
-def test_rows_without_a_label_can_be_left_out(tmp_path: Path, labels: list[Any]) -> None:
+def test_rows_without_a_label_can_be_left_out(tmp_path, labels):
     path = _parquet(tmp_path, {"a": [1.0, 2.0, 3.0], "label": labels})
     np.save(tmp_path / "w.npy", [5.0, 6.0, 7.0])
+    weights = str(tmp_path / "w.npy")
     with pytest.warns(DataNotice, match="1 of 3 rows have no label and are left out"):
-        dataset = load(
-            "huggingface", path=path, drop_unlabelled=True, weights=str(tmp_path / "w.npy")
-        )
+        dataset = load("huggingface", path=path, drop_unlabelled=True, weights=weights)
     assert dataset.rows.tolist() == [0, 2]
     assert dataset.labels.tolist() == [0, 1]
     assert dataset.weights.tolist() == [5.0, 7.0]
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_doubles_stay_doubles(tmp_path: Path, listed: bool) -> None:
-    """Seconds since 1970 are 128 apart in float32."""
+def test_numbers_and_labels_stay_exact(tmp_path):
+    """Seconds since 1970 are 128 apart in float32; pandas makes text of labels beside a gap."""
     seconds = [1.7e9 + i for i in range(6)]
-    column = [[value, 0.0] for value in seconds] if listed else seconds
-    table = datasets.Dataset.from_dict({"t": column, "label": [0, 1] * 3})
-    table.save_to_disk(tmp_path / "t")
-    found = load("huggingface", path=str(tmp_path / "t"), input="t", label="label")
-    assert found.inputs[:, 0].tolist() == seconds
+    for place, column in enumerate((seconds, [[value, 0.0] for value in seconds])):
+        _table({"t": column, "label": [0, 1] * 3}).save_to_disk(tmp_path / f"{place}")
+        found = load("huggingface", path=str(tmp_path / f"{place}"), input="t", label="label")
+        assert found.inputs[:, 0].tolist() == seconds
+    (tmp_path / "a.csv").write_text(f"x,label\n1,{(1 << 64) - 1}\n2,{(1 << 64) - 2}\n3,\n")
+    with pytest.warns(DataNotice, match="1 of 3 rows have no label"):
+        found = load("huggingface", path=str(tmp_path / "a.csv"), drop_unlabelled=True)
+    assert found.class_names == (str((1 << 64) - 2), str((1 << 64) - 1))
+    prices = pd.DataFrame({"x": [Decimal("0.10"), None], "label": [0, 1]})
+    prices.to_parquet(tmp_path / "a.parquet")
+    found = load("huggingface", path=str(tmp_path / "a.parquet"))
+    np.testing.assert_array_equal(found.inputs, [[0.1], [np.nan]])
+    table = pd.DataFrame({"x": np.array([1 << 63, 1], np.uint64), "label": [ODD, ODD - 1]})
+    table.to_parquet(tmp_path / "b.parquet")
+    found = load("huggingface", path=str(tmp_path / "b.parquet"), input="x", label="label")
+    assert found.inputs.tolist() == [[2.0**63], [1.0]]
+    assert found.class_names == (str(ODD - 1), str(ODD))
 
 
 @pytest.mark.parametrize("named", ["../secret.csv", "{root}/secret.csv"])
-def test_a_folder_names_no_data_files_outside_of_it(tmp_path: Path, named: str) -> None:
+def test_a_folder_names_no_data_files_outside_of_it(tmp_path, named):
     (tmp_path / "folder").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "folder")
     for place in (tmp_path / "secret.csv", tmp_path / "folder" / "own.csv"):
@@ -277,9 +264,9 @@ def test_a_folder_names_no_data_files_outside_of_it(tmp_path: Path, named: str) 
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_a_saved_dataset_names_no_data_files_outside_of_it(tmp_path: Path, *, splits: bool) -> None:
+def test_a_saved_dataset_names_no_data_files_outside_of_it(tmp_path, datasets, *, splits):
     for name in ("own", "other"):
-        table = _table({"text": TEXTS, "label": LABELS})
+        table = _table(PLAIN)
         (datasets.DatasetDict(train=table) if splits else table).save_to_disk(tmp_path / name)
     assert len(load("huggingface", path=str(tmp_path / "own"))) == 6
     part = "train/" if splits else ""
@@ -290,81 +277,43 @@ def test_a_saved_dataset_names_no_data_files_outside_of_it(tmp_path: Path, *, sp
         load("huggingface", path=str(tmp_path / "own"))
 
 
-ODD = (1 << 60) + 1
-
-
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "json"])
 @pytest.mark.parametrize("other", [1, None, 0.5])
 @pytest.mark.parametrize("in_folder", [False, True])
-def test_integers_that_float64_rounds_are_refused(
-    tmp_path: Path, suffix: str, other: Any, *, in_folder: bool
-) -> None:
+def test_integers_that_float64_rounds_are_refused(tmp_path, suffix, other, *, in_folder):
     """Beside a missing one or a fraction the library's own readers make float64 of them."""
     rows = [{"x": 1, "z": 0.5, "label": 0}, {"x": ODD, "z": 0.5, "label": 1}]
     # A text has no types of columns.
     rows.append({"x": 3 if suffix == "parquet" else other, "z": other, "label": 0})
-    table, path = pd.DataFrame(rows, dtype=object), tmp_path / "folder" / f"a.{suffix}"
+    path = tmp_path / "folder" / f"a.{suffix}"
     path.parent.mkdir()
     if suffix == "parquet":
         pd.DataFrame(rows).astype({"x": "Int64"}).to_parquet(path)
-    elif suffix == "csv":
-        table.to_csv(path, index=False)
     else:
-        path.write_text("\n".join(map(json.dumps, rows)))
+        _rows(path, rows)
     named = str(path.parent if in_folder else path)
     with pytest.raises(InputError, match=f"float64 holds, got {ODD} at row 1"):
         load("huggingface", path=named, input=["x", "z"], label="label")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.jsonl", '{"x": [%d, 0.5], "label": 0}', f"got {ODD} at row 0"),
-        ("a.json", '[{"x": 0.5, "label": 0}, {"x": %d, "label": 1}]', f"got {ODD} at row 1"),
-        ("a.jsonl", '{"x": 1180591620717411303425, "label": 0}', "got 1180591620717411303425 at"),
-        ("a.csv", "x,label\n%d.0,0\n0.5,1\n", f"got {ODD} at row 0"),
-        ("a.csv", "x,label\n1,a\n1.152921504606846977e18,b\n", f"got {ODD} at row 1"),
-        ("a.jsonl", '{"x": [1, 2], "label": 0}\n{"x": [1], "label": 1}', "different numbers of"),
-    ],
-)
-def test_digits_of_no_number_of_float64_are_refused(
-    tmp_path: Path, name: str, text: str, message: str
-) -> None:
-    (tmp_path / name).write_text(text.replace("%d", str(ODD)))
-    with pytest.raises(InputError, match=message):
-        load("huggingface", path=str(tmp_path / name))
+def test_digits_of_no_number_of_float64_are_refused(tmp_path):
+    for place, (suffix, text, message) in enumerate(
+        (
+            ("jsonl", '{"x": [%d, 0.5], "label": 0}', f"got {ODD} at row 0"),
+            ("json", '[{"x": 0.5, "label": 0}, {"x": %d, "label": 1}]', f"got {ODD} at row 1"),
+            ("jsonl", '{"x": 1180591620717411303425, "label": 0}', "got 1180591620717411303425 at"),
+            ("csv", "x,label\n%d.0,0\n0.5,1\n", f"got {ODD} at row 0"),
+            ("csv", "x,label\n1,a\n1.152921504606846977e18,b\n", f"got {ODD} at row 1"),
+            ("jsonl", '{"x": [1, 2], "label": 0}\n{"x": [1], "label": 1}', "different numbers of"),
+        )
+    ):
+        path = tmp_path / f"{place}.{suffix}"
+        path.write_text(text.replace("%d", str(ODD)))
+        with pytest.raises(InputError, match=message):
+            load("huggingface", path=str(path))
 
 
-def test_decimals_and_labels_beyond_64_bits_beside_a_missing_one_are_read(tmp_path: Path) -> None:
-    """Pandas makes text of such labels, and a class "" of what is missing."""
-    (tmp_path / "a.csv").write_text(f"x,label\n1,{(1 << 64) - 1}\n2,{(1 << 64) - 2}\n3,\n")
-    with pytest.warns(DataNotice, match="1 of 3 rows have no label"):
-        found = load("huggingface", path=str(tmp_path / "a.csv"), drop_unlabelled=True)
-    assert found.class_names == (str((1 << 64) - 2), str((1 << 64) - 1))
-    prices = pd.DataFrame({"x": [Decimal("0.10"), None], "label": [0, 1]})
-    prices.to_parquet(tmp_path / "a.parquet")
-    found = load("huggingface", path=str(tmp_path / "a.parquet"))
-    np.testing.assert_array_equal(found.inputs, [[0.1], [np.nan]])
-
-
-def test_unsigned_integers_and_labels_are_exact(tmp_path: Path) -> None:
-    table = pd.DataFrame({"x": np.array([1 << 63, 1], np.uint64), "label": [ODD, ODD - 1]})
-    table.to_parquet(tmp_path / "a.parquet")
-    found = load("huggingface", path=str(tmp_path / "a.parquet"), input="x", label="label")
-    assert found.inputs.tolist() == [[2.0**63], [1.0]]
-    assert found.class_names == (str(ODD - 1), str(ODD))
-
-
-@pytest.mark.parametrize("label", [[[0], [1, 2]], [[], [1]], [["a", "b"], ["c"]], [{"k": 1}] * 2])
-def test_several_labels_in_a_row_are_refused(tmp_path: Path, label: list[Any]) -> None:
-    path = _parquet(tmp_path, {"text": TEXTS[:2], "label": label})
-    with pytest.raises(InputError, match=r"label=label of .* in row 0, and a row is of one class"):
-        load("huggingface", path=path)
-
-
-def test_files_are_read_without_the_bars_of_the_library(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_read_without_the_bars_of_the_library(tmp_path, capfd):
     """Commands draw their own progress, and off a terminal bars would be lines."""
     # A name of its own: what the library has read before it reads without a bar.
     (tmp_path / "rows.csv").write_text(f"{tmp_path.name},label\n1,0\n2,1\n")

@@ -1,6 +1,4 @@
-from __future__ import annotations
-
-from typing import Any
+"""LabeledDataset: labels of any kind, rows taken, splits joined."""
 
 import numpy as np
 import pytest
@@ -10,24 +8,23 @@ from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.errors import InputError
 
 
-def _vectors(labels: Any, n: int = 3, **options: Any) -> LabeledDataset:
+def _vectors(labels, n=3, **options):
     inputs = np.arange(n * 2.0).reshape(n, 2)
     return LabeledDataset.from_raw(inputs, labels, modality="array", name="v", **options)
 
 
-@pytest.mark.parametrize(
-    ("labels", "names"),
-    [
+def test_classes_are_the_sorted_distinct_labels():
+    for labels, names in (
         ([7, 3, 7], ("3", "7")),
         (["b", "a", "b"], ("a", "b")),
         (np.array([b"b", b"a", b"b"]), ("a", "b")),
         ([True, False, True], ("False", "True")),
-    ],
-)
-def test_classes_are_the_sorted_distinct_labels(labels: Any, names: tuple[str, ...]) -> None:
-    dataset = _vectors(labels)
-    assert dataset.class_names == names
-    assert dataset.labels.tolist() == [1, 0, 1]
+    ):
+        dataset = _vectors(labels)
+        assert dataset.class_names == names
+        assert dataset.labels.tolist() == [1, 0, 1]
+    hidden = _vectors([-1, -1, -1], class_names=["a", "b"])
+    assert (hidden.labels, hidden.class_names) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -46,30 +43,24 @@ def test_classes_are_the_sorted_distinct_labels(labels: Any, names: tuple[str, .
         ([], {"n": 0}, "v is empty"),
     ],
 )
-def test_labels_that_do_not_fit_are_refused(
-    labels: Any, options: dict[str, Any], message: str
-) -> None:
+def test_labels_that_do_not_fit_are_refused(labels, options, message):
     with pytest.raises(InputError, match=message):
         _vectors(labels, **options)
 
 
-def test_hidden_labels_mean_unlabelled() -> None:
-    dataset = _vectors([-1, -1, -1], class_names=["a", "b"])
-    assert dataset.labels is None
-    assert dataset.class_names == ()
-
-
-def test_taking_twice_keeps_the_original_row_numbers() -> None:
+def test_rows_that_are_taken_keep_their_numbers():
     dataset = _vectors([0, 1, 2, 3, 4], n=5)
     twice = dataset.take([4, 2, 0]).take([2, 0])
     assert twice.rows.tolist() == [0, 4]
     assert twice.subset_hash == dataset.take([0, 4]).subset_hash
+    texts = LabeledDataset.from_raw(["a", "b", "c"], [0, 1, 0], modality="text", name="t")
+    assert texts.take([2, 0]).inputs == ["c", "a"]
 
 
-def test_lazy_items_are_read_only_when_asked_for() -> None:
-    read: list[int] = []
+def test_lazy_items_are_read_only_when_asked_for():
+    read = []
 
-    def fetch(row: int) -> str:
+    def fetch(row):
         read.append(row)
         return f"text {row}"
 
@@ -82,28 +73,17 @@ def test_lazy_items_are_read_only_when_asked_for() -> None:
     assert list(dataset.inputs) == ["text 7", "text 3", "text 5"]
 
 
-def test_plain_sequences_can_be_taken_from() -> None:
-    dataset = LabeledDataset.from_raw(["a", "b", "c"], [0, 1, 0], modality="text", name="t")
-    assert dataset.take([2, 0]).inputs == ["c", "a"]
-
-
-def test_splits_are_joined_in_order() -> None:
+def test_splits_are_joined_in_order():
     first, second = _vectors([0, 1, 0]), _vectors([1, 1, 0])
     joined = concatenate([first, second], "both")
     np.testing.assert_array_equal(joined.inputs, np.concatenate([first.inputs, second.inputs]))
     assert joined.labels.tolist() == [0, 1, 0, 1, 1, 0]
     assert joined.rows.tolist() == list(range(6))
-
-
-def test_lazy_splits_are_joined_in_order() -> None:
     parts = [
         LabeledDataset.from_raw([f"{split}{i}" for i in range(n)], None, modality="text", name="t")
         for split, n in (("a", 2), ("b", 3))
     ]
     assert concatenate(parts, "both").inputs[0:5] == ["a0", "a1", "b0", "b1", "b2"]
-
-
-@pytest.mark.parametrize("other", [None, ["x", "y", "x"]])
-def test_splits_with_other_labels_are_not_joined(other: Any) -> None:
-    with pytest.raises(InputError, match="load one split"):
-        concatenate([_vectors([0, 1, 0]), _vectors(other)], "both")
+    for other in (None, ["x", "y", "x"]):
+        with pytest.raises(InputError, match="load one split"):
+            concatenate([first, _vectors(other)], "both")

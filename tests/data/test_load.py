@@ -1,7 +1,6 @@
-from __future__ import annotations
+"""`load`: the bundled sets, weights, requests that are refused, and the YAML of every source."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +9,12 @@ from otdd_flash.data import load
 from otdd_flash.data.registry import SOURCES, known_options
 from otdd_flash.errors import InputError
 
+CONF = Path(__file__).resolve().parents[2] / "conf"
+SHARED = {"max_samples": None, "seed": 0, "data_root": None, "download": False}
+ROOT = {"defaults": ["_self_", {"source": "digits"}, {"target": "digits"}], **SHARED}
 
-def test_digit_halves_are_disjoint_and_complete_for_any_seeds() -> None:
+
+def test_digit_halves_are_disjoint_and_complete_for_any_seeds():
     train, test = load("digits", seed=1), load("digits", split="test", seed=2)
     assert np.intersect1d(train.rows, test.rows).size == 0
     everything = load("digits", split="all")
@@ -20,24 +23,19 @@ def test_digit_halves_are_disjoint_and_complete_for_any_seeds() -> None:
     assert np.abs(gap).max() <= 1
 
 
-def test_digits_fill_the_range_of_bytes() -> None:
-    digits = load("digits")
-    assert digits.inputs.dtype == np.uint8
-    assert digits.inputs.shape[1:] == (8, 8)
+def test_digits_fill_the_range_of_bytes_and_turn_counter_clockwise():
+    digits, turned = load("digits"), load("digits", rotate=90)
+    assert (digits.inputs.dtype, digits.inputs.shape[1:]) == (np.uint8, (8, 8))
     assert (digits.inputs.min(), digits.inputs.max()) == (0, 255)
     assert digits.modality == "image"
-
-
-def test_a_quarter_turn_rotates_counter_clockwise() -> None:
-    upright, turned = load("digits"), load("digits", rotate=90)
-    np.testing.assert_array_equal(turned.inputs, np.rot90(upright.inputs, axes=(1, 2)))
+    np.testing.assert_array_equal(turned.inputs, np.rot90(digits.inputs, axes=(1, 2)))
     assert "90" in turned.name
 
 
-def test_blobs_share_centres_between_splits_but_no_points() -> None:
-    train, test = (
-        load("blobs", split=split, samples=400, dim=3, num_classes=4, spread=0.01)
-        for split in ("train", "test")
+def test_blobs_share_centres_between_splits_but_no_points():
+    settings = {"samples": 400, "dim": 3, "num_classes": 4, "spread": 0.01}
+    train, test, both = (
+        load("blobs", split=split, **settings) for split in ("train", "test", "all")
     )
     means = [
         np.stack([side.inputs[side.labels == c].mean(0) for c in range(4)])
@@ -45,25 +43,22 @@ def test_blobs_share_centres_between_splits_but_no_points() -> None:
     ]
     np.testing.assert_allclose(means[0], means[1], atol=0.01)
     assert not np.isin(train.inputs, test.inputs).any()
-    both = load("blobs", split="all", samples=400, dim=3, num_classes=4, spread=0.01)
     np.testing.assert_array_equal(both.inputs, np.concatenate([train.inputs, test.inputs]))
     assert both.rows.tolist() == [*train.rows, *test.rows] == list(range(800))
 
 
-def test_blobs_follow_their_seed_and_spread() -> None:
+def test_blobs_follow_their_seed_and_spread():
     first, again = load("blobs", seed=4), load("blobs", seed=4)
     np.testing.assert_array_equal(first.inputs, again.inputs)
     assert not np.array_equal(first.inputs, load("blobs", seed=5).inputs)
-    wide = load("blobs", seed=4, spread=3.0)
-    assert wide.inputs.std() > 2 * first.inputs.std()
+    assert load("blobs", seed=4, spread=3.0).inputs.std() > 2 * first.inputs.std()
 
 
-def test_weights_come_from_a_file(tmp_path: Path) -> None:
+def test_weights_come_from_a_file(tmp_path):
     weights = np.linspace(1, 2, 899)
     np.save(tmp_path / "w.npy", weights)
     drawn = load("digits", weights=tmp_path / "w.npy", max_samples=30)
-    full = load("digits")
-    positions = np.searchsorted(full.rows, drawn.rows)
+    positions = np.searchsorted(load("digits").rows, drawn.rows)
     np.testing.assert_array_equal(drawn.weights, weights[positions])
 
 
@@ -89,14 +84,50 @@ def test_weights_come_from_a_file(tmp_path: Path) -> None:
         ("torchvision", {}, "torchvision needs dataset=CLASS"),
     ],
 )
-def test_bad_requests_name_the_value_and_the_way_out(
-    name: str, options: dict[str, Any], message: str
-) -> None:
+def test_bad_requests_name_the_value_and_the_way_out(name, options, message):
     with pytest.raises(InputError, match=message):
         load(name, **options)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_known_options_hold_the_shared_ones_first(name: str) -> None:
-    assert known_options(name)[:3] == ("root", "split", "max_samples")
-    assert "request" not in known_options(name)
+def _compose(*overrides):
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    ConfigStore.instance().store("datasets_only", ROOT)
+    with initialize_config_dir(str(CONF), version_base=None):
+        config = compose("datasets_only", overrides=list(overrides))
+    return OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.slow
+def test_every_source_has_a_file_whose_keys_are_the_options_of_load():
+    for folder in ("dataset", "source", "target"):
+        assert {path.stem for path in (CONF / folder).glob("*.yaml")} == set(SOURCES), folder
+    for name in SOURCES:
+        assert known_options(name)[:3] == ("root", "split", "max_samples")
+        nodes = _compose(f"source={name}", f"target={name}")
+        for side in ("source", "target"):
+            assert nodes[side]["name"] == name
+            keys = {"name", "pseudo_labels", "k", *known_options(name)}
+            assert set(nodes[side]) == keys, f"{side}={name}"
+
+
+def test_keys_of_commands_reach_load(tmp_path):
+    from otdd_flash.commands.clustering import without_clustering
+
+    # By default disjoint halves, one of them rotated.
+    config = _compose("max_samples=100")
+    source, target = (load(**without_clustering(config[side])) for side in ("source", "target"))
+    assert len(source) == len(target) == 100
+    assert np.intersect1d(source.rows, target.rows).size == 0
+    assert config["target"]["rotate"] == 30
+    # Shared keys reach both sides and can be overridden; mappings and lists can be set.
+    torchvision = "source=torchvision", "source.arguments={split: letters}", "source.classes=[a,2]"
+    config = _compose(*torchvision, "seed=7", "data_root=d", "source.max_samples=5")
+    expected = {"arguments": {"split": "letters"}, "classes": ["a", 2], "max_samples": 5}
+    assert config["source"] | {"root": "d", "seed": 7, **expected} == config["source"]
+    assert config["target"] | {"root": "d", "seed": 7, "max_samples": None} == config["target"]
+    np.savez(tmp_path / "a.npz", x=np.eye(4), y=[0, 0, 1, 1])
+    node = _compose("target=arrays", f"target.path={tmp_path / 'a.npz'}", "target.classes=[1]")
+    assert load(**without_clustering(node["target"])).rows.tolist() == [2, 3]

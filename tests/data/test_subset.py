@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Classes that are chosen, and rows that are drawn from them."""
 
 import hashlib
 
@@ -12,16 +12,12 @@ from otdd_flash.data.subset import stratified_rows, subset
 from otdd_flash.errors import DataNotice, InputError
 
 
-def _dataset(labels: list[int] | None, class_names: list[str] | None = None) -> LabeledDataset:
+def _dataset(labels, class_names=None):
     n = 60 if labels is None else len(labels)
-    inputs = np.arange(n, dtype=np.float32)[:, None]
+    inputs, more = np.arange(n, dtype=np.float32)[:, None], {"class_names": class_names}
+    weights = np.arange(n) + 1.0
     return LabeledDataset.from_raw(
-        inputs,
-        labels,
-        class_names=class_names,
-        modality="array",
-        name="rows",
-        weights=np.arange(n) + 1.0,
+        inputs, labels, modality="array", name="rows", weights=weights, **more
     )
 
 
@@ -31,9 +27,7 @@ def _dataset(labels: list[int] | None, class_names: list[str] | None = None) -> 
     seed=st.integers(0, 9),
 )
 @settings(max_examples=60, deadline=None)
-def test_proportions_are_kept_with_at_least_one_row_per_class(
-    sizes: list[int], share: float, seed: int
-) -> None:
+def test_proportions_are_kept_with_at_least_one_row_per_class(sizes, share, seed):
     labels = np.repeat(np.arange(len(sizes)), sizes)
     count = len(sizes) + round(share * (len(labels) - len(sizes)))
     rows = stratified_rows(labels, count, np.random.default_rng(seed))
@@ -45,12 +39,7 @@ def test_proportions_are_kept_with_at_least_one_row_per_class(
         assert np.abs(drawn - ideal).max() < 1
 
 
-def test_a_class_of_one_row_survives_the_draw() -> None:
-    drawn = subset(_dataset([0] * 500 + [1]), None, 10, seed=3)
-    assert np.bincount(drawn.labels).tolist() == [9, 1]
-
-
-def test_draws_ignore_the_global_generator_and_agree_on_both_sides() -> None:
+def test_draws_ignore_the_global_generator_and_agree_on_both_sides():
     dataset = _dataset([0, 1, 2] * 20)
     np.random.seed(1)  # noqa: NPY002
     first = subset(dataset, None, 12, seed=5)
@@ -61,30 +50,15 @@ def test_draws_ignore_the_global_generator_and_agree_on_both_sides() -> None:
     assert first.subset_hash != subset(dataset, None, 12, seed=6).subset_hash
 
 
-def test_inputs_labels_weights_and_rows_move_together() -> None:
+def test_inputs_labels_weights_and_rows_move_together():
     dataset = _dataset([2, 0, 1] * 10)
     drawn = subset(dataset, None, 7, seed=0)
     np.testing.assert_array_equal(drawn.inputs[:, 0], drawn.rows)
     np.testing.assert_array_equal(drawn.weights, drawn.rows + 1)
     np.testing.assert_array_equal(drawn.labels, dataset.labels[drawn.rows])
     assert drawn.subset_hash == hashlib.sha256(drawn.rows.astype("<i8").tobytes()).hexdigest()
-
-
-def test_unlabelled_rows_are_drawn_without_labels() -> None:
     drawn = subset(_dataset(None), None, 9, seed=0)
-    assert drawn.labels is None
-    assert len(np.unique(drawn.rows)) == 9
-
-
-def test_above_the_size_all_rows_are_taken_with_a_notice() -> None:
-    dataset = _dataset([0, 1])
-    with pytest.warns(DataNotice, match="2 rows, fewer than max_samples=3"):
-        assert len(subset(dataset, None, 3, seed=0)) == 2
-
-
-def test_fewer_samples_than_classes_are_refused() -> None:
-    with pytest.raises(InputError, match="max_samples=2 is below the 3 classes"):
-        subset(_dataset([0, 1, 2]), None, 2, seed=0)
+    assert (drawn.labels, len(np.unique(drawn.rows))) == (None, 9)
 
 
 @pytest.mark.parametrize(
@@ -97,47 +71,39 @@ def test_fewer_samples_than_classes_are_refused() -> None:
         (np.array([2, 0]), ("c", "a")),
     ],
 )
-def test_chosen_classes_keep_their_rows_and_the_order_given(
-    classes: list[str | int], names: tuple[str, ...]
-) -> None:
+def test_chosen_classes_keep_their_rows_and_the_order_given(classes, names):
     labels = [0, 1, 2, 2, 1, 0]
     kept = subset(_dataset(labels, ["a", "b", "c"]), classes, None, seed=0)
     assert kept.class_names == names
     assert [kept.class_names[c] for c in kept.labels] == ["abc"[labels[row]] for row in kept.rows]
 
 
-def test_a_number_that_is_a_class_name_means_that_class() -> None:
+def test_a_number_that_is_a_class_name_means_that_class():
     dataset = _dataset([10, 1, 0])
     assert dataset.class_names == ("0", "1", "10")
     assert subset(dataset, [10, 1], None, seed=0).class_names == ("10", "1")
 
 
-@pytest.mark.parametrize(
-    ("classes", "message"),
-    [
-        (["z"], "unknown class 'z' of rows; choose names or indices of: a, b, c"),
-        ([3], "unknown class 3"),
-        ([-1], "unknown class -1"),
-        ([0, "a"], "names a class twice"),
-        ([], "leaves no class"),
-    ],
-)
-def test_impossible_classes_are_refused(classes: list[str | int], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        subset(_dataset([0, 1, 2], ["a", "b", "c"]), classes, None, seed=0)
+def test_impossible_classes_and_sizes_are_refused():
+    three = _dataset([0, 1, 2], ["a", "b", "c"])
+    one = _dataset([0, 0], ["a", "b"])
+    for dataset, classes, size, message in (
+        (three, ["z"], None, "unknown class 'z' of rows; choose names or indices of: a, b, c"),
+        (three, [3], None, "unknown class 3"),
+        (three, [-1], None, "unknown class -1"),
+        (three, [0, "a"], None, "names a class twice"),
+        (three, [], None, "leaves no class"),
+        (three, None, 2, "max_samples=2 is below the 3 classes"),
+        (one, ["b"], None, "rows is empty: no rows are of the classes b"),
+        (_dataset(None), [0], None, r"no labels; label it with .*pseudo_labels"),
+    ):
+        with pytest.raises(InputError, match=message):
+            subset(dataset, classes, size, seed=0)
 
 
-def test_choosing_among_unlabelled_rows_says_how_to_label() -> None:
-    with pytest.raises(InputError, match=r"no labels; label it with .*pseudo_labels"):
-        subset(_dataset(None), [0], None, seed=0)
-
-
-def test_missing_class_ids_neither_crash_nor_shift_names() -> None:
+def test_missing_rows_and_class_ids_are_said_and_do_not_shift_names():
     with pytest.warns(DataNotice, match="2 of 5 classes have no rows and are left out: a, d"):
         kept = subset(_dataset([4, 1, 2, 1], list("abcde")), None, None, seed=0)
     assert [kept.class_names[c] for c in kept.labels] == ["e", "b", "c", "b"]
-
-
-def test_choosing_a_class_without_rows_is_refused() -> None:
-    with pytest.raises(InputError, match="rows is empty: no rows are of the classes b"):
-        subset(_dataset([0, 0], ["a", "b"]), ["b"], None, seed=0)
+    with pytest.warns(DataNotice, match="2 rows, fewer than max_samples=3"):
+        assert len(subset(_dataset([0, 1]), None, 3, seed=0)) == 2

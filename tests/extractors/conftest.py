@@ -1,9 +1,6 @@
 """Tiny datasets for the tests of extractors."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,8 +12,8 @@ MakeDataset = Callable[..., LabeledDataset]
 
 
 @pytest.fixture
-def make_dataset() -> MakeDataset:
-    def make(inputs: Sequence[Any], modality: str = "image", **fields: Any) -> LabeledDataset:
+def make_dataset():
+    def make(inputs, modality="image", **fields):
         labels = np.arange(len(inputs), dtype=np.int64) % 2
         known = {"class_names": ("even", "odd"), "weights": None, "name": "tiny", "labels": labels}
         return LabeledDataset(inputs=inputs, modality=modality, **{**known, **fields})
@@ -25,13 +22,13 @@ def make_dataset() -> MakeDataset:
 
 
 @pytest.fixture
-def colour_images() -> np.ndarray:
+def colour_images():
     return np.random.default_rng(0).integers(0, 256, (5, 20, 24, 3), dtype=np.uint8)
 
 
 @pytest.fixture
-def make_samples() -> Callable[..., LabeledSamples]:
-    def make(features: Any, name: str = "samples") -> LabeledSamples:
+def make_samples():
+    def make(features, name="samples"):
         labels = np.zeros(len(features), dtype=np.int64)
         return LabeledSamples(features, labels, ("only",), name=name)
 

@@ -1,30 +1,21 @@
 """Checkpoints: every wrapping gives the same weights, anything unfitting is named."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import timm, torchvision
 from otdd_flash.extractors.checkpoint import load_checkpoint
 
-State = dict[str, Tensor]
 
-
-def network(seed: int) -> nn.Module:
+def network(seed):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 
 
-WRAPPINGS: dict[str, Callable[[State], Any]] = {
+WRAPPINGS = {
     "bare": lambda state: state,
     "state_dict": lambda state: {"state_dict": state, "epoch": 3, "optimizer": {}},
     "model": lambda state: {"model": state},
@@ -38,23 +29,22 @@ WRAPPINGS: dict[str, Callable[[State], Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-@pytest.mark.parametrize("suffix", [".pt", ".pth"])
-def test_wrapped_weights_are_found(tmp_path: Path, wrapping: str, suffix: str) -> None:
-    saved, loaded = network(1), network(2)
-    file = tmp_path / f"weights{suffix}"
-    torch.save(WRAPPINGS[wrapping](saved.state_dict()), file)
-    load_checkpoint(loaded, str(file), ("fc",))
-    for name, tensor in saved.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor)
+def test_wrapped_weights_are_found(tmp_path):
+    from safetensors.torch import save_file
 
-
-def test_safetensors_with_prefix_and_head(tmp_path: Path) -> None:
-    saved, loaded = network(1), network(2)
-    state = {f"module.{name}": value for name, value in saved.state_dict().items()}
-    save_file({**state, "module.fc.bias": torch.ones(10)}, tmp_path / "w.safetensors")
-    load_checkpoint(loaded, str(tmp_path / "w.safetensors"), ("fc",))
-    assert torch.equal(loaded.state_dict()["0.weight"], saved.state_dict()["0.weight"])
+    files = []
+    for place, wrapping in enumerate(WRAPPINGS.values()):
+        file = tmp_path / f"{place}{('.pt', '.pth')[place % 2]}"
+        torch.save(wrapping(network(1).state_dict()), file)
+        files.append(file)
+    state = {f"module.{name}": value for name, value in network(1).state_dict().items()}
+    files.append(tmp_path / "w.safetensors")
+    save_file({**state, "module.fc.bias": torch.ones(10)}, files[-1])
+    for name, file in zip([*WRAPPINGS, "safetensors"], files, strict=True):
+        loaded = network(2)
+        load_checkpoint(loaded, str(file), ("fc",))
+        for key, tensor in network(1).state_dict().items():
+            assert torch.equal(loaded.state_dict()[key], tensor), (name, key)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +60,7 @@ def test_safetensors_with_prefix_and_head(tmp_path: Path) -> None:
     ],
     ids=["missing", "unknown", "shape", "all", "no tensor", "list", "empty"],
 )
-def test_unfitting_weights_are_named(
-    tmp_path: Path, change: Callable[[State], Any], message: str
-) -> None:
+def test_unfitting_weights_are_named(tmp_path, change, message):
     module = network(0)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     torch.save(change(network(1).state_dict()), tmp_path / "w.pt")
@@ -82,7 +70,7 @@ def test_unfitting_weights_are_named(
 
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
-def test_unreadable_files_are_named(tmp_path: Path, name: str) -> None:
+def test_unreadable_files_are_named(tmp_path, name):
     file = tmp_path / name
     with pytest.raises(InputError, match=f"no checkpoint file .*{name}"):
         load_checkpoint(network(0), str(file), ())
@@ -92,7 +80,7 @@ def test_unreadable_files_are_named(tmp_path: Path, name: str) -> None:
             load_checkpoint(network(0), str(file), ())
 
 
-def saved(model: str, classes: int, path: Path) -> State:
+def saved(model, classes, path):
     import timm as library
 
     state = library.create_model(model, num_classes=classes).state_dict()
@@ -103,9 +91,7 @@ def saved(model: str, classes: int, path: Path) -> State:
 @pytest.mark.parametrize(
     ("model", "classes"), [("test_efficientnet", 7), ("test_efficientnet", 0), ("test_vit3", 3)]
 )
-def test_the_error_names_the_model_of_timm_that_a_checkpoint_fits(
-    tmp_path: Path, model: str, classes: int
-) -> None:
+def test_the_error_names_the_model_of_timm_that_a_checkpoint_fits(tmp_path, model, classes):
     saved(model, classes, tmp_path / "w.pt")
     with pytest.raises(InputError, match=r"does not fit .* missing .*it fits timm's ") as told:
         timm("test_resnet", checkpoint=tmp_path / "w.pt")
@@ -115,30 +101,38 @@ def test_the_error_names_the_model_of_timm_that_a_checkpoint_fits(
     assert extractor.description.split()[2] == model
 
 
-def test_weights_of_the_right_shapes_under_other_names_are_told(tmp_path: Path) -> None:
-    state = saved("test_efficientnet", 5, tmp_path / "w.pt")
-    names = [f"{number}.{name.rpartition('.')[2]}" for number, name in enumerate(state)]
-    torch.save(dict(zip(names, state.values(), strict=True)), tmp_path / "w.pt")
-    message = r"timm's test_efficientnet has tensors of these shapes under other names: rename"
-    with pytest.raises(InputError, match=message):
-        timm("test_resnet", checkpoint=tmp_path / "w.pt")
-
-
-def test_weights_of_no_model_are_told(tmp_path: Path) -> None:
-    torch.save(network(1).state_dict(), tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"no model of timm has tensors of these .*from_module"):
-        timm("test_resnet", checkpoint=tmp_path / "w.pt")
-
-
-def test_weights_of_torchvision_are_those_of_timm_by_the_same_name(tmp_path: Path) -> None:
+def test_weights_that_fit_another_model_or_none_are_told(tmp_path):
     from torchvision.models import resnet18
 
-    torch.save(resnet18(num_classes=10).state_dict(), tmp_path / "w.pt")
-    with pytest.raises(InputError, match=r"timm's resnet18, resnetblur18; choose the one"):
-        torchvision("vgg11", checkpoint=tmp_path / "w.pt")
+    state = saved("test_efficientnet", 5, tmp_path / "w.pt")
+    names = [f"{number}.{name.rpartition('.')[2]}" for number, name in enumerate(state)]
+    for factory, model, weights, message in (
+        (
+            timm,
+            "test_resnet",
+            dict(zip(names, state.values(), strict=True)),
+            "timm's test_efficientnet has tensors of these shapes under other names: rename",
+        ),
+        (
+            timm,
+            "test_resnet",
+            network(1).state_dict(),
+            "no model of timm has tensors of these .*from_module",
+        ),
+        # Weights of torchvision are those of timm by the same name.
+        (
+            torchvision,
+            "squeezenet1_1",
+            resnet18(num_classes=10).state_dict(),
+            "timm's resnet18, resnetblur18; choose the one",
+        ),
+    ):
+        torch.save(weights, tmp_path / "w.pt")
+        with pytest.raises(InputError, match=message):
+            factory(model, checkpoint=tmp_path / "w.pt")
 
 
-def test_a_pickled_module_is_not_executed(tmp_path: Path) -> None:
+def test_a_pickled_module_is_not_executed(tmp_path):
     torch.save(network(0), tmp_path / "w.pt")
     with pytest.raises(InputError, match=r"torch\.save\(model\.state_dict\(\), FILE\)"):
         load_checkpoint(network(0), str(tmp_path / "w.pt"), ())

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import embed, from_callable, identity, pixels
@@ -22,14 +20,14 @@ from otdd_flash.files.tensor_file import read_tensors, save_tensors
 class CountedNetwork:
     """A small network that counts its forward passes."""
 
-    def __init__(self, seed: int = 0, description: str = "counted") -> None:
+    def __init__(self, seed=0, description="counted"):
         self.calls = 0
         generator = torch.Generator().manual_seed(seed)
         layer = nn.Linear(16, 3)
         layer.weight.data = torch.randn(3, 16, generator=generator)
         layer.bias.data.zero_()
 
-        def forward(module: nn.Module, items: list[Tensor]) -> Tensor:
+        def forward(module, items):
             self.calls += 1
             where = next(module.parameters()).device
             return module(torch.stack(items).flatten(1).to(where))
@@ -39,61 +37,45 @@ class CountedNetwork:
         )
 
 
-def as_tensor(item: Any) -> Tensor:
+def as_tensor(item):
     return torch.from_numpy(np.array(item)).float() / 255
 
 
 @pytest.fixture
-def images() -> np.ndarray:
+def images():
     return np.random.default_rng(1).integers(0, 256, (7, 4, 4), dtype=np.uint8)
 
 
-def test_labels_weights_and_names_are_kept(make_dataset: Any, images: np.ndarray) -> None:
+def test_labels_weights_and_names_are_kept(make_dataset, images):
     weights = np.arange(1.0, 8.0)
     dataset = make_dataset(images, weights=weights, name="seven")
     samples = embed(dataset, pixels())
-    assert samples.labels is not None
     assert samples.labels.tolist() == [0, 1, 0, 1, 0, 1, 0]
-    assert samples.class_names == ("even", "odd")
-    assert samples.name == "seven"
+    assert (samples.class_names, samples.name) == (("even", "odd"), "seven")
     assert samples.subset_hash == dataset.subset_hash
     np.testing.assert_allclose(samples.masses.numpy(), weights / weights.sum())
+    assert embed(make_dataset(images, labels=None, class_names=()), pixels()).labels is None
 
 
-def test_unlabelled_data_stay_unlabelled(make_dataset: Any, images: np.ndarray) -> None:
-    samples = embed(make_dataset(images, labels=None, class_names=()), pixels())
-    assert samples.labels is None
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
-def test_batches_do_not_change_features(
-    make_dataset: Any, images: np.ndarray, batch_size: int
-) -> None:
-    dataset, network = make_dataset(images), CountedNetwork()
-    whole = network.extractor(images)
-    done: list[tuple[int, int]] = []
-    features = embed(
-        dataset,
-        network.extractor,
-        batch_size=batch_size,
-        progress=lambda *counts: done.append(counts),
-    ).features
-    assert torch.allclose(features, whole, atol=1e-6)
-    assert not features.requires_grad
-    assert done == [(min(s + batch_size, 7), 7) for s in range(0, 7, batch_size)]
-
-
-def test_workers_give_the_same_features(make_dataset: Any, images: np.ndarray) -> None:
+def test_batches_and_workers_do_not_change_features(make_dataset, images):
     dataset, extractor = make_dataset(images), CountedNetwork().extractor
+    whole, before = extractor(images), torch.get_rng_state()
+    for batch_size in (1, 3, 7, 100):
+        done = []
+        told = {"progress": lambda *counts, done=done: done.append(counts)}
+        features = embed(dataset, extractor, batch_size=batch_size, **told).features
+        assert torch.allclose(features, whole, atol=1e-6)
+        assert not features.requires_grad
+        assert done == [(min(s + batch_size, 7), 7) for s in range(0, 7, batch_size)]
     alone = embed(dataset, extractor, batch_size=2)
-    assert embed(dataset, extractor, batch_size=2, num_workers=2).fingerprint == alone.fingerprint
+    assert torch.equal(torch.get_rng_state(), before)
+    shared = embed(dataset, extractor, batch_size=2, num_workers=2)
+    assert shared.fingerprint == alone.fingerprint
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_error_in_an_input_arrives_unwrapped(
-    make_dataset: Any, images: np.ndarray, num_workers: int
-) -> None:
-    def refuse(item: Any) -> Any:
+def test_error_in_an_input_arrives_unwrapped(make_dataset, images, num_workers):
+    def refuse(item):
         raise InputError("image 3 is damaged")
 
     network = CountedNetwork().extractor
@@ -102,28 +84,13 @@ def test_error_in_an_input_arrives_unwrapped(
         embed(make_dataset(images), broken, num_workers=num_workers)
 
 
-def test_global_random_state_is_untouched(make_dataset: Any, images: np.ndarray) -> None:
-    extractor = CountedNetwork().extractor
-    before = torch.get_rng_state()
-    embed(make_dataset(images), extractor)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_second_extraction_comes_from_the_cache(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path
-) -> None:
-    first = CountedNetwork()
+def test_second_extraction_comes_from_the_cache(make_dataset, images, tmp_path):
+    first, again, done = CountedNetwork(), CountedNetwork(), []
     fresh = embed(make_dataset(images), first.extractor, cache_dir=tmp_path)
-    again = CountedNetwork()
-    done: list[tuple[int, int]] = []
     # Other labels and another name: features depend on the inputs alone.
     relabelled = make_dataset(images, name="other", labels=np.ones(7, dtype=np.int64))
-    cached = embed(
-        relabelled,
-        again.extractor,
-        cache_dir=tmp_path,
-        progress=lambda *counts: done.append(counts),
-    )
+    call = {"cache_dir": tmp_path, "progress": lambda *counts: done.append(counts)}
+    cached = embed(relabelled, again.extractor, **call)
     assert (first.calls, again.calls) == (1, 0)
     assert torch.equal(cached.features, fresh.features)
     assert cached.name == "other"
@@ -141,76 +108,64 @@ def test_second_extraction_comes_from_the_cache(
     ],
     ids=["order", "subset", "shape", "weights", "description"],
 )
-def test_changed_content_is_extracted_anew(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path, change: Callable[..., Any]
-) -> None:
+def test_changed_content_is_extracted_anew(make_dataset, images, tmp_path, change):
     embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
     changed, network = change(images, CountedNetwork())
     embed(make_dataset(changed), network.extractor, cache_dir=tmp_path)
     assert network.calls == 1
 
 
-def test_mixed_precision_has_its_own_entry(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path
-) -> None:
-    network = CountedNetwork()
-    full = embed(make_dataset(images), network.extractor, cache_dir=tmp_path)
-    mixed = embed(make_dataset(images), network.extractor, cache_dir=tmp_path, mixed_precision=True)
+def test_mixed_precision_has_its_own_entry_and_its_overflow_a_way_out(
+    make_dataset, images, tmp_path
+):
+    network, dataset = CountedNetwork(), make_dataset(images)
+    full = embed(dataset, network.extractor, cache_dir=tmp_path)
+    mixed = embed(dataset, network.extractor, cache_dir=tmp_path, mixed_precision=True)
     assert network.calls == 2
     assert mixed.features.dtype == torch.float32
     error = (mixed.features - full.features).abs().max()
     assert 0 < error < 0.05 * full.features.abs().max()
+    own = network.extractor
+    broken = Network(
+        "broken", own.module, own.modalities, own.prepare, lambda *a: own.forward(*a) * torch.inf
+    )
+    for message, precision in (("mixed_precision=false", True), ("NaN or infinite", False)):
+        with pytest.raises(InputError, match=message):
+            embed(dataset, broken, mixed_precision=precision)
 
 
-def test_overflow_in_mixed_precision_names_the_way_out(
-    make_dataset: Any, images: np.ndarray
-) -> None:
-    network = CountedNetwork().extractor
-
-    def overflow(module: nn.Module, items: list[Tensor]) -> Tensor:
-        return network.forward(module, items) * torch.inf
-
-    broken = Network("broken", network.module, network.modalities, network.prepare, overflow)
-    with pytest.raises(InputError, match="mixed_precision=false"):
-        embed(make_dataset(images), broken, mixed_precision=True)
-    with pytest.raises(InputError, match="NaN or infinite"):
-        embed(make_dataset(images), broken)
-
-
-def test_damaged_entry_is_rebuilt(
-    make_dataset: Any,
-    images: np.ndarray,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    fresh = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
+def test_an_entry_that_is_damaged_or_cannot_be_these_features_is_rebuilt(
+    make_dataset, images, tmp_path, caplog
+):
+    """Whoever can write a cache can also compute checksums."""
+    dataset = make_dataset(images)
+    fresh = embed(dataset, CountedNetwork().extractor, cache_dir=tmp_path)
     (path,) = tmp_path.iterdir()
-    path.write_bytes(path.read_bytes()[:-2])
-    network = CountedNetwork()
-    with caplog.at_level(logging.WARNING):
-        rebuilt = embed(make_dataset(images), network.extractor, cache_dir=tmp_path)
+    content, texts = path.read_bytes(), read_tensors(path).texts
+    other = torch.zeros(2, 3), torch.zeros(7), torch.full((7, 3), torch.nan)
+    for features in (None, *other, torch.zeros(7, 3).int()):
+        path.unlink()
+        if features is None:
+            path.write_bytes(content[:-2])
+        else:
+            save_tensors(path, {"features": features}, texts)
+        network = CountedNetwork()
+        with caplog.at_level(logging.WARNING):
+            rebuilt = embed(dataset, network.extractor, cache_dir=tmp_path)
+        assert network.calls == 1
+        assert rebuilt.fingerprint == fresh.fingerprint
+        why = "damaged" if features is None else "something else than features"
+        assert why in caplog.text
+        caplog.clear()
+    embed(dataset, network.extractor, cache_dir=tmp_path)
     assert network.calls == 1
-    assert "damaged" in caplog.text
-    assert rebuilt.fingerprint == fresh.fingerprint
-    embed(make_dataset(images), network.extractor, cache_dir=tmp_path)
-    assert network.calls == 1
-
-
-def test_unwritable_cache_does_not_stop_the_run(
-    make_dataset: Any,
-    images: np.ndarray,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    # An unwritable cache does not stop the run.
     (tmp_path / "file").write_text("")
-    samples = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path / "file")
-    assert len(samples) == 7
+    assert len(embed(dataset, network.extractor, cache_dir=tmp_path / "file")) == 7
     assert len(caplog.records) == 1
 
 
-def test_cheap_features_are_not_cached(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path
-) -> None:
+def test_cheap_features_are_not_cached(make_dataset, images, tmp_path):
     embed(make_dataset(images), pixels(), cache_dir=tmp_path)
     embed(make_dataset(images), from_callable(pixels()), cache_dir=tmp_path)
     embed(make_dataset(images.reshape(7, -1), "array"), identity(), cache_dir=tmp_path)
@@ -223,9 +178,7 @@ class FolderOfImages(list[Image.Image]):
     paths: list[Path]
 
 
-def test_lazy_files_are_known_by_path_size_and_time(
-    make_dataset: Any, images: np.ndarray, tmp_path: Path
-) -> None:
+def test_lazy_files_are_known_by_path_size_and_time(make_dataset, images, tmp_path):
     inputs = FolderOfImages(Image.fromarray(image) for image in images)
     inputs.paths = [tmp_path / f"{row}.png" for row in range(len(images))]
     for path, image in zip(inputs.paths, inputs, strict=True):
@@ -239,55 +192,24 @@ def test_lazy_files_are_known_by_path_size_and_time(
     assert network.calls == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_arguments_are_refused(make_dataset, images):
+    for arguments, message in (
         ({"batch_size": 0}, "batch_size"),
         ({"num_workers": -1}, "num_workers"),
         ({"mixed_precision": "sometimes"}, "mixed_precision must be auto, true or false"),
         ({"device": "warp:9"}, "unknown device"),
-    ],
-)
-def test_bad_arguments_are_refused(
-    make_dataset: Any, images: np.ndarray, arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        embed(make_dataset(images), CountedNetwork().extractor, **arguments)
-
-
-def test_bare_function_is_told_apart(make_dataset: Any, images: np.ndarray) -> None:
-    with pytest.raises(InputError, match="from_callable"):
-        embed(make_dataset(images), lambda batch: batch)  # type: ignore[arg-type]
+        ({"extractor": lambda batch: batch}, "from_callable"),
+    ):
+        with pytest.raises(InputError, match=message):
+            embed(make_dataset(images), **{"extractor": CountedNetwork().extractor} | arguments)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_gpu_matches_cpu(make_dataset: Any, images: np.ndarray) -> None:
+def test_gpu_matches_cpu(make_dataset, images):
     network = CountedNetwork().extractor
     on_cpu = embed(make_dataset(images), network, device="cpu").features
     on_gpu = embed(make_dataset(images), network, device="cuda").features
     assert on_gpu.device.type == "cpu"
     assert next(network.module.parameters()).device.type == "cpu"
     assert 0 < (on_gpu - on_cpu).abs().max() < 0.01 * on_cpu.abs().max()
-
-
-@pytest.mark.parametrize(
-    "features",
-    [torch.zeros(2, 3), torch.zeros(7), torch.full((7, 3), torch.nan), torch.zeros(7, 3).int()],
-)
-def test_an_entry_that_cannot_be_these_features_is_not_used(
-    features: Tensor,
-    make_dataset: Any,
-    images: np.ndarray,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Whoever can write a cache can also compute checksums."""
-    fresh = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
-    (path,) = tmp_path.iterdir()
-    texts = read_tensors(path).texts
-    path.unlink()
-    save_tensors(path, {"features": features}, texts)
-    again = embed(make_dataset(images), CountedNetwork().extractor, cache_dir=tmp_path)
-    assert torch.equal(again.features, fresh.features)
-    assert "something else than features" in caplog.text

@@ -1,13 +1,9 @@
 """Extractors by name, and their configuration files."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import build_extractor, embed, pixels
@@ -18,27 +14,22 @@ FOLLOWING = ("seed", "download")
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "extractor"
 
 
-def test_there_is_one_file_per_extractor() -> None:
+def test_files_hold_every_parameter_with_its_default():
+    from omegaconf import OmegaConf
+
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(FACTORIES)
-
-
-@pytest.mark.parametrize("name", FACTORIES)
-def test_files_hold_every_parameter_with_its_default(name: str) -> None:
-    config = OmegaConf.load(FOLDER / f"{name}.yaml")
-    values: dict[Any, Any] = OmegaConf.to_container(config)  # type: ignore[assignment]
-    shared = {"name": name, "standardize": False, "pca": None, "batch_size": 256}
-    assert shared.items() <= values.items()
-    settings = set(inspect.signature(embed).parameters) & set(OTHER_SETTINGS)
-    parameters = inspect.signature(FACTORIES[name]).parameters
-    assert set(values) - settings - set(shared) == set(parameters)
-    for parameter, declared in parameters.items():
-        if declared.default is not inspect.Parameter.empty and parameter not in FOLLOWING:
-            assert values[parameter] == declared.default
-
-
-def test_a_whole_configuration_builds_the_extractor() -> None:
-    config: Any = OmegaConf.to_container(OmegaConf.load(FOLDER / "pixels.yaml"))
-    assert build_extractor(**{**config, "size": 8}) == pixels(size=8)
+    for name, factory in FACTORIES.items():
+        values = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}.yaml"))
+        shared = {"name": name, "standardize": False, "pca": None, "batch_size": 256}
+        assert shared.items() <= values.items(), name
+        settings = set(inspect.signature(embed).parameters) & set(OTHER_SETTINGS)
+        parameters = inspect.signature(factory).parameters
+        assert set(values) - settings - set(shared) == set(parameters), name
+        for parameter, declared in parameters.items():
+            if declared.default is not inspect.Parameter.empty and parameter not in FOLLOWING:
+                assert values[parameter] == declared.default, (name, parameter)
+        if name == "pixels":
+            assert build_extractor(**{**values, "size": 8}) == pixels(size=8)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +42,6 @@ def test_a_whole_configuration_builds_the_extractor() -> None:
         ("timm", {"model": None}, r"timm needs extractor\.model="),
     ],
 )
-def test_bad_names_and_parameters_list_the_known(
-    name: str, parameters: dict[str, Any], message: str
-) -> None:
+def test_bad_names_and_parameters_list_the_known(name, parameters, message):
     with pytest.raises(InputError, match=message):
         build_extractor(name, **parameters)

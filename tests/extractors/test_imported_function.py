@@ -1,10 +1,5 @@
 """The callable extractor: import paths, functions, and the check of what they return."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -28,7 +23,7 @@ number = 3
 
 
 @pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def user_module(tmp_path, monkeypatch):
     (tmp_path / "user_package").mkdir()
     (tmp_path / "user_package" / "features.py").write_text(SOURCE)
     (tmp_path / "user_package" / "broken.py").write_text("import not_installed_anywhere\n")
@@ -36,61 +31,45 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("user_module")
-@pytest.mark.parametrize("separator", [":", "."])
-def test_both_forms_of_path_find_the_function(
-    make_dataset: Any, colour_images: np.ndarray, separator: str
-) -> None:
-    extractor = from_callable(f"user_package.features{separator}mean_and_size")
-    features = embed(make_dataset(colour_images), extractor, batch_size=2).features
-    expected = [[image.mean(), image.size] for image in colour_images]
-    np.testing.assert_allclose(features.numpy(), expected)
-
-
-@pytest.mark.usefixtures("user_module")
-def test_attributes_of_classes_are_found(make_dataset: Any) -> None:
+def test_paths_find_functions_and_attributes_of_classes(make_dataset, colour_images):
+    for separator in (":", "."):
+        extractor = from_callable(f"user_package.features{separator}mean_and_size")
+        features = embed(make_dataset(colour_images), extractor, batch_size=2).features
+        expected = [[image.mean(), image.size] for image in colour_images]
+        np.testing.assert_allclose(features.numpy(), expected)
     extractor = from_callable("user_package.features:Features.doubled")
     features = embed(make_dataset(np.ones((3, 2)), "array"), extractor).features
     assert features.tolist() == [[2.0, 2.0]] * 3
 
 
 @pytest.mark.usefixtures("user_module")
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
+def test_bad_paths_are_named():
+    form = "must be package.module:function"
+    for path, message in (
         ("user_package.features:nothing", "user_package.features has no nothing"),
         ("user_package.features:number", "is not callable: int"),
         ("user_package.nowhere:f", "no module named 'user_package.nowhere'"),
-        (
-            "user_package.broken:f",
-            "does not import: it raised ModuleNotFoundError: .* 'not_installed_anywhere'",
-        ),
-        ("function", "must be package.module:function"),
-        ("", "must be package.module:function"),
-        (":f", "must be package.module:function"),
-    ],
-)
-def test_bad_paths_are_named(path: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        from_callable(path)
+        ("user_package.broken:f", "not import: it raised ModuleNotFoundError: .* 'not_installed_"),
+        ("function", form),
+        ("", form),
+        (":f", form),
+    ):
+        with pytest.raises(InputError, match=message):
+            from_callable(path)
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
+def test_what_is_no_feature_matrix_is_refused(make_dataset, colour_images):
+    for returned, message in (
         (lambda batch: torch.zeros(len(batch)), r"shape \(5, d\), got \(5,\)"),
         (lambda batch: torch.zeros(1, 4), r"shape \(5, d\), got \(1, 4\)"),
         (lambda batch: None, "got None"),
         (lambda batch: np.array(["a"] * len(batch)), "got <U1"),
-    ],
-)
-def test_what_is_no_feature_matrix_is_refused(
-    make_dataset: Any, colour_images: np.ndarray, returned: Any, message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        embed(make_dataset(colour_images), from_callable(returned))
+    ):
+        with pytest.raises(InputError, match=message):
+            embed(make_dataset(colour_images), from_callable(returned))
 
 
-def test_gradients_are_not_kept(make_dataset: Any) -> None:
+def test_gradients_are_not_kept(make_dataset):
     layer = torch.nn.Linear(2, 3)
     extractor = from_callable(lambda batch: layer(torch.from_numpy(batch).float()))
     features = embed(make_dataset(np.ones((4, 2)), "array"), extractor).features

@@ -1,10 +1,7 @@
 """Images in files are known by what the file system says of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -13,7 +10,7 @@ import otdd_flash as otdd
 from otdd_flash.extractors.input_hash import inputs_hash
 
 
-def test_a_file_that_another_of_its_size_and_date_replaced_is_another(tmp_path: Path) -> None:
+def test_a_file_that_another_of_its_size_and_date_replaced_is_another(tmp_path):
     """Uncompressed images are of one size, and copying tools set dates: old features were found."""
     folder, other = tmp_path / "photos", tmp_path / "other.bmp"
     (folder / "cat").mkdir(parents=True)

@@ -1,10 +1,5 @@
 """What is fitted on both sides together: dimension check, standardisation, PCA."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,38 +11,32 @@ from otdd_flash.extractors import reduce_pca, standardize
 
 
 @pytest.fixture
-def clouds() -> tuple[np.ndarray, np.ndarray]:
+def clouds():
     rng = np.random.default_rng(0)
     scale = np.array([1.0, 100.0, 0.01, 3.0])
     return rng.normal(5, 1, (33, 4)) * scale, rng.normal(-2, 2, (70, 4)) * scale
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_standardised_sides_share_mean_and_deviation(
-    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray], dtype: type
-) -> None:
-    sides = [make_samples(cloud.astype(dtype)) for cloud in clouds]
-    x, y = standardize(*sides)
-    both = torch.cat([x.features, y.features]).double()
-    assert x.features.dtype == sides[0].features.dtype
-    tolerance = 1e-5 if dtype is np.float32 else 1e-12
-    assert both.mean(0).abs().max() < tolerance
-    assert (both.std(0, correction=0) - 1).abs().max() < tolerance
-    # One map for both sides: their difference survives.
-    assert (x.features.mean(0) - y.features.mean(0)).abs().min() > 0.5
-
-
-def test_standardising_undoes_any_common_units(
-    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray]
-) -> None:
+def test_standardised_sides_share_mean_and_deviation(make_samples, clouds, monkeypatch):
+    for dtype, tolerance in ((np.float32, 1e-5), (np.float64, 1e-12)):
+        sides = [make_samples(cloud.astype(dtype)) for cloud in clouds]
+        x, y = standardize(*sides)
+        both = torch.cat([x.features, y.features]).double()
+        assert x.features.dtype == sides[0].features.dtype
+        assert both.mean(0).abs().max() < tolerance
+        assert (both.std(0, correction=0) - 1).abs().max() < tolerance
+        # One map for both sides: their difference survives.
+        assert (x.features.mean(0) - y.features.mean(0)).abs().min() > 0.5
+    # It undoes common units, and blocks of rows do not change it.
     units, origin = np.array([3.0, 0.1, 40.0, 1.0]), np.array([7.0, -3.0, 0.0, 1.0])
-    plain = standardize(*(make_samples(cloud) for cloud in clouds))
     other = standardize(*(make_samples(cloud * units + origin) for cloud in clouds))
-    for a, b in zip(plain, other, strict=True):
+    monkeypatch.setattr("otdd_flash.extractors.standardization.ROWS_AT_ONCE", 7)
+    for a, b, c in zip((x, y), other, standardize(*sides), strict=True):
         assert torch.allclose(a.features, b.features, atol=1e-9)
+        assert torch.allclose(a.features, c.features, atol=1e-12)
 
 
-def test_constant_features_are_left_alone(make_samples: Any) -> None:
+def test_constant_features_are_left_alone(make_samples):
     # Six rows: the computed mean of 0.1 is then off by a rounding, its deviation not quite 0.
     x = np.column_stack([np.full(4, 0.1), np.arange(4.0)])
     y = np.array([[0.1, 4.0], [0.1, 9.0]])
@@ -60,25 +49,13 @@ def test_constant_features_are_left_alone(make_samples: Any) -> None:
     assert split[1].features.flatten().tolist() == [1.0, 1.0]
 
 
-def test_blocks_of_rows_do_not_change_the_result(
-    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sides = [make_samples(cloud) for cloud in clouds]
-    whole = standardize(*sides)
-    monkeypatch.setattr("otdd_flash.extractors.standardization.ROWS_AT_ONCE", 7)
-    for a, b in zip(whole, standardize(*sides), strict=True):
-        assert torch.allclose(a.features, b.features, atol=1e-12)
-
-
-def test_full_pca_keeps_all_distances(
-    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray]
-) -> None:
+def test_full_pca_keeps_all_distances(make_samples, clouds):
     x, y = reduce_pca(*(make_samples(cloud) for cloud in clouds), k=4, seed=0)
     before = torch.cdist(*(torch.from_numpy(cloud) for cloud in clouds))
     assert torch.allclose(torch.cdist(x.features, y.features), before, rtol=1e-9)
 
 
-def test_pca_keeps_the_direction_between_the_sides(make_samples: Any) -> None:
+def test_pca_keeps_the_direction_between_the_sides(make_samples):
     rng = np.random.default_rng(0)
     x, y = rng.normal(0, 0.1, (40, 9)), rng.normal(0, 0.1, (50, 9))
     y[:, 4] += 10
@@ -89,7 +66,7 @@ def test_pca_keeps_the_direction_between_the_sides(make_samples: Any) -> None:
     assert (out_x.features.mean() - out_y.features.mean()).abs() == pytest.approx(10, abs=0.2)
 
 
-def test_pca_repeats_with_its_seed(make_samples: Any) -> None:
+def test_pca_repeats_with_its_seed(make_samples):
     # Wide enough for scikit-learn's randomised solver.
     rng = np.random.default_rng(0)
     sides = [make_samples(rng.normal(size=(300, 600)).astype(np.float32)) for _ in range(2)]
@@ -99,24 +76,16 @@ def test_pca_repeats_with_its_seed(make_samples: Any) -> None:
     assert first.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("k", "accepted"),
-    [
+def test_pca_beyond_the_dimension_or_the_rows_is_refused(make_samples, clouds):
+    for k, accepted in (
         (0, "at least 1"),
         (5, "an integer from 1 to 4.*"),
         (-1, "at least 1"),
         (2.5, "an integer"),
         (True, "an integer"),
-    ],
-)
-def test_pca_beyond_the_dimension_is_refused(
-    make_samples: Any, clouds: tuple[np.ndarray, np.ndarray], k: Any, accepted: str
-) -> None:
-    with pytest.raises(InputError, match=rf"extractor.pca must be {accepted}, got {k}"):
-        reduce_pca(*(make_samples(cloud) for cloud in clouds), k=k, seed=0)
-
-
-def test_pca_is_bounded_by_the_rows_too(make_samples: Any) -> None:
+    ):
+        with pytest.raises(InputError, match=rf"extractor.pca must be {accepted}, got {k}"):
+            reduce_pca(*(make_samples(cloud) for cloud in clouds), k=k, seed=0)
     with pytest.raises(InputError, match="from 1 to 3"):
         reduce_pca(make_samples(np.eye(9)[:1]), make_samples(np.eye(9)[1:3]), k=4, seed=0)
 
@@ -129,11 +98,9 @@ def test_pca_is_bounded_by_the_rows_too(make_samples: Any) -> None:
         (512, 784, r"extractor\.size=N,.*same columns"),
     ],
 )
-def test_different_dimensions_name_both_and_the_way_out(
-    make_samples: Any, d: int, e: int, way_out: str
-) -> None:
+def test_different_dimensions_name_both_and_the_way_out(make_samples, d, e, way_out):
     x, y = make_samples(np.ones((2, d)), "left"), make_samples(np.ones((2, e)), "right")
-    entries: list[Callable[..., object]] = [
+    entries = [
         check_same_dimension,
         standardize,
         lambda x, y: reduce_pca(x, y, 1, 0),
@@ -153,7 +120,7 @@ def test_different_dimensions_name_both_and_the_way_out(
     check_same_dimension(x, x)
 
 
-def test_features_whose_squares_overflow_are_standardised_as_others(make_samples: Any) -> None:
+def test_features_whose_squares_overflow_are_standardised_as_others(make_samples):
     generator = np.random.default_rng(5)
     x, y = generator.normal(size=(30, 3)), generator.normal(size=(20, 3)) + 1
     plain = standardize(make_samples(x), make_samples(y))

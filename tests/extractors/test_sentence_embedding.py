@@ -1,17 +1,13 @@
 """The text extractor against a stand-in for sentence-transformers, and the real one if there."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import embed, text
@@ -25,7 +21,7 @@ class StandIn(nn.Module):
     calls = 0
     max_seq_length = 128
 
-    def __init__(self, model: str, device: str, local_files_only: bool) -> None:
+    def __init__(self, model, device, local_files_only):
         super().__init__()
         if model == "absent":
             raise OSError("no such model on the hub")
@@ -33,7 +29,7 @@ class StandIn(nn.Module):
         nn.init.constant_(self.layer.weight, len(model))
         nn.init.zeros_(self.layer.bias)
 
-    def encode(self, texts: list[str], *, convert_to_tensor: bool, **_: Any) -> Tensor:
+    def encode(self, texts, *, convert_to_tensor, **_):
         type(self).calls += 1
         assert convert_to_tensor
         assert all(type(item) is str for item in texts)
@@ -42,32 +38,24 @@ class StandIn(nn.Module):
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
+def stand_in(monkeypatch):
     module = ModuleType("sentence_transformers")
-    module.SentenceTransformer = StandIn  # type: ignore[attr-defined]
-    module.__version__ = "0"  # type: ignore[attr-defined]
+    module.SentenceTransformer = StandIn
+    module.__version__ = "0"
     monkeypatch.setitem(sys.modules, "sentence_transformers", module)
     monkeypatch.setattr(StandIn, "calls", 0)
     return StandIn
 
 
-@pytest.mark.parametrize("as_array", [False, True])
-def test_texts_are_embedded_in_batches(
-    make_dataset: Any, stand_in: type[StandIn], as_array: bool
-) -> None:
-    dataset = make_dataset(np.array(TEXTS) if as_array else TEXTS, "text")
-    features = embed(dataset, text("small"), batch_size=2).features
-    assert features.shape == (3, 4)
-    assert features.dtype == torch.float32
-    assert torch.equal(features[0], features[2])
-    assert not torch.equal(features[0], features[1])
-    assert stand_in.calls == 2
+def test_texts_are_embedded_in_batches_and_cached_by_content(make_dataset, stand_in, tmp_path):
+    for texts in (TEXTS, np.array(TEXTS)):
+        features = embed(make_dataset(texts, "text"), text("small"), batch_size=2).features
+        assert (features.shape, features.dtype) == ((3, 4), torch.float32)
+        assert torch.equal(features[0], features[2])
+        assert not torch.equal(features[0], features[1])
+    assert stand_in.calls == 4
 
-
-def test_texts_are_cached_by_content(
-    make_dataset: Any, stand_in: type[StandIn], tmp_path: Path
-) -> None:
-    def extract(texts: list[str], model: str = "small") -> int:
+    def extract(texts, model="small"):
         before = stand_in.calls
         embed(make_dataset(texts, "text"), text(model), cache_dir=tmp_path)
         return stand_in.calls - before
@@ -78,25 +66,17 @@ def test_texts_are_cached_by_content(
     assert extract(TEXTS, "larger") == 1
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_images_are_refused(make_dataset: Any, colour_images: np.ndarray) -> None:
+def test_what_cannot_be_embedded_is_named(make_dataset, colour_images, stand_in, monkeypatch):
     with pytest.raises(InputError, match="tiny holds image data, which extractor text does not"):
         embed(make_dataset(colour_images), text("small"))
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_absent_model_is_named() -> None:
     with pytest.raises(InputError, match=r"cannot load the text model 'absent'.*no such model"):
         text("absent")
-
-
-def test_missing_extra_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(InputError, match=r"pip install 'otdd-flash\[text\]'"):
         text("small")
 
 
-def test_with_the_real_library(make_dataset: Any, tmp_path: Path) -> None:
+def test_with_the_real_library(make_dataset, tmp_path):
     library = pytest.importorskip("sentence_transformers", reason="the extra `text` is missing")
     try:
         from sentence_transformers.sentence_transformer.modules import BoW

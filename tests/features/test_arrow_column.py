@@ -1,18 +1,12 @@
 """Features in Arrow files: those of `datasets`, every layout that is read, and every damage."""
 
-from __future__ import annotations
-
 import copy
 import os
-from pathlib import Path
-from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from numpy.typing import NDArray
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -23,11 +17,11 @@ N, DIM = 70, 3
 KINDS = ("fixed", "list", "large")
 
 
-def points(dtype: Any = np.float32) -> NDArray[Any]:
+def points(dtype=np.float32):
     return np.random.default_rng(0).normal(size=(N, DIM)).astype(dtype)
 
 
-def column(rows: NDArray[Any], kind: str = "fixed") -> Any:
+def column(rows, kind="fixed"):
     values = pa.array(rows.reshape(-1))
     if kind == "fixed":
         return pa.FixedSizeListArray.from_arrays(values, DIM)
@@ -37,7 +31,7 @@ def column(rows: NDArray[Any], kind: str = "fixed") -> Any:
     return pa.LargeListArray.from_arrays(pa.array(ends), values)
 
 
-def written(path: Path, arrays: list[Any], *, file: bool = False, options: Any = None) -> Path:
+def written(path, arrays, *, file=False, options=None):
     """A file with a batch of rows for each array, beside a column of numbers."""
     schema = pa.schema({"number": pa.int64(), "features": arrays[0].type})
     new = pa.ipc.new_file if file else pa.ipc.new_stream
@@ -48,8 +42,10 @@ def written(path: Path, arrays: list[Any], *, file: bool = False, options: Any =
     return path
 
 
-def saved(folder: Path, **more: Any) -> Path:
+def saved(folder, **more):
     """A folder of Dataset.save_to_disk."""
+    import datasets
+
     rows = points()
     typed = datasets.Features({"features": datasets.Sequence(datasets.Value("float32"), DIM)})
     given = datasets.Dataset.from_dict({"features": rows.tolist()}, features=typed)
@@ -61,9 +57,7 @@ def saved(folder: Path, **more: Any) -> Path:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [*zip(KINDS, (np.float16, np.float32, np.float64), strict=True)]
 )
-def test_one_batch_is_mapped_and_several_are_read(
-    kind: str, dtype: Any, file: bool, tmp_path: Path
-) -> None:
+def test_one_batch_is_mapped_and_several_are_read(kind, dtype, file, tmp_path):
     whole = points(dtype)
     path = written(tmp_path / "one.arrow", [column(whole, kind)], file=file)
     one = otdd.features_file(path)
@@ -88,7 +82,7 @@ def test_one_batch_is_mapped_and_several_are_read(
     assert torch.equal(samples.take(torch.tensor([5, 2])).features, one[[5, 2]].to(one.dtype))
 
 
-def test_pieces_answer_as_a_tensor_does_and_cannot_be_changed(tmp_path: Path) -> None:
+def test_pieces_answer_as_a_tensor_does_and_cannot_be_changed(tmp_path):
     whole = torch.from_numpy(points())
     parts = [column(part) for part in np.split(points(), (20, 55))]
     features = otdd.features_file(written(tmp_path / "x.arrow", parts))
@@ -116,7 +110,7 @@ def test_pieces_answer_as_a_tensor_does_and_cannot_be_changed(tmp_path: Path) ->
             change()
 
 
-def test_what_is_read_is_what_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_what_is_used(tmp_path, monkeypatch):
     whole = points()
     parts = [column(part) for part in np.split(whole, 7)]
     features = otdd.features_file(written(tmp_path / "x.arrow", parts))
@@ -124,7 +118,7 @@ def test_what_is_read_is_what_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
     most = 0
     rows = otdd.features.feature_file.FeatureFile.rows
 
-    def counted(file: Any, some: slice) -> torch.Tensor:
+    def counted(file, some):
         nonlocal most
         most = max(most, some.stop - some.start)
         return rows(file, some)
@@ -140,7 +134,9 @@ def test_what_is_read_is_what_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
         otdd.LabeledSamples(otdd.features_file(written(tmp_path / "y.arrow", parts)), None, ())
 
 
-def test_datasets_are_opened_as_they_were_saved(tmp_path: Path) -> None:
+def test_datasets_are_opened_as_they_were_saved(tmp_path):
+    import datasets
+
     folder = saved(tmp_path / "saved")
     expected = torch.from_numpy(points())
     given = datasets.load_from_disk(str(folder))
@@ -151,7 +147,9 @@ def test_datasets_are_opened_as_they_were_saved(tmp_path: Path) -> None:
         otdd.features_file(datasets.Dataset.from_dict({"x": [[1.0]]}))
 
 
-def test_datasets_that_differ_from_their_files_are_refused(tmp_path: Path) -> None:
+def test_datasets_that_differ_from_their_files_are_refused(tmp_path):
+    import datasets
+
     given = datasets.load_from_disk(str(saved(tmp_path / "saved")))
     number = given.add_column("number", list(range(N)))
     double = given.map(lambda row: {"other": [2 * value for value in row["features"]]})
@@ -181,9 +179,7 @@ def test_datasets_that_differ_from_their_files_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["arrow", "folder"])
-def test_a_distance_streams_them(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_distance_streams_them(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(blocked, "LEAST_POINTS", 32)
     monkeypatch.setattr(request, "UNASKED", 0)
     parts = [column(part) for part in np.split(points(), 7)]
@@ -191,7 +187,7 @@ def test_a_distance_streams_them(
     labels = torch.arange(N) % 2
     target = otdd.LabeledSamples(torch.from_numpy(points()) + 1, labels, ("a", "b"))
 
-    def distance(features: torch.Tensor, budget: str | int) -> otdd.DistanceResult:
+    def distance(features, budget):
         source = otdd.LabeledSamples(features, labels, ("a", "b"))
         compute = otdd.ComputeOptions("cpu", precision="double", memory_budget=budget)
         return otdd.dataset_distance(source, target, epsilon=0.3, compute=compute)
@@ -209,16 +205,18 @@ def test_a_distance_streams_them(
     assert again.source.fingerprint == held.source.fingerprint
 
 
-def test_damage_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_damage_is_told_in_a_sentence(tmp_path):
+    import datasets
+
     rows = points()
     good = written(tmp_path / "good.arrow", [column(rows), column(rows)])
     content = good.read_bytes()
     names = iter(range(100))
 
-    def file(arrays: list[Any], **more: Any) -> Path:
+    def file(arrays, **more):
         return written(tmp_path / f"{next(names)}.arrow", arrays, **more)
 
-    def bytes_of(some: bytes) -> Path:
+    def bytes_of(some):
         path = tmp_path / f"{next(names)}.arrow"
         path.write_bytes(some)
         return path
@@ -237,7 +235,7 @@ def test_damage_is_told_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     lengths = saved(tmp_path / "lengths")
     written(lengths / "data-00001-of-00003.arrow", [two])
-    cases: list[tuple[Path, str | None, str]] = [
+    cases = [
         (file([ragged]), None, "is ragged: row 0 holds 2 numbers and row 2 1"),
         (good, "x", "has no 'x'; it holds number, fea"),
         (file([null_row]), None, "holds nulls, the first in row 1"),
@@ -265,8 +263,9 @@ def test_damage_is_told_in_a_sentence(tmp_path: Path) -> None:
         assert str(told.value).count("features are") <= 1
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_damage_leads_beyond_a_file(kind: str, tmp_path: Path) -> None:
+def test_no_damage_leads_beyond_a_file(kind, tmp_path):
     """A bit flipped in what says where the numbers are: their length, type, place or end."""
     good = written(tmp_path / "good.arrow", [column(points()[:5], kind), column(points(), kind)])
     content = good.read_bytes()
@@ -289,7 +288,7 @@ def test_no_damage_leads_beyond_a_file(kind: str, tmp_path: Path) -> None:
     assert refused > first.offset // 2
 
 
-def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path: Path) -> None:
+def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path):
     folder = saved(tmp_path / "saved")
     features = otdd.features_file(folder)
     os.utime(folder / "data-00002-of-00003.arrow", (1, 1))

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Files that are written whole or not at all: JSON, tables, and no link that is followed."""
 
 import csv
 import json
@@ -18,16 +18,16 @@ from otdd_flash.shown import csv_cell
 NASTY = ["a,b", 'say "hi"', "two\nlines", "", " =1+1", "naïve 猫", "T-shirt/top"]
 
 
-def read_rows(path: Path) -> list[list[str]]:
+def read_rows(path):
     with path.open(encoding="utf-8", newline="") as lines:
         return list(csv.reader(lines))
 
 
-def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path):
     path = tmp_path / "result.json"
     write_json(path, {"value": 1})
 
-    def stop_halfway() -> None:
+    def stop_halfway():
         with replacing(path) as partial:
             partial.write_text("half a fi")
             raise KeyboardInterrupt
@@ -38,7 +38,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_temporary_file_lies_in_the_same_folder(tmp_path: Path) -> None:
+def test_the_temporary_file_lies_in_the_same_folder(tmp_path):
     path = tmp_path / "deep" / "er" / "a.txt"
     with replacing(path) as partial:
         assert partial.parent == path.parent
@@ -47,19 +47,16 @@ def test_the_temporary_file_lies_in_the_same_folder(tmp_path: Path) -> None:
     assert path.read_text() == "whole"
 
 
-def test_an_unwritable_place_is_the_users_error_and_names_it(tmp_path: Path) -> None:
+def test_an_unwritable_place_and_a_full_disk_are_the_users_errors(tmp_path):
+    with pytest.raises(InputError, match="No space left"), replacing(tmp_path / "a.png"):
+        raise OSError(28, "No space left on device")
+    assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write .*file/result\.json"):
         write_json(tmp_path / "file" / "result.json", {})
 
 
-def test_a_full_disk_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="No space left"), replacing(tmp_path / "a.png"):
-        raise OSError(28, "No space left on device")
-    assert not list(tmp_path.iterdir())
-
-
-def test_json_keeps_order_and_converts_what_results_hold(tmp_path: Path) -> None:
+def test_json_keeps_order_and_converts_what_results_hold(tmp_path):
     path = tmp_path / "r.json"
     data = {
         "value": np.float32(0.5),
@@ -79,23 +76,18 @@ def test_json_keeps_order_and_converts_what_results_hold(tmp_path: Path) -> None
     }
 
 
-@pytest.mark.parametrize(
-    "bad", [float("nan"), float("inf"), np.float32("nan"), torch.tensor(-np.inf)]
-)
-def test_json_refuses_what_is_not_finite_and_names_the_key(tmp_path: Path, bad: object) -> None:
+def test_json_names_the_key_of_what_has_no_form_or_is_not_finite(tmp_path):
     path = tmp_path / "r.json"
     write_json(path, {"value": 1})
-    with pytest.raises(ValueError, match=r"terms\.xy\[1\] is -?(nan|inf)"):
-        write_json(path, {"terms": {"xy": [0.0, bad]}})
+    for bad in (float("nan"), float("inf"), np.float32("nan"), torch.tensor(-np.inf)):
+        with pytest.raises(ValueError, match=r"terms\.xy\[1\] is -?(nan|inf)"):
+            write_json(path, {"terms": {"xy": [0.0, bad]}})
+    with pytest.raises(TypeError, match=r"config\.solver is a object"):
+        write_json(path, {"config": {"solver": object()}})
     assert json.loads(path.read_text()) == {"value": 1}
 
 
-def test_json_names_the_key_of_what_has_no_form(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"config\.solver is a object"):
-        write_json(tmp_path / "r.json", {"config": {"solver": object()}})
-
-
-def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path: Path) -> None:
+def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path):
     rows, columns = NASTY, list(reversed(NASTY))
     matrix = torch.rand(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
     matrix[0, 0], matrix[1, 1] = 1e-300, 123456789.123456789
@@ -104,14 +96,11 @@ def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path: Path) -> No
     assert header == ["class", *map(csv_cell, columns)]
     assert [row[0] for row in body] == [*map(csv_cell, rows)]
     assert [[float(cell) for cell in row[1:]] for row in body] == matrix.tolist()
-
-
-def test_matrix_csv_refuses_names_that_do_not_match(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot have 1 row names"):
         write_matrix_csv(tmp_path / "m.csv", torch.zeros(2, 2), ["a"], ["a", "b"])
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("as it was")
     (tmp_path / "folder").mkdir()

@@ -19,11 +19,11 @@ class Flow:
     trajectory: Trajectory
 
     @property
-    def evaluations(self) -> tuple[StepRecord, ...]:
+    def evaluations(self):
         return self.history
 
 
-def record(step: int, divergence: float, **changes: object) -> StepRecord:
+def record(step, divergence, **changes):
     usual = StepRecord(
         step=step,
         objective=divergence,
@@ -43,7 +43,7 @@ def record(step: int, divergence: float, **changes: object) -> StepRecord:
     return replace(usual, **changes)
 
 
-def blobs(classes: int | None, d: int, n: int, seed: int, name: str) -> LabeledSamples:
+def blobs(classes, d, n, seed, name):
     draw = torch.Generator().manual_seed(seed)
     labels = torch.arange(n) % (classes or 1)
     centres = 3 * torch.randn(classes or 1, d, generator=draw)
@@ -52,9 +52,7 @@ def blobs(classes: int | None, d: int, n: int, seed: int, name: str) -> LabeledS
     return LabeledSamples(features, None if classes is None else labels, names, name=name)
 
 
-def straight_flow(
-    classes: int | None = 3, d: int = 4, *, n: int = 33, steps: int = 4, keep: int = 20
-) -> Flow:
+def straight_flow(classes=3, d=4, *, n=33, steps=4, keep=20):
     """Particles go straight to their mirror images, moved by 5; the first `keep` are kept."""
     source = blobs(classes, d, n, 0, "blobs $a$")
     target = blobs(classes, d, n + 4, 1, "shifted blobs")
@@ -71,9 +69,7 @@ def straight_flow(
     )
 
 
-def image_flow(
-    shape: tuple[int, int, int] = (1, 5, 4), classes: int | None = 3, steps: int = 10
-) -> Flow:
+def image_flow(shape=(1, 5, 4), classes=3, steps=10):
     """Images that brighten from below 0 to above 1; the target is of the same shape."""
     flow = straight_flow(classes, shape[0] * shape[1] * shape[2], n=70, steps=steps, keep=70)
     draw = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Orders of classes in pictures."""
 
 import itertools
 
@@ -8,50 +8,41 @@ import torch
 from otdd_flash.report.class_order import class_orders
 
 
-def line(positions: list[float]) -> torch.Tensor:
+def line(positions):
     """Squared distances between points of a line."""
     points = torch.tensor(positions, dtype=torch.float64).unsqueeze(1)
     return torch.cdist(points, points) ** 2
 
 
-@pytest.mark.parametrize("order", ["given", "hierarchical"])
-@pytest.mark.parametrize("sizes", [[1, 1], [1, 2], [4, 3], [2, 5, 1]])
-def test_every_class_has_one_place_in_its_dataset(order: str, sizes: list[int]) -> None:
-    table = line(torch.rand(sum(sizes), generator=torch.manual_seed(0)).tolist())
-    orders = class_orders(table, sizes, order)
-    assert [sorted(places) for places in orders] == [list(range(size)) for size in sizes]
-    if order == "given":
-        assert orders == [list(range(size)) for size in sizes]
-
-
-def test_like_stands_beside_like() -> None:
-    """On a line the best order is along it, either way."""
-    positions = torch.rand(20, generator=torch.manual_seed(0)).tolist()
-    (places,) = class_orders(line(positions), [20], "hierarchical")
-    shown = [positions[place] for place in places]
-    assert sorted(shown) in (shown, shown[::-1])
-
-
-def test_both_datasets_are_ordered_alike() -> None:
-    source, target = [5.0, 1.0, 4.2, 0.0, 2.5], [0.1, 2.6, 4.9, 1.1, 4.3]
-    first, second = class_orders(line(source + target), [5, 5], "hierarchical")
-    pairs = [(source[i], target[j]) for i, j in zip(first, second, strict=True)]
-    assert all(abs(one - two) < 0.2 for one, two in pairs)
-
-
-def test_no_other_order_of_the_tree_has_nearer_neighbours() -> None:
-    table = line([0.0, 3.0, 1.0, 2.2]) + line([0.0, 0.5, 2.0, 0.1])
-    (places,) = class_orders(table, [4], "hierarchical")
-
-    def length(order: tuple[int, ...] | list[int]) -> float:
-        return sum(float(table[i, j].sqrt()) for i, j in itertools.pairwise(order))
-
-    assert length(places) == pytest.approx(min(map(length, itertools.permutations(range(4)))))
-
-
-def test_rounding_and_equal_classes_are_ordered_too() -> None:
+def test_every_class_has_one_place_in_its_dataset():
+    for sizes in ([1, 1], [1, 2], [4, 3], [2, 5, 1]):
+        table = line(torch.rand(sum(sizes), generator=torch.manual_seed(0)).tolist())
+        whole = [list(range(size)) for size in sizes]
+        assert class_orders(table, sizes, "given") == whole
+        assert [sorted(p) for p in class_orders(table, sizes, "hierarchical")] == whole
+    # Rounding and equal classes.
     table = line([0.0, 0.0, 1.0, 1.0])
     table[0, 2] += 1e-9
     table[0, 0] = -1e-9
     (places,) = class_orders(table, [4], "hierarchical")
     assert sorted(places[:2]) in ([0, 1], [2, 3])
+
+
+def test_like_stands_beside_like_and_both_datasets_are_ordered_alike():
+    """On a line the best order is along it, either way."""
+    positions = torch.rand(20, generator=torch.manual_seed(0)).tolist()
+    (places,) = class_orders(line(positions), [20], "hierarchical")
+    shown = [positions[place] for place in places]
+    assert sorted(shown) in (shown, shown[::-1])
+    source, target = [5.0, 1.0, 4.2, 0.0, 2.5], [0.1, 2.6, 4.9, 1.1, 4.3]
+    first, second = class_orders(line(source + target), [5, 5], "hierarchical")
+    pairs = [(source[i], target[j]) for i, j in zip(first, second, strict=True)]
+    assert all(abs(one - two) < 0.2 for one, two in pairs)
+    table = line([0.0, 3.0, 1.0, 2.2]) + line([0.0, 0.5, 2.0, 0.1])
+    (places,) = class_orders(table, [4], "hierarchical")
+
+    def length(order):
+        return sum(float(table[i, j].sqrt()) for i, j in itertools.pairwise(order))
+
+    # No other order has nearer neighbours.
+    assert length(places) == pytest.approx(min(map(length, itertools.permutations(range(4)))))

@@ -1,19 +1,17 @@
-from __future__ import annotations
+"""Pictures and animations of flows whose particles are images."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flow_report_cases import Flow, blobs, image_flow
-from matplotlib.figure import Figure
+from flow_report_cases import blobs, image_flow
+from picture_checks import check_on_page
 from PIL import Image
 
 from otdd_flash.errors import InputError
 from otdd_flash.report.figures.page import TARGET_COLOR
 from otdd_flash.report.flow import animation
-from otdd_flash.report.flow import images as flow_images
 from otdd_flash.report.flow.animation import BACKGROUND, FIRST_PAUSE, LAST_PAUSE, write_animation
 from otdd_flash.report.flow.images import draw_images
 from otdd_flash.samples import LabeledSamples
@@ -21,24 +19,11 @@ from otdd_flash.samples import LabeledSamples
 GREY, COLOUR = (1, 5, 4), (3, 4, 6)
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    saved: list[Figure] = []
-    save = flow_images.save_picture
-
-    def keep(figure: Figure, path: Path) -> None:
-        save(figure, path)
-        saved.append(figure)
-
-    monkeypatch.setattr(flow_images, "save_picture", keep)
-    return saved
-
-
-def draw(flow: Flow, shape: tuple[int, int, int], path: Path) -> None:
+def draw(flow, shape, path):
     draw_images(flow.source, flow.target, flow.trajectory, shape, path)
 
 
-def animate(flow: Flow, shape: tuple[int, int, int], path: Path) -> list[np.ndarray]:
+def animate(flow, shape, path):
     """The frames of the GIF, RGB."""
     write_animation(flow.source, flow.target, flow.trajectory, shape, path)
     frames = []
@@ -49,9 +34,7 @@ def animate(flow: Flow, shape: tuple[int, int, int], path: Path) -> list[np.ndar
     return frames
 
 
-def cells(
-    frame: np.ndarray, shape: tuple[int, int, int], side: int, rows: int, strip: int
-) -> list[tuple[slice, slice]]:
+def cells(frame, shape, side, rows, strip):
     """Where images are in a frame, by its bottom left corner."""
     _, h, w = shape
     factor = ((animation.WIDTH - animation.GAP) // side - animation.GAP) // w
@@ -67,7 +50,7 @@ def cells(
     ]
 
 
-def grid(figure: Figure) -> dict[tuple[int, int], np.ndarray]:
+def grid(figure):
     """Images by row and column of the page."""
     places = [(image.get_extent()[3], image.get_extent()[0]) for image in figure.axes[0].images]
     rows, columns = (sorted({place[k] for place in places}) for k in range(2))
@@ -77,15 +60,13 @@ def grid(figure: Figure) -> dict[tuple[int, int], np.ndarray]:
     }
 
 
-def texts(figure: Figure) -> list[str]:
+def texts(figure):
     return [text.get_text() for text in figure.axes[0].texts]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
-def test_rows_are_particles_and_columns_steps(
-    figures: list[Figure], tmp_path: Path, shape: tuple[int, int, int]
-) -> None:
+def test_rows_are_particles_and_columns_steps(figures, tmp_path, shape):
     flow = image_flow(shape, classes=3, steps=10)
     draw(flow, shape, tmp_path / "i.png")
     cells = grid(figures[0])
@@ -105,9 +86,7 @@ def test_rows_are_particles_and_columns_steps(
     assert texts(figures[0])[9:21] == ["class 0"] * 4 + ["class 1"] * 4 + ["class 2"] * 4
 
 
-def test_the_last_columns_are_the_nearest_of_the_target(
-    figures: list[Figure], tmp_path: Path
-) -> None:
+def test_the_last_columns_are_the_nearest_of_the_target(figures, tmp_path):
     flow = image_flow(GREY, classes=2)
     ends = flow.trajectory.points[-1]
     # Row 2 k lies where particle k ended and has its class, row 2 k + 1 a little off and another.
@@ -124,9 +103,7 @@ def test_the_last_columns_are_the_nearest_of_the_target(
 
 
 @pytest.mark.parametrize("classes", [None, 2])
-def test_a_target_of_other_features_has_no_columns(
-    figures: list[Figure], tmp_path: Path, classes: int | None
-) -> None:
+def test_a_target_of_other_features_has_no_columns(figures, tmp_path, classes):
     flow = replace(image_flow(GREY, classes, steps=1), target=blobs(2, 7, 9, 0, "features"))
     draw(flow, GREY, tmp_path / "i.png")
     assert len(grid(figures[0])) == 12 * 2
@@ -138,26 +115,17 @@ def test_a_target_of_other_features_has_no_columns(
 @pytest.mark.parametrize(
     ("classes", "shape"), [(None, (1, 2, 10)), (30, (3, 4, 4)), (3, (1, 1, 1))]
 )
-def test_nothing_leaves_the_page(
-    figures: list[Figure], tmp_path: Path, classes: int | None, shape: tuple[int, int, int]
-) -> None:
+def test_nothing_leaves_the_page(figures, tmp_path, classes, shape):
     flow = image_flow(shape, classes)
     long = tuple(f"{name} with $ and a long tail" for name in flow.source.class_names)
     draw(replace(flow, source=replace(flow.source, class_names=long)), shape, tmp_path / "i.png")
     (figure,) = figures
-    width, height = figure.get_size_inches() * figure.dpi
-    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
-    boxes += [image.get_window_extent() for image in figure.axes[0].images]
-    for box in boxes:
-        assert min(box.x0, box.y0) >= 0
-        assert box.x1 <= width
-        assert box.y1 <= height
+    check_on_page(figure, [*figure.axes[0].texts, *figure.axes[0].images])
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
-def test_an_animation_has_a_frame_per_step_and_rests_at_both_ends(
-    tmp_path: Path, shape: tuple[int, int, int]
-) -> None:
+def test_an_animation_has_a_frame_per_step_and_rests_at_both_ends(tmp_path, shape):
     flow = image_flow(shape, steps=10)
     frames = animate(flow, shape, tmp_path / "flow.gif")
     with Image.open(tmp_path / "flow.gif") as gif:
@@ -180,25 +148,28 @@ def test_an_animation_has_a_frame_per_step_and_rests_at_both_ends(
         assert off.max() <= 1 if c == 1 else off.mean() <= 16
 
 
-def test_few_and_large_images_fill_the_width_they_need(tmp_path: Path) -> None:
-    flow = image_flow((1, 3, 200), classes=None, steps=2)
+def one_particle(flow):
+    path = flow.trajectory
+    few = replace(path, rows=path.rows[:1], points=path.points[:, :1, :4])
+    return replace(flow, trajectory=few)
+
+
+@pytest.mark.slow
+def test_few_and_large_images_fill_the_width_they_need(tmp_path):
+    flow = image_flow((1, 3, 200), classes=None, steps=1)
     line = animation.LINE + 5
     (large, *_) = animate(flow, (1, 3, 200), tmp_path / "a.gif")
     assert large.shape[:2] == (line + 4 + 2 * 7, 4 + 2 * 204)
-    few = replace(flow.trajectory, rows=torch.arange(1), points=flow.trajectory.points[:, :1, :4])
-    (one, *_) = animate(replace(flow, trajectory=few), (1, 2, 2), tmp_path / "b.gif")
+    (one, *_) = animate(one_particle(flow), (1, 2, 2), tmp_path / "b.gif")
     assert one.shape[:2] == (line + 4 + 592 + 4, 4 + 592 + 4)
-
-
-def test_long_flows_have_sixty_frames_with_the_ends(tmp_path: Path) -> None:
-    flow = image_flow((1, 2, 2), steps=130)
+    # Long flows have sixty frames.
+    flow = one_particle(image_flow((1, 2, 2), classes=None, steps=130))
     assert len(animate(flow, (1, 2, 2), tmp_path / "a.gif")) == 60
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
-def test_images_that_their_label_no_longer_fits_are_framed(
-    tmp_path: Path, shape: tuple[int, int, int]
-) -> None:
+def test_images_that_their_label_no_longer_fits_are_framed(tmp_path, shape):
     flow = image_flow(shape, classes=2, steps=3)
     # All end where an image of class 1 is, and began as one of their own class.
     target = LabeledSamples(flow.trajectory.points[-1], torch.zeros(70).long(), ("class 1",))
@@ -222,8 +193,8 @@ def test_images_that_their_label_no_longer_fits_are_framed(
     ],
 )
 def test_the_caption_says_what_stands_above_images_and_what_a_mark_means(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names, labelled, d, compared
-) -> None:
+    tmp_path, monkeypatch, names, labelled, d, compared
+):
     flow = image_flow(GREY, classes=2 if labelled else None, steps=1)
     target = replace(blobs(2 if names else None, d, 9, 0, "target"), class_names=names)
     seen = []
@@ -242,7 +213,8 @@ def test_the_caption_says_what_stands_above_images_and_what_a_mark_means(
     assert ("orange frame and ≠: the nearest of both" in legend) == compared
 
 
-def test_labels_stay_above_their_image(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_labels_stay_above_their_image(tmp_path):
     flow = image_flow(GREY, classes=2, steps=1)
     long = replace(flow.source, class_names=("WWWWWWWWWWWWWWWWWWWWW", "g" * 300))
     frame, _ = animate(replace(flow, source=long), GREY, tmp_path / "a.gif")
@@ -252,12 +224,8 @@ def test_labels_stay_above_their_image(tmp_path: Path) -> None:
         assert (strip[:, columns] < 100).any()
 
 
-def test_what_are_no_images_is_refused(tmp_path: Path) -> None:
-    flow = image_flow(GREY)
-    for write in (
-        lambda: draw(flow, COLOUR, tmp_path / "i.png"),
-        lambda: animate(flow, COLOUR, tmp_path / "i.gif"),
-    ):
+def test_what_are_no_images_is_refused(tmp_path):
+    for write in (draw, animate):
         with pytest.raises(InputError, match=r"20 values are no images of shape \(3, 4, 6\)"):
-            write()
+            write(image_flow(GREY), COLOUR, tmp_path / "i.png")
     assert not list(tmp_path.iterdir())

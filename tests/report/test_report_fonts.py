@@ -1,9 +1,6 @@
 """Names in any script: a font that has them, or one notice of what none has."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -16,16 +13,16 @@ LACKING, PRESENT = "ᠠ𒀀", "αب"
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
+def installed(monkeypatch):
     """Fonts and their characters; the default is the real one."""
-    have: dict[str, set[int]] = {fonts.DEFAULT: set(map(ord, "abc" + PRESENT))}
+    have = {fonts.DEFAULT: set(map(ord, "abc" + PRESENT))}
     fonts._for_characters.cache_clear()
     monkeypatch.setattr(fonts, "_installed", lambda: tuple(have))
     monkeypatch.setattr(fonts, "_characters_of", lambda name: frozenset(have[name]))
     return have
 
 
-def test_a_font_that_has_the_characters_is_found_among_the_installed(installed) -> None:
+def test_a_font_that_has_the_characters_is_found_among_the_installed(installed):
     installed["Useless"] = {1, 2}
     installed["Mongolian"] = {ord(LACKING[0])}
     installed["Cuneiform"] = {ord(LACKING[1])}
@@ -35,7 +32,7 @@ def test_a_font_that_has_the_characters_is_found_among_the_installed(installed) 
     assert name_style(LACKING[1])["fontfamily"] == [fonts.DEFAULT, "Cuneiform"]
 
 
-def test_characters_without_a_font_are_told_of_once(installed, tmp_path: Path) -> None:
+def test_characters_without_a_font_are_told_of_once(installed, tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fonts.notice_missing_glyphs(["abc", f"a{LACKING}", LACKING[0]])
@@ -47,7 +44,7 @@ def test_characters_without_a_font_are_told_of_once(installed, tmp_path: Path) -
     assert f"{LACKING[0]} {LACKING[1]}, which pictures show as boxes" in str(caught[0].message)
 
 
-def test_the_characters_of_a_font_are_those_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_characters_of_a_font_are_those_of_its_file(monkeypatch):
     monkeypatch.undo()
     known = fonts._characters_of(fonts.DEFAULT)
     assert {ord(character) for character in "aZß" + PRESENT} <= known

@@ -1,8 +1,7 @@
-from __future__ import annotations
+"""nearest_classes.csv and its table."""
 
 import csv
 import io
-from pathlib import Path
 
 from rich.console import Console
 
@@ -10,7 +9,7 @@ from otdd_flash.labels.table import NearestClass
 from otdd_flash.report.distance.nearest_classes import MOST_ROWS, nearest_table, write_nearest_csv
 
 
-def rows(sources: int, targets: int) -> list[NearestClass]:
+def rows(sources, targets):
     return [
         NearestClass(side, f"{side[0]} {k}", "cat, [red]", k / 3)
         for side, count in (("source", sources), ("target", targets))
@@ -18,13 +17,13 @@ def rows(sources: int, targets: int) -> list[NearestClass]:
     ]
 
 
-def shown(sources: int, targets: int) -> str:
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(nearest_table(rows(sources, targets)))
+def shown(given, width=100):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(nearest_table(given))
     return console.export_text()
 
 
-def test_the_file_holds_every_class_at_full_precision(tmp_path: Path) -> None:
+def test_the_file_holds_every_class_at_full_precision(tmp_path):
     write_nearest_csv(rows(2, 30), tmp_path / "n.csv")
     with (tmp_path / "n.csv").open(newline="") as lines:
         header, *body = csv.reader(lines)
@@ -34,24 +33,18 @@ def test_the_file_holds_every_class_at_full_precision(tmp_path: Path) -> None:
     assert float(body[1][3]) == 1 / 3
 
 
-def test_both_directions_are_shown_side_by_side() -> None:
-    text = shown(2, 3)
+def test_both_directions_are_shown_side_by_side_and_many_classes_left_to_the_file():
+    text = shown(rows(2, 3))
     for fact in ("source", "nearest target", "target", "nearest source", "cat, [red]", "0.3333"):
         assert fact in text
     (line,) = [line for line in text.splitlines() if "t 1" in line]
     assert "s 1" in line
     assert "s 2" not in text
     assert "more classes" not in text
-
-
-def test_many_classes_are_left_to_the_file() -> None:
-    text = shown(MOST_ROWS + 5, 3)
+    text = shown(rows(MOST_ROWS + 5, 3))
     assert f"s {MOST_ROWS - 1} " in text
     assert f"s {MOST_ROWS} " not in text
     assert "5 more classes in nearest_classes.csv" in text
-
-
-def test_long_names_fit_the_terminal() -> None:
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(nearest_table([NearestClass("source", "x" * 200, "y" * 200, 1.0)]))
-    assert max(map(len, console.export_text().splitlines())) <= 80
+    # Long names fit the terminal.
+    text = shown([NearestClass("source", "x" * 200, "y" * 200, 1.0)], 80)
+    assert max(map(len, text.splitlines())) <= 80

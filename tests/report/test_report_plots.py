@@ -1,18 +1,10 @@
 """What `plot` of a result gives: the report's main picture, and no trace in matplotlib."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import cache
 
-import matplotlib
 import numpy as np
 import pytest
-from matplotlib import pyplot
-from matplotlib.figure import Figure
-from PIL import Image
 from small_tasks import small_study
 
 import otdd_flash as otdd
@@ -21,78 +13,68 @@ from otdd_flash.report.flow.writing import write_flow_report
 from otdd_flash.report.pairwise import write_pairwise_report
 from otdd_flash.report.study.writing import write_study_report
 
-IMAGES = (1, 3, 2)
+IMAGES = {"image_shape": (1, 3, 2)}
 
 
-def some(seed: int, rows: int, classes: int = 3) -> otdd.LabeledSamples:
+def some(seed, rows, classes=3):
     draw = np.random.default_rng(seed)
     labels = np.arange(rows) % classes
     features = draw.random((rows, 6)) / 2 + labels[:, None] / 6
     return otdd.LabeledSamples.from_arrays(features, labels, name=f"set $_{seed}")
 
 
-def distance() -> otdd.DistanceResult:
-    return otdd.dataset_distance(some(0, 20), some(1, 25), epsilon=0.1)
+@pytest.fixture(scope="module")
+def result_of(tmp_path_factory):
+    """A result of each kind, made once."""
+    one, two, three = some(0, 20), some(1, 25), some(2, 15)
+    alone = {"measures": ["frechet"], "transfer": None}
+    folder = tmp_path_factory.mktemp("studies")
+    made = {
+        "distance": lambda: otdd.dataset_distance(one, two, epsilon=0.1),
+        "pairwise": lambda: otdd.pairwise_distances([one, two, three], epsilon=0.1),
+        "flow": lambda: otdd.gradient_flow(one, two, otdd.Flow(steps=2), epsilon=0.1),
+        "sliced": lambda: otdd.sliced_distances([one, two, three], projections=40),
+        "study": lambda: small_study(measures=["frechet"]).run(folder / "a", threads=1),
+        "distances": lambda: small_study(2, **alone).run(folder / "b", threads=1),
+    }
+    return cache(lambda kind: made[kind]())
 
 
-def pairwise() -> otdd.PairwiseResult:
-    return otdd.pairwise_distances([some(0, 20), some(1, 25), some(2, 15)], epsilon=0.1)
-
-
-def flow() -> otdd.FlowResult:
-    return otdd.gradient_flow(some(0, 20), some(1, 25), otdd.Flow(steps=2), epsilon=0.1)
-
-
-def study(transfer: bool = True) -> otdd.StudyResult:
-    count, more = (4, {}) if transfer else (2, {"transfer": None})
-    return small_study(count, measures=["frechet"], **more).run("study", threads=1)
-
-
-def flow_images(result: otdd.FlowResult, folder: Path) -> object:
-    return write_flow_report(result, folder, image_shape=IMAGES)
-
-
-# How a result is made, what draws it, what its report is and which picture that leads with.
-KINDS: dict[str, tuple[Callable[[], Any], dict[str, Any], Callable[..., object], str]] = {
-    "distance": (distance, {}, write_report, "projection"),
-    "pairwise": (pairwise, {}, write_pairwise_report, "distances"),
-    "flow": (flow, {}, write_flow_report, "objective"),
-    "flow of images": (flow, {"image_shape": IMAGES}, flow_images, "images"),
-    "study": (study, {}, write_study_report, "gains_against_frechet"),
-    "study without transfer": (lambda: study(False), {}, write_study_report, "distances"),
+# What writes the report of a result, its class where it can be loaded, and the pictures that
+# reports lead with, by the options of `plot`.
+KINDS = {
+    "distance": (write_report, otdd.DistanceResult, {"projection": {}}),
+    "pairwise": (write_pairwise_report, otdd.PairwiseResult, {"distances": {}}),
+    "flow": (write_flow_report, otdd.FlowResult, {"objective": {}, "images": IMAGES}),
+    "study": (write_study_report, None, {"gains_against_frechet": {}}),
+    "distances": (write_study_report, None, {"distances": {}}),
 }
-LOADED = {"distance": otdd.DistanceResult, "pairwise": otdd.PairwiseResult}
-LOADED |= dict.fromkeys(("flow", "flow of images"), otdd.FlowResult)
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_picture_that_the_report_leads_with(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_picture_that_the_report_leads_with(kind, tmp_path, result_of):
     """Byte for byte, also of a result that was saved, and whatever style the user has."""
-    monkeypatch.chdir(tmp_path)
-    make, options, write, name = KINDS[kind]
-    result = make()
-    write(result, tmp_path / "report")
-    if kind in LOADED:
-        result = LOADED[kind].load(result.save(tmp_path / "saved"))
-    expected = (tmp_path / "report" / f"{name}.png").read_bytes()
-    with matplotlib.rc_context({"text.usetex": True, "font.size": 30.0}):
-        figure = result.plot(**options)
-        # First: what is drawn later than the figure must not take their style.
-        figure.savefig(tmp_path / "saved.png")
-        assert (tmp_path / "saved.png").read_bytes() == expected
-        assert figure._repr_png_() == expected
+    import matplotlib
 
-
-def sliced() -> otdd.SlicedResult:
-    return otdd.sliced_distances([some(0, 20), some(1, 25), some(2, 15)], projections=40)
+    write, loaded, pictures = KINDS[kind]
+    result = result_of(kind)
+    write(result, tmp_path / "report", **(IMAGES if kind == "flow" else {}))
+    if loaded:
+        result = loaded.load(result.save(tmp_path / "saved"))
+    for name, options in pictures.items():
+        expected = (tmp_path / "report" / f"{name}.png").read_bytes()
+        with matplotlib.rc_context({"text.usetex": True, "font.size": 30.0}):
+            figure = result.plot(**options)
+            # First: what is drawn later than the figure must not take their style.
+            figure.savefig(tmp_path / "saved.png")
+            assert (tmp_path / "saved.png").read_bytes() == expected, name
+            assert figure._repr_png_() == expected, name
 
 
 @pytest.mark.parametrize("order", ["given", "hierarchical"])
-def test_sliced_distances_are_a_table_that_names_draws_and_errors(order: str) -> None:
-    result = sliced()
+def test_sliced_distances_are_a_table_that_names_draws_and_errors(order, result_of):
+    result = result_of("sliced")
     figure = result.plot(order)
     error = f"{result.standard_errors.max():.2g}"
     texts = [text.get_text() for text in figure.texts]
@@ -106,12 +88,17 @@ def test_sliced_distances_are_a_table_that_names_draws_and_errors(order: str) ->
     assert "mean over 40 draws" in figure.axes[1].get_ylabel()
 
 
-def test_matplotlib_is_left_as_it_was_and_notebooks_show_the_figure(tmp_path: Path) -> None:
+def test_matplotlib_is_left_as_it_was_and_notebooks_show_the_figure(tmp_path, result_of):
+    import matplotlib
+    from matplotlib import pyplot
+    from matplotlib.figure import Figure
+    from PIL import Image
+
     formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
     theirs = pyplot.figure()
     before = dict(matplotlib.rcParams.copy()), matplotlib.get_backend()
     try:
-        figure = sliced().plot()
+        figure = result_of("sliced").plot()
         shown, _ = formatter.format(figure)
         assert type(figure) is Figure
         assert pyplot.get_fignums() == [theirs.number]
@@ -125,25 +112,17 @@ def test_matplotlib_is_left_as_it_was_and_notebooks_show_the_figure(tmp_path: Pa
         assert one.size == other.size
 
 
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: sliced().plot("best"), "unknown order 'best'; choose one of: given"),
-        (lambda: pairwise().plot("best"), "unknown order 'best'; choose one of: given"),
-        (lambda: flow().plot((1, 3, 3)), r"rows of 6 values are no images of shape \(1, 3, 3\)"),
-        (lambda: flow().plot("1x3x2"), "image_shape must be a list of 3"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(draw: Callable[[], Figure], message: str) -> None:
-    with pytest.raises(otdd.InputError, match=message):
-        draw()
-
-
-def test_a_study_of_which_nothing_is_done_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = study(False)
+def test_what_cannot_be_drawn_is_refused(result_of):
+    order = "unknown order 'best'; choose one of: given"
+    for kind, given, message in (
+        ("sliced", "best", order),
+        ("pairwise", "best", order),
+        ("flow", (1, 3, 3), r"rows of 6 values are no images of shape \(1, 3, 3\)"),
+        ("flow", "1x3x2", "image_shape must be a list of 3"),
+    ):
+        with pytest.raises(otdd.InputError, match=message):
+            result_of(kind).plot(given)
+    result = result_of("distances")
     nothing = replace(result, readings={"frechet": {}}, done=0)
     with pytest.raises(otdd.InputError, match=f"0 of {result.total} pieces of work are done"):
         nothing.plot()

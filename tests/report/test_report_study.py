@@ -1,35 +1,27 @@
 """What is written of a study: sentences, tables, pictures and the page."""
 
-from __future__ import annotations
-
+import io
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 from small_tasks import small_study
 
-import otdd_flash as otdd
 from otdd_flash.report.study import pictures
 from otdd_flash.report.study.console import study_table
 from otdd_flash.report.study.page import write_page
 from otdd_flash.report.study.pictures import draw_measure, task_order
-from otdd_flash.report.study.sentences import (
-    choice_sentences,
-    difference_sentences,
-    measured_text,
-)
+from otdd_flash.report.study.sentences import choice_sentences, difference_sentences, measured_text
 from otdd_flash.report.study.writing import FILES, TABLES, write_study_report
 from otdd_flash.study.measures.base import Reading
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> otdd.StudyResult:
+def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     return small_study(5, measures=["frechet", "leep"]).run(folder, threads=1)
 
@@ -39,19 +31,19 @@ class Page(HTMLParser):
 
     VOID = ("meta", "img", "br")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.open: list[str] = []
-        self.tables: list[list[list[str]]] = []
-        self.heads: list[list[str]] = []
-        self.order: list[str] = []
+        self.open = []
+        self.tables = []
+        self.heads = []
+        self.order = []
         # How many details are around every table.
-        self.folds: list[int] = []
-        self.attributes: list[dict[str, str | None]] = []
+        self.folds = []
+        self.attributes = []
         self.feed(text)
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.order.append(tag)
         self.attributes.append(dict(attrs))
         if tag == "table":
@@ -67,23 +59,35 @@ class Page(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if "td" in self.open:
             self.tables[-1][-1][-1] += data
         elif "th" in self.open:
             self.heads[-1][-1] += data
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
-def page_of(result: otdd.StudyResult, folder: Path) -> tuple[str, Page]:
+def page_of(result, folder):
     write_page(result, {}, {}, folder / "page.html")
     text = (folder / "page.html").read_text(encoding="utf-8")
     return unescape(text), Page(text)
 
 
-def renamed(result: otdd.StudyResult, names: Sequence[str], families: str) -> otdd.StudyResult:
+def with_settings(result, **changes):
+    settings = replace(result.setup.settings, **changes)
+    return replace(result, setup=replace(result.setup, settings=settings))
+
+
+def shown(result):
+    """The study's table on a terminal."""
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(study_table(result))
+    return console.export_text()
+
+
+def renamed(result, names, families):
     """The study with tasks of other names, each in a family of one letter."""
     tasks = tuple(
         replace(task, name=name, family=family)
@@ -92,7 +96,7 @@ def renamed(result: otdd.StudyResult, names: Sequence[str], families: str) -> ot
     return replace(result, setup=replace(result.setup, tasks=tasks))
 
 
-def test_the_page_opens_with_one_table_of_choices(result, tmp_path) -> None:
+def test_the_page_opens_with_one_table_of_choices(result, tmp_path):
     text, page = page_of(result, tmp_path)
     body = page.order[page.order.index("body") :]
     assert body[:3] == ["body", "h1", "table"]
@@ -132,7 +136,7 @@ def test_the_page_opens_with_one_table_of_choices(result, tmp_path) -> None:
     assert "width=device-width" in text
 
 
-def test_the_page_has_one_correlation_over_sources(result, tmp_path) -> None:
+def test_the_page_has_one_correlation_over_sources(result, tmp_path):
     row = next(
         row
         for row in result.correlations()
@@ -151,7 +155,7 @@ def test_the_page_has_one_correlation_over_sources(result, tmp_path) -> None:
     assert not re.search(r"\bunits?\b", re.sub(r"<script>.*</script>", "", text, flags=re.S))
 
 
-def test_below_five_independent_datasets_it_is_too_few_to_tell(result, tmp_path) -> None:
+def test_below_five_independent_datasets_it_is_too_few_to_tell(result, tmp_path):
     fewer = renamed(result, result.names, "aabbc")
     said = choice_sentences(fewer)
     assert any(
@@ -165,9 +169,7 @@ def test_below_five_independent_datasets_it_is_too_few_to_tell(result, tmp_path)
     assert [row[4] for row in others] == ["too few to tell"] * 2
 
 
-def test_sources_of_the_own_family_are_marked_and_left_out_of_a_second_table(
-    result, tmp_path
-) -> None:
+def test_sources_of_the_own_family_are_marked_and_left_out_of_a_second_table(result, tmp_path):
     related = renamed(result, result.names, "aabbc")
     text, page = page_of(related, tmp_path)
     family = {task.name: task.family for task in related.setup.tasks}
@@ -186,7 +188,7 @@ def test_sources_of_the_own_family_are_marked_and_left_out_of_a_second_table(
     assert "own family" not in page_of(result, tmp_path)[0]
 
 
-def test_one_seed_is_said_to_pick_and_score_the_best_by_the_same_runs(result, tmp_path) -> None:
+def test_one_seed_is_said_to_pick_and_score_the_best_by_the_same_runs(result, tmp_path):
     one = replace(result, errors=result.errors[..., :1], alone=result.alone[:, :1])
     assert any(said.startswith("There is one seed, so that") for said in choice_sentences(one))
     _, page = page_of(one, tmp_path)
@@ -197,7 +199,7 @@ def test_one_seed_is_said_to_pick_and_score_the_best_by_the_same_runs(result, tm
     assert not any("one seed" in said for said in choice_sentences(result))
 
 
-def test_a_measure_that_follows_the_gain_more_closely_is_named(result) -> None:
+def test_a_measure_that_follows_the_gain_more_closely_is_named(result):
     rows = result.correlations()
     known = next(
         row
@@ -205,7 +207,7 @@ def test_a_measure_that_follows_the_gain_more_closely_is_named(result) -> None:
         if row.measure == "frechet - leep" and row.statistic == "spearman_over_sources"
     )
 
-    def said(**ends: float | None) -> list[str]:
+    def said(**ends):
         changed = replace(result)
         changed.__dict__["_findings"] = (known._replace(**ends),)
         return list(difference_sentences(changed))
@@ -222,7 +224,7 @@ def test_a_measure_that_follows_the_gain_more_closely_is_named(result) -> None:
     assert not said(lower=None, upper=None)
 
 
-def test_the_page_is_whole_and_escapes_names(result, tmp_path) -> None:
+def test_the_page_is_whole_and_escapes_names(result, tmp_path):
     names = ["<b>one</b>", 'two "x"', "three & four", "task 3", "task 4"]
     odd = renamed(result, names, "abcde")
     missing = {"nowhere": tmp_path / "missing.png"}
@@ -237,7 +239,7 @@ def test_the_page_is_whole_and_escapes_names(result, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_all_files_are_written_and_tables_are_the_same_again(result, tmp_path) -> None:
+def test_all_files_are_written_and_tables_are_the_same_again(result, tmp_path):
     report = write_study_report(result, tmp_path)
     shown = {f"gains_against_{name}.png" for name in result.readings}
     assert {path.name for path in report.written} == {*FILES, *shown} - {"gains_against_*.png"}
@@ -250,7 +252,7 @@ def test_all_files_are_written_and_tables_are_the_same_again(result, tmp_path) -
     assert {name: (tmp_path / name).read_bytes() for name in TABLES} == before
 
 
-def test_near_tasks_stand_side_by_side(result) -> None:
+def test_near_tasks_stand_side_by_side(result):
     assert sorted(task_order(result)) == list(range(5))
     near = [{0, 3}, {1, 2, 4}]
     found = {
@@ -261,23 +263,19 @@ def test_near_tasks_stand_side_by_side(result) -> None:
     assert {*order[:2]} in near or {*order[3:]} in near
 
 
-def test_a_table_says_what_did_not_converge(result, tmp_path) -> None:
+def test_a_table_says_what_did_not_converge(result, tmp_path):
     late = {
         name: {pair: replace(one, converged=False) for pair, one in found.items()}
         for name, found in result.readings.items()
     }
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(study_table(replace(result, readings=late)))
-    text = console.export_text()
-    assert "frechet NOT CONVERGED" in text
+    assert "frechet NOT CONVERGED" in shown(replace(result, readings=late))
+    assert "NOT CONVERGED" not in shown(result)
     write_page(replace(result, readings=late), {}, {}, tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert all(row[3].endswith(" NOT CONVERGED") for row in page.tables[0][:-1])
-    console.print(study_table(result))
-    assert "NOT CONVERGED" not in console.export_text()
 
 
-def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
+def test_before_anything_is_gained_distances_are_told(result, tmp_path):
     early = replace(result, errors=np.full_like(result.errors, np.nan))
     why, nearest, sampling = choice_sentences(early)
     assert why == "No target has two sources with a gain yet."
@@ -286,10 +284,10 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
         f"Fréchet distance: of all pairs task {i} and task {j} are nearest, {least.value:.6g}."
     )
     assert sampling.startswith("Sampling error was not measured: subsample=50")
-    settings = replace(early.setup.settings, measure="otdd")
-    early_otdd = replace(early, setup=replace(early.setup, settings=settings))
+    sampled = choice_sentences(with_settings(result, subsample=50))
+    assert not any("Sampling error" in sentence for sentence in sampled)
     bounded = {"otdd": {(0, 1): Reading(2.0, 1.49996, 2.50004)}, "sliced": {(2, 1): Reading(3.0)}}
-    told = choice_sentences(replace(early_otdd, readings=bounded))
+    told = choice_sentences(replace(with_settings(early, measure="otdd"), readings=bounded))
     near = "OTDD: of all pairs task 0 and task 1 are nearest, 2.00 [1.49, 2.51] (solver bounds)."
     assert told[1] == near
     assert told[2].endswith("task 2 and task 1 are nearest, 3.")
@@ -297,45 +295,41 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path) -> None:
     assert "gain, %" not in (tmp_path / "page.html").read_text(encoding="utf-8")
     write_page(result, {}, {}, tmp_path / "page.html")
     assert "gain, %" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(study_table(early))
-    table = console.export_text()
+    table = shown(early)
     assert "task 4" in table
     assert "Sampling error was not measured: subsample=50" in " ".join(table.split())
 
 
-@pytest.mark.parametrize(
-    ("measure", "row", "text"),
-    [
+def test_an_interval_is_called_what_it_is():
+    for measure, row, text in (
         ("otdd", Reading(2.0, 1.5, 2.5), "2.00 [1.50, 2.50] (solver bounds)"),
         ("otdd", Reading(2.0, 1.9, 2.1, 1.0, 4.0), "2.00 [1.00, 4.00] (sampling interval)"),
         ("sliced", Reading(2.0, 1.5, 2.5), "2.00 [1.50, 2.50] (interval over draws)"),
         ("knn", Reading(0.25), "0.25"),
-    ],
-)
-def test_an_interval_is_called_what_it_is(measure, row, text) -> None:
-    assert measured_text(measure, row) == text
+    ):
+        assert measured_text(measure, row) == text
 
 
 def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
     result, tmp_path, monkeypatch
-) -> None:
+):
     notes = {}
 
-    def draw(matrix, rows, columns, path, **more) -> None:
+    def draw(matrix, rows, columns, path, **more):
         notes[path.name] = more["notes"]
 
     monkeypatch.setattr(pictures, "heat_map", draw)
     known = {"otdd": {pair: Reading(2.0, 1.9, 2.15) for pair in result.readings["frechet"]}}
     several = replace(result, readings={**result.readings, **known})
-    settings = replace(several.setup.settings, epsilon=0.25, epsilon_relative=None)
-    draw_measure(several, "frechet", tmp_path / "frechet")
-    fixed = replace(several, setup=replace(several.setup, settings=settings))
-    draw_measure(fixed, "otdd", tmp_path / "fixed")
-    settings = replace(settings, epsilon=None, epsilon_relative=0.05, subsample=50)
-    relative = replace(several, setup=replace(several.setup, settings=settings))
-    draw_measure(relative, "otdd", tmp_path / "relative")
-    draw_measure(replace(relative, epsilon=0.5, mean_cost=10.0), "otdd", tmp_path / "known")
+    fixed = with_settings(several, epsilon=0.25, epsilon_relative=None)
+    relative = with_settings(fixed, epsilon=None, epsilon_relative=0.05, subsample=50)
+    for name, one in (
+        ("frechet", several),
+        ("fixed", fixed),
+        ("relative", relative),
+        ("known", replace(relative, epsilon=0.5, mean_cost=10.0)),
+    ):
+        draw_measure(one, "frechet" if name == "frechet" else "otdd", tmp_path / name)
     assert [*notes["frechet"]] == ["30 to 50 rows"]
     bounds = "solver bounds at most 0.25 apart"
     first = "epsilon 0.25, 30 to 50 rows"
@@ -344,15 +338,8 @@ def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
     assert notes["known"][0] == "epsilon 0.5 (0.05 of the mean cost 10), 30 to 50 rows"
 
 
-def test_a_study_with_sampling_intervals_misses_none(result) -> None:
-    settings = replace(result.setup.settings, subsample=50)
-    sampled = replace(result, setup=replace(result.setup, settings=settings))
-    assert not any("Sampling error" in sentence for sentence in choice_sentences(sampled))
-    assert any("Sampling error" in sentence for sentence in choice_sentences(result))
-
-
 @pytest.mark.slow
-def test_a_study_of_nothing_yet_is_told_as_such(result, tmp_path) -> None:
+def test_a_study_of_nothing_yet_is_told_as_such(result, tmp_path):
     empty = replace(
         result,
         readings={"frechet": {}},

@@ -1,20 +1,15 @@
 """A multirun's jobs as a table, and their values against what was swept."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from otdd_flash.report import sweep
 from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
 
 
-def job(number: int, value: float | None = 1.0, **overrides: Any) -> dict[str, Any]:
+def job(number, value=1.0, **overrides):
     keys = {key.replace("__", "."): given for key, given in overrides.items()}
-    row: dict[str, Any] = {"job": str(number), "directory": str(number), "overrides": keys}
+    row = {"job": str(number), "directory": str(number), "overrides": keys}
     if value is None:
         return row | {"error": "epsilon must be positive"}
     return row | {
@@ -23,7 +18,7 @@ def job(number: int, value: float | None = 1.0, **overrides: Any) -> dict[str, A
     }
 
 
-def test_what_was_given_stands_where_a_job_has_no_result(tmp_path: Path) -> None:
+def test_what_was_given_stands_where_a_job_has_no_result(tmp_path):
     jobs = [job(0, epsilon=0.30001, seed=1, name="=1+1"), job(1, None, epsilon=-1, labels="means")]
     summary_csv(jobs, tmp_path / "summary.csv")
     with (tmp_path / "summary.csv").open(encoding="utf-8", newline="") as file:
@@ -63,7 +58,7 @@ GRID = [
         ([job(i, seed=i % 2, k=i) for i in range(13)], "k takes 13 values, and it shows 12 lines"),
     ],
 )
-def test_the_picture_is_of_one_or_two_settings_of_which_one_is_a_number(jobs, expected) -> None:
+def test_the_picture_is_of_one_or_two_settings_of_which_one_is_a_number(jobs, expected):
     found = axes_of(jobs)
     if isinstance(expected, str):
         assert isinstance(found, str)
@@ -73,14 +68,10 @@ def test_the_picture_is_of_one_or_two_settings_of_which_one_is_a_number(jobs, ex
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_values_are_drawn_with_their_intervals_a_line_for_each_second_value(
-    sampled, tmp_path: Path, monkeypatch
-) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(sweep, "save_picture", lambda figure, _: drawn.append(figure))
+def test_values_are_drawn_with_their_intervals_a_line_for_each_second_value(sampled, figures):
     more = {"sampling_lower": 0.5, "sampling_upper": 9.0} if sampled else {}
-    draw_sweep([one | more for one in GRID], "epsilon", "solver.tolerance", tmp_path / "s.png")
-    (axes,) = drawn[0].axes
+    draw_sweep([one | more for one in GRID], "epsilon", "solver.tolerance", None)
+    (axes,) = figures[0].axes
     lines = {line.get_label(): line for line in axes.get_lines()}
     # The smaller of the second numbers comes first.
     first, second = (f"solver.tolerance={value}" for value in ("0.001", "0.01"))
@@ -95,4 +86,4 @@ def test_values_are_drawn_with_their_intervals_a_line_for_each_second_value(
     assert "not converged: only the bounds hold" in texts
     assert axes.get_xscale() == "log"
     assert axes.get_xlabel() == "epsilon"
-    assert [text.get_text() for text in drawn[0].texts] == ["a → b"]
+    assert [text.get_text() for text in figures[0].texts] == ["a → b"]

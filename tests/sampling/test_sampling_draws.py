@@ -1,7 +1,5 @@
 """Rows drawn without replacement: which, how many, and how often."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -69,8 +67,6 @@ def test_weights_go_with_their_rows():
     drawn = subsample(weighted, 7, np.random.default_rng(0))
     expected = torch.tensor(numbers(drawn), dtype=torch.float64) + 1
     torch.testing.assert_close(drawn.weights, expected / expected.sum())
-
-
-def test_halves_need_four_rows_of_every_class():
+    # Halves need four rows of every class.
     with pytest.raises(InputError, match="class b has 3; min_class_size=4 drops"):
         most_per_half(numbered(8, 3))

@@ -1,7 +1,5 @@
 """The noise floor: disjoint halves of each dataset, and both datasets at the same size."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -67,12 +65,6 @@ def test_a_given_table_holds_within_each_dataset(pair, compared):
     assert torch.equal(compared[2][2]["class_distances"].xy, blocks[1].double())
 
 
-@pytest.mark.parametrize("settings", [{}, {"epsilon": None}, {"epsilon_relative": 0.1}])
-def test_halves_take_the_epsilon_of_the_whole(pair, settings):
-    with pytest.raises(InputError, match=r"epsilon of the whole: give .* epsilon=result\.epsilon"):
-        noise_floor(*pair, **settings)
-
-
 def test_a_seed_decides_the_split(pair):
     first, again, other = (
         noise_floor(*pair, seed=seed, labels="means", epsilon=0.1) for seed in (1, 1, 2)
@@ -85,26 +77,27 @@ def test_labels_that_do_not_count_do_not_limit_the_halves(compared):
     assert noise_floor(numbered(8, 3), numbered(6, 6), labels="none", epsilon=10.0).size == 5
 
 
-def test_solves_that_stop_early_are_told_once(pair):
-    with pytest.warns(NotConvergedWarning, match="3 of 3") as told:
-        noise_floor(*pair, epsilon=1.0, solver=Converged(tolerance=1e-4, max_iterations=1))
-    assert len(told) == 1
+def test_why_solves_stopped_early_is_told_once(pair):
+    early = Converged(tolerance=1e-4, max_iterations=1)
+    rounded = r"rounding allows in 3 of 3 .* Raise solver\.bound_width or eps"
+    for solver, message in ((early, "3 of 3"), (Converged(bound_width=1e-9), rounded)):
+        with pytest.warns(NotConvergedWarning, match=message) as told:
+            noise_floor(*pair, epsilon=1.0, solver=solver)
+        assert len(told) == 1
 
 
-def test_where_rounding_stopped_the_solves_more_iterations_are_not_advised(pair):
-    with pytest.warns(
-        NotConvergedWarning, match=r"rounding allows in 3 of 3 .* Raise solver\.bound_width or eps"
+def test_what_has_no_halves_is_refused(pair):
+    whole = r"epsilon of the whole: give .* epsilon=result\.epsilon"
+    small = numbered(8, 3), numbered(9, 8)
+    few = r"halves of 4 rows, .* hold two of each of the 3 classes"
+    for sides, settings, message in (
+        (pair, {}, whole),
+        (pair, {"epsilon": None}, whole),
+        (pair, {"epsilon_relative": 0.1}, whole),
+        (small, {"labels": "means", "epsilon": 0.1}, "min_class_size=4"),
+        ((numbered(8), numbered(9, 8, 7)), {"labels": "means", "epsilon": 0.1}, few),
     ):
-        noise_floor(*pair, epsilon=1.0, solver=Converged(bound_width=1e-9))
-
-
-def test_classes_too_small_to_halve_are_an_error_and_can_be_dropped():
-    source, target = numbered(8, 3), numbered(9, 8)
-    with pytest.raises(InputError, match="min_class_size=4"):
-        noise_floor(source, target, labels="means", epsilon=0.1)
-    assert noise_floor(source, target, labels="means", epsilon=10.0, min_class_size=4).size == 4
-
-
-def test_halves_too_small_for_the_classes_of_the_other_are_an_error():
-    with pytest.raises(InputError, match=r"halves of 4 rows, .* hold two of each of the 3 classes"):
-        noise_floor(numbered(8), numbered(9, 8, 7), labels="means", epsilon=0.1)
+        with pytest.raises(InputError, match=message):
+            noise_floor(*sides, **settings)
+    floor = noise_floor(*small, labels="means", epsilon=10.0, min_class_size=4)
+    assert floor.size == 4

@@ -1,7 +1,5 @@
 """Scores of a trained source's features against float64 formulas written another way."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -24,7 +22,7 @@ from otdd_flash.study.measures.logme import log_maximum_evidence
 from otdd_flash.study.measures.otce import conditional_entropy
 
 
-def rows(n: int, d: int, classes: int, *, apart: float, seed: int = 0):
+def rows(n, d, classes, *, apart, seed=0):
     """Features in classes that are some way apart, and their labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(n) % classes
@@ -40,7 +38,7 @@ SHAPES = [(60, 5, 3), (33, 40, 4), (40, 1, 2), (100, 84, 10)]
     ("shape", "apart"),
     [((40, 1, 2), 0.5), ((60, 5, 3), 0.0), ((33, 40, 4), 0.5), ((100, 84, 10), 3.0)],
 )
-def test_logme_is_the_largest_evidence_of_dense_gaussians(shape, apart) -> None:
+def test_logme_is_the_largest_evidence_of_dense_gaussians(shape, apart):
     from scipy.optimize import minimize
 
     features, labels = rows(*shape, apart=apart)
@@ -63,27 +61,27 @@ def test_logme_is_the_largest_evidence_of_dense_gaussians(shape, apart) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_h_score_is_that_of_inverse_covariances(shape) -> None:
+def test_h_score_is_that_of_inverse_covariances(shape):
     features, labels = rows(*shape, apart=1.0)
     assert h_score(features, labels) == pytest.approx(
         h_score_by_inverse(features, labels), rel=1e-6
     )
 
 
-def test_h_score_leaves_constant_and_repeated_features_out() -> None:
+def test_h_score_leaves_constant_and_repeated_features_out():
     features, labels = rows(60, 5, 3, apart=1.0)
     more = torch.cat((features, features[:, :2] * 3, torch.ones(60, 2)), 1)
     assert h_score(more, labels) == pytest.approx(h_score(features, labels), rel=1e-9)
     assert h_score(torch.ones(6, 2), torch.arange(6) % 2) == 0
 
 
-def test_h_score_of_perfect_features_is_the_number_of_classes_less_1() -> None:
+def test_h_score_of_perfect_features_is_the_number_of_classes_less_1():
     labels = torch.arange(40) % 4
     assert h_score(torch.nn.functional.one_hot(labels).double(), labels) == pytest.approx(3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_leep_is_the_mean_log_of_loops(shape) -> None:
+def test_leep_is_the_mean_log_of_loops(shape):
     n, sources, classes = shape
     theta = torch.randn(n, sources + 1, dtype=torch.float64).softmax(1)
     labels = torch.arange(n) % classes
@@ -91,13 +89,13 @@ def test_leep_is_the_mean_log_of_loops(shape) -> None:
     assert leep(theta, labels) == pytest.approx(expected, rel=1e-9)
 
 
-def test_leep_of_source_classes_that_are_the_targets_is_0() -> None:
+def test_leep_of_source_classes_that_are_the_targets_is_0():
     labels = torch.arange(12) % 3
     assert leep(torch.nn.functional.one_hot(labels, 5), labels) == pytest.approx(0, abs=1e-15)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 2), (4, 2, 2)])
-def test_knn_is_that_of_loops(shape) -> None:
+def test_knn_is_that_of_loops(shape):
     features, labels = rows(*shape, apart=1.0)
     # Ties of distance and of votes.
     features = (2 * features).round() / 2
@@ -113,7 +111,7 @@ def test_knn_is_that_of_loops(shape) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_frechet_is_bures_wasserstein_of_the_whole_clouds(weighted) -> None:
+def test_frechet_is_bures_wasserstein_of_the_whole_clouds(weighted):
     (x, lx), (y, ly) = rows(50, 4, 3, apart=1.0), rows(30, 4, 2, apart=2.0, seed=1)
     a = torch.rand(50, dtype=torch.float64) if weighted else torch.ones(50, dtype=torch.float64)
     a[:3] = 0 if weighted else a[:3]
@@ -125,7 +123,7 @@ def test_frechet_is_bures_wasserstein_of_the_whole_clouds(weighted) -> None:
     assert frechet_distance(one, one) == 0
 
 
-def test_otce_is_the_entropy_of_columns_given_rows() -> None:
+def test_otce_is_the_entropy_of_columns_given_rows():
     coupling = torch.rand(4, 3, dtype=torch.float64)
     coupling[1] = 0
     coupling[0, 2] = 0

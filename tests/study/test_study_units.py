@@ -1,15 +1,9 @@
 """Units of a study: computed once, whole or not at all, by any number of processes."""
 
-from __future__ import annotations
-
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +11,7 @@ import torch
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError
 from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.units.store import Store
-from otdd_flash.study.units.unit import Bench, Content, Unit
+from otdd_flash.study.units.unit import Content, Unit
 from otdd_flash.study.units.work import Shard, in_order, work_through
 
 
@@ -26,22 +20,22 @@ class Sum(Unit):
 
     kind = "sum"
 
-    def __init__(self, number: int, *needs: Unit, log: str = "log", seconds: float = 0) -> None:
+    def __init__(self, number, *needs, log="log", seconds=0):
         self.number, self._needs, self.log, self.seconds = number, needs, log, seconds
 
     @property
-    def key(self) -> Mapping[str, Any]:
+    def key(self):
         return {"number": self.number}
 
     @property
-    def title(self) -> str:
+    def title(self):
         return f"sum {self.number}"
 
     @property
-    def needs(self) -> tuple[Unit, ...]:
+    def needs(self):
         return self._needs
 
-    def compute(self, bench: Bench) -> Content:
+    def compute(self, bench):
         time.sleep(self.seconds)
         with open(self.log, "a") as log:
             log.write(f"{self.number}\n")
@@ -51,9 +45,9 @@ class Sum(Unit):
 
 class Failing(Sum):
     kind = "failing"
-    error: Exception = InputError("no")
+    error = InputError("no")
 
-    def compute(self, bench: Bench) -> Content:
+    def compute(self, bench):
         super().compute(bench)
         raise self.error
 
@@ -63,24 +57,23 @@ class Alone(Sum):
     one_thread = True
 
 
-def run(units: list[Unit], folder: Path, **more: Any) -> StoredBench:
+def run(units, folder, **more):
     store = Store(folder)
     bench = StoredBench(store, threads=2)
-    work = {"shard": Shard(), "threads": 2, **more}
-    work_through(in_order(units), bench, store, **work)
+    work_through(in_order(units), bench, store, **{"shard": Shard(), "threads": 2, **more})
     return bench
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def computed() -> list[int]:
+def computed():
     return [int(line) for line in Path("log").read_text().split()] if Path("log").exists() else []
 
 
-def test_units_come_after_what_they_need_and_are_computed_once(tmp_path) -> None:
+def test_units_come_after_what_they_need_and_are_computed_once(tmp_path):
     one, two = Sum(1), Sum(2)
     last = Sum(10, one, two, Sum(2))
     bench = run([last, one], tmp_path)
@@ -88,15 +81,13 @@ def test_units_come_after_what_they_need_and_are_computed_once(tmp_path) -> None
     assert computed() == [1, 2, 10]
     run([last, one, Sum(3)], tmp_path)
     assert computed() == [1, 2, 10, 3]
-
-
-def test_a_digest_is_of_kind_key_and_needs() -> None:
+    # A digest is of kind, key and needs.
     units = [Sum(1), Sum(2), Alone(1), Sum(1, Sum(2)), Sum(1, Sum(3))]
     assert len({unit.digest for unit in units}) == 5
     assert Sum(1, Sum(2)).digest == Sum(1, Sum(2)).digest
 
 
-def test_threads_are_those_of_the_study_or_one(tmp_path) -> None:
+def test_threads_are_those_of_the_study_or_one(tmp_path):
     before = torch.get_num_threads()
     bench = run([Sum(1), Alone(1)], tmp_path)
     assert int(bench.found(Sum(1)).tensors["threads"]) == 2
@@ -105,7 +96,7 @@ def test_threads_are_those_of_the_study_or_one(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])
-def test_a_damaged_unit_is_computed_again_with_a_notice(tmp_path, damage) -> None:
+def test_a_damaged_unit_is_computed_again_with_a_notice(tmp_path, damage):
     run([Sum(1)], tmp_path)
     path = tmp_path / "units" / f"{Sum(1).digest}.safetensors"
     content = bytearray(path.read_bytes())
@@ -114,12 +105,8 @@ def test_a_damaged_unit_is_computed_again_with_a_notice(tmp_path, damage) -> Non
     with pytest.warns(DataNotice, match=r"the file of sum 1, .* is damaged .* computed again"):
         assert run([Sum(5, Sum(1))], tmp_path).found(Sum(5, Sum(1))).facts["total"] == 6
     assert sorted(computed()) == [1, 1, 5]
-
-
-def test_the_file_of_another_unit_is_none_of_this(tmp_path) -> None:
-    run([Sum(1)], tmp_path)
-    folder = tmp_path / "units"
-    (folder / f"{Sum(1).digest}.safetensors").rename(folder / f"{Sum(2).digest}.safetensors")
+    # The file of another unit is none of this.
+    path.rename(path.with_name(f"{Sum(2).digest}.safetensors"))
     with pytest.warns(DataNotice, match="not what its name says"):
         assert run([Sum(2)], tmp_path).found(Sum(2)).facts["total"] == 2
 
@@ -127,7 +114,7 @@ def test_the_file_of_another_unit_is_none_of_this(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("error", "code"), [(InputError("no"), 2), (ConvergenceError("no"), 3), (ValueError("no"), 1)]
 )
-def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path, error, code) -> None:
+def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path, error, code):
     failing = Failing(1)
     failing.error = error
     run([Sum(7, failing), Sum(8, Sum(7, failing)), Sum(3)], tmp_path)
@@ -139,81 +126,25 @@ def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path, error, code) ->
         StoredBench(Store(tmp_path), 1).found(failing)
 
 
-def test_work_ends_between_units_when_asked_to(tmp_path) -> None:
-    told: list[tuple[int, int]] = []
-    run(
-        [Sum(1), Sum(2), Sum(3)],
-        tmp_path,
-        stop=lambda: len(told) == 2,
-        progress=lambda *numbers: told.append(numbers),
-    )
+def test_work_ends_between_units_when_asked_to(tmp_path):
+    told = []
+    more = {"stop": lambda: len(told) == 2, "progress": lambda *numbers: told.append(numbers)}
+    run([Sum(1), Sum(2), Sum(3)], tmp_path, **more)
     assert computed() == [1, 2]
     assert told == [(1, 3), (2, 3)]
 
 
-@pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/2/3", "-1/2"])
-def test_a_shard_is_one_of_some(text) -> None:
-    with pytest.raises(InputError, match=r"study.shard must be I/N .* such as 2/4"):
-        Shard.parse(text)
-
-
-def test_every_unit_belongs_to_one_shard() -> None:
+def test_every_unit_belongs_to_one_shard():
     units = [Sum(number) for number in range(200)]
     owners = [Shard.parse("1/4").owner(unit) for unit in units]
     assert {*owners} == {1, 2, 3, 4}
     assert owners == [Shard.parse("3/4").owner(unit) for unit in units]
+    for text in ("0/2", "3/2", "2", "a/b", "1/2/3", "-1/2"):
+        with pytest.raises(InputError, match=r"study.shard must be I/N .* such as 2/4"):
+            Shard.parse(text)
 
 
-WORKER = """
-import sys
-sys.path[:0] = {paths!r}
-from pathlib import Path
-from test_study_units import *
-units = [Sum(k, seconds=0.05) for k in range(12)]
-units += [Sum(100, *units[:6])]
-shard = Shard.parse(sys.argv[1] if len(sys.argv) > 1 else None)
-store = Store(Path.cwd())
-with shard.alive(store):
-    run(units, Path.cwd(), shard=shard)
-"""
-
-
-def worker(*arguments: str) -> subprocess.Popen[bytes]:
-    tests = str(Path(__file__).parent)
-    program = WORKER.format(paths=[tests, *sys.path])
-    return subprocess.Popen([sys.executable, "-c", program, *arguments])
-
-
-@pytest.mark.slow
-def test_processes_share_the_units_of_a_folder() -> None:
-    processes = [worker() for _ in range(3)]
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
-    assert sorted(computed()) == [*range(12), 100]
-
-
-@pytest.mark.slow
-def test_a_shard_waits_for_others_and_takes_over_from_a_dead_one() -> None:
-    first = worker("1/2")
-    units = [Sum(k) for k in range(12)]
-    mine = {unit.number for unit in units if Shard(1, 2).owner(unit) == 1}
-    deadline = time.monotonic() + 30
-    while {*computed()} < mine and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    assert {*computed()} <= mine | {100}
-    assert first.poll() is None
-    second = worker("2/2")
-    while len(computed()) <= len(mine) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(second.pid, signal.SIGKILL)
-    second.wait()
-    assert first.wait(60) == 0
-    assert sorted({*computed()}) == [*range(12), 100]
-    # The one that was under way when its process died may have been begun twice.
-    assert len(computed()) <= 14
-
-
-def test_units_of_a_shard_are_others_once_it_is_dead() -> None:
+def test_units_of_a_shard_are_others_once_it_is_dead():
     store = Store(Path.cwd())
     one, two = Shard(1, 2), Shard(2, 2)
     units = [Sum(number) for number in range(20)]
@@ -222,14 +153,47 @@ def test_units_of_a_shard_are_others_once_it_is_dead() -> None:
     assert all(one.mine(unit, store) == (unit not in theirs) for unit in units)
     with two.alive(store):
         assert not any(one.mine(unit, store) for unit in theirs)
+        with (
+            pytest.raises(InputError, match=r"study\.shard=2/2 of this folder is in use"),
+            two.alive(store),
+        ):
+            pass
     assert all(one.mine(unit, store) for unit in units)
 
 
-def test_a_shard_that_lives_is_refused_to_others() -> None:
-    store = Store(Path.cwd())
-    with (
-        Shard(1, 2).alive(store),
-        pytest.raises(InputError, match=r"study\.shard=1/2 of this folder is in use"),
-        Shard(1, 2).alive(store),
-    ):
-        pass
+def worker(text=None):
+    """What a process of the next tests does in its folder."""
+    units = [Sum(k, seconds=0.05) for k in range(12)]
+    units += [Sum(100, *units[:6])]
+    shard = Shard.parse(text)
+    with shard.alive(Store(Path.cwd())):
+        run(units, Path.cwd(), shard=shard)
+
+
+@pytest.mark.slow
+def test_processes_share_the_units_of_a_folder(processes, tmp_path):
+    started = [processes.start("test_study_units.worker()", tmp_path) for _ in range(3)]
+    assert [processes.wait(pid) for pid in started] == [0, 0, 0]
+    assert sorted(computed()) == [*range(12), 100]
+
+
+@pytest.mark.slow
+def test_a_shard_waits_for_others_and_takes_over_from_a_dead_one(processes, tmp_path):
+    first = processes.start("test_study_units.worker('1/2')", tmp_path)
+    units = [Sum(k) for k in range(12)]
+    mine = {unit.number for unit in units if Shard(1, 2).owner(unit) == 1}
+    deadline = time.monotonic() + 60
+    while {*computed()} < mine and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert {*computed()} <= mine | {100}
+    assert processes.poll(first) is None
+    second = processes.start("test_study_units.worker('2/2')", tmp_path)
+    while len(computed()) <= len(mine) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(second, signal.SIGKILL)
+    processes.wait(second)
+    assert processes.wait(first) == 0
+    assert sorted({*computed()}) == [*range(12), 100]
+    # The one that was under way when its process died may have been begun twice.
+    assert len(computed()) <= 14

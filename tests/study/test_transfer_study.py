@@ -1,10 +1,6 @@
 """The committed study of twelve tasks: what it reports, and that this code would do the same."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,13 +15,12 @@ OF_THE_MACHINE = ("compute", "versions")
 MOST_BYTES = 300_000
 
 
-def committed(kind: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"{NAME}{kind}.json").read_text("utf-8"))
-    return content
+def committed(kind):
+    return json.loads((RESULTS / f"{NAME}{kind}.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_is_reported_of_every_measure(kind: str) -> None:
+def test_everything_is_reported_of_every_measure(kind):
     content = committed(kind)
     rows = {row["measure"]: row for row in content["measures"]}
     assert {*rows} == {*MEASURES}
@@ -43,14 +38,12 @@ def test_everything_is_reported_of_every_measure(kind: str) -> None:
         assert row["sign"] == MEASURES[name].nearer
     assert len(content["notes"]) == (9 if kind else 8)
     assert (RESULTS / f"{NAME}{kind}.md").read_text("utf-8") == markdown(content["measures"])
-
-
-def test_the_files_are_small() -> None:
+    # The files are small.
     assert sum(path.stat().st_size for path in RESULTS.glob(f"{NAME}*")) <= MOST_BYTES
 
 
 @pytest.mark.slow
-def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data: Path) -> None:
+def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data):
     whole = study(str(real_data), 2000, features=False)
     tasks = whole._tasks()
     setup = Setup(tasks, whole._settings(None, whole._metric(tasks), 1, 1))

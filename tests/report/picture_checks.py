@@ -1,0 +1,22 @@
+"""Where things stand on a page."""
+
+from itertools import combinations
+
+
+def check_on_page(figure, things):
+    """All things (texts, images) lie on the figure's page, once it is laid out."""
+    figure.draw_without_rendering()
+    width, height = figure.get_size_inches() * figure.dpi
+    for thing in things:
+        box = thing.get_window_extent()
+        assert min(box.x0, box.y0) >= 0, thing
+        assert box.x1 <= width, thing
+        assert box.y1 <= height, thing
+
+
+def check_apart(things):
+    """No two things overlap."""
+    boxes = [(thing, thing.get_window_extent()) for thing in things]
+    for (one, a), (other, b) in combinations(boxes, 2):
+        crossing = a.x0 < b.x1 and b.x0 < a.x1 and a.y0 < b.y1 and b.y0 < a.y1
+        assert not crossing, (one, other)
