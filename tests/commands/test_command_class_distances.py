@@ -53,6 +53,7 @@ def test_class_distances_are_counted_measured_once_and_their_gap_is_said(
     assert gap is None or 0 < gap < 1
 
 
+@pytest.mark.slow
 def test_null_turns_the_cache_off(command, folder):
     before = {path.name for path in folder.iterdir()}
     assert command("cache_dir=null", "report=none").code == 0

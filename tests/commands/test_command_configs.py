@@ -128,6 +128,8 @@ def test_shorthands_reach_both_sides_and_the_labels(composed):
 
 
 WRONG = {
+    "flow": """
+        flow.functionals=3 -> flow.functionals must be a list, got 3""",
     "distance": """
         epsilon=abc -> epsilon must be a number or null, got 'abc'
         lambda_x=null -> lambda_x must be a number, got null
@@ -146,8 +148,6 @@ WRONG = {
         study.tasks=3 -> study.tasks must be a list or null, got 3
         measures=otdd -> measures must be a list or null, got 'otdd'
         transfer=3 -> transfer must be a mapping or null, got 3""",
-    "flow": """
-        flow.functionals=3 -> flow.functionals must be a list, got 3""",
 }
 
 
@@ -162,6 +162,7 @@ def test_a_value_of_the_wrong_type_is_said_with_what_its_own_key_takes(composed,
         assert sentence in str(refused.value)
 
 
+@pytest.mark.slow
 def test_help_explains_every_choice_and_every_key(command, composed):
     help_text = command("--help").out
     described = help_text[: help_text.index("DEFAULTS")]

@@ -87,6 +87,7 @@ def test_jobs_of_one_multirun_do_not_replace_each_other(command, read):
     assert read("sweep/same/result.json")["epsilon"] == 0.1
 
 
+@pytest.mark.slow
 def test_a_folder_that_a_living_process_holds_is_refused(command):
     holder = locks.lock(_made("run") / LOCK_FILE)
     for setting in (KEEP, "overwrite=true"):

@@ -112,6 +112,7 @@ def test_a_cache_of_features_that_is_unwritable_or_damaged_is_said_and_done_with
     assert read("first/result.json")["value"] == read("second/result.json")["value"]
 
 
+@pytest.mark.slow
 def test_a_folder_is_at_no_distance_from_itself_whichever_reads_it(command, read, folder):
     """Photos that stand on their side, grey and colour, 8 and 16 bits, with and without alpha."""
     values = np.random.default_rng(1).integers(0, 256, (6, 8, 4), dtype=np.uint8)

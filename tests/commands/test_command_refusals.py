@@ -98,10 +98,12 @@ TABLES = [
         extractor.name=nothing -> 'nothing' | identity
         extractor=pixels -> array data | identity
         extractor.batch_size=abc -> extractor.batch_size | abc
+        extractor.standardize=maybe -> extractor.standardize | true or false | maybe
         extractor.pca=99 -> extractor.pca | 99
         labels.method=nothing -> 'nothing' | gaussian
         labels=given -> labels.path=W.npz
         device=cuda:99 -> cuda:99 | on this machine | auto, cpu
+        device=nothing -> 'nothing' | auto, cpu
         backend=nothing -> 'nothing' | auto, torch
         precision=nothing -> 'nothing' | double
         memory_budget=lots -> memory_budget | lots | GiB
@@ -245,7 +247,7 @@ def inputs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-@pytest.mark.parametrize(("run", "given", "parts"), _rows())
+@pytest.mark.parametrize(("run", "given", "parts"), [*_rows()])
 def test_one_sentence_says_what_is_wrong_and_what_to_do(request, run, given, parts):
     ended = request.getfixturevalue(run)(*given)
     assert ended.code == 2

@@ -9,6 +9,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
+@pytest.mark.slow
 def test_a_width_of_the_bounds_ends_the_solve(command, read):
     ended = command("solver.bound_width=0.05", "save_result=true")
     assert ended.code == 0

@@ -136,7 +136,7 @@ def test_a_process_whose_streams_are_closed_or_full_leaves_its_result(folder, re
     assert json.loads(Path("run/result.json").read_text())["value"] > 0
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [

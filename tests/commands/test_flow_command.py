@@ -267,6 +267,7 @@ def test_the_configuration_fits_its_settings(composed):
         assert composed(name="flow")[key] == shared[key]
 
 
+@pytest.mark.slow
 def test_help_explains_every_setting(composed, ended):
     shown = ended(flow_main, "--help").out
     for key in composed(name="flow").flow:

@@ -26,7 +26,7 @@ a network of one's own | recipes | Your own network | nn.Sequential
 a pretrained network | recipes | A pretrained network without a hub | extractor=efficientnet_lite0
 pretrained words | recipes | A pretrained network without a hub | extractor=wordllama
 a loss | recipes | A loss in a training loop | sinkhorn_loss
-a flow | flows | | otdd\.gradient_flow\(
+a flow | flows |  | otdd\.gradient_flow\(
 a classifier on the moved rows | recipes | Train on the ada | LogisticRegression.*\.score\(test
 a study of one's own data | studies | Which of your datasets to train on first | otdd\.Study\(tasks
 contributions | recipes | Which rows carry the distance | \.contributions\(\)
@@ -48,7 +48,7 @@ def heading_of(block: Block) -> str:
 def test_every_task_of_the_first_hour_has_a_block_that_runs() -> None:
     blocks = [(block, heading_of(block)) for block in all_blocks() if block.mark is None]
     for line in TASKS.strip().splitlines():
-        _, page, heading, does = (part.strip() for part in line.split(" | "))
+        _, page, heading, does = line.split(" | ")
         here = [
             block
             for block, above in blocks
