@@ -9,13 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
-import fsspec
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
-from fsspec.registry import _registry as REGISTRY
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
@@ -29,27 +24,27 @@ class Connected(BaseException):
 PROTOCOLS = ("http", "https", "hf", "s3", "gs", "ftp")
 
 
-class RemoteFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """Stands for the file systems of fsspec that are not on this machine."""
-
-    cachable = False
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise Connected
-
-
 @pytest.fixture(autouse=True)
 def alarmed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Connections fail loudly, and all caches are empty."""
+    import datasets
+    import fsspec
+    from fsspec.registry import _registry
 
     def refuse(*_: Any, **__: Any) -> None:
         raise Connected
+
+    class RemoteFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
+        """Stands for the file systems of fsspec that are not on this machine."""
+
+        cachable = False
+        __init__ = refuse
 
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     for protocol in PROTOCOLS:
-        monkeypatch.setitem(REGISTRY, protocol, RemoteFiles)
+        monkeypatch.setitem(_registry, protocol, RemoteFiles)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -134,15 +129,16 @@ def test_untrained_networks_need_no_network() -> None:
 
 
 IMAGE = {"_type": "Image"}
-STORED = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
 
 
 def _saved(folder: Path, path: str, feature: dict[str, Any]) -> dict[str, Any]:
     """What `save_to_disk` leaves, of an image or a list with one image that has only a path."""
+    import datasets
+
     one: Any = {"bytes": None, "path": path}
-    stored: Any = STORED
+    stored: Any = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
     if "feature" in feature:
-        one, stored = [one], datasets.List(STORED)
+        one, stored = [one], datasets.List(stored)
     types = {"text": datasets.Value("string"), "image": stored, "label": datasets.Value("int64")}
     columns = {"text": ["u", "v"], "image": [one, one], "label": [0, 1]}
     datasets.Dataset.from_dict(columns, features=datasets.Features(types)).save_to_disk(folder)
@@ -154,6 +150,9 @@ def _saved(folder: Path, path: str, feature: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parquet(folder: Path, path: str) -> dict[str, Any]:
+    import pyarrow
+    import pyarrow.parquet
+
     stored = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     image = pyarrow.array([{"bytes": None, "path": path}] * 2, stored)
     features = {"image": IMAGE, "label": {"dtype": "int64", "_type": "Value"}}
@@ -203,6 +202,7 @@ def _read(folder: Path, case: str, **options: Any) -> list[Any]:
     return list(otdd.load("huggingface", **ADDRESSES[case](folder), **options).inputs)
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("case", ADDRESSES)
 def test_no_address_in_data_is_opened_unless_asked_for(tmp_path: Path, case: str) -> None:
     where = "row 0 of .* is the address" if case.startswith("row") else "address"
@@ -217,6 +217,7 @@ def test_an_address_in_data_is_opened_if_asked_for(tmp_path: Path, case: str) ->
         _read(tmp_path / "data", case, download=True)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("role", ["label", "weights"])
 @pytest.mark.parametrize(
     "feature", [IMAGE, {"_type": "List", "feature": IMAGE}, {"_type": "Audio"}]

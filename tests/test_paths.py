@@ -61,29 +61,34 @@ def test_no_path_is_refused_by_its_name(given: Any, match: str) -> None:
         path("cache_dir", given)
 
 
-def calls(folder: Any) -> dict[str, Any]:
-    """Calls that write below a folder, or read from it."""
-    result = distance()
-    study = otdd.Study({"a": samples(), "b": samples("b")}, ["frechet"], transfer=None)
-    pairs = otdd.pairwise_distances([samples(), samples("b")], epsilon=1.0)
-    return {
-        "cache_dir": lambda: distance(labels="exact", cache_dir=folder),
-        "save": lambda: result.save(folder),
-        "pairwise": lambda: pairs.save(folder),
-        "table": lambda: result.class_distances.save(f"{folder}/W.npz" if folder else folder),
-        "report": lambda: write_report(result, folder, content="table"),
-        "study": lambda: study.run(folder),
-        "study report": lambda: write_study_report(study.run("there", resume=True), folder),
-        "write_npz": lambda: write_npz(samples(), f"{folder}/x.npz" if folder else folder),
-    }
+# Calls that write below a folder, or read from it.
+CALLS: dict[str, Any] = {
+    "cache_dir": lambda folder: distance(labels="exact", cache_dir=folder),
+    "save": lambda folder: distance().save(folder),
+    "pairwise": lambda folder: pairs().save(folder),
+    "table": lambda folder: distance().class_distances.save(folder and f"{folder}/W.npz"),
+    "report": lambda folder: write_report(distance(), folder, content="table"),
+    "study": lambda folder: study().run(folder),
+    "study report": lambda folder: write_study_report(study().run("there", resume=True), folder),
+    "write_npz": lambda folder: write_npz(samples(), folder and f"{folder}/x.npz"),
+}
 
 
-@pytest.mark.parametrize("name", list(calls("x")))
+def study() -> otdd.Study:
+    return otdd.Study({"a": samples(), "b": samples("b")}, ["frechet"], transfer=None)
+
+
+def pairs() -> otdd.PairwiseResult:
+    return otdd.pairwise_distances([samples(), samples("b")], epsilon=1.0)
+
+
+@pytest.mark.slow(after=3)
+@pytest.mark.parametrize("name", CALLS)
 def test_folders_of_library_calls(home: Path, name: str) -> None:
-    calls("~/below")[name]()
+    CALLS[name]("~/below")
     assert any((home / "below").iterdir())
     with pytest.raises(InputError, match="must name a file or folder"):
-        calls("")[name]()
+        CALLS[name]("")
     assert [entry.name for entry in Path().iterdir() if entry.name != "there"] == []
 
 

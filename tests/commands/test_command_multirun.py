@@ -2,67 +2,65 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from otdd_flash.commands import compare, runner
-from otdd_flash.commands.outcome import _different_epsilons
 from otdd_flash.errors import InputError
-from otdd_flash.report.distance import writing
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
+NONE = "report=none"
 
-def _summary(folder: str = "sweep") -> list[dict[str, str]]:
-    with (Path(folder) / "summary.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+
+@pytest.fixture
+def summary(rows):
+    """`summary()` are the lines of the summary of the sweep."""
+    return lambda: rows("sweep/summary.csv")
 
 
 @pytest.mark.slow
-def test_a_failing_job_does_not_stop_the_others(command, read):
-    ended = command("-m", "source=blobs,digits", "target=blobs,digits", "max_samples=30")
+def test_a_failing_job_does_not_stop_the_others(command, read, summary):
+    ended = command("-m", "source=blobs,digits", "target=blobs,digits", "max_samples=30", NONE)
     assert ended.code == 2
     assert "Traceback" not in ended.err
-    rows = _summary()
-    assert list(rows[0]) == [
-        *("job", "extractor", "cache_dir", "overwrite", "max_samples"),
+    found = summary()
+    assert list(found[0]) == [
+        *("job", "extractor", "cache_dir", "overwrite", "max_samples", "report"),
         *("source", "target", "value", "lower", "upper", "epsilon", "converged", "stopped_by"),
         *("marginal_error", "seconds", "error", "directory"),
     ]
-    assert [row["job"] for row in rows] == ["0", "1", "2", "3"]
-    assert [bool(row["value"]) for row in rows] == [True, False, False, False]
+    assert [row["job"] for row in found] == ["0", "1", "2", "3"]
+    assert [bool(row["value"]) for row in found] == [True, False, False, False]
     # A job without a result says what it was given.
-    assert (rows[1]["source"], rows[1]["target"]) == ("blobs", "digits")
-    for row in rows[1:]:
+    assert (found[1]["source"], found[1]["target"]) == ("blobs", "digits")
+    for row in found[1:]:
         assert read(f"sweep/{row['directory']}/error.json")["error"] == row["error"]
         assert "digits" in row["error"]
-    result = read("sweep/0/result.json")
-    assert float(rows[0]["value"]) == result["value"]
-    assert [float(rows[0][end]) for end in ("lower", "upper")] == result["bounds"]
-    assert (rows[0]["converged"], rows[0]["error"]) == ("true", "")
-    assert rows[0]["stopped_by"] == "tolerance"
-    assert float(rows[0]["marginal_error"]) == result["marginal_error"]
-    assert float(rows[0]["seconds"]) == pytest.approx(sum(result["seconds"].values()))
+    result, done = read("sweep/0/result.json"), found[0]
+    assert float(done["value"]) == result["value"]
+    assert [float(done[end]) for end in ("lower", "upper")] == result["bounds"]
+    assert (done["converged"], done["error"], done["stopped_by"]) == ("true", "", "tolerance")
+    assert float(done["marginal_error"]) == result["marginal_error"]
+    assert float(done["seconds"]) == pytest.approx(sum(result["seconds"].values()))
     assert "4 jobs, 3 failed" in ended.err
     assert str(Path("sweep/summary.csv").absolute()) in ended.err
 
 
 @pytest.mark.slow
-def test_a_summary_has_a_column_for_every_override_and_a_picture(command):
+def test_a_summary_has_a_column_for_every_override_and_a_picture(command, rows):
     sweep = ("-m", "solver.tolerance=1e-2,1e-3", "subsample=39", "labels=gaussian,means")
     ended = command(*sweep, "source.classes=['0','1']", "hydra.sweep.dir=swept")
     assert ended.code == 0, ended.err
-    rows = _summary("swept")
-    given = [(row["solver.tolerance"], row["labels"], row["source.classes"]) for row in rows]
+    found = rows("swept/summary.csv")
+    given = [(row["solver.tolerance"], row["labels"], row["source.classes"]) for row in found]
     assert given == [
         (tolerance, labels, "['0','1']")
         for tolerance in ("0.01", "0.001")
         for labels in ("gaussian", "means")
     ]
-    for row in rows:
+    for row in found:
         assert float(row["sampling_lower"]) <= float(row["value"]) <= float(row["sampling_upper"])
     with Image.open("swept/summary.png") as image:
         assert image.size == (1140, 720)
@@ -71,25 +69,28 @@ def test_a_summary_has_a_column_for_every_override_and_a_picture(command):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("argument", "reason"),
     [
-        (("labels=gaussian,means",), "labels is swept, which is no number"),
-        (("epsilon=0.1,-1",), "fewer than two jobs have a value"),
-        (("epsilon=0.1,0.2", "report=table"), None),
+        ("labels=gaussian,means", "labels is swept, which is no number"),
+        ("epsilon=0.1,-1", "fewer than two jobs have a value"),
+        ("", None),
     ],
 )
-def test_why_there_is_no_picture_of_a_sweep_is_said(command, arguments, reason):
+def test_why_there_is_no_picture_of_a_sweep_is_said(command, argument, reason):
     Path("sweep").mkdir()
     Path("sweep/summary.png").write_text("of an earlier sweep")
-    ended = command("-m", *arguments)
+    # The flag may stand after settings.
+    swept = ("epsilon=0.1,0.2",) if reason is None else (argument,)
+    ended = command("report=table" if reason is None else "report=full", "-m", *swept)
     said = [line for line in ended.err.splitlines() if line.startswith("no picture of the sweep: ")]
     assert said == ([] if reason is None else [f"no picture of the sweep: {reason}"])
     assert not Path("sweep/summary.png").exists()
 
 
 @pytest.mark.slow
-def test_every_directory_is_self_contained(command):
-    ended = command("-m", "epsilon=0.1,0.3")
+def test_every_directory_is_self_contained_and_names_its_epsilon(command, summary):
+    """By default every row has a hundredth of its own mean cost."""
+    ended = command("-m", "epsilon=0.1,0.3", "report=table")
     assert ended.code == 0
     assert "the rows are not at one epsilon: it goes from 0.1 to 0.3" in ended.err
     assert "give epsilon" not in ended.err
@@ -97,19 +98,11 @@ def test_every_directory_is_self_contained(command):
         files = {str(path.relative_to(f"sweep/{job}")) for path in Path(f"sweep/{job}").rglob("*")}
         assert {"result.json", "class_coupling.csv", "class_distances.csv"} <= files
         assert {".hydra/config.yaml", ".hydra/overrides.yaml"} <= files
-    assert [float(row["epsilon"]) for row in _summary()] == [0.1, 0.3]
-
-
-@pytest.mark.slow
-def test_a_sweep_says_whether_its_rows_are_at_one_epsilon(command):
-    """By default every row has a hundredth of its own mean cost."""
-    ended = command("-m", "target.split=test,train", "report=none")
-    used = [float(row["epsilon"]) for row in _summary()]
+    assert [float(row["epsilon"]) for row in summary()] == [0.1, 0.3]
+    ended = command("-m", "target.split=test,train", NONE)
+    used = [float(row["epsilon"]) for row in summary()]
     said = f"it goes from {min(used):.6g} to {max(used):.6g}; give epsilon=VALUE to compare them"
     assert said in " ".join(ended.err.split())
-    again = command("-m", "target.split=test,train", "report=none", "epsilon=1", "overwrite=true")
-    assert again.code == 0
-    assert "not at one epsilon" not in again.err
 
 
 @pytest.mark.parametrize(
@@ -128,6 +121,8 @@ def test_a_sweep_says_whether_its_rows_are_at_one_epsilon(command):
     ],
 )
 def test_what_is_said_of_the_epsilons_of_a_sweep(given, epsilons, said):
+    from otdd_flash.commands.outcome import _different_epsilons
+
     keys = "epsilon", "epsilon_relative"
     rows = [
         {"epsilon": used, "overrides": {k: v for k, v in zip(keys, one, strict=True) if v}}
@@ -139,79 +134,66 @@ def test_what_is_said_of_the_epsilons_of_a_sweep(given, epsilons, said):
 
 
 @pytest.mark.slow
-def test_the_flag_of_a_multirun_may_stand_after_settings(command):
-    ended = command("report=none", "-m", "epsilon=0.1,0.3")
-    assert ended.code == 0
-    assert "2 jobs, 0 failed" in ended.err
-
-
-@pytest.mark.slow
-def test_the_highest_code_wins_whatever_the_order(command):
+def test_the_highest_code_wins_whatever_the_order(command, summary):
     ended = command(
         *("-m", "solver.max_iterations=1,100000", "epsilon=0.1,-1", "solver.tolerance=1e-4"),
-        "solver.require_convergence=true",
+        *("solver.require_convergence=true", NONE),
     )
     assert ended.code == 3
-    errors = [row["error"] for row in _summary()]
+    errors = [row["error"] for row in summary()]
     assert "require_convergence" in errors[0]
     assert "epsilon must be positive" in errors[1]
     assert (errors[2], bool(errors[3])) == ("", True)
     # A result that has not converged is still in the table.
-    assert _summary()[0]["converged"] == "false"
+    assert summary()[0]["converged"] == "false"
 
 
 @pytest.mark.slow
-def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, monkeypatch):
+def test_a_defect_in_one_job_is_recorded_with_its_traceback(command, read, summary, monkeypatch):
+    from otdd_flash.commands import compare
+
     compute = compare.dataset_distance
 
-    def broken_at(epsilon):
-        def run(*args, **options):
-            if options["epsilon"] == epsilon:
-                raise ZeroDivisionError("a defect")
-            return compute(*args, **options)
+    def broken(*args, **options):
+        if options["epsilon"] == 0.2:
+            raise ZeroDivisionError("a defect")
+        return compute(*args, **options)
 
-        return run
-
-    monkeypatch.setattr(compare, "dataset_distance", broken_at(0.2))
-    assert command("-m", "epsilon=0.2,0.1").code == 1
+    monkeypatch.setattr(compare, "dataset_distance", broken)
+    assert command("-m", "epsilon=0.2,0.1", NONE).code == 1
     record = read("sweep/0/error.json")
     assert (record["type"], record["exit_code"]) == ("ZeroDivisionError", 1)
-    assert "in run" in record["traceback"]
-    assert [bool(row["value"]) for row in _summary()] == [False, True]
+    assert "in broken" in record["traceback"]
+    assert [bool(row["value"]) for row in summary()] == [False, True]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
-def test_a_missing_picture_is_code_4_with_a_result(command, monkeypatch, full):
+def test_a_missing_picture_is_code_4_with_a_result(command, summary, monkeypatch, full):
     """On a full disk there is no room for error.json either."""
 
     def refuse(path, *_):
         raise InputError(f"cannot write {path}: No space left on device")
 
-    monkeypatch.setattr(writing, "projection", lambda *_: refuse("projection.png"))
+    writing = "otdd_flash.report.distance.writing.projection"
+    monkeypatch.setattr(writing, lambda *_: refuse("projection.png"))
     if full:
-        monkeypatch.setattr(runner, "write_json", refuse)
-    ended = command("-m", "epsilon=0.1,0.2")
-    assert ended.code == 4
-    rows = _summary()
-    assert [float(row["epsilon"]) for row in rows] == [0.1, 0.2]
-    assert [bool(row["value"]) for row in rows] == [True, True]
-    assert all(("projection.png" in row["error"]) != full for row in rows)
+        monkeypatch.setattr("otdd_flash.commands.runner.write_json", refuse)
+    assert command("-m", "epsilon=0.1,0.2").code == 4
+    assert [float(row["epsilon"]) for row in summary()] == [0.1, 0.2]
+    assert [bool(row["value"]) for row in summary()] == [True, True]
+    assert all(("projection.png" in row["error"]) != full for row in summary())
 
 
 @pytest.mark.slow
-def test_a_stale_result_is_not_taken_for_that_of_a_failed_job(command):
-    assert command("-m", "epsilon=0.1,0.2").code == 0
-    assert command("-m", "epsilon=0.1,-1").code == 2
-    assert [bool(row["value"]) for row in _summary()] == [True, False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("subdir", ["deep/${hydra.job.num}", "job_${hydra.job.num}"])
-def test_subdirectories_may_have_any_form(command, subdir):
-    assert command("-m", "epsilon=0.1,-1", f"hydra.sweep.subdir={subdir}").code == 2
-    expected = [subdir.replace("${hydra.job.num}", number) for number in ("0", "1")]
-    assert [row["directory"] for row in _summary()] == expected
+def test_a_stale_result_is_not_taken_for_that_of_a_failed_job(command, summary):
+    """Nor where subdirectories have another form."""
+    subdir = "deep/${hydra.job.num}"
+    for epsilons, code in (("0.1,0.2", 0), ("0.1,-1", 2)):
+        arguments = ("-m", f"epsilon={epsilons}", f"hydra.sweep.subdir={subdir}", NONE)
+        assert command(*arguments).code == code
+    assert [bool(row["value"]) for row in summary()] == [True, False]
+    assert [row["directory"] for row in summary()] == ["deep/0", "deep/1"]
 
 
 @pytest.mark.slow
@@ -219,14 +201,14 @@ def test_subdirectories_may_have_any_form(command, subdir):
     ("name", "content"),
     [("result.json", "{"), ("error.json", '{"a": 1}'), (".hydra/overrides.yaml", ": : [")],
 )
-def test_a_damaged_file_of_one_job_costs_no_line_of_others(command, name, content):
+def test_a_damaged_file_of_one_job_costs_no_line_of_others(command, summary, name, content):
     (Path("sweep") / "old" / ".hydra").mkdir(parents=True)
     (Path("sweep") / "old" / ".hydra" / "overrides.yaml").write_text("[a=1]")
     (Path("sweep") / "old" / "error.json").write_text('{"error": "x", "exit_code": 0}')
     (Path("sweep") / "old" / name).write_text(content)
-    ended = command("-m", "epsilon=0.1", "report=none")
+    ended = command("-m", "epsilon=0.1", NONE)
     assert ended.code == 4
     assert "2 jobs, 1 failed" in ended.err
-    rows = {row["job"]: row for row in _summary()}
-    assert float(rows["0"]["value"]) > 0
-    assert rows["old"]["error"].startswith("its files cannot be read (")
+    found = {row["job"]: row for row in summary()}
+    assert float(found["0"]["value"]) > 0
+    assert found["old"]["error"].startswith("its files cannot be read (")

@@ -114,8 +114,9 @@ def test_seconds_of_result_and_progress_are_of_one_clock(clock, written):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("runner", ["command", "flow_command"])
-def test_every_command_has_lines_of_progress(runner, request, monkeypatch, undrawn, read):
+def test_every_command_has_lines_of_progress(runner, request, monkeypatch, read):
     monkeypatch.setattr(progress, "say", messages.say)
     monkeypatch.setattr(progress, "SECONDS_APART", 0.0)
     # One job after another: each has a clock of its own.
@@ -136,25 +137,33 @@ def test_every_command_has_lines_of_progress(runner, request, monkeypatch, undra
 
 
 @pytest.mark.slow
-def test_imports_are_named_and_counted(folder):
-    given = ("source=blobs", "target=blobs", "extractor=identity", "max_samples=40")
+def test_a_process_names_its_imports_prints_in_its_encoding_and_draws(folder):
+    """Whatever the environment of a notebook names: its backend, and a style that needs LaTeX."""
+    (folder / "matplotlibrc").write_text("text.usetex: True")
+    given = ("source=blobs", "target=blobs", "target.split=test", "extractor=identity")
+    more = ("max_samples=40", "cache_dir=null", "hydra.run.dir=run")
+    variables = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONIOENCODING": "cp1252",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+    }
     ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "otdd_flash.distance", *given, "report=table"),
-            *("cache_dir=null", "hydra.run.dir=run"),
-        ],
+        [sys.executable, "-m", "otdd_flash.distance", *given, *more],
         capture_output=True,
-        text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, **variables},
     )
-    lines = ended.stderr.splitlines()
+    lines = ended.stderr.decode().splitlines()
     assert re.fullmatch(r"progress: \d+ s, importing torch", lines[0])
     assert re.fullmatch(r"progress: \d+ s, importing scipy and otdd_flash", lines[1])
-    assert [re.sub(r".* s, ", "", line) for line in lines[2:]] == [
+    # On a busy machine there are others, of what takes more than a minute.
+    stages = iter([re.sub(r".* s, ", "", line) for line in lines[2:]])
+    for stage in (
         *("loading source: blobs", "loading target: blobs"),
-        *("embedding source: blobs train", "embedding target: blobs test", "comparing"),
-        *(stage for stage in ("class distances",) if f"{stage} " in ended.stderr),
-        "drawing",
-    ]
-    assert re.search(r"\(import \d", ended.stdout)
+        *("embedding source: blobs train", "embedding target: blobs test"),
+        *("comparing", "drawing"),
+    ):
+        assert stage in stages, lines
+    assert b"blobs train -> blobs test" in ended.stdout
+    assert re.search(rb"\(import \d", ended.stdout)
+    assert len([*(folder / "run").glob("*.png")]) == 3

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from otdd_flash.commands import compare
-
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
@@ -29,15 +27,7 @@ def test_the_result_and_the_table_tell_of_the_sampling_error(command, read):
     assert f"noise floor at {floor['size']} × {floor['size']}" in ended.out
 
 
-def test_without_being_asked_nothing_is_drawn(command, read):
-    ended = command()
-    assert ended.code == 0
-    assert not {"subsample", "noise_floor"} & set(read("run/result.json"))
-    assert "sampling error  │ not measured; subsample=50 gives an interval" in ended.out
-    assert "sampling interval" not in ended.out
-    assert "noise floor" not in ended.out
-
-
+@pytest.mark.slow
 def test_a_dataset_and_itself(command, read):
     ended = command("subsample=39", "target.split=train")
     assert ended.code == 0, ended.err
@@ -50,15 +40,15 @@ def test_a_dataset_and_itself(command, read):
 def test_subsamples_have_the_epsilon_and_the_settings_of_the_whole(command, monkeypatch):
     from otdd_flash.sampling import comparison
 
-    asked = []
+    asked, whole = [], comparison.dataset_distance
 
     def recorded(*sides, **settings):
         asked.append(settings)
         return whole(*sides, **settings)
 
-    whole = comparison.dataset_distance
     monkeypatch.setattr(comparison, "dataset_distance", recorded)
-    ended = command("noise_floor=true", "epsilon_relative=0.1", "lambda_y=2", "labels.full=true")
+    more = ("epsilon_relative=0.1", "lambda_y=2", "labels.full=true", "report=none")
+    ended = command("noise_floor=true", *more)
     assert ended.code == 0, ended.err
     assert len(asked) == 3
     assert all(settings["lambda_y"] == 2 for settings in asked)
@@ -74,7 +64,7 @@ def test_unlabelled_data(command, read, folder, full):
         np.savez(folder / f"{name}.npz", x=points.astype(np.float32))
     ended = command(
         *("source=arrays", "source.path=p.npz", "target=arrays", "target.path=q.npz"),
-        *("extractor=identity", "labels=none", f"labels.full={full}"),
+        *("extractor=identity", "labels=none", f"labels.full={full}", "report=none"),
         *("source.max_samples=30", "subsample=39", "noise_floor=true"),
     )
     assert ended.code == 0, ended.err
@@ -83,7 +73,7 @@ def test_unlabelled_data(command, read, folder, full):
     assert result["noise_floor"]["size"] == 15
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -94,7 +84,7 @@ def test_unlabelled_data(command, read, folder, full):
     ],
 )
 def test_bad_requests_end_before_the_solve(command, monkeypatch, arguments, message):
-    monkeypatch.setattr(compare, "dataset_distance", None)
+    monkeypatch.setattr("otdd_flash.commands.compare.dataset_distance", None)
     ended = command(*arguments)
     assert ended.code == 2
     assert message in ended.error

@@ -26,7 +26,6 @@ SMALL = (
 )
 # What a module that must not be imported does.
 MARK = "open('imported', 'a').write(__name__)\n"
-CODE = "import pathlib\n\ndef embed(batch):\n    import helper\n    return helper.TWICE * batch\n"
 
 
 def _started(
@@ -45,33 +44,6 @@ def _started(
 
 
 @pytest.mark.slow
-def test_modules_beside_the_data_are_not_imported(folder: Path) -> None:
-    for name in ("torch", "json", "typing", "datasets", "rich", "decimal", "hydra"):
-        (folder / f"{name}.py").write_text(MARK)
-    (folder / "hydra_plugins").mkdir()
-    (folder / "hydra_plugins" / "evil.py").write_text(MARK)
-    ended = _started(folder, *SMALL)
-    assert ended.returncode == 0, ended.stderr
-    assert not (folder / "imported").exists()
-
-
-@pytest.mark.slow
-def test_a_function_of_the_working_directory_is_found_when_it_is_named(folder: Path) -> None:
-    (folder / "features.py").write_text(CODE)
-    (folder / "helper.py").write_text("TWICE = 2.0\n")
-    (folder / "json.py").write_text(MARK)
-    arguments = [each for each in SMALL if not each.startswith("extractor")]
-    named = ("extractor=callable", "extractor.path=features:embed")
-    ended = _started(folder, *arguments, *named)
-    assert ended.returncode == 0, ended.stderr
-    assert not (folder / "imported").exists()
-    missing = _started(
-        folder, *arguments, "overwrite=true", named[0], "extractor.path=nowhere:embed"
-    )
-    assert missing.returncode == 2
-    assert "no module named 'nowhere'" in missing.stderr
-
-
 def test_a_program_of_others_keeps_its_folder(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("import otdd_flash\n")
@@ -99,6 +71,7 @@ FUNCTION = "extractor: {name: callable, path: os:system}"
 ADDRESS = "log: {tracker: mlflow, uri: 'http://127.0.0.1:9'}"
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("content", "key"),
     [
@@ -124,6 +97,7 @@ def test_a_folder_of_configurations_names_no_code(
     assert not (folder / "imported").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_configurations_may_hold_settings(ended: Callable, folder: Path) -> None:
     (folder / "mine" / "solver").mkdir(parents=True)
     text = "schedule: converged\ntolerance: 1e-2\nrequire_convergence: false\n"
@@ -131,6 +105,7 @@ def test_a_folder_of_configurations_may_hold_settings(ended: Callable, folder: P
     assert ended(distance, "--config-dir", "mine", *SMALL, "solver=quick").code == 0
 
 
+@pytest.mark.slow
 def test_the_command_line_may_name_code(ended: Callable, folder: Path) -> None:
     callback = "hydra.experimental.callbacks.LogJobReturnCallback"
     more = (f"+hydra.callbacks.mine._target_={callback}", "+hydra.job.env_set.SOME=value")

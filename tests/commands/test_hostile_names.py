@@ -116,6 +116,7 @@ def test_a_study_of_hostile_names(ended: Callable, named: Callable) -> None:
     assert "'=1+1[/x]<script>alert(1)" in (Path(FOLDER) / "pairs.csv").read_text()
 
 
+@pytest.mark.slow
 def test_pairwise_tables_and_pictures_of_hostile_names(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +132,7 @@ def test_pairwise_tables_and_pictures_of_hostile_names(
     _assert_files_harmless(str(folder / "out"), "distances.csv", "class_distances.png")
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -106,6 +106,7 @@ def test_the_commands_of_the_page_run(ring: Path, ended, folder: Path) -> None:
     assert kept["source"]["noise"] == 0.2
 
 
+@pytest.mark.slow
 def test_choices_of_a_package_are_composed_without_importing_it(ring: Path, command) -> None:
     shown = command("--cfg=job", "source=ring", "source.noise=0.5", "labels=power", "max_samples=7")
     assert shown.code == 0, shown.err
@@ -151,6 +152,7 @@ def test_a_packages_metric_keeps_its_own_keys(ring: Path, command, read, monkeyp
     assert "\nerror: labels=power raised TypeError: " in f"\n{ended.err}"
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", plugins.KINDS)
 def test_a_package_that_does_not_import_costs_its_own_names_alone(ring, installed, kind) -> None:
     installed(other("sick-data", "sick", "import no_such_module", **{kind: {"ill": "sick:part"}}))
@@ -186,6 +188,7 @@ def test_a_name_of_two_packages_is_refused_and_names_both(installed, kind) -> No
     assert not {"one", "two"} & {*sys.modules}
 
 
+@pytest.mark.slow
 def test_a_choice_of_two_packages_is_refused_and_names_both(installed, command, tmp_path) -> None:
     yaml = "defaults:\n  - /dataset/mnist@_here_\n  - _self_\n"
     for place, name in enumerate(("one", "two")):
@@ -294,6 +297,7 @@ def test_what_is_no_such_part_is_refused_with_its_package(
     assert error in str(refused.value)
 
 
+@pytest.mark.slow
 def test_features_that_are_none_are_refused_with_their_package(installed) -> None:
     installed(other("bad-data", "bad", BASE, extractors={"wide": "bad:Wide"}))
     extractor = otdd.extractors.wide()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,24 +63,19 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(writing, name, lambda *_, **__: None)
 
 
-def rows(name: str) -> list[dict[str, str]]:
-    with (Path("run") / name).open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.slow
-def test_a_study_writes_tables_pictures_and_a_page(study) -> None:
+def test_a_study_writes_tables_pictures_and_a_page(study, rows) -> None:
     ended = study()
     assert ended.code == 0
     assert "chosen by" in ended.out
     assert "OTDD was fixed as the measure that chooses before any gain was known." in ended.out
     assert "Rank correlation of OTDD with the gain over the sources of each target" in ended.out
     assert "written to" in ended.out
-    assert len(rows("pairs.csv")) == 8 * 20
-    assert len(rows("transfer.csv")) == 20
+    assert len(rows("run/pairs.csv")) == 8 * 20
+    assert len(rows("run/transfer.csv")) == 20
     # Every measure and target, with and without sources of the target's own family.
-    assert len(rows("choices.csv")) == 2 * 8 * 5
-    assert {row["statistic"] for row in rows("correlations.csv")} >= {"spearman", "regret"}
+    assert len(rows("run/choices.csv")) == 2 * 8 * 5
+    assert {row["statistic"] for row in rows("run/correlations.csv")} >= {"spearman", "regret"}
     page = (Path("run") / "report.html").read_text(encoding="utf-8")
     assert len(page) < 5_000_000
     pictures = sorted(path.name for path in Path("run").glob("*.png"))
@@ -103,7 +98,7 @@ def test_a_study_writes_tables_pictures_and_a_page(study) -> None:
 
 
 @pytest.mark.slow
-def test_a_study_goes_on_and_its_tables_stay(study, undrawn, monkeypatch) -> None:
+def test_a_study_goes_on_and_its_tables_stay(study, undrawn) -> None:
     assert study().code == 0
     before = {name: (Path("run") / name).read_bytes() for name in TABLES}
     refused = study()
@@ -149,20 +144,18 @@ def test_the_measure_that_chooses_is_fixed_when_a_study_begins(study, undrawn) -
 
 
 @pytest.mark.slow
-def test_without_transfer_distances_are_told(study, undrawn) -> None:
-    ended = study("transfer=null", "measures=[otdd,sliced]")
+def test_without_transfer_distances_are_told_and_shards_share_a_folder(
+    study, undrawn, rows
+) -> None:
+    few = ("transfer=null", "measures=[frechet,sliced]", "study.shard=1/1")
+    ended = study(*few)
     assert ended.code == 0
     assert "b0" in ended.out
-    assert rows("transfer.csv") == []
+    assert rows("run/transfer.csv") == []
     page = (Path("run") / "report.html").read_text(encoding="utf-8")
     assert "Nothing was transferred" in page
-
-
-@pytest.mark.slow
-def test_shards_share_a_folder(study, undrawn) -> None:
-    assert study("study.shard=1/1", "measures=[frechet]").code == 0
     whole = (Path("run") / "pairs.csv").read_bytes()
-    assert study("study.shard=1/1", "measures=[frechet]").code == 0
+    assert study(*few).code == 0
     assert (Path("run") / "pairs.csv").read_bytes() == whole
 
 
@@ -187,7 +180,9 @@ def test_ctrl_c_leaves_a_page_and_130(study, undrawn, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_work_that_fails_is_told_and_the_highest_code_wins(study, undrawn, monkeypatch) -> None:
+def test_work_that_fails_is_told_and_the_highest_code_wins(
+    study, undrawn, monkeypatch, rows
+) -> None:
     def fails(self, bench):
         raise ArithmeticError("a defect")
 
@@ -197,99 +192,69 @@ def test_work_that_fails_is_told_and_the_highest_code_wins(study, undrawn, monke
     assert "a defect" in ended.err
     assert "10 of " in json.loads((Path("run") / "error.json").read_text())["error"]
     assert len(list(Path("run").glob("units/*.error.json"))) == 10
-    assert len(rows("pairs.csv")) == 4 * 20
+    assert len(rows("run/pairs.csv")) == 4 * 20
 
 
+@pytest.mark.slow
 def test_require_convergence_ends_with_3(study, undrawn) -> None:
-    ended = study("transfer=null", "solver.max_iterations=1", "solver.require_convergence=true")
+    ended = study(
+        "transfer=null",
+        "measures=[otdd]",
+        "solver.max_iterations=1",
+        "solver.require_convergence=true",
+    )
     assert ended.code == 3
     assert "NOT CONVERGED" in ended.out
     assert (Path("run") / "report.html").exists()
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["study.tasks=[{name: blobs}]"], "compares at least 2 tasks .* got 1: add tasks"),
-        (
-            ["study.tasks=[{name: blobs}, {name: blobs, seed: 1, as: b}]"],
-            "correlates from 4, got 2: add tasks or set transfer=null",
-        ),
-        (["epsilon=1", "epsilon_relative=1"], "got both, epsilon=1 and epsilon_relative=1"),
-        (
-            ["study.tasks=[{name: blobs}, {name: blobs, dim: 5, as: b}]", "transfer=null"],
-            "blobs has 2 features and b has 5",
-        ),
-        (
-            ["study.tasks=[{name: blobs}, {name: blobs, seed: 1}]"],
-            "two tasks are called blobs; give one of them as: NAME",
-        ),
-        (["study.tasks=[3]"], r"study.tasks\[0\] must be a mapping"),
-        (
-            ["study.tasks=[{name: mnist}, {name: digits}]", "transfer=null"],
-            "task mnist: .*set data_root=DIR",
-        ),
-        (
-            ["study.tasks=[{name: blobs, part: 3/2}, {name: digits}]"],
-            "task blobs: part must be I/N",
-        ),
-        (
-            [
-                "study.tasks=[{name: digits}, {name: digits, rotate: 3, as: b}]",
-                "transfer=null",
-                "measures=[knn]",
-                "extractor=pixels",
-            ],
-            "knn need trained sources: drop them or set transfer",
-        ),
-        (
-            ["measures=[otdd,sliced]", "study.measure=knn"],
-            r"measure=knn \(study.measure\) .* measures are otdd, sliced; add knn to measures, or",
-        ),
-        (["measures=[otdd,wasserstein]"], "unknown measure 'wasserstein'; choose one of: otdd, "),
-        (["transfer.protocol=all"], r"unknown transfer.protocol 'all'; .* finetune, head"),
-        (["transfer.target_samples=2"], "must lie between the 3 classes and the 60 training rows"),
-        (["transfer.target_samples=61"], "must lie between the 3 classes and the 60 training rows"),
-        (["transfer.network={file: x}"], r"transfer.network must be \{path: module:function\}"),
-        (["transfer.test_fraction=1.5"], r"transfer.test_fraction must lie in \(0, 1\)"),
-        (["study.shard=5/4"], "study.shard must be I/N"),
-        (["labels.full=true"], "labels.full=true has no meaning in a study"),
-        (["tasks=null"], "tasks must be one of digits, images, got null"),
-        (["study.tusks=1"], "there is no setting study.tusks"),
-    ],
-)
-def test_bad_input_ends_in_a_sentence_and_2(study, arguments, message) -> None:
-    ended = study(*arguments)
-    assert ended.code == 2
-    assert re.search(message, ended.error), ended.error
+NOWHERE = "study.tasks=[{name: arrays, path: nowhere.npz}]"
+# What is given, and what the sentence matches. Those of NOWHERE are found before a task is read.
+REFUSED = r"""
+    'study.tasks=[{name: blobs}]' -> compares at least 2 tasks .* got 1: add tasks
+    'study.tasks=[{name: blobs}, {name: blobs, seed: 1, as: b}]' -> correlates from 4, got 2: add ta
+    epsilon=1 epsilon_relative=1 -> got both, epsilon=1 and epsilon_relative=1
+    'study.tasks=[{name: blobs}, {name: blobs, dim: 5, as: b}]' transfer=null -> blobs has 2 feature
+    'study.tasks=[{name: blobs}, {name: blobs, seed: 1}]' -> two tasks are called blobs; give one of
+    study.tasks=[3] -> study.tasks\[0\] must be a mapping
+    'study.tasks=[{name: mnist}, {name: digits}]' transfer=null -> task mnist: .*set data_root=DIR
+    'study.tasks=[{name: blobs, part: 3/2}, {name: digits}]' -> task blobs: part must be I/N
+    measures=[knn] transfer=null -> knn need trained sources: drop them or set transfer
+    measures=[otdd,sliced] study.measure=knn -> measure=knn \(study.measure\) .* add knn to measures
+    measures=[otdd,wasserstein] -> unknown measure 'wasserstein'; choose one of: otdd,
+    transfer.protocol=all -> unknown transfer.protocol 'all'; .* finetune, head
+    transfer.target_samples=2 -> must lie between the 3 classes and the 60 training rows
+    transfer.target_samples=61 -> must lie between the 3 classes and the 60 training rows
+    'transfer.network={file: x}' -> transfer.network must be \{path: module:function\}
+    transfer.test_fraction=1.5 -> transfer.test_fraction must lie in \(0, 1\)
+    labels.full=true -> labels.full=true has no meaning in a study
+    tasks=null -> tasks must be one of digits, images, got null
+    study.tusks=1 -> there is no setting study.tusks
+    NOWHERE epsilon=nan -> epsilon must be positive and finite, got nan
+    NOWHERE measures=[oddt] -> unknown measure 'oddt'; choose one of
+    NOWHERE study.measure=oddt -> unknown measure 'oddt'; choose one of: otdd,
+    NOWHERE study.workers=0 -> study.workers must be at least 1, got 0
+    NOWHERE study.threads=0 -> study.threads must be at least 1, got 0
+    NOWHERE study.shard=2/1 -> study.shard must be I/N
+    NOWHERE study.resume=true -> study.resume=true, but there is no .*study.json; give the folder
+    NOWHERE projections=1 -> projections must be at least 2, got 1
+    NOWHERE transfer.seeds=0 -> transfer.seeds must be at least 1, got 0
+    NOWHERE device=cuda:99 -> ^there is no device 'cuda:99' on this machine
+"""
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("epsilon=nan", "epsilon must be positive and finite, got nan"),
-        ("measures=[oddt]", "unknown measure 'oddt'; choose one of"),
-        ("study.measure=oddt", "unknown measure 'oddt'; choose one of: otdd, "),
-        ("study.workers=0", "study.workers must be at least 1, got 0"),
-        ("study.threads=0", "study.threads must be at least 1, got 0"),
-        ("study.shard=2/1", "study.shard must be I/N"),
-        ("study.resume=true", "study.resume=true, but there is no .*study.json; give the folder"),
-        ("projections=1", "projections must be at least 2, got 1"),
-        ("transfer.seeds=0", "transfer.seeds must be at least 1, got 0"),
-        ("device=cuda:99", "^there is no device 'cuda:99' on this machine"),
-    ],
-)
-def test_a_bad_setting_is_found_before_any_task_is_read(study, argument, message) -> None:
-    nowhere = "{name: arrays, path: nowhere.npz}"
-    ended = study(f"study.tasks=[{nowhere}]", argument)
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_bad_input_ends_in_a_sentence_and_2(study, row) -> None:
+    arguments, _, message = row.strip().partition(" -> ")
+    given = [NOWHERE if each == "NOWHERE" else each for each in shlex.split(arguments)]
+    ended = study(*given)
     assert ended.code == 2
     assert re.search(message, ended.error), ended.error
 
 
 @pytest.mark.slow
-def test_tasks_of_arrays_have_test_rows_split_off_where_asked_for(study, undrawn) -> None:
+def test_tasks_of_arrays_have_test_rows_split_off_where_asked_for(study, undrawn, rows) -> None:
     tasks = ", ".join(
         f"{{name: arrays, path: {name}.npz, as: {name}{k}, part: {k}/2}}"
         for name in "ab"
@@ -301,9 +266,10 @@ def test_tasks_of_arrays_have_test_rows_split_off_where_asked_for(study, undrawn
     assert "has no test rows" in refused.error
     assert "transfer.test_fraction=0.2" in refused.error
     assert study(f"study.tasks=[{tasks}]", "transfer.test_fraction=0.3", *small).code == 0
-    assert {row["test_rows"] for row in rows("transfer.csv")} == {"9"}
+    assert {row["test_rows"] for row in rows("run/transfer.csv")} == {"9"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["digits", "images"])
 def test_every_choice_of_tasks_fits_the_settings(composed, choice) -> None:
     settings = parse(composed(f"tasks={choice}", name="study"), StudySettings)

@@ -6,15 +6,13 @@ Needs Debian's packages chromium and chromium-driver and Python's selenium.
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_runs import run_here
 
-ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = (1280, 400)
 # Tables that show less than they hold, in a frame of their own or by themselves.
 _CUT_OFF = """
@@ -31,7 +29,7 @@ return {
 };
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +51,6 @@ def browser() -> Iterator[Any]:
     running = webdriver.Chrome(options, webdriver.ChromeService(driver))
     yield running
     running.quit()
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return folder
 
 
 def look(browser: Any, page: Path, width: int) -> dict[str, Any]:
@@ -99,10 +88,20 @@ def test_a_notebook_is_a_page_with_code_outputs_and_figures(
     assert browser.execute_script("return document.images.length") == figures
 
 
-def test_the_page_of_a_study_is_whole(browser: Any, tmp_path: Path) -> None:
-    settings = ("max_samples=100", "transfer.seeds=2", "transfer.source_epochs=1", "projections=50")
-    command = [sys.executable, "-m", "otdd_flash.study", *settings, "hydra.run.dir=run"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+def test_the_page_of_a_study_is_whole(
+    browser: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from otdd_flash.study.__main__ import main
+
+    draw = "name: blobs, samples: 60, num_classes: 3, spread: 1.5"
+    tasks = ", ".join(f"{{{draw}, seed: {k}, as: task number {k}}}" for k in range(6))
+    settings = ("transfer.seeds=2", "transfer.source_epochs=1", "transfer.target_samples=6")
+    small = ("extractor=identity", "projections=50", "study.workers=1", f"study.tasks=[{tasks}]")
+    run = (f"hydra.run.dir={tmp_path}/run", "cache_dir=null")
+    assert run_here(main, [*settings, *small, *run], monkeypatch, capsys).code == 0
     for width in WIDTHS:
         seen = look(browser, tmp_path / "run" / "report.html", width)
         assert seen == {"wide": False, "tables": [], "missing": [], "log": []}

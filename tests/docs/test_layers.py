@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,22 @@ def layers(page: str) -> list[str]:
     return [part.strip(" `\n") for part in found.group(1).split(",")]
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> list[tuple[str, list[str]]]:
+    """Every module, with what it imports anywhere but in a method `plot`, which asks report."""
+    found = []
     for folder in ("otdd_flash", "kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             name = name if folder == "otdd_flash" else f"otdd_flash.{name}"
-            yield name.removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found.append((name.removesuffix(".__init__"), [*imported(tree)]))
+    return found
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """The modules that are imported, anywhere but in a method `plot`, which asks report."""
-    for node in ast.iter_child_nodes(tree):
+    parts = ("body", "orelse", "finalbody", "handlers", "cases")
+    for node in (node for part in parts for node in getattr(tree, part, ())):
         drawn = isinstance(node, ast.FunctionDef) and node.name == "plot"
         yield from (name for name in imported(node) if not (drawn and is_report(name)))
         if isinstance(node, ast.ImportFrom) and node.module == "otdd_flash":
@@ -55,11 +61,11 @@ def place(module: str, parts: list[str]) -> int | None:
 def test_imports_point_down(page: str) -> None:
     parts = layers(page)
     checked, upward = 0, []
-    for module, tree in modules():
+    for module, others in modules():
         own = place(module, parts)
         if own is None or module in ENTRIES:
             continue
-        for other in imported(tree):
+        for other in others:
             there = place(other, parts)
             checked += there is not None
             if there is not None and there < own:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -41,13 +41,9 @@ def test_there_are_three_notebooks():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_both_halves_of_a_pair_hold_the_same_cells(name):
+def test_both_halves_of_a_pair_hold_the_same_cells_and_outputs_are_small(name):
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in _notebook(name)["cells"]]
     assert cells == _cells_of_script(name), "run `make notebooks`"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_are_there_and_small(name):
     outputs = [cell["outputs"] for cell in _notebook(name)["cells"] if cell["cell_type"] == "code"]
     assert any(outputs)
     assert not [output for cell in outputs for output in cell if output["output_type"] == "error"]
@@ -68,18 +64,18 @@ def test_figures_are_about_600_pixels_wide(name):
             assert 590 <= image.width <= 620
 
 
+def _run(name: str, folder: Path) -> str:
+    """What a notebook's script prints."""
+    os.chdir(folder)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.slow
+@pytest.mark.xdist_group("apart")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs_and_prints_what_it_shows(name, tmp_path):
-    ended = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_a_notebook_runs_and_prints_what_it_shows(name, tmp_path, apart):
     shown = [
         line
         for cell in _notebook(name)["cells"]
@@ -89,4 +85,5 @@ def test_a_notebook_runs_and_prints_what_it_shows(name, tmp_path):
     ]
     # Numbers may differ in their last digits from one processor to another.
     words = [re.sub(r"[\d.,%\[\]-]+", "", line) for line in shown]
-    assert [re.sub(r"[\d.,%\[\]-]+", "", line) for line in ended.stdout.splitlines()] == words
+    printed = apart(_run, name, tmp_path).splitlines()
+    assert [re.sub(r"[\d.,%\[\]-]+", "", line) for line in printed] == words

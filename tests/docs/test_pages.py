@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tomllib
@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
+from command_runs import run_here
 from page_blocks import (
     COMMAND,
     PAGES,
@@ -25,10 +25,9 @@ from page_blocks import (
     arguments_of,
     blocks_of,
     differences,
+    run_python,
 )
 from reader_files import write_files
-
-from otdd_flash.commands.outcome import Outcome
 
 DATA_FOLDER = "~/data"
 BLOCKS = all_blocks()
@@ -39,8 +38,11 @@ COMMANDS = [
     if block.language == "bash" and block.mark is None
     for line in block.commands
 ]
+# One that several pages show runs once.
+ONCE = list({line: (block, line) for block, line in COMMANDS}.values())
 # The first command of a block that takes minutes runs with fewer rows, epochs and lines.
 LONG = [(block, block.commands[0]) for block in BLOCKS if block.mark == "Takes minutes."]
+MAINS = {"otdd_flash.study": "otdd_flash.study.__main__"}
 FEWER = {
     "otdd_flash.study": [
         *("max_samples=60", "projections=100", "study.workers=1", "transfer.seeds=1"),
@@ -101,6 +103,7 @@ def test_the_readme_is_short_and_both_kinds_of_blocks_are_there():
     assert not [b.name for b in BLOCKS if b.language == "" and "python -m" in b.code]
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("block", MARKED, ids=lambda block: block.name)
 def test_marked_blocks_are_parsed_and_composed(block):
     if block.language == "python":
@@ -109,6 +112,8 @@ def test_marked_blocks_are_parsed_and_composed(block):
         module, arguments = arguments_of(line)
         # The shell writes the home folder out.
         settings = [a.replace("~", "/home/me") for a in arguments if not a.startswith("-")]
+        from hydra import compose, initialize_config_module
+
         with initialize_config_module("otdd_flash.conf", version_base="1.3"):
             compose(module.removeprefix("otdd_flash."), overrides=settings)
 
@@ -158,9 +163,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("block", "line"), [*COMMANDS, *LONG], ids=[line for _, line in [*COMMANDS, *LONG]]
+    ("block", "line"), [*ONCE, *LONG], ids=[line for _, line in [*ONCE, *LONG]]
 )
 def test_commands_of_the_pages(block, line, folder, request, monkeypatch, capsys):
+    given = line
     if DATA_FOLDER in line:
         line = line.replace(DATA_FOLDER, str(request.getfixturevalue("real_data")))
     for extractor, package in PACKAGES.items():
@@ -172,43 +178,40 @@ def test_commands_of_the_pages(block, line, folder, request, monkeypatch, capsys
         arguments.append(f"cache_dir={folder}/cache")
     if block.mark is not None:
         arguments += FEWER[module]
-    monkeypatch.setattr(sys, "argv", ["command", *arguments])
-    monkeypatch.setattr(Outcome, "exit_code", 0)
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    # What is run anew; a package itself stays, as others hold its modules.
-    ran = module if spec.submodule_search_locations is None else f"{module}.__main__"
-    monkeypatch.delitem(sys.modules, ran, raising=False)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    printed = capsys.readouterr()
-    assert not ended.value.code, printed.err
-    if block.output is not None:
-        assert list(differences(block.output, printed.out)) == []
+    main = importlib.import_module(MAINS.get(module, module)).main
+    ended = run_here(main, arguments, monkeypatch, capsys)
+    assert ended.code == 0, ended.err
+    for shown in [block.output, *(b.output for b, other in COMMANDS if other == given)]:
+        assert list(differences(shown or "", ended.out)) == []
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("apart")
 @pytest.mark.parametrize("page", PYTHON)
-def test_examples_of_the_pages(page, folder):
+def test_examples_of_the_pages(page, folder, apart):
     # In a process of its own: an example may leave anything behind.
-    own = [b for b in BLOCKS if b.page == page and b.code.startswith(TORCHRUN)]
+    assert apart(run_python, page) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.code.startswith(TORCHRUN)], ids=lambda block: block.name
+)
+def test_examples_that_torchrun_starts(block, folder):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    # Those that torchrun starts one by one: a process makes a default group once.
-    runs = [[*launcher, BLOCKS_OF, page, str(b.line)] for b in own] + [[BLOCKS_OF, page]]
-    for run in runs:
-        ended = subprocess.run(
-            [sys.executable, *run],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            },
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
+    ended = subprocess.run(
+        [sys.executable, *launcher, BLOCKS_OF, block.page, str(block.line)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        },
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def _anchors(page: Path) -> set[str]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-import pandas
 import pytest
 import torch
-from sklearn.base import clone
-from sklearn.exceptions import NotFittedError
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.utils import estimator_checks
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.integrations.sklearn import TransportAdapter
+
+if TYPE_CHECKING:
+    from otdd_flash.integrations.sklearn import TransportAdapter
 
 DRAW = np.random.default_rng(0)
 Y = np.tile([0, 1], 40)
@@ -27,13 +25,22 @@ LABELS = np.concatenate([Y, Y])
 DOMAIN = np.repeat([1, -2], 80)
 
 
-def _fitted(**settings) -> TransportAdapter:
-    return TransportAdapter(epsilon=0.5, steps=5, **settings).fit(X, LABELS, sample_domain=DOMAIN)
+def _adapter(**settings: Any) -> TransportAdapter:
+    # Imported here: scikit-learn takes a second, and is not needed to list these tests.
+    from otdd_flash.integrations.sklearn import TransportAdapter
+
+    return TransportAdapter(**settings)
 
 
+@cache
+def _fitted(labels: str = "none") -> TransportAdapter:
+    return _adapter(epsilon=0.5, steps=5, labels=labels).fit(X, LABELS, sample_domain=DOMAIN)
+
+
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("labels", ["none", "gaussian"])
 def test_it_moves_as_the_flow_and_its_nearest_map_do(labels):
-    adapter = _fitted(labels=labels)
+    adapter = _fitted(labels)
     source, target = (SOURCE, TARGET) if labels == "none" else ((SOURCE, Y), (TARGET, Y))
     moves = otdd.Flow(steps=5, stepping=otdd.Stepping(0.2))
     flow = otdd.gradient_flow(source, target, moves, epsilon=0.5, labels=labels)
@@ -47,14 +54,21 @@ def test_rows_keep_their_order_type_and_number():
     moved = _fitted().transform(SOURCE[[5, 2]].astype(np.float32))
     assert moved.dtype == np.float32
     np.testing.assert_allclose(moved, _fitted().transform(SOURCE)[[5, 2]], rtol=1e-5)
+    with pytest.raises(ValueError, match="features"):
+        _fitted().transform(SOURCE[:, :2])
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_earlier_steps_act_on_both_domains():
-    pipeline = make_pipeline(StandardScaler(), TransportAdapter(epsilon=0.05, steps=10))
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    pipeline = make_pipeline(StandardScaler(), _adapter(epsilon=0.05, steps=10))
     pipeline.fit(X, LABELS, transportadapter__sample_domain=DOMAIN)
     moved = pipeline.transform(SOURCE)
     scaled = StandardScaler().fit(X)
-    alone = TransportAdapter(epsilon=0.05, steps=10)
+    alone = _adapter(epsilon=0.05, steps=10)
     alone.fit(scaled.transform(X), sample_domain=DOMAIN)
     np.testing.assert_allclose(moved, alone.transform(scaled.transform(SOURCE)), rtol=1e-5)
     # What it is for: trained on moved rows, a classifier reads the target.
@@ -64,31 +78,37 @@ def test_in_a_pipeline_earlier_steps_act_on_both_domains():
     assert after > before + 0.1
 
 
-class Halves(TransportAdapter):
-    """The adapter with every second row in the target, for checks that know X and y alone."""
-
-    def fit(self, X, y=None):
-        return super().fit(X, y, sample_domain=np.where(np.arange(len(X)) % 2, -1, 1))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [
-        estimator_checks.check_set_output_transform,
-        estimator_checks.check_set_output_transform_pandas,
-        estimator_checks.check_global_output_transform_pandas,
-        estimator_checks.check_transformer_get_feature_names_out,
-        estimator_checks.check_transformer_get_feature_names_out_pandas,
+        *("set_output_transform", "set_output_transform_pandas"),
+        "global_output_transform_pandas",
+        *("transformer_get_feature_names_out", "transformer_get_feature_names_out_pandas"),
     ],
-    ids=lambda check: check.__name__,
 )
 def test_it_keeps_what_scikit_learn_asks_of_transformers(check):
-    check("Halves", Halves(steps=1, epsilon=5.0))
+    from sklearn.utils import estimator_checks
+
+    from otdd_flash.integrations.sklearn import TransportAdapter
+
+    class Halves(TransportAdapter):
+        """With every second row in the target, for checks that know X and y alone."""
+
+        def fit(self, X, y=None):
+            return super().fit(X, y, sample_domain=np.where(np.arange(len(X)) % 2, -1, 1))
+
+    getattr(estimator_checks, f"check_{check}")("Halves", Halves(steps=1, epsilon=5.0))
 
 
+@pytest.mark.slow
 def test_a_table_comes_back_as_a_table_with_its_names_and_index():
+    import pandas
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     table = pandas.DataFrame(X, columns=["width", "height", "depth"])
-    adapter = TransportAdapter(epsilon=0.5, steps=5).set_output(transform="pandas")
+    adapter = _adapter(epsilon=0.5, steps=2).set_output(transform="pandas")
     pipeline = make_pipeline(StandardScaler().set_output(transform="pandas"), adapter)
     pipeline.fit(table, LABELS, transportadapter__sample_domain=DOMAIN)
     moved = pipeline.transform(table[7:12])
@@ -101,7 +121,10 @@ def test_a_table_comes_back_as_a_table_with_its_names_and_index():
 
 
 def test_settings_are_those_of_an_estimator():
-    adapter = clone(TransportAdapter(steps=3))
+    from sklearn.base import clone
+    from sklearn.exceptions import NotFittedError
+
+    adapter = clone(_adapter(steps=3))
     assert adapter.get_params()["steps"] == 3
     with pytest.raises(NotFittedError):
         adapter.transform(SOURCE)
@@ -122,9 +145,4 @@ def test_settings_are_those_of_an_estimator():
 )
 def test_domains_that_say_nothing_are_refused(settings, arguments, message):
     with pytest.raises(InputError, match=message):
-        TransportAdapter(**settings).fit(X, **arguments)
-
-
-def test_another_number_of_features_is_refused():
-    with pytest.raises(ValueError, match="features"):
-        _fitted().transform(SOURCE[:, :2])
+        _adapter(**settings).fit(X, **arguments)

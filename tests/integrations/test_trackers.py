@@ -22,11 +22,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from command_runs import run_here
 from PIL import Image
 
 from otdd_flash.commands import tracked
-from otdd_flash.commands.outcome import Outcome
-from otdd_flash.commands.start import run_command
 from otdd_flash.errors import InputError
 from otdd_flash.integrations import tracking
 from otdd_flash.integrations.tracking import TrackedRun, check_tracker, finite, track
@@ -62,11 +61,9 @@ def command(
         flags = [argument for argument in arguments if argument.startswith("-")]
         keys = [argument for argument in arguments if not argument.startswith("-")]
         folders = ("cache_dir=null", "hydra.run.dir=run", "hydra.sweep.dir=sweep")
-        monkeypatch.setattr(sys, "argv", ["command", *flags, *settings, *folders, *keys])
-        monkeypatch.setattr(Outcome, "exit_code", 0)
-        with pytest.raises(SystemExit) as ended:
-            run_command(import_module(f"otdd_flash.{MODULES.get(name, name)}").main)
-        return int(ended.value.code or 0), capsys.readouterr().err
+        main = import_module(f"otdd_flash.{MODULES.get(name, name)}").main
+        ended = run_here(main, [*flags, *settings, *folders, *keys], monkeypatch, capsys)
+        return ended.code, ended.err
 
     return run
 
@@ -98,24 +95,24 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch):
         check_tracker("wandb")
 
 
-@pytest.mark.parametrize(
-    ("name", "uri", "online", "sentence"),
-    [
-        (None, "runs", False, r"log\.uri=runs does nothing without a tracker; give log=tensorb"),
-        (None, None, True, r"log\.online=true does nothing without a tracker"),
-        ("tensorboard", None, True, r"log\.online=true has no meaning with log=tensorboard"),
-        ("tensorboard", "https://a/b", False, r"log\.uri=https://a/b has no meaning with log=tens"),
-        ("mlflow", None, True, r"give log\.uri=ADDRESS, or set MLFLOW_TRACKING_URI"),
-        ("mlflow", "runs", True, r"log\.online=true and log\.uri=runs, .* exclude each other"),
-        ("wandb", "file:///runs", True, r"exclude each other"),
-        ("mlflow", "htp://a", False, r"knows no address such as log\.uri=htp://a; .*https://"),
-        ("mlflow", "sqlite:///a.db", False, r"needs the package sqlalchemy"),
-        ("wandb", "sqlite:///a.db", False, r"knows no address"),
-        ("wandb", None, True, r"no API key for api\.wandb\.ai: .* or leave log\.online out"),
-        ("wandb", "https://u:pw@b.example", False, r"no API key for b\.example: .* log\.uri out"),
-        ("mlflow", " ", False, r"log\.uri must be a folder or an address, got an empty one"),
-    ],
-)
+REFUSED = [
+    (None, "runs", False, r"log\.uri=runs does nothing without a tracker; give log=tensorb"),
+    (None, None, True, r"log\.online=true does nothing without a tracker"),
+    ("tensorboard", None, True, r"log\.online=true has no meaning with log=tensorboard"),
+    ("tensorboard", "https://a/b", False, r"log\.uri=https://a/b has no meaning with log=tens"),
+    ("mlflow", None, True, r"give log\.uri=ADDRESS, or set MLFLOW_TRACKING_URI"),
+    ("mlflow", "runs", True, r"log\.online=true and log\.uri=runs, .* exclude each other"),
+    ("wandb", "file:///runs", True, r"exclude each other"),
+    ("mlflow", "htp://a", False, r"knows no address such as log\.uri=htp://a; .*https://"),
+    ("mlflow", "sqlite:///a.db", False, r"needs the package sqlalchemy"),
+    ("wandb", "sqlite:///a.db", False, r"knows no address"),
+    ("wandb", None, True, r"no API key for api\.wandb\.ai: .* or leave log\.online out"),
+    ("wandb", "https://u:pw@b.example", False, r"no API key for b\.example: .* log\.uri out"),
+    ("mlflow", " ", False, r"log\.uri must be a folder or an address, got an empty one"),
+]
+
+
+@pytest.mark.parametrize(("name", "uri", "online", "sentence"), REFUSED)
 def test_what_no_tracker_can_do_is_refused_before_the_solve(
     name, uri, online, sentence, monkeypatch
 ):
@@ -136,23 +133,11 @@ def test_an_api_key_may_stand_where_wandb_looks_for_it(key, tmp_path, monkeypatc
     check_tracker("mlflow", "http://127.0.0.1:5000")
 
 
-@pytest.mark.parametrize(
-    ("uri", "remote"),
-    [
-        ("runs", False),
-        ("/a b/runs", False),
-        ("C:\\runs", False),
-        ("file:///runs", False),
-        ("sqlite:///a.db", False),
-        ("https://a", True),
-        ("HTTP://a", True),
-        ("mysql+pymysql://a/b", True),
-        ("databricks", True),
-        ("databricks://profile", True),
-    ],
-)
-def test_addresses_are_told_from_places_on_this_machine(uri, remote):
-    assert tracking.is_remote(uri) == remote
+def test_addresses_are_told_from_places_on_this_machine():
+    here = ("runs", "/a b/runs", "C:\\runs", "file:///runs", "sqlite:///a.db")
+    away = ("https://a", "HTTP://a", "mysql+pymysql://a/b", "databricks", "databricks://profile")
+    assert [uri for uri in here if tracking.is_remote(uri)] == []
+    assert [uri for uri in away if not tracking.is_remote(uri)] == []
 
 
 def test_settings_are_flat_and_numbers_finite(run):
@@ -160,6 +145,7 @@ def test_settings_are_flat_and_numbers_finite(run):
     assert finite({"a": 1, "b": None, "c": float("nan"), "d": float("inf")}) == {"a": 1.0}
 
 
+@pytest.mark.slow
 @needs("tensorboard")
 def test_tensorboard_reads_what_was_written(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -213,12 +199,8 @@ class Recorder(BaseHTTPRequestHandler):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         path = urlsplit(self.path).path.removeprefix("/api/2.0/mlflow/")
         self.server.sent.append((path, json.loads(content)))  # type: ignore[attr-defined]
-        info = {
-            "run_id": "r",
-            "experiment_id": "1",
-            "artifact_uri": "/nowhere",
-            "status": "RUNNING",
-        }
+        info = {"run_id": "r", "experiment_id": "1"}
+        info |= {"artifact_uri": "/nowhere", "status": "RUNNING"}
         answers: dict[str, Any] = {
             "experiments/create": {"experiment_id": "1"},
             "runs/create": {"run": {"info": info, "data": {}}},
@@ -335,26 +317,23 @@ def test_wandb_offline_opens_no_connection_and_keeps_no_argument(command, monkey
     assert not any(b"source.spread=0.123456" in path.read_bytes() for path in files)
 
 
+TWO = "study.tasks=[{name: blobs, as: one}, {name: blobs, seed: 1, as: two}]"
+LOGGED = {
+    "distance": ((), {"value", "lower", "upper"}),
+    "flow": (("flow.steps=2",), {"value/after", "upper/before", "divergence", "lower"}),
+    "study": (
+        (TWO, "transfer=null", "measures=[otdd]", "study.workers=1"),
+        {"otdd/one to two", "otdd/one to two/lower", "otdd/one to two/upper"},
+    ),
+}
+
+
 @pytest.mark.slow
 @needs("tensorboard")
-@pytest.mark.parametrize(
-    ("name", "more", "names"),
-    [
-        ("distance", (), {"value", "lower", "upper"}),
-        ("flow", ("flow.steps=2",), {"value/after", "upper/before", "divergence", "lower"}),
-        (
-            "study",
-            (
-                "study.tasks=[{name: blobs, as: one}, {name: blobs, seed: 1, as: two}]",
-                *("transfer=null", "measures=[otdd]", "study.workers=1"),
-            ),
-            {"otdd/one to two", "otdd/one to two/lower", "otdd/one to two/upper"},
-        ),
-    ],
-)
-def test_commands_log(name, more, names, command):
-    code, _ = command("log=tensorboard", *more, name=name)
-    assert code == 0
+@pytest.mark.parametrize("name", LOGGED)
+def test_commands_log(name, command):
+    more, names = LOGGED[name]
+    assert command("log=tensorboard", *more, name=name)[0] == 0
     assert names <= set(_events("run/tensorboard").Tags()["scalars"])
     if name == "distance":
         result = json.loads(Path("run/result.json").read_text())
