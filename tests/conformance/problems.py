@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import reference
 import torch
@@ -26,6 +26,8 @@ class Case(NamedTuple):
         epsilon: over the mean cost.
         near: whether potentials are those of a nearly solved problem, or random.
         own: whether the cost is that of the first cloud with itself.
+        guess: how far in epsilon a guess is from the softmin; None for no guess.
+        matrix: for costs that are given, whether some are negative, or forbid a pair.
     """
 
     shape: tuple[int, int, int] = (33, 70, 3)
@@ -35,6 +37,17 @@ class Case(NamedTuple):
     epsilon: float = 0.1
     near: bool = True
     own: bool = False
+    guess: float | None = None
+    matrix: str = ""
+
+    @property
+    def name(self) -> str:
+        """What differs from other cases."""
+        said = ["x".join(map(str, self.shape)), self.points, self.classes or "many", self.epsilon]
+        flags = {"massless": self.massless, "near": self.near, "own": self.own}
+        said += [name for name, is_set in flags.items() if is_set]
+        said += [each for each in (self.guess, self.matrix) if each not in (None, "")]
+        return "-".join(map(str, said))
 
 
 def _points(kind: str, n: int, dim: int, draw: torch.Generator) -> Tensor:
@@ -95,33 +108,54 @@ class Problem:
     @cached_property
     def cost(self) -> Tensor:
         """C (n, m) float64."""
-        return self.cost_of(self.x, self.y)
+        cost = self.cost_of(self.x, self.y)
+        match self.case.matrix:
+            case "negative":
+                return cost.mean() - cost
+            case "forbidden":
+                closed = torch.rand(cost.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+                # Every point has a partner with mass.
+                closed[0] = closed[:, 0] = False
+                return cost.where(~closed, math.inf)
+        return cost
 
-    def cost_of(self, x: Tensor, y: Tensor) -> Tensor:
-        """The cost with other points."""
+    @cached_property
+    def scale(self) -> float:
+        """The largest of the costs."""
+        return float(self.cost[self.cost < math.inf].abs().max())
+
+    def cost_of(
+        self, x: Tensor, y: Tensor, rows: Any = slice(None), columns: Any = slice(None)
+    ) -> Tensor:
+        """The cost with other points, of these rows and columns."""
         height = max(1, DIFFERENCES // y.numel())
-        block = (LAMBDA_Y * self.block).to(x.device)
-        labels_x, labels_y = (labels.to(x.device) for labels in (self.labels_x, self.labels_y))
-        parts = zip(x.split(height), labels_x.split(height), strict=True)
-        rows = [reference.dense_cost(z, y, LAMBDA_X, block, own, labels_y) for z, own in parts]
-        return torch.cat(rows).cpu()
+        block, of_rows, of_columns = (
+            part.to(x.device)
+            for part in (LAMBDA_Y * self.block, self.labels_x[rows], self.labels_y[columns])
+        )
+        parts = zip(x.split(height), of_rows.split(height), strict=True)
+        found = [reference.dense_cost(z, y, LAMBDA_X, block, own, of_columns) for z, own in parts]
+        return torch.cat(found).cpu()
 
     @cached_property
     def epsilon(self) -> float:
         """In units of the cost."""
-        return self.case.epsilon * max(float(self.a @ self.cost @ self.b), 0.1)
+        return self.case.epsilon * max(float(self.a @ self.cost_of(self.x, self.y) @ self.b), 0.1)
 
     @cached_property
     def potentials(self) -> tuple[Tensor, Tensor]:
         """f (n,) and g (m,) that float32 holds; one tensor for a cloud with itself."""
         (n, m), epsilon = self.cost.shape, self.epsilon
-        size = min(5 * epsilon, float(self.cost.max()) / 4 + epsilon)
+        size = min(5 * epsilon, self.scale / 4 + epsilon)
         f, g = (size * torch.randn(k, generator=self.draw, dtype=torch.float64) for k in (n, m))
         if self.case.near:
             for _ in range(20):
                 f = reference.softmin_rows(self.cost, self.b, g, epsilon)
                 g = reference.softmin_rows(self.cost.T, self.a, f, epsilon)
                 g = (f + g) / 2 if self.case.own else g
+        elif self.case.massless:
+            # Potentials of points without mass do not matter to others.
+            f, g = (torch.where(w > 0, p, 30 * size) for w, p in ((self.a, f), (self.b, g)))
         f, g = (potential.float().double() for potential in (f, g))
         return (g, g) if self.case.own else (f, g)
 

@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import adapter
 import pytest
 import reference
 import torch
-from adapter import Held
-from pairwise import pairwise
-from problems import Case, problem_of
+from adapter import FILE_KERNELS, FILES, KERNELS, MATRICES, MATRIX_KERNELS, POINTS, RANKS
+from allpairspy import AllPairs
+from problems import Case, Problem, problem_of
 from torch import Tensor
 
-# What a softmin may be off by, over the largest cost and potential and epsilon.
-TOLERANCE = {"double": 1e-13, "single": 2e-6}
+# What a cost may be off by, over the sizes of costs, potentials and epsilon; and products with a
+# plan, over the largest that values of one size allow.
+COSTS = {"double": 1e-13, "single": 2e-6, "high": 2e-6, "fast": 2e-6, "blocks": 1e-3}
+PRODUCTS = {"double": 1e-12, "single": 4e-6, "high": 4e-6, "fast": 2.0**-9, "blocks": 2.0**-9}
 
-SHAPES = [(1, 1, 1), (1, 7, 2), (33, 70, 3), (129, 65, 16)]
-POINTS = ["random", "duplicates", "equal", "integers", "far from 0", "one far point"]
+AXES: dict[str, list[Any]] = {
+    "shape": [(1, 1, 1), (1, 7, 2), (33, 70, 3), (129, 65, 16)],
+    "points": ["random", "duplicates", "equal", "integers", "far from 0", "one far point"],
+    "classes": [1, 3, None],
+    "massless": [False, True],
+    "epsilon": [0.02, 0.3, 100.0],
+    "near": [False, True],
+    "own": [False, True],
+}
+OF_MATRICES = AXES | {"own": [False], "matrix": ["", "negative", "forbidden"]}
+FEW = AXES | {"points": ["random", "one far point"], "shape": [(1, 2, 1), (33, 70, 3)]}
+# Blocks of kernels have 128 rows and 256 columns: one of them, several, and some of two classes.
+BLOCKS = [(128, 256, 3), (270, 300, 40), (7, 1100, 70), (700, 130, 5)]
+LARGE = [(4000, 3500, 128), (2500, 2049, 300), (1000, 900, 4096), (3000, 2000, 100)]
+OF_KERNELS = AXES | {"shape": [*AXES["shape"], *BLOCKS], "guess": [None, 0.0, 3.0, 1e4]}
+# One block and one odd size of every kernel, of labels in pure blocks and in mixed ones.
+QUICK = [
+    Case((128, 256, 3), "random", 1, massless=True),
+    Case((33, 70, 20), "one far point", None, epsilon=0.3, near=False, guess=3.0),
+    Case((130, 1, 3), "random", 3, massless=True, own=True),
+]
+
+
+def pairs(ways: Iterable[str], axes: dict[str, list[Any]], *marks: Any) -> list[Any]:
+    """Ways with cases in which every two values of different axes meet."""
+    rows = [
+        (way, Case(**dict(zip(axes, row, strict=True))))
+        for way, *row in AllPairs([list(ways), *axes.values()])
+    ]
+    return [pytest.param(way, case, marks=marks, id=f"{way}-{case.name}") for way, case in rows]
+
+
+def these(ways: Iterable[str], chosen: Iterable[Case], *marks: Any) -> list[Any]:
+    """Ways with all of some cases."""
+    rows = [(way, case) for way in ways for case in chosen]
+    return [pytest.param(way, case, marks=marks, id=f"{way}-{case.name}") for way, case in rows]
+
+
+ranks = pytest.mark.xdist_group("ranks")
+CASES = [
+    *pairs(POINTS, AXES),
+    *pairs(FILES, FEW),
+    *pairs(MATRICES, OF_MATRICES),
+    *these(["fast"], QUICK[:1]),
+    *these(["high"], QUICK[1:2]),
+    *these(KERNELS, QUICK[2:], pytest.mark.slow),
+    *these(MATRIX_KERNELS, [QUICK[1], QUICK[0]._replace(shape=(33, 70, 3), matrix="forbidden")]),
+    *these(RANKS, QUICK[1:], ranks),
+    *pairs(KERNELS, OF_KERNELS, pytest.mark.slow),
+    *pairs(MATRIX_KERNELS, OF_MATRICES, pytest.mark.slow),
+    *pairs(FILE_KERNELS, FEW | {"guess": OF_KERNELS["guess"]}, pytest.mark.slow),
+    *pairs(RANKS, AXES | {"points": ["random"]}, ranks, pytest.mark.slow),
+    *pairs(KERNELS, OF_KERNELS | {"shape": LARGE, "classes": [1, 10, 1000]}, pytest.mark.gpu),
+    *pairs(MATRIX_KERNELS, OF_MATRICES | {"shape": LARGE[:2]}, pytest.mark.gpu),
+]
+of_all = pytest.mark.parametrize(("way", "case"), CASES)
+of_own = pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        *these(["high"], QUICK[2:]),
+        *(one for one in CASES if one.values[1].own and one.values != ("high", QUICK[2])),
+    ],
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,67 +93,181 @@ def _small_blocks() -> Iterator[None]:
         yield
 
 
-cases = pairwise(
-    way=list(adapter.WAYS),
-    shape=SHAPES,
-    points=POINTS,
-    classes=[1, 3, None],
-    massless=[False, True],
-    epsilon=[1e-3, 0.1, 100.0],
-    near=[False, True],
-    own=[False, True],
-)
-
-
-@pytest.fixture
-def case(shape, points, classes, massless, epsilon, near, own) -> Case:
-    return Case(shape, points, classes, massless, epsilon, near, own)
-
-
 @lru_cache(maxsize=256)
-def held(way: str, case: Case) -> Held:
+def held(way: str, case: Case) -> adapter.Held:
     return adapter.held(way, problem_of(case))
 
 
-def size(one: Held, case: Case) -> float:
-    """What rounding is relative to."""
-    given = problem_of(case)
+def error(precision: str, given: Problem) -> float:
+    """What an exponent times epsilon may be off by."""
     potentials = max(float(side.abs().max()) for side in given.potentials)
-    return float(one.cost.abs().max()) + potentials + given.epsilon
+    return COSTS[precision] * (given.scale + potentials + given.epsilon)
 
 
-def assert_softmin(found: Tensor, expected: Tensor, one: Held, case: Case) -> None:
-    atol = TOLERANCE[one.precision] * size(one, case)
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+def assert_softmin(found: Tensor, expected: Tensor, one: adapter.Held, given: Problem) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=error(one.precision, given))
 
 
-@cases
+def guess_of(expected: Tensor, case: Case) -> Tensor | None:
+    if case.guess is None:
+        return None
+    draw = torch.Generator().manual_seed(3)
+    far = case.guess * problem_of(case).epsilon
+    return expected + far * torch.randn(len(expected), generator=draw, dtype=torch.float64)
+
+
+@of_all
 def test_softmin_of_rows(way: str, case: Case) -> None:
     one, given = held(way, case), problem_of(case)
     _, g = given.potentials
-    found = one.softmin_rows(g, given.epsilon)
     expected = reference.softmin_rows(one.cost, given.b, g, given.epsilon)
-    assert_softmin(found, expected, one, case)
+    found = one.softmin_rows(g, given.epsilon, guess_of(expected, case))
+    assert_softmin(found, expected, one, given)
 
 
-@cases
+@of_all
 def test_softmin_of_columns(way: str, case: Case) -> None:
     one, given = held(way, case), problem_of(case)
     f, _ = given.potentials
-    found = one.softmin_columns(f, given.epsilon)
     expected = reference.softmin_rows(one.cost.T, given.a, f, given.epsilon)
-    assert_softmin(found, expected, one, case)
+    found = one.softmin_columns(f, given.epsilon, guess_of(expected, case))
+    assert_softmin(found, expected, one, given)
 
 
-@cases
+@of_own
+def test_softmin_of_a_cloud_with_itself(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    f, _ = given.potentials
+    for _ in range(2):
+        expected = reference.softmin_rows(one.cost, given.a, f, given.epsilon)
+        assert_softmin(one.softmin_self(f, given.epsilon), expected, one, given)
+        # Near the solution, as in a solve.
+        f = ((f + expected) / 2).float().double()
+
+
+@of_all
 def test_sums_of_a_plan_are_within_their_errors(way: str, case: Case) -> None:
     one, given = held(way, case), problem_of(case)
     f, g = given.potentials
-    found = one.marginals(f, g, given.epsilon)
     plan = reference.plan(one.exact, given.a, given.b, f, g, given.epsilon)
-    errors = found.row_errors[:, None] + found.column_errors + found.cost_rounding * one.exact.abs()
+    if case.massless:
+        # Not read where there is no mass.
+        f, g = (torch.where(w > 0, p, 1e30) for w, p in ((given.a, f), (given.b, g)))
+        g = f if case.own else g
+    found = one.marginals(f, g, given.epsilon)
+    sizes = one.exact.where(one.exact.isfinite(), 0).abs()
+    errors = found.row_errors[:, None] + found.column_errors + found.cost_rounding * sizes
     # Of both plans: the computed one has the errors, too.
     allowed = torch.where(plan > 0, plan * torch.expm1(errors / given.epsilon), 0)
     for sums, axis in ((found.rows, 1), (found.columns, 0)):
         slack = allowed.sum(axis) + (found.relative_error + 1e-12) * (plan + allowed).sum(axis)
         assert bool(((sums - plan.sum(axis)).abs() <= slack + 1e-30).all())
+    carried = errors[given.a > 0][:, given.b > 0]
+    narrow = max(COSTS[one.precision], 1e-12) if one.precision != "blocks" else COSTS["single"]
+    assert float(carried.mean()) <= 4 * narrow / COSTS[one.precision] * error(one.precision, given)
+
+
+@of_all
+def test_products_with_a_plan_and_its_sums(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    f, g = given.potentials
+    right, left = given.values(len(g)), given.values(len(f))
+    for name, plan in one.plans(f, g, given.epsilon).items():
+        entries = reference.plan(plan.cost, given.a, given.b, f, g, given.epsilon)
+        off = PRODUCTS[plan.precision] + 4 * error(one.precision, given) / given.epsilon
+        for what, found, weights, values in (
+            ("P V", plan.products.times(right), entries, right),
+            ("P^T U", plan.products.transposed_times(left), entries.T, left),
+            ("P 1", plan.products.rows[:, None], entries, torch.ones_like(right[:, :1])),
+            ("P^T 1", plan.products.columns[:, None], entries.T, torch.ones_like(left[:, :1])),
+        ):
+            allowed = off * weights.sum(1, keepdim=True) * values.abs().amax(0)
+            wrong = (found.double().cpu() - weights @ values).abs() > allowed + 1e-30
+            assert not bool(wrong.any()), f"{what} of the plan {name}"
+
+
+@of_all
+def test_products_with_a_plan_whose_entries_are_weighted(way: str, case: Case) -> None:
+    """By A B^T, and by A B^T + C D^T, of factors of very different sizes."""
+    one, given = held(way, case), problem_of(case)
+    f, g = given.potentials
+    right, left = given.values(len(g), 2), given.values(len(f), 2)
+    first, second = (
+        (s * given.values(len(f), 4), t * given.values(len(g), 4)) for s, t in ((1e3, 1), (1, 1e3))
+    )
+    for name, plan in one.plans(f, g, given.epsilon).items():
+        if not plan.weighs:
+            continue
+        entries = reference.plan(plan.cost, given.a, given.b, f, g, given.epsilon)
+        off = 4 * (PRODUCTS[plan.precision] + error(one.precision, given) / given.epsilon)
+        for factors in ((first,), (first, second)):
+            weighted = sum(a @ b.T for a, b in factors) * entries
+            bound = sum(float(a.norm(dim=1).max() * b.norm(dim=1).max()) for a, b in factors)
+            for what, found, weights, plain, values in (
+                ("P V", plan.products.times(right, *factors), weighted, entries, right),
+                ("P^T U", plan.products.transposed_times(left, *factors), weighted.T, entries.T, left),
+            ):  # fmt: skip
+                allowed = off * bound * plain.sum(1, keepdim=True) * values.abs().amax(0)
+                wrong = (found.double().cpu() - weights @ values).abs() > allowed + 1e-30
+                assert not bool(wrong.any()), f"{what} of the plan {name}, {len(factors)} weights"
+
+
+@of_all
+def test_expected_costs(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    masses = torch.rand(len(given.b), generator=torch.Generator().manual_seed(1)).double()
+    expected = one.exact.where(one.exact.isfinite(), 0) @ masses
+    atol = COSTS[one.precision] * given.scale * float(masses.sum())
+    torch.testing.assert_close(one.expected_costs(masses), expected, rtol=0, atol=atol)
+
+
+@of_own
+def test_own_costs(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    atol = COSTS[one.precision] * max(given.scale, 1e-3)
+    torch.testing.assert_close(one.own_costs(), one.exact.diagonal(), rtol=0, atol=atol)
+
+
+@of_all
+def test_what_is_known_of_costs(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    finite = one.exact.isfinite()
+    known, near = one.facts, COSTS[one.precision] * given.scale
+    mean = float(given.a @ one.exact.where(finite, 0) @ given.b)
+    assert known.mean == pytest.approx(mean, abs=near)
+    carried = one.exact[finite & (given.a > 0)[:, None] & (given.b > 0)]
+    lowest, highest = float(carried.min()), float(carried.max())
+    # No distance is below 0, and none above twice that from the middle.
+    assert lowest - given.scale - near <= known.lowest <= lowest + near
+    assert highest - near <= known.highest <= 5 * given.scale + near
+    assert 0 <= known.error <= 4 * max(COSTS["single"], near) * (given.scale + 1e-3)
+    assert known.forbidden == (not bool(finite.all()))
+
+
+@of_all
+def test_parts(way: str, case: Case) -> None:
+    """Some rows and columns in any order, of equal masses; and all rows over some columns."""
+    one, given = held(way, case), problem_of(case)
+    (n, m), draw = given.cost.shape, torch.Generator().manual_seed(2)
+    _, g = given.potentials
+    rows, columns = (torch.randperm(k, generator=draw)[: -(-k // 3)] for k in (n, m))
+    if (part := one.part(rows, columns)) is not None:
+        equal = torch.full((len(columns),), 1 / len(columns), dtype=torch.float64)
+        assert torch.equal(part.b, equal)
+        expected = reference.softmin_rows(part.cost, equal, g[columns], given.epsilon)
+        assert_softmin(part.softmin_rows(g[columns], given.epsilon), expected, one, given)
+    if (found := one.softmin_over(columns, g[columns], given.epsilon)) is not None:
+        expected = reference.softmin_rows(
+            one.cost[:, columns], given.b[columns], g[columns], given.epsilon
+        )
+        there = expected < torch.inf
+        assert_softmin(found[there], expected[there], one, given)
+
+
+@of_all
+def test_the_refined_cost_is_that_of_the_points_themselves(way: str, case: Case) -> None:
+    one, given = held(way, case).refined(), problem_of(case)
+    _, g = given.potentials
+    expected = reference.softmin_rows(one.exact, given.b, g, given.epsilon)
+    assert_softmin(one.softmin_rows(g, given.epsilon), expected, one, given)
+    assert one.refined() is one
