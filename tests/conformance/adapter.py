@@ -212,7 +212,7 @@ class Way(NamedTuple):
 
     build: Callable[[Problem, Way], Held]
     precision: str
-    options: dict[str, Any] = {}
+    options: dict[str, Any]
 
 
 def _operator_of_points(given: Problem, options: dict[str, Any], folder: Path | None = None) -> Any:
@@ -395,11 +395,13 @@ FILES = {
 # Costs that are given.
 MATRICES = {
     "matrix": Way(partial(_of_a_matrix, dtype=torch.float32), "single", TORCH),
-    "matrix, double": Way(partial(_of_a_matrix, dtype=torch.float64, layout="columns"), "double"),
+    "matrix, double": Way(
+        partial(_of_a_matrix, dtype=torch.float64, layout="columns"), "double", {}
+    ),
     "matrix, bfloat16": Way(
         partial(_of_a_matrix, dtype=torch.bfloat16, layout="steps"), "single", TORCH
     ),
-    "function": Way(_of_a_function, "double"),
+    "function": Way(_of_a_function, "double", {}),
 }
 # In Triton's interpreter, or on a GPU.
 KERNELS = {
