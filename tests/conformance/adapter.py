@@ -24,6 +24,7 @@ from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import (
     blocked,
     cost_blocks,
+    cost_tiles,
     float64_rows,
     kernel,
     plan,
@@ -31,6 +32,7 @@ from otdd_flash.operators import (
     sharing,
     streamed,
     tiled,
+    whole_points,
 )
 from otdd_flash.operators import matrix as given_matrix
 from otdd_flash.operators.base import CostFacts, Marginals, refined
@@ -38,8 +40,8 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
-from otdd_flash.operators.triton_plans import ExactFusedPlan
+from otdd_flash.operators.plan import Factors, KeptPlan, StreamedPlan, plan_of
+from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.problem import Problem as PointsProblem
@@ -61,26 +63,44 @@ SMALL: list[tuple[Any, str, Any]] = [
     (blocked, "LEAST_POINTS", 30),
     (kernel, "MANY_SCORES", 1),
     (plan, "BLOCK_CPU", 200),
-    (plan, "FEW_COLUMNS", 3),
+    (plan, "FEW_COLUMNS", 8),
+    (whole_points, "LEAST_POINTS", 20),
+    (cost_tiles, "TILE_CPU", 32),
+    (cost_tiles, "LEAST_POINTS", 16),
     (plan_blocks, "BLOCK_HEIGHT", 256),
     (plan_blocks, "BLOCK_WIDTH", 256),
 ]
 
 
-class Plan(NamedTuple):
+class Plan:
     """Products with a plan.
 
     Attributes:
-        products: what is asked for them.
         cost: that it is of, (n, m) float64.
         precision: a key of `PRODUCTS`.
         weighs: whether its entries can be weighted.
     """
 
-    products: Any
-    cost: Tensor
-    precision: str
-    weighs: bool = True
+    def __init__(self, products: Any, cost: Tensor, precision: str, *, weighs: bool = True) -> None:
+        self._products, self.cost, self.precision, self.weighs = products, cost, precision, weighs
+
+    @property
+    def rows(self) -> Tensor:
+        """P 1 (n,)."""
+        return _out(self._products.rows)
+
+    @property
+    def columns(self) -> Tensor:
+        """P^T 1 (m,)."""
+        return _out(self._products.columns)
+
+    def times(self, values: Tensor, *factors: Factors) -> Tensor:
+        """P V (n, k), or (P o (A B^T + C D^T)) V."""
+        return _out(self._products.times(values.to(DEVICE), *map(_there, factors)))
+
+    def transposed_times(self, values: Tensor, *factors: Factors) -> Tensor:
+        """P^T U (m, k), or (P o (A B^T + C D^T))^T U."""
+        return _out(self._products.transposed_times(values.to(DEVICE), *map(_there, factors)))
 
 
 class Held:
@@ -126,12 +146,14 @@ class Held:
         one = self._in(f)
         return _out(self._operator.softmin_rows(one, epsilon, one))
 
-    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
+    ) -> Marginals:
         """Sums of the plan of f and g, with what they may be off by."""
         potentials = (part.to(DEVICE) for part in (f, g))
         one = next(potentials)
         other = one if f is g else next(potentials)
-        found = self._operator.marginals(one, other, epsilon, accurate=True)
+        found = self._operator.marginals(one, other, epsilon, accurate=accurate)
         return Marginals(*map(_out, found[:4]), *found[4:])
 
     def expected_costs(self, masses: Tensor) -> Tensor:
@@ -165,6 +187,11 @@ class Held:
                 return Plan(products, self.cost, self.precision)
             case ExactFusedPlan():
                 return Plan(products, self.cost, "high")
+            case FusedPlan():
+                # Of points that are rounded once.
+                dim = self._given.x.shape[1]
+                points = (side.rounded(1)[:, :dim] for side in self._operator.packed)
+                return Plan(products, self._given.cost_of(*points), "fast", weighs=False)
         return Plan(products, self.cost, "fast", weighs=False)
 
     def part(self, rows: Tensor, columns: Tensor) -> Held | None:
@@ -199,6 +226,10 @@ class Held:
 
 def _out(values: Tensor) -> Tensor:
     return values.double().cpu()
+
+
+def _there(factors: Factors) -> Factors:
+    return factors[0].to(DEVICE), factors[1].to(DEVICE)
 
 
 class Way(NamedTuple):
@@ -313,7 +344,9 @@ class HeldByRanks(Held):
     def softmin_self(self, f: Tensor, epsilon: float) -> Tensor:
         return self._ask("softmin_self", f, epsilon)
 
-    def marginals(self, f: Tensor, g: Tensor, epsilon: float) -> Marginals:
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
+    ) -> Marginals:
         return self._ask("marginals", f, g, epsilon)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
@@ -420,11 +453,16 @@ FILE_KERNELS = {
 }
 # By two ranks.
 RANKS = {
-    "ranks, stored": Way(HeldByRanks, "double", DOUBLE | KEPT),
+    "ranks, stored": Way(HeldByRanks, "single", TORCH | KEPT),
     "ranks, streamed": Way(HeldByRanks, "double", DOUBLE | ANEW),
     "ranks in a ring": Way(HeldByRanks, "double", DOUBLE | ANEW | {"ring": True}),
 }
-WAYS = POINTS | FILES | MATRICES | KERNELS | MATRIX_KERNELS | FILE_KERNELS | RANKS
+RANK_KERNELS = {
+    "ranks, high": Way(HeldByRanks, "high", TRITON | HIGH),
+    "ranks in a ring, fast": Way(HeldByRanks, "blocks", TRITON | FAST | ANEW | {"ring": True}),
+    "ranks in a ring, high": Way(HeldByRanks, "high", TRITON | HIGH | ANEW | {"ring": True}),
+}
+WAYS = POINTS | FILES | MATRICES | KERNELS | MATRIX_KERNELS | FILE_KERNELS | RANKS | RANK_KERNELS
 
 
 def held(name: str, given: Problem) -> Held:

@@ -28,6 +28,7 @@ class Case(NamedTuple):
         own: whether the cost is that of the first cloud with itself.
         guess: how far in epsilon a guess is from the softmin; None for no guess.
         matrix: for costs that are given, whether some are negative, or forbid a pair.
+        columns: of what plans are multiplied by.
     """
 
     shape: tuple[int, int, int] = (33, 70, 3)
@@ -39,6 +40,7 @@ class Case(NamedTuple):
     own: bool = False
     guess: float | None = None
     matrix: str = ""
+    columns: int = 3
 
     @property
     def name(self) -> str:
@@ -60,6 +62,11 @@ def _points(kind: str, n: int, dim: int, draw: torch.Generator) -> Tensor:
             return random[torch.randint(0, -(-n // 4), (n,), generator=draw)]
         case "equal":
             return torch.full((n, dim), 1 / 3)
+        case "one direction":
+            # Roundings of coordinates are alike, and add up.
+            return 1 + torch.rand(n, 1, generator=draw) / 3 + torch.zeros(1, dim)
+        case "grey":
+            return torch.randint(0, 256, (n, dim), generator=draw) / 255
         case "integers":
             return torch.randint(0, 256, (n, dim), generator=draw).float()
         case "far from 0":
@@ -159,10 +166,10 @@ class Problem:
         f, g = (potential.float().double() for potential in (f, g))
         return (g, g) if self.case.own else (f, g)
 
-    def values(self, size: int, columns: int = 3) -> Tensor:
+    def values(self, size: int, columns: int) -> Tensor:
         """A matrix (size, columns) to multiply a plan by; numbers of either sign and many sizes."""
         draw = torch.Generator().manual_seed(size + columns)
-        sizes = 10.0 ** -torch.arange(columns, dtype=torch.float64)
+        sizes = 10.0 ** -(torch.arange(columns, dtype=torch.float64) % 10)
         return sizes * torch.randn(size, columns, generator=draw, dtype=torch.float64)
 
 
