@@ -2,36 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from tiers import slow
 
 from otdd_flash.operators.labelled_cost import LabelledCost
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# (n, m, d, classes of each side). Few classes fit into class-pure blocks; 7 and 70 are gathered.
-# The fifth has so many columns that programs share a block of rows; in the last, a tile has columns
-# of two classes.
-SMALL = [
-    (1, 1, 1, 1, 1),
-    (33, 70, 3, 1, 70),
-    (270, 140, 40, 3, 1),
-    (7, 300, 70, 7, 2),
-    (130, 1500, 5, 1, 1),
-    (270, 330, 6, 3, 3),
-]
-LARGE = [
-    (4000, 3500, 128, 10, 10),
-    (5000, 3001, 512, 10, 10),
-    (2500, 2049, 300, 3, 7),
-    (2000, 2500, 784, 100, 3),
-    (1000, 900, 4096, 2, 2),
-    (3000, 2000, 100, 3000, 500),
-    (700, 600, 16, 300, 200),
-]
-LARGE_CASES = [pytest.param(case, marks=pytest.mark.gpu) for case in LARGE]
-# Gathered, in pure blocks of one side and of both at once, the others later.
-SMALL_CASES = [*SMALL[1:3], SMALL[5], *slow([SMALL[0], *SMALL[3:5]])]
 LAMBDA_X = 0.7
 EPSILON = 0.3
 

@@ -1,4 +1,4 @@
-"""The half-step kernel against dense float64, in the interpreter or on a GPU."""
+"""How points are packed for kernels, and solves that end on the points themselves."""
 
 from __future__ import annotations
 
@@ -7,93 +7,21 @@ import reference
 import torch
 from kernel_cases import (
     DEVICE,
-    EPSILON,
-    LARGE_CASES,
-    SMALL,
-    SMALL_CASES,
     clouds,
     cost_of,
-    dense_cost,
-    largest_error,
-    potentials,
-    self_cost_of,
 )
-from pairwise import pairwise
 
 from otdd_flash.kernels.points.packed_points import MOST_PADDING, arrange, pack, power_of_two_scale
 from otdd_flash.kernels.tiling import BLOCK_COLUMNS, BLOCK_ROWS
-from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.converged import Converged
-
-
-def softmins(cost, masses, potential, epsilon):
-    return reference.softmin_rows(cost, masses, potential, epsilon)
-
-
-@pytest.mark.slow(after=2)
-@pairwise(
-    case=[*SMALL_CASES, *LARGE_CASES], precision=["fast", "high"], epsilon=[0.01, EPSILON, 30.0]
-)
-def test_half_steps_are_exact_for_the_rounded_points(case, precision, epsilon):
-    operator = KernelOperator(cost_of(case), precision)
-    cost = dense_cost(operator)
-    f, g = potentials(operator)
-    atol = largest_error(operator) + 1e-6 * (float(cost.max()) + epsilon)
-    expected = softmins(cost, operator.b, g, epsilon)
-    got = operator.softmin_rows(g, epsilon)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
-    expected = softmins(cost.T, operator.a, f, epsilon)
-    got = operator.softmin_columns(f, epsilon)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=str)
-@pytest.mark.parametrize("distance", [0.0, 3.0, 1e4], ids=["exact", "near", "far"])
-def test_a_guess_near_or_far_changes_nothing_but_the_way(case, distance, monkeypatch):
-    """Far guesses leave float32's range; the rows of some points are then done again."""
-    monkeypatch.setattr(kernel_operator, "MANY_SCORES", 1)
-    operator = KernelOperator(cost_of(case), "fast")
-    draw = torch.Generator().manual_seed(0)
-    g = torch.randn(operator.shape[1], generator=draw).to(DEVICE)
-    cost = dense_cost(operator)
-    expected = softmins(cost, operator.b, g, EPSILON)
-    offset = distance * EPSILON * torch.randn(operator.shape[0], generator=draw).to(DEVICE)
-    guess = (expected + offset).float()
-    got = operator.softmin_rows(g, EPSILON, guess)
-    atol = largest_error(operator) + 1e-6 * (float(cost.max()) + EPSILON)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=atol)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fast", "high"])
-@pytest.mark.parametrize("case", SMALL_CASES, ids=str)
-def test_refined_half_steps_are_those_of_the_original_points(case, precision):
-    labelled = cost_of(case)
-    operator, streamed = (
-        KernelOperator(labelled, precision),
-        StreamedOperator(labelled, torch.float32),
-    )
-    g = torch.randn(case[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    expected = streamed.softmin_rows(g, EPSILON)
-    exact = refined(operator).softmin_rows(g, EPSILON)
-    atol = 2 * largest_error(refined(operator))
-    torch.testing.assert_close(exact, expected, rtol=0, atol=atol)
-    assert refined(operator).execution.refined is None
-    if precision == "fast" and case != SMALL[0]:
-        # The rounded points are another cloud, or this test could not tell the two apart.
-        fast = operator.softmin_rows(g, EPSILON)
-        assert float((fast - expected).abs().max()) > atol
-        assert operator.execution.backend != refined(operator).execution.backend
 
 
 def test_rounding_keeps_eleven_bits_and_the_second_part_the_next_eleven():
@@ -201,15 +129,6 @@ def test_divergences_in_triton_hold_the_truth_at_every_stop(precision, iteration
     truth = reference.sinkhorn_divergence(costs, a, b, 0.1)
     assert found.bounds[0] <= truth <= found.bounds[1]
     assert found.bounds[1] - found.bounds[0] < {1: 4.0, 5: 0.3, 40: 3e-3}[iterations] * truth
-
-
-def test_expected_and_own_costs():
-    draw = torch.Generator(DEVICE).manual_seed(0)
-    operator = KernelOperator(cost_of((33, 70, 3, 1, 70)), "high")
-    masses = torch.rand(70, generator=draw, device=DEVICE, dtype=torch.float64)
-    torch.testing.assert_close(operator.expected_costs(masses), dense_cost(operator) @ masses)
-    own = KernelOperator(self_cost_of((33, 70, 3, 5, 1)), "high")
-    torch.testing.assert_close(own.own_costs(), dense_cost(own).diagonal(), rtol=0, atol=1e-9)
 
 
 @pytest.mark.gpu

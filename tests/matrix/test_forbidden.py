@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.matrix import forbidden
 
 
@@ -41,16 +40,6 @@ def test_is_the_same_as_with_a_prohibitive_cost(dtype: torch.dtype, share: float
     assert float(plan[closed].max()) == 0
     assert found.transport_cost == pytest.approx(float((plan * costs)[~closed].sum()), rel=1e-5)
     assert len(found.short_rows) == 0
-
-
-def test_range_and_mean_are_those_of_finite_entries() -> None:
-    draw = cases.generator(1)
-    costs, a, b = banded(20, 30, 0.3, draw), cases.masses(20, draw), cases.masses(30, draw)
-    facts = MatrixOperator(costs, a, b).costs
-    finite = costs.isfinite()
-    assert facts.forbidden
-    assert (facts.lowest, facts.highest) == (float(costs[finite].min()), float(costs[finite].max()))
-    assert facts.mean == pytest.approx(float(a @ costs.where(finite, 0).double() @ b))
 
 
 def test_without_plan_the_short_rows_are_named() -> None:

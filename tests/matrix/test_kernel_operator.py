@@ -1,4 +1,4 @@
-"""`MatrixKernelOperator` against the same matrix in PyTorch, in the interpreter or on a GPU."""
+"""Solves of a matrix in kernels against the same in PyTorch, in the interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.operators.matrix import MatrixOperator
-from otdd_flash.operators.matrix_kernel import MatrixKernelOperator, kernel_facts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRITON = otdd.ComputeOptions(str(DEVICE), "triton")
@@ -21,50 +19,7 @@ EPSILON = 0.1
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda costs: costs,
     "columns": lambda costs: costs.T.contiguous().T,
-    "steps": lambda costs: costs.repeat_interleave(2, 1)[:, ::2],
 }
-
-
-def operators(
-    size: tuple[int, int], layout: str, dtype: torch.dtype, *, closed: bool = False
-) -> tuple[MatrixOperator, MatrixKernelOperator]:
-    draw = cases.generator(*size)
-    costs = cases.random(*size, draw).to(dtype)
-    if closed:
-        costs[torch.rand(size, generator=draw) < 0.2] = math.inf
-    masses = [cases.masses(k, draw, zero=True).to(DEVICE) for k in size]
-    tiles = MatrixOperator(LAYOUTS[layout](costs.to(DEVICE)), *masses)
-    return tiles, MatrixKernelOperator(tiles)
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("closed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_operations_are_those_of_the_matrix(layout: str, dtype: torch.dtype, closed: bool) -> None:
-    tiles, kernels = operators((33, 70), layout, dtype, closed=closed)
-    f, g = (torch.randn(k, device=DEVICE) * 0.1 for k in (33, 70))
-    near = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(
-        kernels.softmin_rows(g, EPSILON), tiles.softmin_rows(g, EPSILON), **near
-    )
-    torch.testing.assert_close(
-        kernels.softmin_columns(f, EPSILON), tiles.softmin_columns(f, EPSILON), **near
-    )
-    one, two = kernels.marginals(f, g, EPSILON), tiles.marginals(f, g, EPSILON)
-    for key in ("rows", "columns", "row_errors", "column_errors"):
-        torch.testing.assert_close(getattr(one, key), getattr(two, key), rtol=1e-12, atol=1e-30)
-    assert one[4:] == two[4:]
-    torch.testing.assert_close(kernels.expected_costs(tiles.b), tiles.expected_costs(tiles.b))
-    facts = kernel_facts(tiles.source, tiles.a, tiles.b)
-    assert facts.range == tiles.facts.range
-    assert facts.mean == pytest.approx(tiles.facts.mean, rel=1e-12)
-    assert facts.extreme == tiles.facts.extreme
-    assert facts.forbidden is closed
-    carried = tiles.source.matrix.double()[tiles.a > 0][:, tiles.b > 0]
-    x, y = facts.magnitudes
-    sizes = x[tiles.a > 0, None] + y[tiles.b > 0]
-    assert bool((carried.abs() <= sizes)[carried < math.inf].all())
 
 
 @pytest.mark.slow

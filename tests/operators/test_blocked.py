@@ -1,4 +1,4 @@
-"""A cost whose points are streamed, against the dense cost and against one that is held."""
+"""A cost whose points are streamed: in which blocks, how often they are read, what is held."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference
 import torch
 from live_bytes import LiveBytes
 from safetensors.torch import save_file
@@ -66,67 +65,12 @@ def operator(folder: Path | None, backend: str, precision: str, pair: tuple[int,
     return build_operator(prepared.inputs(pair, table().to(HERE)))
 
 
-def dense(pair: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cost and both masses, float64."""
-    given = sides(None)
-    x, y = (given[place] for place in pair)
-    squares = torch.cdist(x.features.double(), y.features.double()).square()
-    assert x.labels is not None
-    assert y.labels is not None
-    return (squares + table()[x.labels][:, y.labels]) / 2, x.masses, y.masses
-
-
 BACKENDS = [
     ("torch", "double"),
     ("torch", "high"),
     pytest.param("triton", "fast", marks=pytest.mark.slow),
     pytest.param("triton", "high", marks=pytest.mark.slow),
 ]
-TOLERANCES = {"double": 1e-12, "high": 2e-5, "fast": 2e-2}
-
-
-@pytest.mark.parametrize(("backend", "precision"), BACKENDS)
-@pytest.mark.parametrize("pair", [CROSS, SYMMETRIC])
-def test_every_operation_is_that_of_the_dense_cost(
-    backend: str, precision: str, pair: tuple[int, int], tmp_path: Path
-) -> None:
-    found = operator(tmp_path, backend, precision, pair)
-    assert isinstance(found, BlockedOperator)
-    assert f"in blocks of 47 x {47 if pair == SYMMETRIC else 45}" in found.execution.backend
-    cost, a, b = dense(pair)
-    draw = torch.Generator().manual_seed(2)
-    f, g = (torch.randn(len(masses), generator=draw).double() for masses in (a, b))
-    near = {"rtol": TOLERANCES[precision], "atol": TOLERANCES[precision]}
-    at = [potential.to(HERE, found.costs.dtype) for potential in (f, g)]
-    f, g = (potential.double().cpu() for potential in at)
-
-    def same(got: torch.Tensor, expected: torch.Tensor) -> None:
-        torch.testing.assert_close(got.double().cpu(), expected, **near)
-
-    same(found.softmin_rows(at[1], EPSILON), reference.softmin_rows(cost, b, g, EPSILON))
-    same(found.softmin_columns(at[0], EPSILON), reference.softmin_rows(cost.T, a, f, EPSILON))
-    over_columns, some = found.execution.over_columns, torch.arange(5, len(b), 3)
-    assert over_columns is not None
-    here = some.to(HERE)
-    expected = reference.softmin_rows(cost[:, some], b[some], g[some], EPSILON)
-    same(over_columns(here, at[1][here], EPSILON), expected)
-    plan = a[:, None] * b * ((f[:, None] + g - cost) / EPSILON).exp()
-    sums = found.marginals(*at, EPSILON, accurate=True)
-    close = {"rtol": 1e-12 if precision == "double" else 2e-6, "atol": 0.0}
-    torch.testing.assert_close(sums.rows.cpu(), plan.sum(1), **close)
-    torch.testing.assert_close(sums.columns.cpu(), plan.sum(0), **close)
-    expected = cost @ b
-    torch.testing.assert_close(found.expected_costs(b.to(HERE)).cpu(), expected)
-    values, turned = torch.randn(len(b), 2, generator=draw), torch.randn(len(a), 2, generator=draw)
-    applied = found.apply_plan(*at, EPSILON, values.to(HERE))
-    same(applied.values, plan @ values.double())
-    same(applied.masses, plan.sum(1))
-    applied = found.apply_plan(*at, EPSILON, turned.to(HERE), transposed=True)
-    same(applied.values, plan.T @ turned.double())
-    left, right = torch.randn(len(a), 2).double(), torch.randn(len(b), 2).double()
-    factors = left.to(HERE), right.to(HERE)
-    applied = found.apply_plan(*at, EPSILON, values.to(HERE), factors=factors)
-    same(applied.values, (plan * (left @ right.T)) @ values.double())
 
 
 @pytest.mark.parametrize(
@@ -250,14 +194,11 @@ def test_blocks_by_class_hold_every_point_once() -> None:
     assert torch.equal(labels[rows], labels.sort().values)
 
 
-@pytest.mark.parametrize(("backend", "precision"), BACKENDS)
 def test_a_self_term_takes_every_pair_of_blocks_once(
-    backend: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = operator(tmp_path, backend, precision, SYMMETRIC)
-    cost, a, _ = dense(SYMMETRIC)
+    found = operator(tmp_path, "torch", "double", SYMMETRIC)
     f = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(HERE, found.costs.dtype)
-    near = {"rtol": TOLERANCES[precision], "atol": TOLERANCES[precision]}
     taken: list[bool] = []
     tiles = BlockedOperator.tiles
 
@@ -267,47 +208,9 @@ def test_a_self_term_takes_every_pair_of_blocks_once(
             yield tile
 
     monkeypatch.setattr(BlockedOperator, "tiles", counted)
-    for _ in range(2):
-        expected = reference.softmin_rows(cost, a, f.double().cpu(), EPSILON)
-        got = found.softmin_rows(f, EPSILON, f)
-        torch.testing.assert_close(got.double().cpu(), expected, **near)
-        f = (f + got) / 2
+    found.softmin_rows(f, EPSILON, f)
     # Of 47 + 47 + 46 points.
-    assert taken == [True, False, False, True, False, True] * 2
-    plan = a[:, None] * a * ((f[:, None] + f - cost.to(HERE)) / EPSILON).double().cpu().exp()
+    assert taken == [True, False, False, True, False, True]
     sums = found.marginals(f, f, EPSILON, accurate=True)
-    close = {"rtol": 1e-12 if precision == "double" else 2e-6, "atol": 0.0}
-    torch.testing.assert_close(sums.rows.cpu(), plan.sum(1), **close)
     assert sums.columns is sums.rows
-    assert len(taken) == 18
-
-
-@pytest.mark.slow
-def test_a_potential_far_from_its_softmin_is_done_with_a_maximum(tmp_path: Path) -> None:
-    found = operator(tmp_path, "triton", "high", SYMMETRIC)
-    cost, a, _ = dense(SYMMETRIC)
-    f = torch.randn(N, generator=torch.Generator().manual_seed(2)) * 100
-    expected = reference.softmin_rows(cost, a, f.double(), EPSILON)
-    got = found.softmin_rows(near := f.to(HERE), EPSILON, near)
-    torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("distance", [0.0, 3.0, 1e4], ids=["exact", "near", "far"])
-@pytest.mark.parametrize("precision", ["fast", "high"])
-def test_a_guess_changes_nothing_but_the_way(
-    distance: float, precision: str, tmp_path: Path
-) -> None:
-    """Of blocks that are far from all others, sums beside a guess are 0."""
-    found = operator(tmp_path, "triton", precision, CROSS)
-    draw = torch.Generator().manual_seed(3)
-    epsilon = 0.02
-    for softmin, own, other in (
-        (found.softmin_rows, N, M),
-        (found.softmin_columns, M, N),
-    ):
-        potential = torch.randn(other, generator=draw).to(HERE)
-        expected = softmin(potential, epsilon)
-        guess = expected + distance * epsilon * torch.randn(own, generator=draw).to(HERE)
-        got = softmin(potential, epsilon, guess)
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert len(taken) == 12

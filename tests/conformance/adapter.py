@@ -1,0 +1,471 @@
+"""Every way of holding a cost, behind the operations that the conformance tests are about.
+
+The only file of these tests that knows how operators are built and how their operations are asked
+for. What is asked and answered is float64 on the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from problems import LAMBDA_X, LAMBDA_Y, Case, Problem, problem_of
+from rank_pool import pool
+from torch import Tensor
+
+from otdd_flash.distributed.ranks import Ranks, led
+from otdd_flash.features.file_features import features_file
+from otdd_flash.kernels.passes import plan_blocks
+from otdd_flash.operators import (
+    blocked,
+    cost_blocks,
+    cost_tiles,
+    float64_rows,
+    kernel,
+    plan,
+    request,
+    sharing,
+    streamed,
+    tiled,
+    whole_points,
+)
+from otdd_flash.operators import matrix as given_matrix
+from otdd_flash.operators.base import CostFacts, Marginals, refined
+from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.operators.cost_blocks import CostBlocks
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.plan import Factors, KeptPlan, StreamedPlan, plan_of
+from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.problem import Problem as PointsProblem
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+# Of the points that are read from files.
+FOLDER = TemporaryDirectory()
+
+# So small that small problems are cut into several blocks and tiles, and that kernels use guesses
+# and symmetry.
+SMALL: list[tuple[Any, str, Any]] = [
+    (streamed, "BLOCK_ELEMENTS_CPU", 900),
+    (tiled, "TILE_ELEMENTS_CPU", 300),
+    (given_matrix, "TILE_ELEMENTS_CPU", 300),
+    (given_matrix, "EXACT_ELEMENTS_CPU", 150),
+    (cost_blocks, "BLOCK_ENTRIES_CPU", 500),
+    (float64_rows, "CHUNK_ELEMENTS_CPU", 60),
+    (blocked, "LEAST_POINTS", 30),
+    (kernel, "MANY_SCORES", 1),
+    (plan, "BLOCK_CPU", 200),
+    (plan, "FEW_COLUMNS", 8),
+    (whole_points, "LEAST_POINTS", 20),
+    (cost_tiles, "TILE_CPU", 32),
+    (cost_tiles, "LEAST_POINTS", 16),
+    (plan_blocks, "BLOCK_HEIGHT", 256),
+    (plan_blocks, "BLOCK_WIDTH", 256),
+]
+
+
+class Plan:
+    """Products with a plan.
+
+    Attributes:
+        cost: that it is of, (n, m) float64.
+        precision: a key of `PRODUCTS`.
+        weighs: whether its entries can be weighted.
+    """
+
+    def __init__(self, products: Any, cost: Tensor, precision: str, *, weighs: bool = True) -> None:
+        self._products, self.cost, self.precision, self.weighs = products, cost, precision, weighs
+
+    @property
+    def rows(self) -> Tensor:
+        """P 1 (n,)."""
+        return _out(self._products.rows)
+
+    @property
+    def columns(self) -> Tensor:
+        """P^T 1 (m,)."""
+        return _out(self._products.columns)
+
+    def times(self, values: Tensor, *factors: Factors) -> Tensor:
+        """P V (n, k), or (P o (A B^T + C D^T)) V."""
+        return _out(self._products.times(values.to(DEVICE), *map(_there, factors)))
+
+    def transposed_times(self, values: Tensor, *factors: Factors) -> Tensor:
+        """P^T U (m, k), or (P o (A B^T + C D^T))^T U."""
+        return _out(self._products.transposed_times(values.to(DEVICE), *map(_there, factors)))
+
+
+class Held:
+    """A cost with masses, held by one of today's operators.
+
+    Attributes:
+        cost: the matrix (n, m) float64 that softmins are of.
+        exact: the one that certificates are of.
+        precision: a key of `COSTS`.
+    """
+
+    def __init__(
+        self, given: Problem, operator: Any, precision: str, exact: Tensor, cost: Tensor
+    ) -> None:
+        self._given, self._operator, self.precision = given, operator, precision
+        self.exact, self.cost = exact, cost
+
+    @property
+    def a(self) -> Tensor:
+        """Masses of the rows."""
+        return _out(self._operator.a)
+
+    @property
+    def b(self) -> Tensor:
+        """Masses of the columns."""
+        return _out(self._operator.b)
+
+    @property
+    def facts(self) -> CostFacts:
+        """What is known of the cost."""
+        return self._operator.costs
+
+    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+        """-epsilon log sum_j b_j exp((g_j - C_ij) / epsilon)."""
+        return _out(self._operator.softmin_rows(self._in(g), epsilon, self._in(guess)))
+
+    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+        """-epsilon log sum_i a_i exp((f_i - C_ij) / epsilon)."""
+        return _out(self._operator.softmin_columns(self._in(f), epsilon, self._in(guess)))
+
+    def softmin_self(self, f: Tensor, epsilon: float) -> Tensor:
+        """The softmin of rows of a cloud with itself, at its only potential."""
+        one = self._in(f)
+        return _out(self._operator.softmin_rows(one, epsilon, one))
+
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
+    ) -> Marginals:
+        """Sums of the plan of f and g, with what they may be off by."""
+        potentials = (part.to(DEVICE) for part in (f, g))
+        one = next(potentials)
+        other = one if f is g else next(potentials)
+        found = self._operator.marginals(one, other, epsilon, accurate=accurate)
+        return Marginals(*map(_out, found[:4]), *found[4:])
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,)."""
+        return _out(self._operator.expected_costs(masses.to(DEVICE)))
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,)."""
+        return _out(self._operator.own_costs())
+
+    def plans(self, f: Tensor, g: Tensor, epsilon: float) -> dict[str, Plan]:
+        """The plan of f and g, by every kind of products that there is."""
+        one = self._in(f)
+        at = one, one if f is g else self._in(g), epsilon
+        found: dict[str, Any] = {
+            "evaluated": StreamedPlan(self._operator, *at),
+            "prepared": plan_of(self._operator, *at),
+            "prepared without memory": plan_of(self._operator, *at, 0),
+        }
+        if (rounded := self._operator.execution.rounded_plan) is not None:
+            found["rounded"] = rounded(*at, None)
+            found["rounded without memory"] = rounded(*at, 0)
+        kinds = {type(products): name for name, products in reversed(found.items()) if products}
+        return {name: self._plan(found[name]) for name in found if name in kinds.values()}
+
+    def _plan(self, products: Any) -> Plan:
+        match products:
+            case KeptPlan():
+                return Plan(products, self.exact, self.precision)
+            case StreamedPlan():
+                return Plan(products, self.cost, self.precision)
+            case ExactFusedPlan():
+                return Plan(products, self.cost, "high")
+            case FusedPlan():
+                # Of points that are rounded once.
+                dim = self._given.x.shape[1]
+                points = (side.rounded(1)[:, :dim] for side in self._operator.packed)
+                return Plan(products, self._given.cost_of(*points), "fast", weighs=False)
+        return Plan(products, self.cost, "fast", weighs=False)
+
+    def part(self, rows: Tensor, columns: Tensor) -> Held | None:
+        """The cost between some rows (k,) and columns (l,), of equal masses; None if not there."""
+        sampled = self._operator.execution.sampled
+        if sampled is None:
+            return None
+        part = sampled(rows.to(DEVICE), columns.to(DEVICE))
+        exact, cost = (cost[rows][:, columns] for cost in (self.exact, self.cost))
+        if isinstance(part, KernelOperator):
+            # Its points are rounded on a scale of their own.
+            cost = self._given.cost_of(*part.seen_points(), rows, columns)
+        return Held(self._given, part, self.precision, exact, cost)
+
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor | None:
+        """The softmin of all rows over some columns (l,) with their masses; None if not there."""
+        over_columns = self._operator.execution.over_columns
+        if over_columns is None:
+            return None
+        return _out(over_columns(columns.to(DEVICE), self._in(g), epsilon))
+
+    def refined(self) -> Held:
+        """The same cost to the full accuracy of the potentials."""
+        found = refined(self._operator)
+        if found is self._operator:
+            return self
+        return Held(self._given, found, "high", self.exact, self.exact)
+
+    def _in(self, potential: Tensor | None) -> Any:
+        return None if potential is None else potential.to(DEVICE, self._operator.dtype)
+
+
+def _out(values: Tensor) -> Tensor:
+    return values.double().cpu()
+
+
+def _there(factors: Factors) -> Factors:
+    return factors[0].to(DEVICE), factors[1].to(DEVICE)
+
+
+class Way(NamedTuple):
+    """A way of holding a cost.
+
+    Attributes:
+        build: makes it for a problem.
+        precision: a key of `COSTS`.
+        options: of the computation.
+    """
+
+    build: Callable[[Problem, Way], Held]
+    precision: str
+    options: dict[str, Any]
+
+
+def _operator_of_points(given: Problem, options: dict[str, Any], folder: Path | None = None) -> Any:
+    samples = []
+    for number, (points, labels, masses, classes) in enumerate(given.sides):
+        features = points
+        if folder is not None:
+            np.save(path := folder / f"{hash(given.case)}.{number}.npy", points.numpy())
+            features = features_file(path)
+        names = tuple(map(str, range(classes)))
+        samples.append(LabeledSamples(features, labels, names, masses))
+    own = given.case.own
+    whole = PointsProblem.between(
+        samples[0],
+        samples[-1],
+        given.epsilon,
+        given.block.repeat(2, 2) if own else given.table,
+        GroundCost(LAMBDA_X, LAMBDA_Y),
+        ComputeOptions(str(DEVICE), **options),
+    )
+    return whole.operator("xx" if own else "xy")
+
+
+def _of_points(given: Problem, way: Way) -> Held:
+    operator, cost = _operator_of_points(given, way.options), given.cost
+    if isinstance(operator, KernelOperator):
+        # An iteration is exact for points that are rounded.
+        cost = given.cost_of(*operator.seen_points())
+    return Held(given, operator, way.precision, given.cost, cost)
+
+
+def _of_files(given: Problem, way: Way) -> Held:
+    """Points that are read from a file in every pass, as memory has room for few."""
+    before, request.UNASKED = request.UNASKED, 0
+    try:
+        options = {"memory_budget": 1} | way.options
+        operator = _operator_of_points(given, options, Path(FOLDER.name))
+    finally:
+        request.UNASKED = before
+    assert "points streamed in blocks" in operator.execution.backend
+    return Held(given, operator, way.precision, given.cost, given.cost)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda costs: costs,
+    "columns": lambda costs: costs.T.contiguous().T,
+    "steps": lambda costs: costs.repeat_interleave(2, 1)[:, ::2],
+}
+
+
+def _of_a_matrix(given: Problem, way: Way, dtype: torch.dtype, layout: str = "rows") -> Held:
+    costs = given.cost.to(dtype)
+    rounded, costs = costs.double(), LAYOUTS[layout](costs.to(DEVICE))
+    compute = ComputeOptions(str(DEVICE), **way.options)
+    self_costs = (costs, costs) if given.case.own else None
+    whole = MatrixProblem.prepare(costs, given.a, given.b, compute, self_costs)
+    operator = whole._self_operator("xx") if given.case.own else whole.operator
+    return Held(given, operator, way.precision, rounded, rounded)
+
+
+def _of_a_function(given: Problem, way: Way) -> Held:
+    costs = given.cost.to(DEVICE)
+    blocks = CostBlocks(*costs.shape, lambda rows, columns: costs[rows, columns])
+    whole = MatrixProblem.prepare(
+        blocks, given.a, given.b, ComputeOptions(str(DEVICE), memory_budget=0)
+    )
+    return Held(given, whole.operator, way.precision, given.cost, given.cost)
+
+
+class HeldByRanks(Held):
+    """A cost that two ranks share; every operation is asked of both, who have to agree."""
+
+    def __init__(self, given: Problem, way: Way) -> None:
+        super().__init__(given, None, way.precision, given.cost, given.cost)
+        self._ask = partial(self._answer, given.case, way)
+
+    a = property(lambda self: self._given.a)
+    b = property(lambda self: self._given.b)
+    facts = property(lambda self: self._ask("facts"))
+
+    def _answer(self, case: Case, way: Way, name: str, *arguments: Any) -> Any:
+        answers = pool(2).run(_asked, case, way, name, arguments)
+        for each in answers:
+            if isinstance(each, Exception):
+                raise each
+        first, other = (each if isinstance(each, tuple) else (each,) for each in answers)
+        for one, two in zip(first, other, strict=True):
+            same = torch.equal(one, two) if isinstance(one, Tensor) else one == two
+            assert same, "ranks disagree"
+        return answers[0]
+
+    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+        return self._ask("softmin_rows", g, epsilon, guess)
+
+    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
+        return self._ask("softmin_columns", f, epsilon, guess)
+
+    def softmin_self(self, f: Tensor, epsilon: float) -> Tensor:
+        return self._ask("softmin_self", f, epsilon)
+
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
+    ) -> Marginals:
+        return self._ask("marginals", f, g, epsilon)
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        return self._ask("expected_costs", masses)
+
+    def own_costs(self) -> Tensor:
+        return self._ask("own_costs")
+
+    def plans(self, f: Tensor, g: Tensor, epsilon: float) -> dict[str, Plan]:
+        return {"evaluated": Plan(_RankPlan(self._ask, f, g, epsilon), self.cost, self.precision)}
+
+    def part(self, rows: Tensor, columns: Tensor) -> Held | None:
+        """A sample is rank 0's alone."""
+        return None
+
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor | None:
+        return self._ask("softmin_over", columns, g, epsilon)
+
+    def refined(self) -> Held:
+        return self
+
+
+class _RankPlan:
+    def __init__(self, ask: Callable[..., Any], *at: Any) -> None:
+        self._ask, self._at = ask, at
+
+    rows = property(lambda self: self._ask("product", "rows", *self._at))
+    columns = property(lambda self: self._ask("product", "columns", *self._at))
+
+    def times(self, *given: Any) -> Tensor:
+        return self._ask("product", "times", *self._at, *given)
+
+    def transposed_times(self, *given: Any) -> Tensor:
+        return self._ask("product", "transposed_times", *self._at, *given)
+
+
+def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
+    """What a rank finds; in a ring no rank has memory for all points."""
+    options = dict(way.options)
+    in_a_ring = options.pop("ring", False)
+    before = sharing.UNASKED
+    sharing.UNASKED = 0 if in_a_ring else before
+
+    def work(ranks: Ranks) -> Any:
+        problem = problem_of(case)
+        operator = _operator_of_points(problem, options | {"group": ranks})
+        assert operator.execution.backend.endswith("in a ring") == in_a_ring
+        held = Held(problem, operator, way.precision, problem.cost, problem.cost)
+        if name == "facts":
+            return held.facts
+        if name == "product":
+            kind, f, g, epsilon, *given = arguments
+            found = getattr(StreamedPlan(operator, held._in(f), held._in(g), epsilon), kind)
+            return _out(found(*given) if given else found)
+        return getattr(held, name)(*arguments)
+
+    try:
+        return led(work)
+    finally:
+        sharing.UNASKED = before
+
+
+TORCH, DOUBLE, TRITON = {"backend": "torch"}, {"precision": "double"}, {"backend": "triton"}
+FAST, HIGH = ({"precision": precision} for precision in ("fast", "high"))
+KEPT, ANEW = {"memory_budget": "1GiB"}, {"memory_budget": 0}
+
+# Points in memory, in PyTorch.
+POINTS = {
+    "stored": Way(_of_points, "single", TORCH | KEPT),
+    "stored, double": Way(_of_points, "double", DOUBLE | KEPT),
+    "streamed": Way(_of_points, "single", TORCH | ANEW),
+    "streamed, double": Way(_of_points, "double", DOUBLE | ANEW),
+}
+# Points in files, in PyTorch.
+FILES = {
+    "files": Way(_of_files, "single", TORCH),
+    "files, double": Way(_of_files, "double", DOUBLE),
+}
+# Costs that are given.
+MATRICES = {
+    "matrix": Way(partial(_of_a_matrix, dtype=torch.float32), "single", TORCH),
+    "matrix, double": Way(
+        partial(_of_a_matrix, dtype=torch.float64, layout="columns"), "double", {}
+    ),
+    "matrix, bfloat16": Way(
+        partial(_of_a_matrix, dtype=torch.bfloat16, layout="steps"), "single", TORCH
+    ),
+    "function": Way(_of_a_function, "double", {}),
+}
+# In Triton's interpreter, or on a GPU.
+KERNELS = {
+    "fast": Way(_of_points, "fast", TRITON | FAST),
+    "high": Way(_of_points, "high", TRITON | HIGH),
+}
+MATRIX_KERNELS = {
+    "matrix in rows": Way(partial(_of_a_matrix, dtype=torch.float32), "single", TRITON),
+    "matrix in columns": Way(
+        partial(_of_a_matrix, dtype=torch.bfloat16, layout="columns"), "single", TRITON
+    ),
+}
+FILE_KERNELS = {
+    "files, fast": Way(_of_files, "blocks", TRITON | FAST),
+    "files, high": Way(_of_files, "high", TRITON | HIGH),
+}
+# By two ranks.
+RANKS = {
+    "ranks, stored": Way(HeldByRanks, "single", TORCH | KEPT),
+    "ranks, streamed": Way(HeldByRanks, "double", DOUBLE | ANEW),
+    "ranks in a ring": Way(HeldByRanks, "double", DOUBLE | ANEW | {"ring": True}),
+}
+RANK_KERNELS = {
+    "ranks, high": Way(HeldByRanks, "high", TRITON | HIGH),
+    "ranks in a ring, fast": Way(HeldByRanks, "blocks", TRITON | FAST | ANEW | {"ring": True}),
+    "ranks in a ring, high": Way(HeldByRanks, "high", TRITON | HIGH | ANEW | {"ring": True}),
+}
+WAYS = POINTS | FILES | MATRICES | KERNELS | MATRIX_KERNELS | FILE_KERNELS | RANKS | RANK_KERNELS
+
+
+def held(name: str, given: Problem) -> Held:
+    """The cost of a problem, held in a way."""
+    way = WAYS[name]
+    return way.build(given, way)

@@ -1,0 +1,312 @@
+"""What every way of holding a cost promises, against dense float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import adapter
+import pytest
+import reference
+import torch
+from adapter import (
+    FILE_KERNELS,
+    FILES,
+    KERNELS,
+    MATRICES,
+    MATRIX_KERNELS,
+    POINTS,
+    RANK_KERNELS,
+    RANKS,
+)
+from allpairspy import AllPairs
+from problems import Case, Problem, problem_of
+from torch import Tensor
+
+# What a cost may be off by, over the sizes of costs, potentials and epsilon; and products with a
+# plan, over the largest that values of one size allow.
+COSTS = {"double": 1e-13, "single": 2e-6, "high": 2e-6, "fast": 2e-6, "blocks": 1e-3}
+PRODUCTS = {"double": 1e-12, "single": 4e-6, "high": 4e-6, "fast": 2.0**-9, "blocks": 2.0**-9}
+
+AXES: dict[str, list[Any]] = {
+    "shape": [(1, 1, 1), (1, 7, 2), (33, 70, 3), (129, 65, 16)],
+    "points": ["random", "duplicates", "equal", "grey", "far from 0", "one far point"],
+    "classes": [1, 3, None],
+    "massless": [False, True],
+    "epsilon": [1e-3, 0.3, 100.0],
+    "near": [False, True],
+    "own": [False, True],
+}
+OF_MATRICES = AXES | {"own": [False], "matrix": ["", "negative", "forbidden"]}
+FEW = AXES | {"points": ["random", "one far point"], "shape": [(1, 2, 1), (33, 70, 3)]}
+# Blocks of kernels have 128 rows and 256 columns: several of them, and many in one row.
+OF_KERNELS = AXES | {
+    "shape": [(1, 1, 1), (270, 300, 40), (7, 1100, 70)],
+    "points": ["integers", "grey", "one direction", "one far point"],
+    "guess": [None, 0.0, 3.0, 1e4],
+    "columns": [1, 20, 150],
+}
+LARGE = AXES | {
+    "shape": [(4000, 3500, 128), (2500, 2049, 300), (1000, 900, 4096)],
+    "points": ["random", "integers", "one far point"],
+    "classes": [1, 10, 1000],
+}
+# One block and one odd size of every kernel, of labels in pure blocks and in mixed ones.
+QUICK = [
+    Case((128, 256, 3), "random", 1, massless=True),
+    Case((33, 70, 20), "one far point", None, epsilon=0.3, near=False, guess=3.0),
+    Case((130, 1, 3), "random", 3, massless=True, own=True),
+]
+
+
+def pairs(ways: Iterable[str], axes: dict[str, list[Any]], *marks: Any) -> list[Any]:
+    """Ways with cases in which every two values of different axes meet."""
+    rows = [
+        (way, Case(**dict(zip(axes, row, strict=True))))
+        for way, *row in AllPairs([list(ways), *axes.values()])
+    ]
+    return [pytest.param(way, case, marks=marks, id=f"{way}-{case.name}") for way, case in rows]
+
+
+def these(ways: Iterable[str], chosen: Iterable[Case], *marks: Any) -> list[Any]:
+    """Ways with all of some cases."""
+    rows = [(way, case) for way in ways for case in chosen]
+    return [pytest.param(way, case, marks=marks, id=f"{way}-{case.name}") for way, case in rows]
+
+
+ranks = pytest.mark.xdist_group("ranks")
+CASES = [
+    *pairs(POINTS, AXES),
+    *pairs(FILES, FEW),
+    *pairs(MATRICES, OF_MATRICES),
+    *these(["fast"], QUICK[:1]),
+    *these(["high"], QUICK[1:2]),
+    *these(KERNELS, QUICK[2:], pytest.mark.slow),
+    *these(["matrix in rows"], [QUICK[0]._replace(shape=(33, 70, 3), matrix="forbidden")]),
+    *these(["matrix in columns"], QUICK[1:2]),
+    *these(RANKS, QUICK[1:], ranks),
+    *these(["ranks in a ring, high"], QUICK[1:2], ranks),
+    *these(["ranks, high"], QUICK[2:], ranks),
+    *pairs(KERNELS, OF_KERNELS, pytest.mark.slow),
+    *pairs(MATRIX_KERNELS, OF_MATRICES | {"points": ["random"]}, pytest.mark.slow),
+    *pairs(FILE_KERNELS, FEW | {"guess": OF_KERNELS["guess"]}, pytest.mark.slow),
+    *pairs(RANKS | RANK_KERNELS, FEW, ranks, pytest.mark.slow),
+    *pairs(KERNELS, LARGE, pytest.mark.gpu),
+    *pairs(MATRIX_KERNELS, LARGE | OF_MATRICES | {"shape": LARGE["shape"][:2]}, pytest.mark.gpu),
+]
+of_all = pytest.mark.parametrize(("way", "case"), CASES)
+of_own = pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        *these(["high"], QUICK[2:]),
+        *(one for one in CASES if one.values[1].own and one.values != ("high", QUICK[2])),
+    ],
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        for module, name, value in adapter.SMALL:
+            patched.setattr(module, name, value)
+        yield
+
+
+@lru_cache(maxsize=256)
+def held(way: str, case: Case) -> adapter.Held:
+    return adapter.held(way, problem_of(case))
+
+
+def error(precision: str, given: Problem) -> float:
+    """What an exponent times epsilon may be off by."""
+    potentials = max(float(side.abs().max()) for side in given.potentials)
+    return COSTS[precision] * (given.scale + potentials + given.epsilon)
+
+
+def assert_softmin(found: Tensor, expected: Tensor, one: adapter.Held, given: Problem) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=error(one.precision, given))
+
+
+def guess_of(expected: Tensor, case: Case) -> Tensor | None:
+    if case.guess is None:
+        return None
+    draw = torch.Generator().manual_seed(3)
+    far = case.guess * problem_of(case).epsilon
+    return expected + far * torch.randn(len(expected), generator=draw, dtype=torch.float64)
+
+
+@of_all
+def test_softmin_of_rows(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    _, g = given.potentials
+    expected = reference.softmin_rows(one.cost, given.b, g, given.epsilon)
+    found = one.softmin_rows(g, given.epsilon, guess_of(expected, case))
+    assert_softmin(found, expected, one, given)
+
+
+@of_all
+def test_softmin_of_columns(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    f, _ = given.potentials
+    expected = reference.softmin_rows(one.cost.T, given.a, f, given.epsilon)
+    found = one.softmin_columns(f, given.epsilon, guess_of(expected, case))
+    assert_softmin(found, expected, one, given)
+
+
+@of_own
+def test_softmin_of_a_cloud_with_itself(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    f, _ = given.potentials
+    draw = torch.Generator().manual_seed(4)
+    far = 300 * given.epsilon * torch.randn(len(f), generator=draw, dtype=torch.float64)
+    for potential in (f, far.float().double()):
+        expected = reference.softmin_rows(one.cost, given.a, potential, given.epsilon)
+        size = given.scale + float(potential.abs().max()) + given.epsilon
+        found, atol = one.softmin_self(potential, given.epsilon), COSTS[one.precision] * size
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+@of_all
+def test_sums_of_a_plan_are_within_their_errors(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    # As float32 does not hold them.
+    f, g = (potential * (1 + 1e-9) for potential in given.potentials)
+    plan = reference.plan(one.exact, given.a, given.b, f, g, given.epsilon)
+    if case.massless:
+        # Not read where there is no mass.
+        f, g = (torch.where(w > 0, p, 1e30) for w, p in ((given.a, f), (given.b, g)))
+    found = one.marginals(f, f if case.own else g, given.epsilon, accurate=case.near)
+    sizes = one.exact.where(one.exact.isfinite(), 0).abs()
+    errors = found.row_errors[:, None] + found.column_errors + found.cost_rounding * sizes
+    # Of both plans: the computed one has the errors, too.
+    allowed = torch.where(plan > 0, plan * torch.expm1(errors / given.epsilon), 0)
+    for sums, axis in ((found.rows, 1), (found.columns, 0)):
+        slack = allowed.sum(axis) + (found.relative_error + 1e-12) * (plan + allowed).sum(axis)
+        assert bool(((sums - plan.sum(axis)).abs() <= slack + 1e-30).all())
+    carried, units = (each[given.a > 0][:, given.b > 0] for each in (errors, 2.0**-53 * sizes))
+    assert bool((carried >= units).all())
+    narrow = max(COSTS[one.precision], 1e-12) if one.precision != "blocks" else COSTS["single"]
+    assert float(carried.mean()) <= 4 * narrow / COSTS[one.precision] * error(one.precision, given)
+
+
+@of_all
+def test_products_with_a_plan_and_its_sums(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    f, g = given.potentials
+    right, left = (given.values(len(side), case.columns) for side in (g, f))
+    # Sums are of the numbers that are multiplied, far nearer to each other than to the plan's.
+    right = torch.cat((right, torch.ones_like(right[:, :1])), 1)
+    for name, plan in one.plans(f, g, given.epsilon).items():
+        entries = reference.plan(plan.cost, given.a, given.b, f, g, given.epsilon)
+        off = PRODUCTS[plan.precision] + 4 * error(one.precision, given) / given.epsilon
+        there, back = plan.times(right), plan.transposed_times(left)
+        rows, columns = plan.rows[:, None], plan.columns[:, None]
+        near = PRODUCTS["fast"] if (plan.precision, plan.weighs) == ("fast", True) else 1e-5
+        torch.testing.assert_close(there[:, -1:], rows, rtol=near, atol=1e-30)
+        for what, found, weights, values in (
+            ("P V", there, entries, right),
+            ("P^T U", back, entries.T, left),
+            ("P 1", rows, entries, torch.ones_like(right[:, :1])),
+            ("P^T 1", columns, entries.T, torch.ones_like(left[:, :1])),
+        ):
+            allowed = off * weights.sum(1, keepdim=True) * values.abs().amax(0)
+            within = (found - weights @ values).abs() <= allowed + 1e-30
+            assert bool(within.all()), f"{what} of the plan {name}"
+
+
+@of_all
+def test_products_with_a_plan_whose_entries_are_weighted(way: str, case: Case) -> None:
+    """By A B^T, or by A B^T + C D^T, of factors of very different sizes."""
+    one, given = held(way, case), problem_of(case)
+    f, g = given.potentials
+    right, left = given.values(len(g), 2), given.values(len(f), 2)
+    sizes = ((1e3, 1), (1, 1e3)) if case.near else ((1e3, 1),)
+    factors = [(s * given.values(len(f), 4), t * given.values(len(g), 4)) for s, t in sizes]
+    for name, plan in one.plans(f, g, given.epsilon).items():
+        if not plan.weighs:
+            continue
+        entries = reference.plan(plan.cost, given.a, given.b, f, g, given.epsilon)
+        off = 4 * (PRODUCTS[plan.precision] + error(one.precision, given) / given.epsilon)
+        weighted = sum(a @ b.T for a, b in factors) * entries
+        bound = sum(float(a.norm(dim=1).max() * b.norm(dim=1).max()) for a, b in factors)
+        for what, found, weights, sums, values in (
+            ("P V", plan.times(right, *factors), weighted, entries.sum(1), right),
+            ("P^T U", plan.transposed_times(left, *factors), weighted.T, entries.sum(0), left),
+        ):
+            allowed = off * bound * sums[:, None] * values.abs().amax(0)
+            within = (found - weights @ values).abs() <= allowed + 1e-30
+            assert bool(within.all()), f"{what} of the plan {name}"
+
+
+@of_all
+def test_expected_costs(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    masses = torch.rand(len(given.b), generator=torch.Generator().manual_seed(1)).double()
+    expected = one.exact.where(one.exact.isfinite(), 0) @ masses
+    atol = COSTS[one.precision] * given.scale * float(masses.sum())
+    torch.testing.assert_close(one.expected_costs(masses), expected, rtol=0, atol=atol)
+
+
+@of_own
+def test_own_costs(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    atol = COSTS[one.precision] * max(given.scale, 1e-3)
+    torch.testing.assert_close(one.own_costs(), one.exact.diagonal(), rtol=0, atol=atol)
+
+
+@of_all
+def test_what_is_known_of_costs(way: str, case: Case) -> None:
+    one, given = held(way, case), problem_of(case)
+    finite = one.exact.isfinite()
+    known, near = one.facts, COSTS[one.precision] * given.scale
+    mean = float(given.a @ one.exact.where(finite, 0) @ given.b)
+    assert known.mean == pytest.approx(mean, abs=near)
+    carried = one.exact[finite & (given.a > 0)[:, None] & (given.b > 0)]
+    lowest, highest = float(carried.min()), float(carried.max())
+    if way in MATRICES | MATRIX_KERNELS:
+        assert (known.lowest, known.highest) == (lowest, highest)
+    # No distance is below 0, and none above twice that from the middle.
+    assert lowest - given.scale - near <= known.lowest <= lowest + near
+    assert highest - near <= known.highest <= 5 * given.scale + near
+    magnitude = float(given.a @ one.exact.where(finite, 0).abs() @ given.b)
+    assert (
+        2.0**-53 * magnitude <= known.error <= 4 * max(COSTS["single"], near) * (given.scale + 1e-3)
+    )
+    assert known.forbidden == (not bool(finite.all()))
+
+
+@of_all
+def test_parts(way: str, case: Case) -> None:
+    """Some rows and columns in any order, of equal masses; and all rows over some columns."""
+    one, given = held(way, case), problem_of(case)
+    (n, m), draw = given.cost.shape, torch.Generator().manual_seed(2)
+    _, g = given.potentials
+    rows, columns = (torch.randperm(k, generator=draw)[: -(-k // 3)] for k in (n, m))
+    part = one.part(rows, columns)
+    # What lacks pairs tells nothing of the whole; and a sample is rank 0's alone.
+    assert (part is None) == (bool(one.exact.isinf().any()) or way in RANKS | RANK_KERNELS)
+    if part is not None:
+        equal = torch.full((len(columns),), 1 / len(columns), dtype=torch.float64)
+        assert torch.equal(part.b, equal)
+        expected = reference.softmin_rows(part.cost, equal, g[columns], given.epsilon)
+        assert_softmin(part.softmin_rows(g[columns], given.epsilon), expected, one, given)
+    found = one.softmin_over(columns, g[columns], given.epsilon)
+    held_as_a_matrix = "stored" in way or way in MATRICES | MATRIX_KERNELS
+    shared = way in RANKS | RANK_KERNELS
+    assert (found is None) == (held_as_a_matrix or (shared and case.own))
+    if found is not None:
+        expected = reference.softmin_rows(
+            one.cost[:, columns], given.b[columns], g[columns], given.epsilon
+        )
+        there = expected < torch.inf
+        assert_softmin(found[there], expected[there], one, given)
+
+
+@of_all
+def test_the_refined_cost_is_that_of_the_points_themselves(way: str, case: Case) -> None:
+    one, given = held(way, case).refined(), problem_of(case)
+    _, g = given.potentials
+    expected = reference.softmin_rows(one.exact, given.b, g, given.epsilon)
+    assert_softmin(one.softmin_rows(g, given.epsilon), expected, one, given)
+    assert one.refined() is one
