@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -155,6 +156,8 @@ class _Task(NamedTuple):
 def _start(copy: Path, known: dict[str, float]) -> None:
     """Give a worker a copy of its own, and the times of tests."""
     global _checkout
+    # Ends its test as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     _checkout = copied(copy, copy.parent / str(os.getpid())), known
 
 

@@ -141,9 +141,12 @@ def _verdict(copy: Path, tests: Sequence[str], limit: float, known: dict[str, fl
         os.close(reading)
         _child(copy, tests, writing, "--exitfirst")
     os.close(writing)
-    failed, current, status = _watch(reading, started + limit, known)
-    if status != "ended":
-        os.killpg(process, signal.SIGKILL)
+    status = "interrupted"
+    try:
+        failed, current, status = _watch(reading, started + limit, known)
+    finally:
+        if status != "ended":
+            os.killpg(process, signal.SIGKILL)
     _, code = os.waitpid(process, 0)
     os.close(reading)
     took = time.monotonic() - started
