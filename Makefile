@@ -21,8 +21,8 @@ coverage: .venv/.installed  ## run both and say which lines no test executes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup --cov --cov-context=test \
 		--cov-report=term:skip-covered --junitxml=.coverage.xml
 
-mutants: .venv/.installed  ## after `make coverage`: break 200 expressions, and say which no test sees
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation
+mutants: .venv/.installed  ## after `make coverage`: break the listed expressions one at a time, and say which no test sees
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation $(OPTIONS)
 
 lint: .venv/.installed  ## check style and types
 	$(BIN)/ruff check .

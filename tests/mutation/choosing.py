@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 
 from coverage import CoverageData
 
-from tests.mutation.drawing import Mutant
+from tests.mutation.listed import Mutant
 
 # Tests without a time have this one, in seconds.
 UNKNOWN = 1.0
@@ -32,7 +32,7 @@ class Executions:
 
     Args:
         data: the file of coverage, with a context for every test.
-        times: the junit file of the same run.
+        times: the junit file of the same run, if there is one.
     """
 
     def __init__(self, data: Path, times: Path) -> None:
@@ -42,7 +42,7 @@ class Executions:
             f"{case.get('classname', '').replace('.', '/')}.py::{_plain(case.get('name', ''))}": (
                 float(case.get("time", UNKNOWN))
             )
-            for case in ET.parse(times).iter("testcase")
+            for case in (ET.parse(times).iter("testcase") if times.exists() else ())
         }
         self._lines: dict[str, dict[int, set[str]]] = {}
         self._total: Counter[str] = Counter()
@@ -74,7 +74,10 @@ class Executions:
         return tests
 
     def choose(self, mutant: Mutant, seconds: float) -> Choice:
-        """Tests for so many seconds: from every file of tests, those that do little else first."""
+        """Tests for so many seconds, cheapest first.
+
+        They are from every file of tests, of first those that do little else.
+        """
         tests = self.of(mutant)
         within = next((n for path, n in self._within.items() if path.endswith(mutant.file)), {})
         share = {test: within.get(test, 0) / max(1, self._total[test]) for test in tests}
@@ -84,15 +87,13 @@ class Executions:
         stem = Path(mutant.file).stem
         files = sorted(queues, key=lambda file: (stem not in file, -share[queues[file][0]]))
         turns = [file for file in files[:FIRST_FILES] for _ in range(FIRST_TESTS)]
-        turns += [file for k in range(max(map(len, queues.values()), default=0)) for file in files]
-        chosen: dict[str, list[str]] = {file: [] for file in files}
+        turns += [file for _ in range(max(map(len, queues.values()), default=0)) for file in files]
+        chosen: list[str] = []
         for file in turns:
-            if queues[file]:
-                test = queues[file].pop(0)
-                if self._time(test) <= seconds:
-                    seconds -= self._time(test)
-                    chosen[file].append(test)
-        return Choice([test for file in files for test in chosen[file]], len(tests))
+            if queues[file] and self._time(queues[file][0]) <= seconds:
+                seconds -= self._time(queues[file][0])
+                chosen.append(queues[file].pop(0))
+        return Choice(sorted(chosen, key=self._time), len(tests))
 
     def _of_file(self, file: str) -> dict[int, set[str]]:
         if file not in self._lines:

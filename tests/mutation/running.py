@@ -1,10 +1,16 @@
-"""Runs mutants, each in a process of its own that starts with everything heavy imported."""
+"""Run tests against a mutant, in a process of its own that starts with everything heavy imported.
+
+The mutant is a file of a copy of the checkout, so that kernels, whose source the interpreter reads,
+and processes that tests start have it as well.
+"""
 
 from __future__ import annotations
 
-import importlib.machinery
+import compileall
+import math
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -14,14 +20,22 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.mutation.drawing import Mutant
+from tests.mutation.listed import SOURCES, Mutant
 
 # A test that takes so many times as long as it did, and this in seconds, does not end.
 TIMES, SECONDS = 5, 10
 
+# What of a checkout no test reads. Bytecode is taken along: to compile the package takes seconds.
+LEFT_OUT = (".*", "build", "dist", "site", "outputs", "multirun", "mutants.json")
+
 
 class Verdict(NamedTuple):
-    """What became of a mutant: killed, hangs, survived or not executed; by which test; seconds."""
+    """What became of a mutant, by which test, and in how many seconds.
+
+    `killed`; `hangs`, which is killed as well; `survived` all tests; `timed out` where tests were
+    left, of which none hung; `not covered` where no test executes it; `no such test` where pytest
+    does not know those that it is to run.
+    """
 
     status: str
     by: str
@@ -49,8 +63,21 @@ class _Told:
             self._tell("F", report.nodeid)
 
 
+def copied(root: Path, folder: Path) -> Path:
+    """A copy of a checkout, compiled, beside which is what was beside the checkout."""
+    copy = folder / root.name
+    shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    for name in SOURCES:
+        compileall.compile_dir(copy / name, quiet=2)
+    if (root.parent / "shared").exists():
+        (folder / "shared").symlink_to(root.parent / "shared")
+    return copy
+
+
 def preload() -> None:
     """Import what tests need and mutants are not of; hypothesis forgets what it has seen."""
+    # Kernels of a processor run in the interpreter, of which Triton's own functions know at once.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
     import hypothesis
     import pandas
     import scipy.optimize
@@ -64,88 +91,109 @@ def preload() -> None:
 
 
 def run(
-    root: Path, mutant: Mutant, tests: Sequence[str], limit: float, known: dict[str, float]
+    copy: Path, mutant: Mutant, tests: Sequence[str], limit: float, known: dict[str, float]
 ) -> Verdict:
     """Run tests against a mutant until one fails, or for `limit` seconds.
 
     Args:
-        root: the checkout, where this process is.
-        mutant: of the checkout as it is.
+        copy: of the checkout; its file is as before afterwards.
+        mutant: of the checkout.
         tests: in this order.
-        limit: in seconds, after which the mutant has survived if no test hangs.
-        known: seconds that tests took before.
+        limit: in seconds.
+        known: seconds that tests took before; of others it cannot be said whether they hang.
     """
     if not tests:
-        return Verdict("not executed", "", 0.0)
+        return Verdict("not covered", "", 0.0)
+    path = copy / mutant.file
+    content, times = path.read_bytes(), path.stat()
+    path.write_bytes(mutant.applied(content))
+    try:
+        verdict = _verdict(copy, tests, limit, known)
+    finally:
+        path.write_bytes(content)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    if verdict.by in ("exit code 4", "exit code 5") and failing(copy, tests, collect=True):
+        return verdict._replace(status="no such test")
+    return verdict
+
+
+def failing(copy: Path, tests: Sequence[str], *, collect: bool = False) -> set[str]:
+    """Of these tests those that fail without a mutant, or all if pytest does not know them."""
+    if not tests:
+        return set()
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(reading)
+        _child(copy, tests, writing, "--collect-only" if collect else "--maxfail=0")
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as lines:
+        found = {line[1:].rstrip("\n") for line in lines if line[0] == "F"}
+    _, status = os.waitpid(process, 0)
+    return found or (set(tests) if os.waitstatus_to_exitcode(status) else set())
+
+
+def _verdict(copy: Path, tests: Sequence[str], limit: float, known: dict[str, float]) -> Verdict:
     reading, writing = os.pipe()
     started = time.monotonic()
     process = os.fork()
     if process == 0:
         os.close(reading)
-        _child(root, mutant, tests, writing)
+        _child(copy, tests, writing, "--exitfirst")
     os.close(writing)
-    failed, current, since, ended = _watch(reading, started + limit)
-    if not ended:
-        os.killpg(process, signal.SIGKILL)
-    _, status = os.waitpid(process, 0)
+    status = "interrupted"
+    try:
+        failed, current, status = _watch(reading, started + limit, known)
+    finally:
+        if status != "ended":
+            os.killpg(process, signal.SIGKILL)
+    _, code = os.waitpid(process, 0)
     os.close(reading)
     took = time.monotonic() - started
     if failed:
         return Verdict("killed", failed, took)
-    if ended:
-        code = os.waitstatus_to_exitcode(status)
-        return Verdict("survived" if code == 0 else "killed", f"exit code {code}", took)
-    hangs = time.monotonic() - since > SECONDS + TIMES * known.get(current, 1.0)
-    return Verdict("hangs" if hangs else "survived", current, took)
+    if status == "ended":
+        code = os.waitstatus_to_exitcode(code)
+        return Verdict("killed" if code else "survived", f"exit code {code}", took)
+    return Verdict(status, current, took)
 
 
-def _watch(reading: int, deadline: float) -> tuple[str, str, float, bool]:
-    """The test that failed, the one that ran last, since when, and whether all have ended."""
-    rest, current, since = b"", "", time.monotonic()
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([reading], [], [], left)[0]:
-            break
+def _watch(reading: int, deadline: float, known: dict[str, float]) -> tuple[str, str, str]:
+    """The test that failed, the one that ran last, and how it ended: of itself, late or never."""
+    rest, current, hangs_at = b"", "", math.inf
+    while True:
+        left = min(deadline, hangs_at) - time.monotonic()
+        if left <= 0 or not select.select([reading], [], [], left)[0]:
+            return "", current, "hangs" if hangs_at < deadline else "timed out"
         part = os.read(reading, 1 << 16)
         if not part:
-            return "", current, since, True
+            return "", current, "ended"
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
-            name = line[1:].decode()
+            current = line[1:].decode()
             if line[:1] == b"F":
-                return name, current, since, False
-            current, since = name, time.monotonic()
-    return "", current, since, False
+                return current, current, "failed"
+            hangs_at = time.monotonic() + SECONDS + TIMES * known.get(current, math.inf)
 
 
-def _child(root: Path, mutant: Mutant, tests: Sequence[str], pipe: int) -> None:
-    """Run tests with the mutant in place of its file, and leave."""
+def _child(copy: Path, tests: Sequence[str], pipe: int, option: str) -> None:
+    """Run tests in the copy, and leave."""
     code = 1
     try:
         os.setpgid(0, 0)
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
-        _replace(root, mutant)
+        os.chdir(copy)
+        # Of a file that changes twice a second, bytecode may be that of before.
+        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode, root = True, Path(__file__).resolve().parents[2]
+        sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != root)]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
         plugins = ("cacheprovider", "xdist", "cov")
         options = [part for name in plugins for part in ("-p", f"no:{name}")]
-        code = int(pytest.main(["-x", "-q", *options, *tests], plugins=[_Told(pipe)]))
+        options += ["-c", str(copy / "pyproject.toml"), "--rootdir", str(copy), option]
+        code = int(pytest.main([*options, *tests], plugins=[_Told(pipe)]))
     finally:
         os._exit(code)
-
-
-def _replace(root: Path, mutant: Mutant) -> None:
-    """Whoever imports the mutant's file gets it with the replacement; the file stays as it is."""
-    path = root / mutant.file
-    content = path.read_bytes()
-    if content[mutant.start : mutant.stop].decode() != mutant.old:
-        sys.exit(f"{mutant.file} has changed since the mutants were drawn")
-    source = content[: mutant.start] + mutant.new.encode() + content[mutant.stop :]
-    loader = importlib.machinery.SourceFileLoader
-    plain = loader.get_code
-
-    def get_code(self: importlib.machinery.SourceFileLoader, name: str) -> object:
-        if os.path.realpath(self.path) == os.path.realpath(path):
-            return compile(source, str(path), "exec", dont_inherit=True)
-        return plain(self, name)
-
-    loader.get_code = get_code  # type: ignore[method-assign,assignment]
