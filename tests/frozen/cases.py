@@ -18,7 +18,7 @@ import torch
 import otdd_flash as otdd
 from tests.frozen.inputs import cloud, labelled, masses, numbers
 from tests.frozen.recording import Record, record
-from tests.ranks.rank_pool import pool
+from tests.rank_pool import pool
 
 DOUBLE = otdd.ComputeOptions("cpu", precision="double")
 SINGLE = otdd.ComputeOptions("cpu")
