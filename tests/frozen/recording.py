@@ -91,7 +91,7 @@ def _flatten(name: str, part: Any, found: dict[str, Any]) -> None:
                 found[name] = str(part.tolist())
                 return
             array = part.astype(np.float64).ravel()
-            if not np.isfinite(array).all() and array.size > ENTRIES:
+            if not np.isfinite(array).all() and array.size > 1:
                 found[f"{name} not finite at"] = str(np.flatnonzero(~np.isfinite(array)).tolist())
                 array = np.where(np.isfinite(array), array, 0.0)
             found[name] = array
