@@ -24,7 +24,7 @@ class Case(NamedTuple):
         classes: of each side; None for one class a point.
         massless: whether a third of the points of each side has no mass.
         epsilon: over the mean cost.
-        near: whether potentials are those of a nearly solved problem, or random.
+        near: whether potentials are those of a nearly solved problem, or up to e^10 away.
         own: whether the cost is that of the first cloud with itself.
         guess: how far in epsilon a guess is from the softmin; None for no guess.
         matrix: for costs that are given, whether some are negative, or forbid a pair.
@@ -153,16 +153,20 @@ class Problem:
     def potentials(self) -> tuple[Tensor, Tensor]:
         """f (n,) and g (m,) that float32 holds; one tensor for a cloud with itself."""
         (n, m), epsilon = self.cost.shape, self.epsilon
-        size = min(5 * epsilon, self.scale / 4 + epsilon)
-        f, g = (size * torch.randn(k, generator=self.draw, dtype=torch.float64) for k in (n, m))
-        if self.case.near:
-            for _ in range(20):
-                f = reference.softmin_rows(self.cost, self.b, g, epsilon)
-                g = reference.softmin_rows(self.cost.T, self.a, f, epsilon)
-                g = (f + g) / 2 if self.case.own else g
-        elif self.case.massless:
-            # Potentials of points without mass do not matter to others.
-            f, g = (torch.where(w > 0, p, 30 * size) for w, p in ((self.a, f), (self.b, g)))
+        f, g = (torch.randn(k, generator=self.draw, dtype=torch.float64) for k in (n, m))
+        noise, f, g = (3 * epsilon * f, 3 * epsilon * g), 0 * f, 0 * g
+        for _ in range(20):
+            f = reference.softmin_rows(self.cost, self.b, g, epsilon)
+            g = reference.softmin_rows(self.cost.T, self.a, f, epsilon)
+            g = (f + g) / 2 if self.case.own else g
+        if not self.case.near:
+            f, g = f + noise[0], g + noise[1]
+            if self.case.massless:
+                # Potentials of points without mass do not matter to others.
+                f, g = (
+                    torch.where(w > 0, p, self.scale + 30 * epsilon)
+                    for w, p in ((self.a, f), (self.b, g))
+                )
         f, g = (potential.float().double() for potential in (f, g))
         return (g, g) if self.case.own else (f, g)
 

@@ -202,7 +202,8 @@ def test_products_with_a_plan_and_its_sums(way: str, case: Case) -> None:
         off = PRODUCTS[plan.precision] + 4 * error(one.precision, given) / given.epsilon
         there, back = plan.times(right), plan.transposed_times(left)
         rows, columns = plan.rows[:, None], plan.columns[:, None]
-        torch.testing.assert_close(there[:, -1:], rows, rtol=1e-5, atol=1e-30)
+        near = PRODUCTS["fast"] if (plan.precision, plan.weighs) == ("fast", True) else 1e-5
+        torch.testing.assert_close(there[:, -1:], rows, rtol=near, atol=1e-30)
         for what, found, weights, values in (
             ("P V", there, entries, right),
             ("P^T U", back, entries.T, left),
