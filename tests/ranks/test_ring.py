@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-import reference
 import torch
 from rank_pool import pool
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks, put_together, taken_apart
 from otdd_flash.operators import sharing
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.ring_blocks import RingBlocks
 from otdd_flash.solver.problem import Problem
 
@@ -88,49 +86,6 @@ def test_distances_in_kernels_are_those_of_one_process() -> None:
     assert found["converged"]
     assert found["bounds"][0] <= alone.value <= found["bounds"][1]
     assert torch.allclose(found["f"].double(), alone.potentials[0].double(), atol=4e-3)
-
-
-def of_kernels(ranks: Ranks) -> dict[str, Any]:
-    """Operations in the interpreter, beside their formulas in float64."""
-    source, target = datasets()
-    table = torch.rand(7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    table = (table + table.T).fill_diagonal_(0)
-    compute = otdd.ComputeOptions("cpu", "triton", memory_budget=0, group=ranks)
-    whole = Problem.between(source, target, EPSILON, table, compute=compute)
-    operator = refined(whole.operator("xy"))
-    f, g = torch.zeros(61), torch.zeros(45)
-    cost = reference.dense_cost(
-        source.features, target.features, 0.5, table[:4, 4:] / 2, source.labels, target.labels
-    )
-    a, b = source.masses, target.masses
-    plan = reference.plan(cost, a, b, f.double(), g.double(), EPSILON)
-    sums = operator.marginals(f, g, EPSILON)
-    product = operator.apply_plan(f, g, EPSILON, target.features)
-    found = {
-        "backend": operator.execution.backend,
-        "f": operator.softmin_rows(g, EPSILON).double(),
-        "g": operator.softmin_columns(f, EPSILON).double(),
-        "rows": sums.rows,
-        "columns": sums.columns,
-        "P V": product.values.double(),
-    }
-    expected = {
-        "f": reference.softmin_rows(cost, b, g.double(), EPSILON),
-        "g": reference.softmin_rows(cost.T, a, f.double(), EPSILON),
-        "rows": plan.sum(1),
-        "columns": plan.sum(0),
-        "P V": plan @ target.features.double(),
-    }
-    return {"found": found, "expected": expected}
-
-
-@pytest.mark.slow
-def test_kernels_take_shards() -> None:
-    for answer in pool(2).run(in_a_ring, of_kernels):
-        found, expected = answer["found"], answer["expected"]
-        assert found.pop("backend") == "triton, scores streamed, high, 2 ranks, points in a ring"
-        for name, value in expected.items():
-            assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-5), name
 
 
 def flow(ranks: Ranks | None) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What goes round in a ring, and what ranks find of it: every operation, pairs and bytes."""
+"""What goes round in a ring: pairs, bytes and launches."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 EPSILON, DIM = 0.4, 5
 SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
-# Uneven shards, and shards without points.
-SHAPES = [(61, 45), (1, 3)]
 CLASSES = (3, 4)
 
 BUILDS: dict[str, Any] = {
@@ -37,8 +35,6 @@ BUILDS: dict[str, Any] = {
     "fast": lambda part: KernelOperator(part, "fast"),
     "high": lambda part: KernelOperator(part, "high"),
 }
-# What potentials and sums may be off by.
-NEAR = {"double": 1e-11, "fast": 3e-3, "high": 2e-5}
 
 
 def cost_of(n: int, m: int | None) -> LabelledCost:
@@ -82,82 +78,10 @@ def held(ranks: Ranks, how: str, n: int, m: int | None) -> tuple[LabelledCost, A
     return cost, found
 
 
-def expected(cost: LabelledCost, f: Tensor, g: Tensor) -> dict[str, Tensor]:
-    x, y = cost.held
-    dense = reference.dense_cost(x, y, 0.5, cost.class_costs, *cost.labels)
-    plan = reference.plan(dense, cost.a, cost.b, f.double(), g.double(), EPSILON)
-    some = torch.arange(0, len(g), 2)
-    return {
-        "f": reference.softmin_rows(dense, cost.b, g.double(), EPSILON),
-        "g": reference.softmin_rows(dense.T, cost.a, f.double(), EPSILON),
-        "rows": plan.sum(1),
-        "columns": plan.sum(0),
-        "P V": plan @ y.double(),
-        "costs": dense @ cost.b,
-        "some": reference.softmin_rows(dense[:, some], cost.b[some], g[some].double(), EPSILON),
-    }
-
-
 def potentials(cost: LabelledCost, far: float) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(7)
     f = far * torch.randn(cost.shape[0], generator=draw)
     return f, f if cost.symmetric else far * torch.randn(cost.shape[1], generator=draw)
-
-
-def found(how: str, n: int, m: int | None, far: float) -> dict[str, tuple[Tensor, Tensor]]:
-    """What ranks find, each beside its formula."""
-    ranks = Ranks()
-    cost, _ = held(ranks, how, n, m)
-    f, g = potentials(cost, far)
-    formulas = expected(cost, f, g)
-    got = {}
-    if cost.symmetric:
-        got["f"] = parts.softmin_self(ranks, 0, f, EPSILON)
-        sums = parts.marginals_self(ranks, 0, f, EPSILON, True)
-    else:
-        got["f"] = parts.softmin(ranks, 0, False, g, EPSILON, None)
-        got["g"] = parts.softmin(ranks, 0, True, f, EPSILON, g)
-        some = torch.arange(0, len(g), 2)
-        got["some"] = parts.softmin_over_columns(ranks, 0, some, g[some], EPSILON)
-        got["costs"] = parts.expected_costs(ranks, 0, cost.b)
-        sums = parts.marginals(ranks, 0, f, g, EPSILON, True)
-    got["rows"], got["columns"] = sums.rows, sums.columns
-    if far < 2:
-        values = cost.held[1]
-        got["P V"] = parts.apply_plan(ranks, 0, False, f, g, EPSILON, values, None, None).values
-    assert parts.facts(ranks, 0).error > 0
-    return {name: (value.double(), formulas[name]) for name, value in got.items()}
-
-
-SLOW = [("double", 3), ("double", 4), ("fast", 3), ("high", 2), ("high", 3)]
-
-
-@pytest.mark.parametrize(
-    ("how", "size"),
-    [("double", 2), ("fast", 2), *(pytest.param(*way, marks=pytest.mark.slow) for way in SLOW)],
-)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_operations_are_their_formulas(
-    how: str, symmetric: bool, shape: tuple[int, int], size: int
-) -> None:
-    n, m = shape[0], None if symmetric else shape[1]
-    answers = pool(size).run(found, how, n, m, 0.3)
-    for answer in answers:
-        for name, (value, formula) in answer.items():
-            # Sums of a plan in Triton are of points in fixed point.
-            close = 2e-6 if how != "double" and name in ("rows", "columns") else NEAR[how]
-            assert torch.allclose(value, formula, rtol=close, atol=close), name
-            assert torch.equal(value, answers[0][name][0]), f"ranks disagree on {name}"
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_potentials_far_from_any_are_done_again(symmetric: bool) -> None:
-    """Sums beside a guess that is far from the softmin leave float32: by another turn."""
-    for answer in pool(2).run(found, "high", 61, None if symmetric else 45, 100.0):
-        for name in ("f", "g"):
-            value, formula = answer.get(name, answer["f"])
-            assert torch.allclose(value, formula, rtol=1e-5, atol=1e-4), name
 
 
 def pairs_of(n: int) -> list[tuple[int, int, bool]]:
@@ -296,10 +220,11 @@ def kept_apart() -> bool:
     """Whether what was refined finds the costs of the points themselves."""
     ranks = Ranks()
     cost, mine = held(ranks, "fast", 61, 45)
-    f, g = potentials(cost, 0.1)
+    _, g = potentials(cost, 0.1)
     parts.refine(ranks, 0, 1)
     near, exact = (parts.softmin(ranks, number, False, g, EPSILON, None) for number in (0, 1))
-    formula = expected(cost, f, g)["f"]
+    dense = reference.dense_cost(*cost.held, 0.5, cost.class_costs, *cost.labels)
+    formula = reference.softmin_rows(dense, cost.b, g.double(), EPSILON)
     assert refined(mine.rows.operator) is not mine.rows.operator
     off = [float((value.double() - formula).abs().max()) for value in (near, exact)]
     return off[1] < off[0] / 20

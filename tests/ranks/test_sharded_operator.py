@@ -1,4 +1,4 @@
-"""Every operation of a cost that ranks share, against dense float64 formulas."""
+"""What ranks put together and hold of a cost that they share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import gc
 from typing import Any
 
 import pytest
-import reference
 import torch
 from live_bytes import peak
 from rank_pool import pool
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks, led
-from otdd_flash.operators import sharing
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.lattice import lattice_of
@@ -24,8 +22,6 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 EPSILON = 0.3
 SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
-# Uneven shares, and more ranks than rows.
-SHAPES = [(23, 17), (3, 40), (1, 2)]
 
 
 def cloud(n: int, seed: int) -> LabeledSamples:
@@ -43,139 +39,6 @@ def problem(n: int, m: int, group: Ranks | None, **options: Any) -> Problem:
     compute = ComputeOptions("cpu", group=group, **options)
     sides = cloud(n, 1), cloud(m, 2)
     return Problem.between(*sides, EPSILON, table + table.T, GroundCost(0.5, 0.7), compute)
-
-
-def operations(n: int, m: int, term: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """What rank 0 finds, with the others."""
-    return led(lambda ranks: _found(ranks, n, m, term, options))
-
-
-def operations_in_a_ring(n: int, m: int, term: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The same, where no rank has memory for all points."""
-    before, sharing.UNASKED = sharing.UNASKED, 0
-    try:
-        return operations(n, m, term, options)
-    finally:
-        sharing.UNASKED = before
-
-
-def _found(ranks: Ranks, n: int, m: int, term: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    whole = problem(n, m, ranks, **options)
-    operator = whole.operator(term)
-    in_a_ring = sharing.UNASKED == 0
-    assert operator.execution.backend.endswith("in a ring") == in_a_ring
-    assert ranks.shared.layout == ("ring" if in_a_ring else "replicated")
-    rows, columns = len(operator.a), len(operator.b)
-    draw = torch.Generator().manual_seed(3)
-    f, g = (torch.randn(size, generator=draw, dtype=torch.float64) for size in (rows, columns))
-    f = g if term != "xy" else f
-    left, right = (torch.randn(size, 2, generator=draw) for size in (rows, columns))
-    sums = operator.marginals(f, g, EPSILON)
-    applied = operator.apply_plan(f, g, EPSILON, right)
-    turned = operator.apply_plan(f, g, EPSILON, left, transposed=True)
-    weighted = operator.apply_plan(f, g, EPSILON, right, factors=(left, right))
-    back = operator.apply_plan(f, g, EPSILON, left, transposed=True, factors=(left, right))
-    near = operator.softmin_rows(g.to(operator.dtype), EPSILON)
-    found = {
-        "f": operator.softmin_rows(g.to(operator.dtype), EPSILON, near),
-        "g": operator.softmin_columns(f.to(operator.dtype), EPSILON, g.to(operator.dtype)),
-        "rows": sums.rows,
-        "columns": sums.columns,
-        "row_errors": sums.row_errors,
-        "column_errors": sums.column_errors,
-        "numbers": torch.tensor([sums.cost_rounding, sums.relative_error, sums.lost]),
-        "P V": applied.values,
-        "P 1": applied.masses,
-        "P^T U": turned.values,
-        "P^T 1": turned.masses,
-        "(P o A B^T) V": weighted.values,
-        "(P o A B^T)^T U": back.values,
-        "expected": operator.expected_costs(operator.b),
-        "facts": torch.tensor([operator.costs.mean, operator.costs.error, *operator.costs[2:4]]),
-    }
-    if term != "xy":
-        found["own"] = operator.own_costs()
-    over_columns, some = operator.execution.over_columns, torch.arange(0, columns, 3)
-    # Scores that are held have no use for it.
-    stored = options["memory_budget"] != 0 and not in_a_ring
-    assert (over_columns is not None) == (term == "xy" and not stored)
-    if over_columns is not None:
-        found["f of some"] = over_columns(some, g[some].to(operator.dtype), EPSILON)
-    return found
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way", ["streamed", "kept", "ring"])
-@pytest.mark.parametrize("term", ["xy", "yy"])
-def test_operations_are_their_formulas(
-    size: int, shape: tuple[int, int], way: str, term: str
-) -> None:
-    options = {"precision": "double", "memory_budget": "1GiB" if way == "kept" else 0}
-    run = operations_in_a_ring if way == "ring" else operations
-    answers = pool(size).run(run, *shape, term, options)
-    for name, value in answers[0].items():
-        for other in answers[1:]:
-            assert torch.equal(value, other[name]), f"ranks disagree on {name}"
-    alone = problem(*shape, None, precision="double")
-    inputs = alone.inputs(term)
-    cost = reference.dense_cost(
-        inputs.source.features,
-        inputs.target.features,
-        0.5,
-        0.7 * inputs.class_distances,
-        inputs.source.labels,
-        inputs.target.labels,
-    )
-    a, b = inputs.source.masses, inputs.target.masses
-    draw = torch.Generator().manual_seed(3)
-    f, g = (torch.randn(count, generator=draw, dtype=torch.float64) for count in cost.shape)
-    f = g if term != "xy" else f
-    left, right = (torch.randn(count, 2, generator=draw).double() for count in cost.shape)
-    plan = reference.plan(cost, a, b, f, g, EPSILON)
-    held = plan * (left @ right.T)
-    expected = {
-        "f": reference.softmin_rows(cost, b, g, EPSILON),
-        "g": reference.softmin_rows(cost.T, a, f, EPSILON),
-        "rows": plan.sum(1),
-        "columns": plan.sum(0),
-        "P V": plan @ right,
-        "P 1": plan.sum(1),
-        "P^T U": plan.T @ left,
-        "P^T 1": plan.sum(0),
-        "(P o A B^T) V": held @ right,
-        "(P o A B^T)^T U": held.T @ left,
-        "expected": cost @ b,
-    }
-    if term != "xy":
-        expected["own"] = cost.diagonal()
-    if "f of some" in answers[0]:
-        some = cost[:, ::3]
-        expected["f of some"] = reference.softmin_rows(some, b[::3], g[::3], EPSILON)
-    for name, value in expected.items():
-        assert torch.allclose(answers[0][name], value, rtol=1e-11, atol=1e-12), name
-    mean, error, lowest, highest = answers[0]["facts"].tolist()
-    assert mean == pytest.approx(float(a @ cost @ b), rel=1e-6)
-    support = cost[a > 0][:, b > 0]
-    assert lowest <= float(support.min()) + 1e-6
-    assert highest >= float(support.max()) - 1e-6
-    assert 0 < error < 1e-10
-
-
-def test_what_sums_may_be_off_covers_every_rank() -> None:
-    """Errors of columns are the largest of any part; in float32 they are far from those of 0."""
-    answers = pool(2).run(operations, 23, 17, "xy", {"precision": "fast", "memory_budget": "1GiB"})
-    alone = problem(23, 17, None, memory_budget="1GiB").operator("xy")
-    draw = torch.Generator().manual_seed(3)
-    f, g = (torch.randn(count, generator=draw, dtype=torch.float64) for count in (23, 17))
-    sums = alone.marginals(f, g, EPSILON)
-    found = answers[0]
-    assert torch.allclose(found["row_errors"], sums.row_errors, rtol=1e-6)
-    assert torch.allclose(found["column_errors"], sums.column_errors, rtol=1e-6)
-    cost_rounding, relative, lost = found["numbers"].tolist()
-    assert cost_rounding == pytest.approx(sums.cost_rounding)
-    assert lost == pytest.approx(sums.lost)
-    assert relative > 0
 
 
 def errors_of_columns(wrong: int) -> Tensor:
