@@ -86,8 +86,8 @@ CASES = [
     *these(["matrix in rows"], [QUICK[0]._replace(shape=(33, 70, 3), matrix="forbidden")]),
     *these(["matrix in columns"], QUICK[1:2]),
     *these(RANKS, QUICK[1:], ranks),
-    *these(["ranks in a ring, high"], QUICK[1:2], ranks),
-    *these(["ranks, high"], QUICK[2:], ranks),
+    *these(["ranks in a ring, high"], QUICK[1:2], ranks, pytest.mark.slow),
+    *these(["ranks, high"], QUICK[2:], ranks, pytest.mark.slow),
     *pairs(KERNELS, OF_KERNELS, pytest.mark.slow),
     *pairs(MATRIX_KERNELS, OF_MATRICES | {"points": ["random"]}, pytest.mark.slow),
     *pairs(FILE_KERNELS, FEW | {"guess": OF_KERNELS["guess"]}, pytest.mark.slow),
@@ -96,13 +96,11 @@ CASES = [
     *pairs(MATRIX_KERNELS, LARGE | OF_MATRICES | {"shape": LARGE["shape"][:2]}, pytest.mark.gpu),
 ]
 of_all = pytest.mark.parametrize(("way", "case"), CASES)
-of_own = pytest.mark.parametrize(
-    ("way", "case"),
-    [
-        *these(["high"], QUICK[2:]),
-        *(one for one in CASES if one.values[1].own and one.values != ("high", QUICK[2])),
-    ],
-)
+# Kernels of a cloud with itself: in every commit for what only they do.
+OWN = [*these(["high"], QUICK[2:]), *these(["ranks, high"], QUICK[2:], ranks)]
+quick = [one.values for one in OWN]
+OWN += [one for one in CASES if one.values[1].own and one.values not in quick]
+of_own = pytest.mark.parametrize(("way", "case"), OWN)
 
 
 @pytest.fixture(scope="module", autouse=True)
