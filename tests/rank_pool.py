@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Seconds after which ranks that wait for each other are given up. A busy machine takes a third.
-TIMEOUT = 90
+# Seconds after which ranks that wait for each other are given up; a busy machine has taken 90.
+TIMEOUT = 400
 
 
 class RankPool:

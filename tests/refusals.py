@@ -1,16 +1,27 @@
-"""Random problems may be refused, but hardly ever: a test that is all refusals sees nothing."""
+"""Refusals: tables of them, and random problems, which may be refused, but hardly ever."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from otdd_flash.errors import InputError
 
 Found = TypeVar("Found")
 
 MOST = 0.1
+
+
+@contextmanager
+def naming(name: Any) -> Iterator[None]:
+    """Name the case of a loop in whatever it fails with."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {name}")
+        raise
 
 
 class Refusals:

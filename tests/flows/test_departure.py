@@ -17,9 +17,9 @@ GPU = torch.device("cuda")
 
 
 def sides(device: torch.device | str) -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
-    draw, labels = torch.Generator().manual_seed(0), torch.arange(40) % 2
+    draw, labels = torch.Generator().manual_seed(0), torch.arange(12) % 2
     one, other = (
-        otdd.LabeledSamples(torch.randn(40, 3, generator=draw) + k, labels, ("a", "b"))
+        otdd.LabeledSamples(torch.randn(12, 3, generator=draw) + k, labels, ("a", "b"))
         for k in range(2)
     )
     return one.to(device), other.to(device)
@@ -31,11 +31,11 @@ def test_they_come_while_steps_are_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     # Before the loop a copy would wait for it in vain, and after it the loop for a copy.
     def late(*given: Any) -> Any:
         begun.set()
-        assert stepped.wait(5)
+        assert stepped.wait(60)
         return on_host(*given)
 
     def progress(record: Any) -> None:
-        assert begun.wait(5)
+        assert begun.wait(60)
         stepped.set()
 
     monkeypatch.setattr(run, "on_host", late)
@@ -46,6 +46,7 @@ def test_they_come_while_steps_are_taken(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(result.target.features, target.features)
 
 
+@pytest.mark.slow
 def test_a_copy_that_fails_ends_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> Any:
         raise MemoryError("none left")

@@ -11,7 +11,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError
 
 
-def sides(count=40, dim=3):
+def sides(count=16, dim=3):
     draw = torch.Generator().manual_seed(5)
     labels = torch.arange(count) % 2
     x = torch.randn(count, dim, generator=draw) + 1 + labels[:, None]
@@ -35,7 +35,7 @@ def flow(ground, *, steps, labels="none", lambda_x=0.5, step_size=1.0, epsilon=0
     )
 
 
-@pytest.mark.parametrize("labels", ["none", "gaussian"])
+@pytest.mark.parametrize("labels", [pytest.param("gaussian", marks=pytest.mark.slow), "none"])
 def test_a_flow_of_cosines_turns_particles_towards_the_target(labels):
     moved = flow("cosine", steps=2, labels=labels)
     before = otdd.dataset_distance(*sides(), epsilon=0.05, labels=labels, ground="cosine")
@@ -48,6 +48,7 @@ def test_a_flow_of_cosines_turns_particles_towards_the_target(labels):
     assert math.isclose(moved.after.divergence, after.value, rel_tol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_step_of_cosines_changes_no_length_to_first_order():
     source = sides()[0].features.double()
     step = flow("cosine", steps=1, step_size=1e-3).samples.features.double() - source
@@ -56,6 +57,7 @@ def test_a_step_of_cosines_changes_no_length_to_first_order():
     assert float(along.max()) < 1e-2
 
 
+@pytest.mark.slow
 def test_inner_products_flow_as_half_squared_distances():
     inner, squared = (
         flow(ground, steps=1, lambda_x=lambda_x, epsilon=5.0)

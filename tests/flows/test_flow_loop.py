@@ -41,12 +41,14 @@ def test_there_is_one_record_per_step_and_one_of_the_end() -> None:
     assert told[0].gradient_norm == pytest.approx(float(speed), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_start_is_that_of_the_dataset_distance() -> None:
     first = flow(SOURCE, TARGET, steps=1).history[0]
     distance = otdd.dataset_distance(SOURCE, TARGET, epsilon=1.0, solver=TIGHT, compute=DOUBLE)
     assert first.divergence == pytest.approx(distance.value, abs=1e-10)
 
 
+@pytest.mark.slow
 def test_an_objective_has_its_functionals_with_their_weights() -> None:
     norm = {"name": "norm", "weight": 0.3}
     twice = WeightedFunctional("twice", 2.0, Norm(None))
@@ -61,6 +63,7 @@ def test_an_objective_has_its_functionals_with_their_weights() -> None:
     )
 
 
+@pytest.mark.slow
 def test_functionals_move_particles() -> None:
     """From a dataset to itself only the norm moves: every step shrinks all points by its share."""
     result = flow(SOURCE, SOURCE, steps=1, functionals=[{"name": "norm", "weight": 0.5}])
@@ -70,16 +73,18 @@ def test_functionals_move_particles() -> None:
 
 @pytest.mark.slow
 def test_a_flow_stops_once_steps_change_little() -> None:
-    whole = flow(SOURCE, TARGET, steps=30)
-    short = flow(SOURCE, TARGET, steps=30, tolerance=0.05)
+    short = flow(SOURCE, TARGET, steps=30, tolerance=0.1)
     assert short.stopped_by == "tolerance"
     objectives = [record.objective for record in short.history]
     changes = [abs(b - a) / objectives[0] for a, b in itertools.pairwise(objectives)]
-    assert changes[-1] <= 0.05 < min(changes[:-1])
+    assert changes[-1] <= 0.1 < min(changes[:-1])
     at = short.history[-1].step
-    assert objectives == [record.objective for record in whole.history[: at + 1]]
+    assert 1 < at < 30
+    whole = flow(SOURCE, TARGET, steps=at + 1)
+    assert objectives == [record.objective for record in whole.history[:-1]]
 
 
+@pytest.mark.slow
 def test_a_tolerance_reached_is_reached_after_resuming_too(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 30, "tolerance": 0.05}
     kept = otdd.Checkpoints(tmp_path)
@@ -98,8 +103,8 @@ def test_a_stopped_flow_returns_where_it_is() -> None:
     assert stopped.trajectory.steps.tolist() == [0, 1, 2]
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("mode", ["features", "attached", "joint", "augmented"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["attached", "augmented"])
 def test_the_self_term_of_the_target_is_solved_once(mode: str) -> None:
     solved: list[tuple[str, int]] = []
     rough_flow(
@@ -113,6 +118,7 @@ def test_the_self_term_of_the_target_is_solved_once(mode: str) -> None:
     assert (first.count("xy"), first.count("xx"), first.count("yy")) == (5, 5, 1)
 
 
+@pytest.mark.slow
 def test_solves_start_where_the_last_ended() -> None:
     source, target = digits("train", 20), digits("test", 20, rotate=60)
     options = {"epsilon": 1.0, "labels": "means", "stepping": Stepping(0.02), "steps": 3}
@@ -132,6 +138,7 @@ def test_solves_start_where_the_last_ended() -> None:
     assert sum(record.iterations for record in warm.history[1:]) < 0.7 * iterations
 
 
+@pytest.mark.slow
 def test_the_last_two_solves_tell_where_the_next_starts() -> None:
     """Of a path that is nearly straight: potentials go on as they went."""
     metric = otdd.labels.NoLabels()
@@ -148,39 +155,12 @@ def test_the_last_two_solves_tell_where_the_next_starts() -> None:
     assert iterations[0] < iterations[1]
 
 
-def test_a_target_divergence_goes_on_from_its_state() -> None:
-    setting = setting_of(SOURCE, TARGET, otdd.labels.NoLabels())
-    divergence = TargetDivergence(setting)
-    divergence(SOURCE, None, frozenset())
-    state = divergence.state()
-    fresh = TargetDivergence(setting)
-    fresh.restore(state)
-    assert {key: type(part) for key, part in fresh.state().items()} == {
-        key: type(part) for key, part in state.items()
-    }
-    restored, _ = fresh(SOURCE, None, frozenset())
-    again, _ = divergence(SOURCE, None, frozenset())
-    assert restored.value == again.value
-    assert restored.yy is not None
-    assert restored.yy.g is state["yy"].g
-
-
-def test_a_target_whose_solve_was_cut_short_is_solved_on() -> None:
-    setting = setting_of(SOURCE, TARGET, otdd.labels.NoLabels())
-    hasty = otdd.Converged(tolerance=1e-10, max_iterations=2)
-    divergence = TargetDivergence(replace(setting, solver=hasty))
-    errors = []
-    for _ in range(3):
-        solved, _ = divergence(SOURCE, None, frozenset())
-        assert solved.yy is not None
-        errors.append(solved.yy.marginal_error)
-    assert errors[2] < errors[1] < errors[0]
-
-
 @pytest.mark.slow
 def test_every_step_says_what_its_solve_was_asked_for() -> None:
     single = {"solver": otdd.Converged(), "compute": otdd.ComputeOptions("cpu")}
-    rough, fine = (flow(SOURCE, TARGET, epsilon=epsilon, **single) for epsilon in (2e-4, 1.0))
+    rough, fine = (
+        flow(SOURCE, TARGET, steps=1, epsilon=epsilon, **single) for epsilon in (2e-4, 1.0)
+    )
     for record in rough.history:
         assert record.stopped_by == "rounding"
         assert 1e-3 < record.marginal_error <= record.tolerance
@@ -218,14 +198,6 @@ def test_a_relative_epsilon_is_that_share_of_the_mean_cost() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_given_stays_as_it_is() -> None:
-    before = [side.features.clone() for side in (SOURCE, TARGET)]
-    for mode in ("features", "attached", "joint", "augmented"):
-        flow(SOURCE, TARGET, mode=mode)
-    for side, features in zip((SOURCE, TARGET), before, strict=True):
-        assert torch.equal(side.features, features)
-
-
 def test_an_empty_or_small_class_leaves_before_the_flow() -> None:
     assert SOURCE.labels is not None
     source = replace(SOURCE, class_names=("a", "none", "b"), labels=2 * SOURCE.labels)
@@ -241,6 +213,7 @@ def test_another_dimension_is_refused() -> None:
         flow(wide.to(CPU), TARGET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refresh", [1, 2])
 def test_an_evaluation_builds_one_cost_between_both_clouds(
     refresh: int, monkeypatch: pytest.MonkeyPatch

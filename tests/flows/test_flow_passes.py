@@ -66,6 +66,7 @@ def reads_of_a_step(pieces: int, monkeypatch: pytest.MonkeyPatch) -> Reads:
     return reads
 
 
+@pytest.mark.slow
 def test_a_step_reads_its_points_a_known_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass more, over all points or piece by piece, is a launch more on a GPU, or one a piece."""
     few, many = (reads_of_a_step(pieces, monkeypatch) for pieces in (2, 8))

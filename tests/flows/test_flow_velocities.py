@@ -44,6 +44,7 @@ def table_at(particles: LabeledSamples, target: LabeledSamples, metric: Any) -> 
     return measure_classes(particles, target, metric).full
 
 
+@pytest.mark.slow
 def test_features_move_along_the_gradient_at_constant_class_distances(
     source: LabeledSamples, target: LabeledSamples
 ) -> None:
@@ -57,7 +58,7 @@ def test_features_move_along_the_gradient_at_constant_class_distances(
     check(value, source.features, evaluation.features, source.masses)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "diagonal", "means"])
 def test_attached_features_move_along_the_whole_gradient(
     kind: str, source: LabeledSamples, target: LabeledSamples
@@ -72,7 +73,7 @@ def test_attached_features_move_along_the_whole_gradient(
     check(value, source.features, evaluation.features, source.masses)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["features", "means", "spreads"])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_joint_variables_move_along_their_own_gradients(
@@ -95,7 +96,7 @@ def test_joint_variables_move_along_their_own_gradients(
     check(value, here[variable], velocity, source.masses if variable == "features" else classes)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["features", "means", "spreads"])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_augmented_particles_move_along_gradients_of_their_own(

@@ -68,51 +68,6 @@ def test_their_distances_are_those_of_the_label_methods(kind: str) -> None:
     torch.testing.assert_close(bures_table(own, theirs), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["biased", "diagonal", "means"])
-def test_gradients_are_those_of_the_distances(kind: str) -> None:
-    """Where covariances have full rank; elsewhere the distance has kinks."""
-    own = Gaussians.of(blobs(14, 2), METRICS[kind])
-    theirs = Gaussians.of(blobs(14, 2, seed=1, classes=3), METRICS[kind])
-    parts = [part.requires_grad_() for part in own.variables.values()]
-
-    def table(*moved: torch.Tensor) -> torch.Tensor:
-        named = dict(zip(own.variables, moved, strict=True))
-        return Gaussians.from_variables(named).table(theirs, torch.ones(3, 3))
-
-    assert torch.autograd.gradcheck(table, parts)
-
-
-def test_only_what_moves_is_measured_and_differentiated() -> None:
-    own, theirs = (Gaussians.of(uneven(seed), METRICS["full"]) for seed in (0, 1))
-    within = torch.full((3, 3), 7.0)
-    table = own.table(theirs, within)
-    assert torch.equal(table[3:, 3:], within.double())
-    assert torch.equal(table, table.T)
-    assert not bool(table.diagonal()[:3].any())
-
-
-def test_a_sign_of_a_deviation_means_nothing() -> None:
-    own, theirs = (Gaussians.of(uneven(seed), METRICS["diagonal"]) for seed in (0, 1))
-    flipped = Gaussians(own.means, -own.spreads)
-    zeros = torch.zeros(3, 3)
-    torch.testing.assert_close(flipped.table(theirs, zeros), own.table(theirs, zeros))
-
-
-def test_taken_gaussians_are_at_no_distance_from_their_copies() -> None:
-    for metric in METRICS.values():
-        own, theirs = Gaussians.of(uneven(0), metric), Gaussians.of(uneven(1), metric)
-        taken = own.take(torch.tensor([2, 0, 2]))
-        table = taken.table(theirs, torch.zeros(3, 3))
-        assert float(table[0, 2]) == pytest.approx(0, abs=1e-9)
-        torch.testing.assert_close(table[1, 3:], own.table(theirs, torch.zeros(3, 3))[0, 3:])
-
-
-def test_a_class_of_one_sample_has_zero_covariance() -> None:
-    samples = replace(blobs(3), labels=torch.tensor([0, 0, 1]))
-    for metric in ("full", "biased"):
-        assert len(Gaussians.of(samples, METRICS[metric])) == 2
-
-
 @pytest.mark.parametrize("kind", SPREADS)
 def test_groups_are_found_and_keep_the_name_of_their_majority(kind: str) -> None:
     found = recluster(Gaussians(MEANS, SPREADS[kind]), WRONG, EQUAL)
@@ -129,15 +84,6 @@ def test_signs_of_deviations_and_rotations_of_factors_mean_nothing() -> None:
     assert torch.equal(recluster(Gaussians(MEANS, factors), WRONG, EQUAL), GROUPS)
 
 
-def test_classes_without_particles_stay_without() -> None:
-    found = recluster(Gaussians(MEANS, None), torch.where(GROUPS == 2, 5, 1), EQUAL)
-    assert torch.equal(found, torch.where(GROUPS == 2, 5, 1))
-
-
-def test_one_class_stays_one() -> None:
-    assert not bool(recluster(Gaussians(MEANS, None), torch.zeros_like(GROUPS), EQUAL).any())
-
-
 @pytest.mark.parametrize(("heavy", "expected"), [(1, [0, 0, 1]), (40, [0, 1, 1])])
 def test_masses_count_as_many_particles_would(heavy: int, expected: list[int]) -> None:
     """A heavy particle keeps the centre of its cluster away from the one that is in between."""
@@ -149,10 +95,3 @@ def test_masses_count_as_many_particles_would(heavy: int, expected: list[int]) -
     even = torch.ones(len(repeated), dtype=torch.float64)
     copies = recluster(repeated, labels.repeat_interleave(times), even)
     assert torch.equal(copies, weighted.repeat_interleave(times))
-
-
-def test_a_particle_without_mass_joins_a_cluster_and_moves_none() -> None:
-    places = torch.tensor([[0.0], [1.0], [50.0], [10.0]], dtype=torch.float64)
-    masses = torch.tensor([1.0, 1.0, 0.0, 1.0], dtype=torch.float64)
-    found = recluster(Gaussians(places, None), torch.tensor([0, 0, 0, 1]), masses)
-    assert found.tolist() == [0, 0, 1, 1]

@@ -61,6 +61,7 @@ def test_pixels_are_in_the_order_of_the_pixels_extractor() -> None:
     assert torch.equal(space.pull_back(points, gradient), gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 def test_chunks_of_a_network_with_batch_norm_do_not_mix() -> None:
     extractor = timm("test_resnet")

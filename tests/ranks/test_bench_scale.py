@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked_torchrun import Started
 
+from experiments import bench_scale
 from experiments.scale_workloads import WORKLOADS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("torchrun")]
@@ -26,12 +29,25 @@ SMALL = {
 }
 
 
-def rows(workload: str, folder: Path, *processes: str, sizes: str = "") -> list[dict[str, Any]]:
-    start = [sys.executable, "-m", "experiments.bench_scale", workload, "--device", "cpu"]
-    given = ["--processes", *processes, "--output", str(folder), *SMALL[sizes or workload]]
-    done = subprocess.run(start + given, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads((folder / "bench_scale_cpu.json").read_text())["rows"]
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """The rows that a command finds or has found, its processes forked."""
+
+    def start(run: list[str], **_: Any) -> None:
+        ranks = int(run[run.index("--nproc-per-node") + 1]) if "--standalone" in run else 1
+        process = Started(tmp_path, *run[-2:], ranks=ranks, cwd=bench_scale.ROOT)
+        said = process.ended()
+        assert process.returncode == 0, said
+
+    def found(workload: str, *processes: str, sizes: str = "") -> list[dict[str, Any]]:
+        given = ["--processes", *processes, "--output", str(tmp_path), *SMALL[sizes or workload]]
+        monkeypatch.setattr(sys, "argv", ["bench_scale", workload, "--device", "cpu", *given])
+        bench_scale.main()
+        content: list[dict[str, Any]]
+        content = json.loads((tmp_path / "bench_scale_cpu.json").read_text())["rows"]
+        return content
+
+    monkeypatch.setattr(bench_scale, "subprocess", SimpleNamespace(run=start))
     return found
 
 
@@ -39,17 +55,17 @@ def test_there_is_a_small_size_of_every_workload() -> None:
     assert SMALL.keys() == WORKLOADS.keys()
 
 
-def test_points_in_host_memory_are_for_one_process(tmp_path: Path) -> None:
-    (row,) = rows("imagenet_streamed", tmp_path, "1", "2")
-    (device,) = rows("imagenet_0.1", tmp_path / "device", "1")
+def test_points_in_host_memory_are_for_one_process(rows: Any) -> None:
+    (row,) = rows("imagenet_streamed", "1", "2")
+    _, device = rows("imagenet_0.1", "1")
     assert row["processes"] == 1
     assert row["value"] == pytest.approx(device["value"], rel=1e-6)
 
 
-def test_points_that_go_round_are_compared_with_one_process(tmp_path: Path) -> None:
-    (one,) = rows("imagenet_0.1", tmp_path, "1", sizes="imagenet_ring")
-    assert rows("imagenet_ring", tmp_path, "1") == [one]
-    _, two = rows("imagenet_ring", tmp_path, "2")
+def test_points_that_go_round_are_compared_with_one_process(rows: Any) -> None:
+    (one,) = rows("imagenet_0.1", "1", sizes="imagenet_ring")
+    assert rows("imagenet_ring", "1") == [one]
+    _, two = rows("imagenet_ring", "2")
     assert (one["layout"], two["layout"]) == ("replicated", "ring")
     assert two["value"] == pytest.approx(one["value"], rel=1e-3)
     assert two["farthest_from_one_process"] < 1e-2 * one["value"]
@@ -57,8 +73,8 @@ def test_points_that_go_round_are_compared_with_one_process(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("workload", ["imagenet_0.1", "class_table", "flow"])
-def test_two_processes_find_the_numbers_of_one(workload: str, tmp_path: Path) -> None:
-    one, two = rows(workload, tmp_path, "1", "2")
+def test_two_processes_find_the_numbers_of_one(workload: str, rows: Any) -> None:
+    one, two = rows(workload, "1", "2")
     assert (one["processes"], two["processes"]) == (1, 2)
     assert two["value"] == pytest.approx(one["value"], rel=1e-3)
     assert two["farthest_from_one_process"] < 1e-2
@@ -67,4 +83,4 @@ def test_two_processes_find_the_numbers_of_one(workload: str, tmp_path: Path) ->
     assert len(two["gib_per_process"]) == 2
     assert two["speed_up"] == pytest.approx(one["seconds"] / two["seconds"])
     # Nothing is measured again.
-    assert rows(workload, tmp_path, "2") == [one, two]
+    assert rows(workload, "2") == [one, two]

@@ -65,8 +65,10 @@ def extracted(count: int, batch_size: int) -> tuple[Any, list[int], list[tuple[i
     return samples.features, list(BATCHES), told
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("count", "batch_size"), [(13, 4), (7, 7), (2, 1)])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("size", "count", "batch_size"), [(2, 13, 4), (2, 7, 7), (3, 13, 4), (3, 2, 1)]
+)
 def test_features_are_those_of_one_process(size: int, count: int, batch_size: int) -> None:
     alone = otdd.embed(images(count), network(16), batch_size=batch_size, device="cpu").features
     answers = pool(size).run(extracted, count, batch_size)
@@ -100,6 +102,7 @@ def folder_of(path: Path, count: int) -> None:
             Image.fromarray(values).save(path / name / f"{row}.png")
 
 
+@pytest.mark.slow
 def test_ranks_read_their_own_files(tmp_path: Path) -> None:
     folder_of(tmp_path, 5)
     dataset = otdd.load("image_folder", path=str(tmp_path), max_samples=6)
@@ -158,11 +161,11 @@ def refused_on_one(black: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("black", [0, 7])
-def test_an_input_that_cannot_be_prepared_is_heard_of_on_every_rank(black: int) -> None:
-    for answer in pool(2).run(refused_on_one, black):
-        assert isinstance(answer, InputError)
-        assert str(answer) == f"rank {black // 4}: an image is black"
+def test_an_input_that_cannot_be_prepared_is_heard_of_on_every_rank() -> None:
+    for black in (0, 7):
+        for answer in pool(2).run(refused_on_one, black):
+            assert isinstance(answer, InputError)
+            assert str(answer) == f"rank {black // 4}: an image is black"
 
 
 CALLS: list[int] = []
@@ -184,8 +187,6 @@ def given(path: str, kind: str, batch_size: int = 3) -> tuple[Any, list[int]]:
             extractor = otdd.extractors.pixels()
         case "function":
             extractor = otdd.extractors.from_callable(mean_and_size)
-        case "wider":
-            extractor = otdd.extractors.from_callable(wider)
         case "local":
             extractor = otdd.extractors.from_callable(lambda batch: mean_and_size(batch))
         case _:
@@ -199,11 +200,6 @@ def given(path: str, kind: str, batch_size: int = 3) -> tuple[Any, list[int]]:
     if not torch.distributed.is_initialized():
         return work(None), list(CALLS)
     return otdd.led(work), list(CALLS)
-
-
-def wider(batch: list[Any]) -> Any:
-    found = mean_and_size(batch)
-    return found.astype(np.float64) if torch.distributed.get_rank() == 1 else found
 
 
 def refused(batch: list[Any]) -> Any:
@@ -245,7 +241,8 @@ def fitted(batch: list[Any]) -> Any:
     return values - FITTED[0]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_function_that_is_another_one_on_another_rank_is_refused(
     size: int, tmp_path: Path
 ) -> None:
@@ -257,6 +254,7 @@ def test_a_function_that_is_another_one_on_another_rank_is_refused(
         assert f"extractor test_extraction.drawn gives other features {ranks}" in str(answer)
 
 
+@pytest.mark.slow
 def test_a_function_that_remembers_its_first_batch_is_that_of_one_process(tmp_path: Path) -> None:
     folder_of(tmp_path, 5)
     alone, _ = given(str(tmp_path), "fitted")
@@ -264,6 +262,7 @@ def test_a_function_that_remembers_its_first_batch_is_that_of_one_process(tmp_pa
         assert torch.equal(features, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pixels", "function", "local", "kept"])
 def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: Path) -> None:
     folder_of(tmp_path, 5)
@@ -278,16 +277,7 @@ def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: P
     assert [len(called) for _, called in answers] == calls[kind]
 
 
-def test_features_are_of_the_type_that_holds_those_of_all_ranks(tmp_path: Path) -> None:
-    """The second process has more rows, for which the function gives float64."""
-    folder_of(tmp_path, 5)
-    alone, _ = given(str(tmp_path), "function", 4)
-    assert alone.dtype == torch.float32
-    (features, _), _ = pool(2).run(given, str(tmp_path), "wider", 4)
-    assert features.dtype == torch.float64
-    assert torch.equal(features, alone.double())
-
-
+@pytest.mark.slow
 def test_what_a_function_raises_on_another_rank_is_heard_of(tmp_path: Path) -> None:
     folder_of(tmp_path, 5)
     for answer in pool(2).run(given, str(tmp_path), "refused"):
@@ -295,6 +285,7 @@ def test_what_a_function_raises_on_another_rank_is_heard_of(tmp_path: Path) -> N
         assert str(answer).startswith("rank 1: extractor test_extraction.refused raised KeyError")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 5), (2, 8)])
 def test_images_of_other_shapes_on_another_rank_are_refused(
     shape: tuple[int, int], tmp_path: Path

@@ -87,7 +87,7 @@ def rows_on_disk(folder: Path, step: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_flow_goes_on_with_other_numbers_of_ranks(way: str, tmp_path: Path) -> None:
     """Two processes, then three, then one: but for rounding where one process would have been."""
@@ -107,6 +107,7 @@ def test_a_flow_goes_on_with_other_numbers_of_ranks(way: str, tmp_path: Path) ->
     torch.testing.assert_close(again[0][0], points, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_as_many_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
     whole = pool(2).run(led, str(tmp_path / "whole"), -1, "minibatch")
     pool(2).run(led, str(tmp_path / "run"), 3, "minibatch")
@@ -135,16 +136,16 @@ def moved_by_ranks(name: str) -> Any:
     return otdd.led(lambda ranks: moved(name, ranks))
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("name", sorted(optimizers()))
-def test_rows_move_apart_as_they_do_together(name: str) -> None:
+@pytest.mark.slow
+def test_rows_move_apart_as_they_do_together() -> None:
     """With any optimiser; of three ranks two have no row of the second variable."""
-    alone = moved(name, None)
-    for answer in pool(3).run(moved_by_ranks, name):
-        assert torch.equal(answer[0], answer[2])
-        assert torch.equal(answer[1], answer[3])
-        for own, expected in zip(answer, alone, strict=True):
-            torch.testing.assert_close(own, expected)
+    for name in sorted(optimizers()):
+        alone = moved(name, None)
+        for answer in pool(3).run(moved_by_ranks, name):
+            assert torch.equal(answer[0], answer[2]), name
+            assert torch.equal(answer[1], answer[3]), name
+            for own, expected in zip(answer, alone, strict=True):
+                torch.testing.assert_close(own, expected, msg=lambda said, name=name: name + said)
 
 
 def few() -> Any:
@@ -194,6 +195,7 @@ def full_disk(folder: str) -> Any:
         shard.save_tensors = before
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_one_rank_is_heard_of_on_all(tmp_path: Path) -> None:
     for answer in pool(2).run(full_disk, str(tmp_path)):
         assert isinstance(answer, InputError), answer
@@ -225,6 +227,7 @@ def elsewhere(folder: str, made: bool) -> Any:
         rows.write_shard = real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [True, False])
 def test_a_folder_that_ranks_do_not_share_is_refused(made: bool, tmp_path: Path) -> None:
     (said,) = {str(answer) for answer in pool(2).run(elsewhere, str(tmp_path), made)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks, put_together, taken_apart
 from otdd_flash.operators import sharing
 from otdd_flash.operators.ring_blocks import RingBlocks
-from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -56,8 +55,10 @@ def distance(
     }
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("precision", ["double", "fast"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "precision"), [(2, "double"), (2, "fast"), (3, "fast"), (4, "double")]
+)
 def test_distances_are_those_of_one_process(size: int, precision: str) -> None:
     answers = pool(size).run(in_a_ring, distance, precision)
     alone = otdd.dataset_distance(
@@ -71,9 +72,10 @@ def test_distances_are_those_of_one_process(size: int, precision: str) -> None:
     assert first["bounds"][0] <= alone.value <= first["bounds"][1]
     assert first["value"] == pytest.approx(alone.value, abs=near)
     assert torch.allclose(first["f"].double(), alone.potentials[0].double(), atol=4 * near)
-    again = pool(size).run(in_a_ring, distance, precision)[0]
-    assert torch.equal(first["f"], again["f"])
-    assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
+    if size == 2:
+        again = pool(size).run(in_a_ring, distance, precision)[0]
+        assert torch.equal(first["f"], again["f"])
+        assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
 
 
 @pytest.mark.slow
@@ -95,6 +97,7 @@ def flow(ranks: Ranks | None) -> list[Tensor]:
     return [result.samples.features]
 
 
+@pytest.mark.slow
 def test_flows_are_those_of_one_process() -> None:
     (found,), _ = pool(2).run(in_a_ring, flow)
     assert torch.allclose(found, flow(None)[0], rtol=1e-6, atol=1e-7)
@@ -118,6 +121,7 @@ def held_points() -> int:
     return max(counts)
 
 
+@pytest.mark.slow
 def test_no_rank_holds_all_points() -> None:
     most = pool(2).run(held_points)
     assert all(count <= (61 + 1) // 2 + (45 + 1) // 2 for count in most)
@@ -180,63 +184,7 @@ def _layout(ranks: Ranks, budget: str) -> str:
     return otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute).shared.layout
 
 
-class Asked:
-    """Rank 0, where ranks say what they have free as often as they are asked."""
-
-    size = 1
-
-    def __init__(self) -> None:
-        self.room: dict[torch.device, tuple[int, int]] = {}
-        self.least, self.times = 1 << 20, 0
-
-    def order(self, _: Any, device: torch.device) -> int:
-        self.times += 1
-        return self.least
-
-
-def test_room_is_asked_for_where_it_may_not_be_ample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is needed here are 2 (61 + 45) 3 numbers of 4 bytes."""
-    monkeypatch.setattr(sharing, "UNASKED", 0)
-    free = [1 << 30]
-    monkeypatch.setattr(sharing, "free_memory", lambda device: free[0])
-    inputs = Problem.between(*datasets(), EPSILON).inputs("xy")
-    needed, ranks = 2 * (61 + 45) * 3 * 4, Asked()
-
-    def asked() -> tuple[bool, int]:
-        before = ranks.times
-        return sharing._in_a_ring(inputs, cast(Ranks, ranks)), ranks.times - before
-
-    assert asked() == (False, 1)
-    assert asked() == (False, 0)
-    free[0] -= ranks.least - 4 * needed
-    assert asked() == (False, 0)
-    free[0] -= 1
-    ranks.least = 4 * needed - 1
-    assert asked() == (False, 1)
-    # Little is told anew each time.
-    ranks.least = needed
-    assert asked() == (False, 1)
-    ranks.least = needed - 1
-    assert asked() == (True, 1)
-    ranks.least = 1 << 20
-    assert asked() == (False, 1)
-    assert asked() == (False, 0)
-
-
-@pytest.mark.parametrize(("budget", "layout"), [("auto", "ring"), ("1GiB", "replicated")])
-def test_the_shortest_rank_decides(budget: str, layout: str) -> None:
-    assert pool(2).run(budgets, budget) == [layout, layout]
-
-
-def layouts(ranks: Ranks) -> list[str]:
-    """Of two distances, the first of which has no memory for all points."""
-    found = []
-    for budget in (0, "1GiB"):
-        compute = otdd.ComputeOptions("cpu", memory_budget=budget, group=ranks)
-        result = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute)
-        found.append(result.shared.layout)
-    return found
-
-
-def test_a_result_tells_its_own_layout() -> None:
-    assert pool(2).run(in_a_ring, layouts)[0] == ["ring", "replicated"]
+@pytest.mark.slow
+def test_the_shortest_rank_decides() -> None:
+    for budget, layout in (("auto", "ring"), ("1GiB", "replicated")):
+        assert pool(2).run(budgets, budget) == [layout, layout]

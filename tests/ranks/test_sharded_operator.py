@@ -65,10 +65,10 @@ def _worsen(ranks: Ranks, number: int, wrong: int) -> None:
     part.marginals = worse
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_columns_may_be_off_by_what_any_rank_says(wrong: int) -> None:
-    for errors in pool(2).run(errors_of_columns, wrong):
-        assert bool((errors >= 1).all())
+def test_columns_may_be_off_by_what_any_rank_says() -> None:
+    for wrong in (0, 1):
+        for errors in pool(2).run(errors_of_columns, wrong):
+            assert bool((errors >= 1).all()), wrong
 
 
 def ranks_own(count: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -82,15 +82,15 @@ def ranks_own(count: int) -> tuple[Tensor, Tensor, list[int]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", [0, 1, 7, 12])
-def test_shares_are_put_together_in_the_order_of_ranks(size: int, count: int) -> None:
-    for gathered, summed, rows in pool(size).run(ranks_own, count):
-        assert torch.equal(gathered, torch.arange(2 * count).view(count, 2))
-        expected = 0.0
-        for rank in range(size):
-            expected += [2.0**60, 1.0, -(2.0**60)][rank % 3]
-        assert float(summed) == expected
-        assert rows == [rank for rank in range(size) for _ in range(rank)]
+def test_shares_are_put_together_in_the_order_of_ranks(size: int) -> None:
+    expected = 0.0
+    for rank in range(size):
+        expected += [2.0**60, 1.0, -(2.0**60)][rank % 3]
+    for count in (0, 1, 7, 12):
+        for gathered, summed, rows in pool(size).run(ranks_own, count):
+            assert torch.equal(gathered, torch.arange(2 * count).view(count, 2))
+            assert float(summed) == expected
+            assert rows == [rank for rank in range(size) for _ in range(rank)]
 
 
 def taken_by_a_gather() -> float:

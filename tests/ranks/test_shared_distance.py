@@ -15,7 +15,6 @@ from otdd_flash.solver.term import iteration
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
 EPSILON = 0.4
 
 
@@ -73,9 +72,11 @@ def of_wholes(options: dict[str, Any], settings: dict[str, Any]) -> dict[str, An
     return otdd.led(work)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("precision", ["fast", "double"])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("size", "uneven", "precision"),
+    [(2, True, "fast"), (2, False, "double"), (3, True, "double"), (4, False, "fast")],
+)
 def test_shards_have_the_distance_of_the_whole(size: int, uneven: bool, precision: str) -> None:
     answers = pool(size).run(of_shards, uneven, {"precision": precision}, {})
     source, target = datasets()
@@ -134,7 +135,8 @@ def true_divergence(
     return total
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_run_repeats_to_the_last_bit(size: int) -> None:
     runs = [pool(size).run(of_wholes, {"memory_budget": budget}, {}) for budget in (0, 0)]
     one, other = (run[0] for run in runs)
@@ -143,6 +145,7 @@ def test_a_run_repeats_to_the_last_bit(size: int) -> None:
     assert "streamed" in one["backend"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -186,6 +189,7 @@ def late_on_one(slow: int) -> dict[str, Any]:
         iteration.time.perf_counter = before
 
 
+@pytest.mark.slow
 def test_the_clock_of_rank_0_decides() -> None:
     first, second = pool(2).run(late_on_one, 1)
     assert first["converged"]
@@ -213,6 +217,7 @@ def of_weighted(way: str) -> dict[str, Any]:
     return summary(otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["parts", "own"])
 def test_masses_of_shards_add_up(way: str) -> None:
     found = pool(2).run(of_weighted, way)[0]
@@ -242,6 +247,7 @@ def without_mass_on_one() -> Any:
     return otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute).value
 
 
+@pytest.mark.slow
 def test_a_shard_may_be_without_mass() -> None:
     alone = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute="cpu")
     assert pool(2).run(without_mass_on_one) == [pytest.approx(alone.value, rel=1e-6)] * 2
@@ -291,25 +297,25 @@ def refused(given: str) -> Any:
     return otdd.dataset_distance(one, other, compute=compute, **settings)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("massless", "source: weights must not all be zero, as they are in all shards"),
-        ("type", "rank 1: target: features must be real numbers, got list of 3 items"),
-        ("names", "ranks disagree on class names of source"),
-        ("dimension", "ranks disagree on the number of features of source"),
-        ("labels", "ranks disagree on whether there are labels of source"),
-        ("epsilon", "ranks disagree on settings"),
-        ("weights", "ranks disagree on whether there are weights of source"),
-        ("heavy", "rank 1: source: the weights of a shard add up to 1e+300 or beyond"),
-        ("values", "rank 1: source: features hold 183 NaN"),
-        ("tensors", "lead other work from rank 0 with otdd.led"),
-    ],
-)
-def test_bad_input_is_refused_on_every_rank(given: str, said: str) -> None:
-    for answer in pool(2).run(refused, given):
-        assert isinstance(answer, otdd.InputError), answer
-        assert said in str(answer)
+REFUSALS = {
+    "massless": "source: weights must not all be zero, as they are in all shards",
+    "type": "rank 1: target: features must be real numbers, got list of 3 items",
+    "names": "ranks disagree on class names of source",
+    "dimension": "ranks disagree on the number of features of source",
+    "labels": "ranks disagree on whether there are labels of source",
+    "epsilon": "ranks disagree on settings",
+    "weights": "ranks disagree on whether there are weights of source",
+    "heavy": "rank 1: source: the weights of a shard add up to 1e+300 or beyond",
+    "values": "rank 1: source: features hold 183 NaN",
+    "tensors": "lead other work from rank 0 with otdd.led",
+}
+
+
+def test_bad_input_is_refused_on_every_rank() -> None:
+    for given, said in REFUSALS.items():
+        for answer in pool(2).run(refused, given):
+            assert isinstance(answer, otdd.InputError), (given, answer)
+            assert said in str(answer)
 
 
 def test_without_processes_there_is_no_group() -> None:

@@ -71,8 +71,8 @@ def distance(ranks: Ranks, folder: str, precision: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("precision", ["double", "fast"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "precision"), [(2, "double"), (3, "fast")])
 def test_distances_are_those_of_one_process(size: int, precision: str, tmp_path: Path) -> None:
     folder = written(tmp_path)
     first = pool(size).run(in_blocks, distance, folder, precision)[0]
@@ -137,6 +137,7 @@ def pairwise(ranks: Ranks | None, folder: str | None) -> torch.Tensor:
     return found.values
 
 
+@pytest.mark.slow
 def test_pairs_are_dealt_to_ranks_that_read_files(tmp_path: Path) -> None:
     (found, _) = pool(2).run(in_blocks, pairwise, written(tmp_path))
     assert torch.allclose(found, pairwise(None, None), atol=1e-6)

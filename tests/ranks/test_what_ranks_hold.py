@@ -45,6 +45,7 @@ def in_memory(budget: int | str) -> Any:
     return otdd.led(lambda ranks: changed_between(ranks, budget))
 
 
+@pytest.mark.slow
 def test_points_that_changed_in_place_are_sent_anew() -> None:
     _, *alone = changed_between(None, "auto")
     replicated, *found = pool(2).run(in_memory, "auto")[0]
@@ -82,6 +83,7 @@ def refused_once() -> Any:
         sharing.LabeledSamples = made
 
 
+@pytest.mark.slow
 def test_what_was_refused_is_sent_again() -> None:
     found = pool(2).run(refused_once)
     said, value = found[0]

@@ -1,4 +1,4 @@
-"""New points that copy the displacement of a particle."""
+"""New points that copy the displacement of a particle, and the error by which maps are compared."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def line(*places: float, labels: list[int] | None = None) -> LabeledSamples:
     return LabeledSamples(torch.tensor(places).unsqueeze(1), indices, NAMES if labels else ())
 
 
-def test_it_takes_the_particles_where_they_ended(held_out: HeldOut) -> None:
-    flow = held_out.flow
+def test_it_takes_the_particles_where_they_ended(small: HeldOut) -> None:
+    flow = small.flow
     nearest = NearestParticleMap(flow.before, flow.after)
     torch.testing.assert_close(nearest(flow.before).features, flow.after.features)
 
 
+@pytest.mark.slow
 def test_held_out_points_go_about_where_the_flow_takes_them(held_out: HeldOut) -> None:
     flow = held_out.flow
     nearest = NearestParticleMap(flow.before, flow.after)
@@ -87,11 +88,11 @@ def test_particles_without_mass_lead_nobody() -> None:
         torch.testing.assert_close(nearest(samples).features.squeeze(1), expected)
 
 
-def test_the_order_of_particles_does_not_matter(held_out: HeldOut) -> None:
-    flow, order = held_out.flow, torch.arange(250).flip(0)
+def test_the_order_of_particles_does_not_matter(small: HeldOut) -> None:
+    flow, order = small.flow, torch.arange(12).flip(0)
     shuffled = NearestParticleMap(flow.before.take(order), flow.after.take(order))
-    expected = NearestParticleMap(flow.before, flow.after)(held_out.samples)
-    assert torch.equal(shuffled(held_out.samples).features, expected.features)
+    expected = NearestParticleMap(flow.before, flow.after)(small.samples)
+    assert torch.equal(shuffled(small.samples).features, expected.features)
 
 
 def test_what_has_no_neighbour_is_refused() -> None:
@@ -106,3 +107,22 @@ def test_what_has_no_neighbour_is_refused() -> None:
         NearestParticleMap(light, before)(line(0.0, labels=[1]))
     with pytest.raises(InputError, match=r"before has shape \(2, 1\) and after \(3, 1\)"):
         NearestParticleMap(before, line(0.0, 1.0, 2.0))
+
+
+def identity(samples: LabeledSamples) -> LabeledSamples:
+    return samples
+
+
+def test_the_error_is_a_root_mean_square_by_mass() -> None:
+    samples, truth = line(0.0, 1.0), line(2.0, 2.0)
+    heavy = replace(samples, weights=torch.tensor([1.0, 3.0]))
+    off = lambda given: replace(given, features=given.features + 1.0)  # noqa: E731
+    assert relative_error(lambda _: truth, samples, truth) == 0
+    assert relative_error(identity, samples, truth) == 1
+    # Errors 1 and 0, distances 2 and 1.
+    assert relative_error(off, heavy, truth) == pytest.approx((1 / 7) ** 0.5)
+    assert relative_error(off, samples, truth) == pytest.approx((1 / 5) ** 0.5)
+    with pytest.raises(InputError, match="where the samples began"):
+        relative_error(identity, samples, samples)
+    with pytest.raises(InputError, match="row i of both"):
+        relative_error(identity, samples, line(0.0, 0.0, 0.0))

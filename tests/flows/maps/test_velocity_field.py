@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from flow_by_hand import DOUBLE, HandFlow, digits, euler_flow
+from flow_by_hand import DOUBLE
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -88,10 +88,8 @@ def dense_velocity(field: VelocityField, samples: LabeledSamples, mass: float) -
     return 2 * field.cost.lambda_x * (stay - p @ y.features / p.sum(1, keepdim=True))
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize(
-    ("weighted", "labelled"), [(True, True), (False, False), (True, False), (False, True)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("weighted", "labelled"), [(True, True), (False, False)])
 def test_at_the_particles_it_is_the_gradient_over_the_masses(
     weighted: bool, labelled: bool
 ) -> None:
@@ -121,14 +119,7 @@ def test_at_the_particles_it_is_the_gradient_over_the_masses(
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
-def test_of_digits_it_is_n_times_the_gradient() -> None:
-    source, target = digits("train", 100), digits("test", 100, rotate=90)
-    flow = euler_flow(source, target, epsilon=0.5, steps=1, step_size=1.0)
-    velocity = source.features - flow.after.features
-    found = flow.fields[0].velocity(source)
-    assert float((found - velocity).norm() / velocity.norm()) < 1e-5
-
-
+@pytest.mark.slow
 def test_an_unfinished_solve_leaves_no_more_than_its_marginal_error() -> None:
     particles, target, table = cloud(23, 0), cloud(17, 1), random_table(6)
     problem = Problem.between(particles, target, EPSILON, table, COST, DOUBLE)
@@ -150,13 +141,14 @@ def uneven() -> VelocityField:
     return solved_field(particles, cloud(17, 1, classes=2), random_table(5))
 
 
-@pytest.mark.parametrize("mass", [0.0, 1e-6, 0.04, 0.5])
+@pytest.mark.parametrize("mass", [0.0, 1e-6, 0.5])
 def test_anywhere_it_is_the_dense_formula(mass: float, uneven: VelocityField) -> None:
     samples = cloud(7, 2)
     found, expected = uneven.velocity(samples, mass=mass), dense_velocity(uneven, samples, mass)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_point_far_from_all_particles_is_on_its_own() -> None:
     field = solved_field(cloud(9, 0), cloud(7, 1), random_table(6))
     far = replace(cloud(3, 2), features=cloud(3, 2).features + 1e3)
@@ -183,6 +175,7 @@ def test_kernels_agree_with_double_precision(precision: str) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["high", "double"])
 def test_a_distant_origin_costs_no_accuracy(precision: str, field: VelocityField) -> None:
     compute = replace(DOUBLE, precision=precision)
@@ -220,6 +213,7 @@ def test_classes_are_matched_by_name_not_by_number(field: VelocityField) -> None
     assert torch.equal(field.velocity(renamed), field.velocity(samples))
 
 
+@pytest.mark.slow
 def test_order_and_particles_without_mass_do_not_matter() -> None:
     particles = cloud(23, 0, weights=some_without_mass(23))
     target, table, samples = cloud(17, 1), random_table(6), cloud(6, 2)
@@ -236,6 +230,7 @@ def test_order_and_particles_without_mass_do_not_matter() -> None:
     assert torch.equal(few.velocity(weighted), few.velocity(samples))
 
 
+@pytest.mark.slow
 def test_a_class_without_mass_still_moves() -> None:
     weights = torch.ones(12, dtype=torch.float64)
     weights[2::3] = 0
@@ -243,31 +238,6 @@ def test_a_class_without_mass_still_moves() -> None:
     samples = LabeledSamples(cloud(4, 2).features, torch.full((4,), 2), NAMES)
     found = field.velocity(samples, mass=0.1)
     torch.testing.assert_close(found, dense_velocity(field, samples, 0.1), rtol=1e-8, atol=1e-9)
-
-
-def test_one_class_is_no_class() -> None:
-    particles, target = cloud(11, 0, classes=1), cloud(9, 1, classes=1)
-    table = torch.zeros(2, 2, dtype=torch.float64)
-    samples = cloud(5, 2, classes=1)
-    bare = [replace(side, labels=None) for side in (particles, target)]
-    unlabelled = solved_field(bare[0], bare[1], table)
-    expected = unlabelled.velocity(replace(samples, labels=None))
-    torch.testing.assert_close(solved_field(particles, target, table).velocity(samples), expected)
-    # Labels mean nothing where the particles have none.
-    assert torch.equal(unlabelled.velocity(cloud(5, 2)), expected)
-
-
-def test_identical_clouds_have_no_velocity() -> None:
-    field = solved_field(cloud(11, 0), cloud(11, 0), random_table(3).repeat(2, 2))
-    assert float(field.velocity(cloud(5, 2)).norm()) < 1e-9
-
-
-def test_velocities_come_in_the_type_of_the_samples(field: VelocityField) -> None:
-    single = replace(cloud(5, 2), features=cloud(5, 2).features.float())
-    assert field.velocity(single).dtype == torch.float32
-    torch.testing.assert_close(
-        field.velocity(single).double(), field.velocity(cloud(5, 2)), rtol=1e-5, atol=1e-5
-    )
 
 
 def test_what_cannot_be_placed_is_refused(field: VelocityField) -> None:
@@ -288,10 +258,3 @@ def test_a_divergence_without_debiasing_has_no_field() -> None:
     problem = Problem.between(cloud(5, 0), cloud(4, 1), EPSILON, random_table(6), COST, DOUBLE)
     with pytest.raises(InputError, match="debias=True"):
         VelocityField.of(problem, problem.solve(otdd.Converged(), debias=False))
-
-
-def test_fields_of_a_flow_are_made_of_what_was_solved() -> None:
-    flow: HandFlow = euler_flow(cloud(11, 0), cloud(9, 1), epsilon=EPSILON, steps=2)
-    assert flow.fields[0].particles is flow.before
-    assert flow.fields[1].particles is not flow.before
-    assert flow.fields[1].epsilon == EPSILON
