@@ -79,6 +79,7 @@ def test_labels_that_do_not_count_do_not_limit_the_halves(compared):
     assert noise_floor(numbered(8, 3), numbered(6, 6), labels="none", epsilon=10.0).size == 5
 
 
+@pytest.mark.slow
 def test_why_solves_stopped_early_is_told_once(pair):
     early = Converged(tolerance=1e-4, max_iterations=1)
     rounded = r"rounding allows in 3 of 3 .* Raise solver\.bound_width or eps"
