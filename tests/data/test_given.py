@@ -382,6 +382,7 @@ def test_max_samples_takes_the_first_of_a_stream():
         otdd.embed(Stream(lambda: map(vector, range(30))), max_samples=99)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", ["items", "Hugging Face"])
 def test_a_stream_that_may_have_no_end(kind, monkeypatch):
     """A notice after many items; before memory is full, a sentence."""

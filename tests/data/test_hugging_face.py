@@ -277,6 +277,7 @@ def test_a_saved_dataset_names_no_data_files_outside_of_it(tmp_path, datasets, *
         load("huggingface", path=str(tmp_path / "own"))
 
 
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "json"])
 @pytest.mark.parametrize("other", [1, None, 0.5])
 @pytest.mark.parametrize("in_folder", [False, True])

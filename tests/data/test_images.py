@@ -226,6 +226,7 @@ def test_images_stand_upright(tmp_path):
     np.testing.assert_array_equal(_pixels(Image.open(sink)), wanted)
 
 
+@pytest.mark.slow
 def test_dark_and_bright_deep_images_are_apart(tmp_path):
     for name, level in (("dark", 1000), ("bright", 60000)):
         for i in range(4):
@@ -362,6 +363,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_meant_is_refused_by_name(tmp_path, datasets):
     for case, (name, write, message) in enumerate(REFUSED):
         root = tmp_path / f"{case}"

@@ -26,7 +26,7 @@ def _dataset(labels, class_names=None):
     share=st.floats(0, 1),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_proportions_are_kept_with_at_least_one_row_per_class(sizes, share, seed):
     labels = np.repeat(np.arange(len(sizes)), sizes)
     count = len(sizes) + round(share * (len(labels) - len(sizes)))

@@ -144,6 +144,7 @@ def test_named_weights_bring_their_transforms(monkeypatch):
     assert "resize_size=[232]" in extractor.description
 
 
+@pytest.mark.slow
 def test_torchvision_heads_are_removed_wherever_they_stand():
     from torchvision.models import get_model
 

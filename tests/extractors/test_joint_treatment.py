@@ -120,6 +120,7 @@ def test_different_dimensions_name_both_and_the_way_out(make_samples, d, e, way_
     check_same_dimension(x, x)
 
 
+@pytest.mark.slow
 def test_features_whose_squares_overflow_are_standardised_as_others(make_samples):
     generator = np.random.default_rng(5)
     x, y = generator.normal(size=(30, 3)), generator.normal(size=(20, 3)) + 1

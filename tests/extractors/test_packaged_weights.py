@@ -183,6 +183,7 @@ def logging_restored():
     logging.root.setLevel(level)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("logging_restored")
 def test_wordllama_gives_what_the_package_gives():
     extractor = word_vectors()

@@ -96,6 +96,7 @@ def test_what_is_no_image_or_size_is_refused():
             pixels()(images)
 
 
+@pytest.mark.slow
 def test_mnist_is_flattened_in_seconds(real_data, make_dataset):
     content = np.fromfile(real_data / "MNIST/raw/train-images-idx3-ubyte", dtype=np.uint8)
     images = content[16:].reshape(-1, 28, 28)

@@ -106,6 +106,7 @@ def test_classes_without_samples_leave_features_in_their_file(tmp_path):
     assert isinstance(result.source.features, FileFeatures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_of_files_are_those_numbers_in_float32(dtype, tmp_path):
     """Particles would be rounded at every step, and class distances of bfloat16 have no number."""

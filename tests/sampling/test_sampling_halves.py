@@ -49,6 +49,7 @@ def test_halves_are_disjoint_parts_of_one_dataset_and_all_of_one_size(compared, 
         assert (shown.value, shown.lower, shown.upper) == (result.value, *result.bounds)
 
 
+@pytest.mark.slow
 def test_different_datasets_are_above_the_floor_and_equal_ones_are_not(pair):
     floor = noise_floor(*pair, epsilon=0.1)
     assert floor.between.lower > 5 * max(floor.source.upper, floor.target.upper)
@@ -65,6 +66,7 @@ def test_a_given_table_holds_within_each_dataset(pair, compared):
     assert torch.equal(compared[2][2]["class_distances"].xy, blocks[1].double())
 
 
+@pytest.mark.slow
 def test_a_seed_decides_the_split(pair):
     first, again, other = (
         noise_floor(*pair, seed=seed, labels="means", epsilon=0.1) for seed in (1, 1, 2)
@@ -77,6 +79,7 @@ def test_labels_that_do_not_count_do_not_limit_the_halves(compared):
     assert noise_floor(numbered(8, 3), numbered(6, 6), labels="none", epsilon=10.0).size == 5
 
 
+@pytest.mark.slow
 def test_why_solves_stopped_early_is_told_once(pair):
     early = Converged(tolerance=1e-4, max_iterations=1)
     rounded = r"rounding allows in 3 of 3 .* Raise solver\.bound_width or eps"

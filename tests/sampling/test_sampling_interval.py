@@ -232,6 +232,7 @@ def test_a_dataset_and_itself_have_no_interval(pair, asked):
     assert not asked
 
 
+@pytest.mark.slow
 def test_solves_that_stop_early_are_told_once(pair):
     solver = Converged(tolerance=1e-4, max_iterations=1)
     with pytest.warns(

@@ -33,7 +33,7 @@ def rows(n, d, classes, *, apart, seed=0):
 SHAPES = [(60, 5, 3), (33, 40, 4), (40, 1, 2), (100, 84, 10)]
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "apart"),
     [((40, 1, 2), 0.5), ((60, 5, 3), 0.0), ((33, 40, 4), 0.5), ((100, 84, 10), 3.0)],

@@ -303,7 +303,8 @@ def test_a_unit_is_a_family():
         assert interval == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("families", [list("abcdef"), list("aabbbc")])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("families", [list("aabbbc"), list("abcdef")])
 def test_p_is_the_share_of_all_permutations(families):
     table = some_table(seed=1)
     table = PairTable(table.measure, table.gains, families)
