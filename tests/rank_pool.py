@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.quicker_interpreter import quicken_interpreter
+
 # Seconds after which ranks that wait for each other are given up; a busy machine has taken 90.
 TIMEOUT = 400
 
@@ -78,6 +80,7 @@ def _work(pipe: Connection, meeting: str, rank: int, size: int) -> None:
             function, arguments = pipe.recv()
         except EOFError:
             return
+        quicken_interpreter()
         try:
             pipe.send(function(*arguments))
         except Exception as error:

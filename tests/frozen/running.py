@@ -19,7 +19,7 @@ from tests.frozen.recording import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the cases of another commit are run by, from this tree.
-DRIVERS = ("tests/frozen", "tests/rank_pool.py")
+DRIVERS = ("tests/frozen", "tests/rank_pool.py", "tests/quicker_interpreter.py")
 
 
 class Run(NamedTuple):
