@@ -177,7 +177,6 @@ for _name, _precision, _options in (
     ("gaussian in double", "double", {}),
     ("default epsilon", "double", {"epsilon": None}),
     ("diagonal", "double", {"labels": otdd.labels.Gaussian(diagonal=True)}),
-    ("biased", "single", {"epsilon": 1.0, "labels": otdd.labels.Gaussian(unbiased=False)}),
     ("means", "double", {"labels": "means"}),
     ("sinkhorn", "double", {"labels": otdd.labels.Sinkhorn(epsilon=0.5)}),
     ("exact", "double", {"labels": "exact"}),
