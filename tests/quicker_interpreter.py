@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from functools import cache
 from typing import Any
 
@@ -14,9 +13,8 @@ def quicken_interpreter() -> None:
 
     It lists and replaces all members again at every call of a device function, more than half of
     the time of tests of kernels; they are the same, and stay replaced until the launch has ended.
-    Before Triton is imported this does nothing.
     """
-    if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
+    if os.environ.get("TRITON_INTERPRET") == "1":
         _replace()
 
 

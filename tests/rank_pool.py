@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -80,7 +81,8 @@ def _work(pipe: Connection, meeting: str, rank: int, size: int) -> None:
             function, arguments = pipe.recv()
         except EOFError:
             return
-        quicken_interpreter()
+        if "triton" in sys.modules:
+            quicken_interpreter()
         try:
             pipe.send(function(*arguments))
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import reference
@@ -13,6 +14,8 @@ from torch import Tensor
 import otdd_flash as otdd
 
 BACKENDS = ("torch", "triton")
+GRADIENTS = ("implicit", "unrolled")
+WHICH = ("all", "plans", "f", "value")
 
 
 def on(backend: str) -> otdd.ComputeOptions:
@@ -45,9 +48,14 @@ def solved(costs: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, iterations: Ten
     return tuple(torch.stack(part) for part in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "shape", [(1, 1), (3, 7), (5, 4), pytest.param((64, 128), marks=pytest.mark.slow)]
+    ("shape", "backend"),
+    [
+        *(((n, m), backend) for n, m in ((1, 1), (4, 4)) for backend in BACKENDS),
+        ((5, 4), "torch"),
+        pytest.param((3, 7), "triton", marks=pytest.mark.slow),
+        *(pytest.param((64, 128), backend, marks=pytest.mark.slow) for backend in BACKENDS),
+    ],
 )
 def test_a_loop_of_each_problem(shape: tuple[int, int], backend: str) -> None:
     costs, a, b, epsilon = problems(*shape)
@@ -63,10 +71,18 @@ def test_a_loop_of_each_problem(shape: tuple[int, int], backend: str) -> None:
     assert (late | (found.iterations == 1)).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(3, 7), (4, 4)])
-@pytest.mark.parametrize("gradient", ["implicit", "unrolled"])
-@pytest.mark.parametrize("which", ["all", "plans", "f", "value"])
+@pytest.mark.parametrize(
+    ("which", "gradient", "shape", "backend"),
+    [
+        *product(WHICH, GRADIENTS, [(3, 7), (4, 4)], ["torch"]),
+        *product(WHICH, GRADIENTS, [(4, 4)], ["triton"]),
+        # Iterations of the interpreter take a tenth of a second at this size.
+        *(
+            pytest.param(*way, (3, 7), "triton", marks=pytest.mark.slow)
+            for way in zip(WHICH, (*GRADIENTS, *GRADIENTS), strict=True)
+        ),
+    ],
+)
 def test_gradients(gradient: str, which: str, shape: tuple[int, int], backend: str) -> None:
     inputs = tuple(given.requires_grad_() for given in problems(*shape))
     costs, a, b, epsilon = inputs
@@ -93,7 +109,7 @@ def test_gradients(gradient: str, which: str, shape: tuple[int, int], backend: s
         assert torch.allclose(one, other, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
 @pytest.mark.parametrize("gradient", ["implicit", "unrolled"])
 def test_a_point_without_mass_has_the_potential_of_a_softmin(gradient: str, backend: str) -> None:
     costs, a, b, epsilon = problems(4, 5, 2)
@@ -190,7 +206,7 @@ def test_points_without_mass_may_have_entries_beyond_any_float(backend: str) -> 
         assert found.bounds[k, 0] <= value <= found.bounds[k, 1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
 def test_gradients_of_the_solution_know_nothing_of_points_without_mass(backend: str) -> None:
     costs = torch.tensor([[[0.7, 0.03, 0.98, 0.2], [0.35, 0.14, 0.12, 0.9], [0.1, 0.2, 0.3, 0.4]]])
     a, weights = torch.tensor([0.0, 0.5, 0.5]), drawn(1, 3, 4, seed=6)
@@ -224,7 +240,7 @@ def test_one_cost_far_above_the_rest_and_epsilon_far_below(backend: str) -> None
     assert found.bounds[0].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
 def test_intervals_where_rounded_potentials_make_exponents_of_any_size(backend: str) -> None:
     """There is one plan between one point and others; its exponents are rounded by millions."""
     costs = torch.tensor([[[1e9, 0.5, 0.25]]])

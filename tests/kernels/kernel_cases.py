@@ -7,6 +7,16 @@ import torch
 from otdd_flash.operators.labelled_cost import LabelledCost
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Rows, columns, coordinates and classes of either side, for a GPU.
+LARGE = [
+    (4000, 3500, 128, 10, 10),
+    (5000, 3001, 512, 10, 10),
+    (2500, 2049, 300, 3, 7),
+    (2000, 2500, 784, 100, 3),
+    (1000, 900, 4096, 2, 2),
+    (3000, 2000, 100, 3000, 500),
+    (700, 600, 16, 300, 200),
+]
 LAMBDA_X = 0.7
 EPSILON = 0.3
 

@@ -147,6 +147,7 @@ def test_a_distance_is_that_of_points_in_memory(backend: str, kind: str, tmp_pat
     assert apart.abs().sum() <= off
 
 
+@pytest.mark.slow
 def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
     """A pass over 32 blocks holds a few of them."""
     n, dim = 32 * 64, 512

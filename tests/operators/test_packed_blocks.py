@@ -63,7 +63,7 @@ def operator(
     return found, prepared.streaming.tally
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [CROSS, SYMMETRIC])
 def test_later_passes_read_nothing(pair: tuple[int, int], tmp_path: Path) -> None:
     without, _ = operator(tmp_path, pair, 0)

@@ -39,6 +39,7 @@ def check(counts: OperationCounts, operations: int, launches: int) -> None:
     assert counts.reads == 1
 
 
+@pytest.mark.slow
 def test_of_a_cross_term(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = operator_of(own=False)
     g = torch.zeros(33)

@@ -75,6 +75,7 @@ def test_terms_are_proved(kind: str, n: int, m: int) -> None:
     assert float(max(errors)) <= term.marginal_error + 1e-9
 
 
+@pytest.mark.slow
 def test_a_room_serves_another_matrix_of_its_size() -> None:
     first, again = (solved(*drawn(18, 13), 0.3) for _ in range(2))
     assert first is not None
@@ -124,7 +125,7 @@ def test_what_recordings_read_of_a_matrix() -> None:
     assert float(products[18:].abs().sum()) == 0
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_potentials_of_points_without_mass(turned: bool) -> None:
     """Sweeps leave them out; a solution has the softmin."""
@@ -142,7 +143,7 @@ def test_potentials_of_points_without_mass(turned: bool) -> None:
     torch.testing.assert_close(f[a == 0], there[a == 0], rtol=0, atol=1e-3)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_the_transpose_swaps_potentials(layout: str) -> None:
     costs, a, b = drawn(18, 13)
@@ -159,7 +160,7 @@ def test_the_transpose_swaps_potentials(layout: str) -> None:
     assert layout == "columns" or torch.equal(one.f, other.g)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_start_is_taken(turned: bool) -> None:
     costs, a, b = drawn(18, 13)
@@ -198,6 +199,7 @@ def test_a_solve_that_is_not_done_goes_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert term.bounds[0] <= truth <= term.bounds[1]
 
 
+@pytest.mark.slow
 def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forbidden pairs, goals and rows that are too long for a sweep."""
     costs, a, b = drawn(8, 9)

@@ -139,7 +139,7 @@ def test_maps_and_contributions_are_those_of_held_points(tmp_path: Path) -> None
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "minibatch"),
     [("features", None), ("attached", 16), ("features", 16), ("attached", None)],
@@ -222,6 +222,7 @@ def test_a_loss_streams_its_points_once(tmp_path: Path, monkeypatch: pytest.Monk
         by_x.sum().backward()
 
 
+@pytest.mark.slow
 def test_gradients_hold_no_points_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 32 blocks takes what a few blocks take, but for the gradient itself."""
     n, dim = 32 * 64, 256
