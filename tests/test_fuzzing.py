@@ -49,6 +49,11 @@ def test_bad_input_has_a_sentence_unless_its_stream_is_lost() -> None:
     assert judged("process", "distance", ["epsilon=x"], ended, "2>&-").failure is None
     coloured = Ended(2, "", "\x1b[2K\x1b[?25h\n\x1b[1;31merror:\x1b[0m epsilon must be", None)
     assert judged("process", "distance", ["epsilon=x"], coloured, "FORCE_COLOR=1").failure is None
+    mixed = b"libgomp: ASCII\n" + "error: epsilon must be\n".encode("utf-16")
+    wide = Ended(2, "", mixed.decode(errors="replace"), None)
+    assert judged("process", "distance", ["epsilon=x"], wide).failure is None
+    traceback = "Traceback (most recent".encode("utf-16").decode(errors="replace")
+    assert judged("process", "distance", [], Ended(2, "", traceback, None)).failure is not None
 
 
 def test_the_value_of_geomloss_may_lie_outside_of_bounds_of_the_converged_distance() -> None:

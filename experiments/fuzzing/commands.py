@@ -100,9 +100,9 @@ def judged(
     failure = None
     if ended.code not in EXIT_CODES:
         failure = f"exit code {ended.code}: {ended.err[-400:]}"
-    elif "Traceback" in ended.err:
+    elif "Traceback" in _readable(ended):
         failure = f"a traceback: {ended.err[-400:]}"
-    elif ended.code == 2 and "2>" not in streams and not _last_line(ended).startswith("error: "):
+    elif ended.code == 2 and "2>" not in streams and not _has_sentence(ended):
         failure = f"no sentence: {ended.err[-400:]}"
     elif ended.code in (0, 3, 4) and not _is_help(arguments):
         failure = _without_numbers(ended, arguments)
@@ -110,9 +110,18 @@ def judged(
     return Attempt(kind, shown, f"exit {ended.code}", failure)
 
 
-def _last_line(ended: Ended) -> str:
-    """The last line on standard error, without the colours that FORCE_COLOR asks for."""
-    return (STYLE.sub("", ended.err).strip().splitlines() or [""])[-1]
+def _has_sentence(ended: Ended) -> bool:
+    """Whether the last line on standard error says what was wrong."""
+    return (_readable(ended).strip().splitlines() or [""])[-1].startswith("error: ")
+
+
+def _readable(ended: Ended) -> str:
+    """Return standard error without colours, and without what UTF-16 adds to ASCII.
+
+    FORCE_COLOR asks for the first, PYTHONIOENCODING for the second, beside which libraries go on
+    writing ASCII, so that the whole is in no encoding.
+    """
+    return STYLE.sub("", ended.err).translate({0: None, 0xFFFD: None})
 
 
 def _without_numbers(ended: Ended, arguments: Sequence[str]) -> str | None:
