@@ -158,3 +158,23 @@ def test_a_batch_of_launches_gives_the_same_bits() -> None:
     one, two = (matrix_half_step(costs, a.log(), f, EPSILON, columns=True) for _ in range(2))
     assert torch.equal(one, two)
     assert half_step.PROGRAMS >= 132
+
+
+def test_small_epsilon_costs_no_digits() -> None:
+    """Errors are those of a rounded score, at any epsilon, as the largest logit is taken away."""
+    draw = torch.Generator().manual_seed(2)
+    costs = torch.rand(40, 300, generator=draw).to(DEVICE)
+    b = torch.full((300,), 1 / 300, dtype=torch.float64, device=DEVICE)
+    g = torch.rand(300, generator=draw).to(DEVICE)
+    for epsilon in (1e-2, 1e-4, 1e-7):
+        level = torch.tensor(epsilon, dtype=torch.float64, device=DEVICE)
+        found = matrix_half_step(costs, b.log(), g, level)
+        expected = reference.softmin_rows(costs.double(), b, g, epsilon)
+        assert float((found.double() - expected).abs().max()) <= 4 * 2.0**-24
+
+
+def test_one_over_epsilon_is_not_rounded() -> None:
+    """A single score is its own softmin, exactly; a scale of 24 bits alone would move some."""
+    zero, one = torch.zeros(1, 1, device=DEVICE), torch.ones(1, device=DEVICE)
+    for level in torch.logspace(-6, -3, 40, dtype=torch.float64, device=DEVICE):
+        assert float(matrix_half_step(zero, one.double().log(), one, level)) == -1, float(level)
