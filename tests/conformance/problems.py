@@ -152,9 +152,22 @@ class Problem:
     @cached_property
     def potentials(self) -> tuple[Tensor, Tensor]:
         """f (n,) and g (m,) that float32 holds; one tensor for a cloud with itself."""
+        return self._potentials(self.scale)
+
+    @cached_property
+    def potentials_within_reach(self) -> tuple[Tensor, Tensor]:
+        """The same, but those of points without mass make no entry of a plan overflow float32."""
+        return self._potentials(None)
+
+    @cached_property
+    def _noise(self) -> list[Tensor]:
+        return [torch.randn(k, generator=self.draw, dtype=torch.float64) for k in self.cost.shape]
+
+    def _potentials(self, above: float | None) -> tuple[Tensor, Tensor]:
+        """Potentials of points without mass stand above a value, or above what a solve leaves."""
         (n, m), epsilon = self.cost.shape, self.epsilon
-        f, g = (torch.randn(k, generator=self.draw, dtype=torch.float64) for k in (n, m))
-        noise, f, g = (3 * epsilon * f, 3 * epsilon * g), 0 * f, 0 * g
+        noise = [3 * epsilon * each for each in self._noise]
+        f, g = (torch.zeros(k, dtype=torch.float64) for k in (n, m))
         for _ in range(20):
             f = reference.softmin_rows(self.cost, self.b, g, epsilon)
             g = reference.softmin_rows(self.cost.T, self.a, f, epsilon)
@@ -164,7 +177,7 @@ class Problem:
             if self.case.massless:
                 # Potentials of points without mass do not matter to others.
                 f, g = (
-                    torch.where(w > 0, p, self.scale + 30 * epsilon)
+                    torch.where(w > 0, p, (p if above is None else above) + 30 * epsilon)
                     for w, p in ((self.a, f), (self.b, g))
                 )
         f, g = (potential.float().double() for potential in (f, g))
