@@ -41,12 +41,15 @@ def run_here(
     capsys: pytest.CaptureFixture[str],
 ) -> Ended:
     """Run a command's entry point in this process."""
+    from otdd_flash import shown
     from otdd_flash.commands.outcome import Outcome
     from otdd_flash.commands.start import run_command
 
     _quicken_hydra()
     monkeypatch.setattr(sys, "argv", ["command.py", *arguments])
+    # A process ends with its command; this one goes on.
     monkeypatch.setattr(Outcome, "exit_code", 0)
+    monkeypatch.setattr(shown, "_concealed", {})
     with pytest.raises(SystemExit) as left:
         run_command(main)
     captured = capsys.readouterr()

@@ -7,7 +7,7 @@ same. What is part of it:
     a module of PyTorch                   its class and all that it holds but its mode: parameters,
                                           buffers, settings, submodules in order, hooks
     a function or class of an installed   its name and the version of its package
-      package
+      package, or of this one
     any other function or class           its bytecode, defaults, bases, what it closes over and the
                                           global values that it names
     a module of Python                    name and version, or the content of its file
@@ -28,6 +28,7 @@ from joblib.hashing import NumpyHasher
 from torch import Tensor, nn
 
 from otdd_flash.files.tensor_file import content_hash
+from otdd_flash.version import __version__
 
 
 class Unidentified(Exception):
@@ -136,8 +137,11 @@ def _function(function: FunctionType) -> Any:
 
 
 def _package(module: str) -> str | None:
-    """Name and version of the installed package that has a module; None for a user's own code."""
+    """Name and version of the package that has a module; None for a user's own code."""
     root = module.partition(".")[0]
+    if root == __package__.partition(".")[0]:
+        # Also where it is not installed among the others: a checkout, an editable installation.
+        return f"{module} {__version__}"
     if root in sys.stdlib_module_names:
         return f"{module} {sys.version_info[:2]}"
     package = sys.modules.get(root)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import otdd_flash as otdd
+from otdd_flash import shown
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, from_module
@@ -444,6 +445,12 @@ def test_the_digest_is_one_in_every_process(tmp_path, monkeypatch):
     command, pipes = [sys.executable, "-c", "import mine; print(mine.key())"], {"text": True}
     done = subprocess.run(command, capture_output=True, check=True, env=environment, **pipes)
     assert done.stdout.strip() == key
+
+
+def test_the_digest_holds_nothing_of_what_the_package_remembers(monkeypatch):
+    key = from_module(network(), to_tensor).key
+    monkeypatch.setattr(shown, "_concealed", {"a password": "${oc.env:PASSWORD}"})
+    assert from_module(network(), to_tensor).key == key
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
