@@ -51,7 +51,7 @@ SEVERAL = [
 ]
 GUESSES = [None, 0.0, 3.0, 1e4]
 LARGE = AXES | {
-    "shape": [(4000, 3500, 128), (2500, 2049, 300), (1000, 900, 4096)],
+    "shape": [(2000, 1700, 128), (1300, 1025, 300), (300, 290, 4096)],
     "points": ["random", "integers", "one far point"],
     "classes": [1, 10, 1000],
 }
