@@ -8,14 +8,26 @@ from itertools import product
 import pytest
 import reference
 import torch
+import triton
+import triton.language as tl
 from tiers import slow
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.kernels.batched.loading import load_masses
 
 BACKENDS = ("torch", "triton")
 GRADIENTS = ("implicit", "unrolled")
 WHICH = ("all", "plans", "f", "value")
+
+
+@triton.jit
+def loaded_masses_kernel(masses_ptr, loaded_ptr, count, n, N: tl.constexpr, BATCH: tl.constexpr):
+    """Store the masses of rows (N, BATCH) that a program loads."""
+    o_batch, o_row = tl.arange(0, BATCH)[None, :], tl.arange(0, N)[:, None]
+    m_row = (o_row < n) & (o_batch >= 0)
+    loaded = load_masses(masses_ptr, o_batch, o_row, count, m_row, n, tl.float64)
+    tl.store(loaded_ptr + o_row * BATCH + o_batch, loaded)
 
 
 def on(backend: str) -> otdd.ComputeOptions:
@@ -315,3 +327,14 @@ def test_nothing_is_solved_in_an_instant() -> None:
     assert found.plans.shape == (0, 3, 4)
     assert found.f.shape == (0, 3)
     assert found.bounds.shape == (0, 2)
+
+
+@pytest.mark.parametrize("n", [3, 7])
+def test_matrices_that_fill_up_a_program_have_one_mass_whatever_their_size(n: int) -> None:
+    """Else those of unequal sides had no plan, and went on to the last iteration."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = (masses(2, n) / masses(2, n).sum(1, keepdim=True)).to(device)
+    loaded = torch.empty(8, 4, dtype=torch.float64, device=device)
+    loaded_masses_kernel[(1,)](given, loaded, 2, n, 8, 4)
+    assert torch.equal(loaded[:n, :2], given.T)
+    assert loaded.sum(0).tolist() == pytest.approx([1.0] * 4)

@@ -142,6 +142,12 @@ def test_the_band_is_in_sight_however_narrow(drawn, width):
     assert to_rgb(axes.collections[0].get_facecolor()[0]) != to_rgb("white")
 
 
+def test_bounds_far_narrower_than_the_value_leave_ticks_without_an_offset(drawn):
+    axes = drawn([record(0, 8.0, lower=8.0 - 5e-7, upper=8.0 + 5e-7)])[0]
+    axes.figure.canvas.draw()
+    assert axes.yaxis.get_offset_text().get_text() == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 300])
 def test_nothing_leaves_the_page(drawn, count):
