@@ -47,7 +47,7 @@ def run_here(
 
     _quicken_hydra()
     monkeypatch.setattr(sys, "argv", ["command.py", *arguments])
-    # A process ends with its command; this one goes on.
+    # Both outlive the command here, whose own process would end with it.
     monkeypatch.setattr(Outcome, "exit_code", 0)
     monkeypatch.setattr(shown, "_concealed", {})
     with pytest.raises(SystemExit) as left:

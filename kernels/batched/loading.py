@@ -98,9 +98,10 @@ def store_tile(p_entries, tile, m_entry):
 
 @triton.jit
 def load_masses(masses_ptr, o_batch, o, count, m_side, stride, TYPE: tl.constexpr):
-    """Masses of rows `o` (N, 1), or of columns (1, M), 0 beyond the side, of `o_batch` likewise.
+    """Load the masses of rows `o` (N, 1), or of columns (1, M); those beyond the side are 0.
 
-    Matrices beyond the last have all of it in one place: their first iteration is enough.
+    Matrices beyond the last get unit mass on their first row and column. Equal totals on both sides
+    let them converge at once; otherwise the whole program would go on to the last iteration.
     """
     m_batch = o_batch < count
     loaded = tl.load(masses_ptr + o_batch * stride + o, mask=m_side & m_batch, other=0.0).to(TYPE)

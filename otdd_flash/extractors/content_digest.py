@@ -137,10 +137,10 @@ def _function(function: FunctionType) -> Any:
 
 
 def _package(module: str) -> str | None:
-    """Name and version of the package that has a module; None for a user's own code."""
+    """Return name and version of the package of a module; None for a user's own code."""
     root = module.partition(".")[0]
     if root == __package__.partition(".")[0]:
-        # Also where it is not installed among the others: a checkout, an editable installation.
+        # A checkout is not in site-packages, and what its modules remember would enter the digest.
         return f"{module} {__version__}"
     if root in sys.stdlib_module_names:
         return f"{module} {sys.version_info[:2]}"
