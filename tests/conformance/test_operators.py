@@ -38,18 +38,43 @@ AXES: dict[str, list[Any]] = {
     "near": [False, True],
     "own": [False, True],
 }
-OF_MATRICES = AXES | {"own": [False], "matrix": ["", "negative", "forbidden"]}
-FEW = AXES | {"points": ["random", "one far point"], "shape": [(1, 2, 1), (33, 70, 3)]}
-# Blocks of kernels have 128 rows and 256 columns: several of them, and many in one row. Operations
-# take seconds in the interpreter, so that every value is met once and not with every other.
+# Points do not matter to a cost that is given, but for its range.
+OF_MATRICES = AXES | {
+    "points": ["random", "equal", "one far point"],
+    "classes": [3],
+    "own": [False],
+    "matrix": ["", "negative", "forbidden"],
+}
+FEW = AXES | {
+    "points": ["random", "one far point"],
+    "shape": [(1, 2, 1), (33, 70, 3)],
+    "epsilon": [1e-3, 0.3],
+}
+# One block and one odd size of every kernel, of labels in pure blocks and in mixed ones.
+QUICK = [
+    Case((128, 128, 3), "random", 1, massless=True),
+    Case((33, 70, 3), "one far point", None, epsilon=0.3, near=False, guess=3.0),
+    Case((130, 1, 3), "random", 3, massless=True, own=True),
+]
+# Operations of kernels take seconds in the interpreter, so that every value is met once and not with
+# every other. Blocks have 128 rows and 256 columns: several of them, and many in one row. Products
+# with more than 16 and 128 columns are other ones.
 SEVERAL = [
-    Case((270, 300, 40), "grey", 3, epsilon=0.3, guess=3.0, columns=20),
-    Case((7, 1100, 70), "one far point", 1, True, 1e-3, near=False, guess=1e4, columns=150),
-    Case((270, 300, 40), "one direction", None, True, 100.0, False, own=True, guess=0.0, columns=1),
-    Case((7, 1100, 70), "integers", 3, epsilon=0.3, columns=20),
+    Case((130, 260, 40), "grey", 3, epsilon=0.3, guess=3.0, columns=20),
+    Case((7, 1100, 70), "one far point", 1, True, 1e-3, near=False, guess=1e4, columns=1),
+    Case((270, 1, 3), "one direction", None, True, 100.0, False, own=True, guess=0.0, columns=1),
     Case((1, 1, 1), "integers", epsilon=1e-3, own=True, guess=3.0, columns=150),
 ]
-GUESSES = [None, 0.0, 3.0, 1e4]
+OF_GIVEN = [
+    Case((129, 65, 3), massless=True, epsilon=1e-3, matrix="forbidden"),
+    Case((1, 70, 2), "one far point", epsilon=0.3, near=False),
+    Case((33, 1, 2), epsilon=100.0, near=False, matrix="negative"),
+]
+IN_PIECES = [
+    Case((33, 40, 3), "one far point", None, epsilon=0.3, near=False, guess=1e4),
+    Case((33, 40, 3), "random", 3, True, 1e-3, own=True, guess=0.0),
+    Case((1, 2, 1), "random", 1, True, 100.0, near=False),
+]
 LARGE = AXES | {
     "shape": [(2000, 1700, 128), (1300, 1025, 300), (300, 290, 4096)],
     "points": ["random", "integers", "one far point"],
@@ -58,12 +83,6 @@ LARGE = AXES | {
 LARGE_MATRICES = [
     Case((2000, 1700, 128), massless=True, epsilon=1e-3, matrix="forbidden"),
     Case((1300, 1025, 300), epsilon=100.0, near=False, matrix="negative"),
-]
-# One block and one odd size of every kernel, of labels in pure blocks and in mixed ones.
-QUICK = [
-    Case((128, 256, 3), "random", 1, massless=True),
-    Case((33, 70, 20), "one far point", None, epsilon=0.3, near=False, guess=3.0),
-    Case((130, 1, 3), "random", 3, massless=True, own=True),
 ]
 
 
@@ -89,16 +108,13 @@ CASES = [
     *pairs(MATRICES, OF_MATRICES),
     *these(["fast"], QUICK[:1]),
     *these(["high"], QUICK[1:2]),
-    *these(KERNELS, QUICK[2:], pytest.mark.slow),
     *these(["matrix in rows"], [QUICK[0]._replace(shape=(33, 70, 3), matrix="forbidden")]),
     *these(["matrix in columns"], QUICK[1:2]),
     *these(RANKS, QUICK[1:], ranks),
-    *these(["ranks in a ring, high"], QUICK[1:2], ranks, pytest.mark.slow),
-    *these(["ranks, high"], QUICK[2:], ranks, pytest.mark.slow),
     *these(KERNELS, SEVERAL, pytest.mark.slow),
-    *pairs(MATRIX_KERNELS, OF_MATRICES | {"points": ["random"]}, pytest.mark.slow),
-    *pairs(FILE_KERNELS, FEW | {"guess": GUESSES}, pytest.mark.slow),
-    *pairs(RANKS | RANK_KERNELS, FEW, ranks, pytest.mark.slow),
+    *these(MATRIX_KERNELS, OF_GIVEN, pytest.mark.slow),
+    *these(FILE_KERNELS, IN_PIECES, pytest.mark.slow),
+    *these(RANKS | RANK_KERNELS, IN_PIECES, ranks, pytest.mark.slow),
     *pairs(KERNELS, LARGE, pytest.mark.gpu),
     *these(MATRIX_KERNELS, LARGE_MATRICES, pytest.mark.gpu),
 ]
