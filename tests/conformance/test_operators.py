@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import adapter
@@ -56,9 +58,9 @@ QUICK = [
     Case((33, 70, 3), "one far point", None, epsilon=0.3, near=False, guess=3.0),
     Case((130, 1, 3), "random", 3, massless=True, own=True),
 ]
-# Operations of kernels take seconds in the interpreter, so that every value is met once and not with
-# every other. Blocks have 128 rows and 256 columns: several of them, and many in one row. Products
-# with more than 16 and 128 columns are other ones.
+# Operations of kernels take seconds in the interpreter: every value is met once and not with every
+# other. Blocks have 128 rows and 256 columns: several of them, and many in one row. Products with
+# more than 16 and 128 columns are other ones.
 SEVERAL = [
     Case((130, 260, 40), "grey", 3, epsilon=0.3, guess=3.0, columns=20),
     Case((7, 1100, 70), "one far point", 1, True, 1e-3, near=False, guess=1e4, columns=1),
@@ -86,26 +88,35 @@ LARGE_MATRICES = [
 ]
 
 
-def pairs(ways: Iterable[str], axes: dict[str, list[Any]], *marks: Any) -> list[Any]:
-    """Ways with cases in which every two values of different axes meet."""
-    rows = [
-        (way, Case(**dict(zip(axes, row, strict=True))))
-        for way, *row in AllPairs([list(ways), *axes.values()])
+def named(rows: Iterable[Any], marks: Iterable[Any], quick: float = math.inf) -> list[Any]:
+    return [
+        pytest.param(
+            *row, marks=marks if k < quick else pytest.mark.slow, id="-".join((row[0], row[1].name))
+        )
+        for k, row in enumerate(rows)
     ]
-    return [pytest.param(way, case, marks=marks, id=f"{way}-{case.name}") for way, case in rows]
+
+
+def pairs(
+    ways: Iterable[str], axes: dict[str, list[Any]], *marks: Any, quick: float = math.inf
+) -> list[Any]:
+    """Ways with cases in which every two values of different axes meet; the first meet most."""
+    rows = AllPairs([list(ways), *axes.values()])
+    return named(
+        ((way, Case(**dict(zip(axes, row, strict=True)))) for way, *row in rows), marks, quick
+    )
 
 
 def these(ways: Iterable[str], chosen: Iterable[Case], *marks: Any) -> list[Any]:
     """Ways with all of some cases."""
-    rows = [(way, case) for way in ways for case in chosen]
-    return [pytest.param(way, case, marks=marks, id=f"{way}-{case.name}") for way, case in rows]
+    return named(product(ways, chosen), marks)
 
 
 ranks = pytest.mark.xdist_group("ranks")
 CASES = [
-    *pairs(POINTS, AXES),
+    *pairs(POINTS, AXES, quick=14),
     *pairs(FILES, FEW),
-    *pairs(MATRICES, OF_MATRICES),
+    *pairs(MATRICES, OF_MATRICES, quick=10),
     *these(["fast"], QUICK[:1]),
     *these(["high"], QUICK[1:2]),
     *these(["matrix in rows"], [QUICK[0]._replace(shape=(33, 70, 3), matrix="forbidden")]),
@@ -119,6 +130,17 @@ CASES = [
     *these(MATRIX_KERNELS, LARGE_MATRICES, pytest.mark.gpu),
 ]
 of_all = pytest.mark.parametrize(("way", "case"), CASES)
+
+
+def all_but(way: str) -> Any:
+    """All cases, those of one kernel later: where it takes more than a second."""
+    rows = [
+        pytest.param(*values, marks=marks or [pytest.mark.slow] * (values[0] == way), id=name)
+        for values, marks, name in CASES
+    ]
+    return pytest.mark.parametrize(("way", "case"), rows)
+
+
 # Kernels of a cloud with itself: in every commit for what only they do.
 OWN = [*these(["high"], QUICK[2:]), *these(["ranks, high"], QUICK[2:], ranks)]
 quick = [one.values for one in OWN]
@@ -188,7 +210,7 @@ def test_softmin_of_a_cloud_with_itself(way: str, case: Case) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-@of_all
+@all_but("fast")
 def test_sums_of_a_plan_are_within_their_errors(way: str, case: Case) -> None:
     one, given = held(way, case), problem_of(case)
     # As float32 does not hold them.
@@ -211,7 +233,7 @@ def test_sums_of_a_plan_are_within_their_errors(way: str, case: Case) -> None:
     assert float(carried.mean()) <= 4 * narrow / COSTS[one.precision] * error(one.precision, given)
 
 
-@of_all
+@all_but("fast")
 def test_products_with_a_plan_and_its_sums(way: str, case: Case) -> None:
     one, given = held(way, case), problem_of(case)
     f, g = given.potentials_within_reach
@@ -237,7 +259,7 @@ def test_products_with_a_plan_and_its_sums(way: str, case: Case) -> None:
             assert bool(within.all()), f"{what} of the plan {name}"
 
 
-@of_all
+@all_but("high")
 def test_products_with_a_plan_whose_entries_are_weighted(way: str, case: Case) -> None:
     """By A B^T, or by A B^T + C D^T, of factors of very different sizes."""
     one, given = held(way, case), problem_of(case)

@@ -14,8 +14,6 @@ from otdd_flash.kernels.points.lattice_facts import lattice_facts
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
 
 
 def grey(count: int, seed: int, dim: int = 20) -> Tensor:
@@ -134,36 +132,3 @@ def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> 
         cost_between(cost.points[0] + 0.3 / scale, cost.points[1], cost.lambda_x), "fast"
     )
     assert rounded.execution.refined is not None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factors", [False, True])
-def test_a_plan_is_applied_as_in_high_precision(factors: bool) -> None:
-    cost = cost_between(grey(70, 0) / 255, grey(50, 1) / 255)
-    operator = KernelOperator(cost, "fast")
-    dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
-    draw = torch.Generator().manual_seed(0)
-    g = torch.randn(50, generator=draw).to(DEVICE)
-    values = torch.randn(50, 4, generator=draw).to(DEVICE)
-    sides = [torch.randn(size, 3, generator=draw).to(DEVICE) for size in (70, 50)]
-    f = operator.softmin_rows(g, EPSILON)
-    plan = reference.plan(dense, cost.a, cost.b, f, g, EPSILON)
-    if factors:
-        plan = plan * (sides[0] @ sides[1].T)
-    options = {"factors": sides} if factors else {}
-    got = operator.apply_plan(f, g, EPSILON, values, **options).values.double()
-    expected = plan @ values.double()
-    assert float((got - expected).abs().max()) < 2e-5 * float(expected.abs().max())
-
-
-@pytest.mark.slow
-def test_a_solve_is_certified_for_the_points_as_given() -> None:
-    cost = cost_between(grey(60, 0) / 255, grey(50, 1) / 255)
-    operator = KernelOperator(cost, "fast")
-    epsilon = 0.05 * cost.mean_cost
-    term = solve_alternating(operator, epsilon, Converged(1e-4))
-    dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
-    value, _, _ = reference.entropic_transport(dense.cpu(), cost.a.cpu(), cost.b.cpu(), epsilon)
-    assert term.converged
-    assert term.bounds[0] <= value <= term.bounds[1]
-    assert term.bounds[1] - term.bounds[0] < 1e-4 * value

@@ -204,14 +204,6 @@ def test_triton_outside_of_a_gpu_is_for_its_interpreter_alone(
         built(ComputeOptions("cpu", "triton", "double"))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("4GiB", 4 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9), ("100", 100), (7, 7)],
-)
-def test_memory_budgets_are_read(text: str | int, expected: int) -> None:
-    assert budget_in_bytes(text, CPU) == expected
-
-
 @pytest.mark.parametrize("text", ["lots", "4 GiBs", "-1", "1.2.3GiB", ""])
 def test_an_unreadable_memory_budget_is_the_users_error(text: str) -> None:
     with pytest.raises(InputError, match="memory_budget must be auto"):

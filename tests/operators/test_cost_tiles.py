@@ -60,8 +60,10 @@ def grey(count: int, seed: int, dim: int = 60) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "m", "dim"), [(1, 1, 1), (700, 300, 5), (300, 700, 3000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("n", "m", "dim", "dtype"),
+    [(1, 1, 1, torch.float64), (700, 300, 5, torch.float64), (300, 700, 3000, torch.float32)],
+)
 def test_tiles_cover_the_cost(n: int, m: int, dim: int, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(n)
     x, y = (torch.randn(count, dim, generator=draw, dtype=dtype) + 2 for count in (n, m))
@@ -76,7 +78,7 @@ def test_tiles_cover_the_cost(n: int, m: int, dim: int, dtype: torch.dtype) -> N
     assert torch.equal(y, before[1])
 
 
-@pytest.mark.parametrize("n", [5, 256, 700, 2100])
+@pytest.mark.parametrize("n", [5, 700])
 def test_of_a_cloud_with_itself_no_tile_is_left_of_the_diagonal(n: int) -> None:
     x = torch.randn(n, 4, generator=torch.Generator().manual_seed(0))
     cost = cost_between(x, x)
@@ -101,9 +103,8 @@ def _parts(cost: LabelledCost) -> list[int]:
     return [len(negative) for _, _, negative in cost_tiles(cost, CentredProducts(cost), every)]
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("scale", [1.0, 255.0])
-@pytest.mark.parametrize("itself", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "itself"), [(1.0, False), (255.0, True)])
 def test_products_on_a_lattice_are_within_their_errors(scale: float, itself: bool) -> None:
     x, y = grey(1100, 0), grey(1000, 1)
     if scale == 1.0:
@@ -120,6 +121,7 @@ def test_products_on_a_lattice_are_within_their_errors(scale: float, itself: boo
     assert float(allowed.mean()) <= (1e-12 if scale == 1.0 else 2 * unit) * float(truth.mean())
 
 
+@pytest.mark.slow
 def test_lattice_points_lose_what_their_distance_costs() -> None:
     """Without the part for distances from the lattice the errors would be too small."""
     cost = cost_between(grey(1100, 0), grey(1000, 1))
