@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,7 +252,9 @@ def _operator_of_points(given: Problem, options: dict[str, Any], folder: Path | 
     for number, (points, labels, masses, classes) in enumerate(given.sides):
         features = points
         if folder is not None:
-            np.save(path := folder / f"{hash(given.case)}.{number}.npy", points.numpy())
+            path = folder / f"{hash(given.case)}.{number}.npy"
+            if not path.exists():
+                np.save(path, points.numpy())
             features = features_file(path)
         names = tuple(map(str, range(classes)))
         samples.append(LabeledSamples(features, labels, names, masses))
@@ -312,12 +315,19 @@ def _of_a_function(given: Problem, way: Way) -> Held:
     return Held(given, whole.operator, way.precision, given.cost, given.cost)
 
 
+# Operations that ranks answer as they are asked.
+ASKED = ("softmin_rows", "softmin_columns", "softmin_self", "softmin_over")
+ASKED += ("expected_costs", "own_costs")
+
+
 class HeldByRanks(Held):
     """A cost that two ranks share; every operation is asked of both, who have to agree."""
 
     def __init__(self, given: Problem, way: Way) -> None:
         super().__init__(given, None, way.precision, given.cost, given.cost)
         self._ask = partial(self._answer, given.case, way)
+        for name in ASKED:
+            setattr(self, name, partial(self._ask, name))
 
     a = property(lambda self: self._given.a)
     b = property(lambda self: self._given.b)
@@ -335,52 +345,27 @@ class HeldByRanks(Held):
             assert same, "ranks disagree"
         return _moved(answers[0], DEVICE)
 
-    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
-        return self._ask("softmin_rows", g, epsilon, guess)
-
-    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
-        return self._ask("softmin_columns", f, epsilon, guess)
-
-    def softmin_self(self, f: Tensor, epsilon: float) -> Tensor:
-        return self._ask("softmin_self", f, epsilon)
-
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
     ) -> Marginals:
         return self._ask("marginals", f, g, epsilon)
 
-    def expected_costs(self, masses: Tensor) -> Tensor:
-        return self._ask("expected_costs", masses)
-
-    def own_costs(self) -> Tensor:
-        return self._ask("own_costs")
-
     def plans(self, f: Tensor, g: Tensor, epsilon: float) -> dict[str, Plan]:
-        return {"evaluated": Plan(_RankPlan(self._ask, f, g, epsilon), self.cost, self.precision)}
+        ask, at = partial(self._ask, "product"), (f, g, epsilon)
+        products = SimpleNamespace(
+            rows=ask("rows", *at),
+            columns=ask("columns", *at),
+            times=partial(ask, "times", *at),
+            transposed_times=partial(ask, "transposed_times", *at),
+        )
+        return {"evaluated": Plan(products, self.cost, self.precision)}
 
     def part(self, rows: Tensor, columns: Tensor) -> Held | None:
         """A sample is rank 0's alone."""
         return None
 
-    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor | None:
-        return self._ask("softmin_over", columns, g, epsilon)
-
     def refined(self) -> Held:
         return self
-
-
-class _RankPlan:
-    def __init__(self, ask: Callable[..., Any], *at: Any) -> None:
-        self._ask, self._at = ask, at
-
-    rows = property(lambda self: self._ask("product", "rows", *self._at))
-    columns = property(lambda self: self._ask("product", "columns", *self._at))
-
-    def times(self, *given: Any) -> Tensor:
-        return self._ask("product", "times", *self._at, *given)
-
-    def transposed_times(self, *given: Any) -> Tensor:
-        return self._ask("product", "transposed_times", *self._at, *given)
 
 
 def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:

@@ -62,10 +62,10 @@ QUICK = [
 # other. Blocks have 128 rows and 256 columns: several of them, and many in one row. Products with
 # more than 16 and 128 columns are other ones.
 SEVERAL = [
-    Case((130, 260, 40), "grey", 3, epsilon=0.3, guess=3.0, columns=20),
+    Case((130, 260, 40), "integers", 3, epsilon=0.3, guess=3.0, columns=20),
     Case((7, 1100, 70), "one far point", 1, True, 1e-3, near=False, guess=1e4, columns=1),
     Case((270, 1, 3), "one direction", None, True, 100.0, False, own=True, guess=0.0, columns=1),
-    Case((1, 1, 1), "integers", epsilon=1e-3, own=True, guess=3.0, columns=150),
+    Case((1, 1, 1), "random", epsilon=1e-3, own=True, guess=3.0, columns=150),
 ]
 OF_GIVEN = [
     Case((129, 65, 3), massless=True, epsilon=1e-3, matrix="forbidden"),

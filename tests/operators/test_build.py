@@ -217,19 +217,6 @@ def test_the_automatic_budget_is_half_of_what_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"lambda_x": -1.0}, "lambda_x must be finite and not negative, got -1.0"),
-        ({"lambda_y": float("nan")}, "lambda_y"),
-        ({"lambda_x": 0.0, "lambda_y": 0.0}, "both 0"),
-    ],
-)
-def test_bad_weights_of_the_cost(bad: dict[str, float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        GroundCost(**bad)
-
-
-@pytest.mark.parametrize(
     ("bad", "known"), [({"backend": "keops"}, "auto, torch"), ({"precision": "half"}, "fast, high")]
 )
 def test_unknown_options_list_the_known(bad: dict[str, str], known: str) -> None:
