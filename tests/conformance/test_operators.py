@@ -63,7 +63,7 @@ QUICK = [
 # more than 16 and 128 columns are other ones.
 SEVERAL = [
     Case((130, 260, 40), "integers", 3, epsilon=0.3, guess=3.0, columns=20),
-    Case((7, 1100, 70), "one far point", 1, True, 1e-3, near=False, guess=1e4, columns=1),
+    Case((7, 520, 40), "one far point", 1, True, 1e-3, near=False, guess=1e4, columns=1),
     Case((270, 1, 3), "one direction", None, True, 100.0, False, own=True, guess=0.0, columns=1),
     Case((1, 1, 1), "random", epsilon=1e-3, own=True, guess=3.0, columns=150),
 ]
