@@ -275,9 +275,13 @@ def test_segments_do_not_see_each_other():
     for place, case in enumerate(alone):
         for found, number in zip(whole, case.evaluate(), strict=True):
             assert torch.equal(found[place], number[0])
-    move, active = random_move(2), torch.ones(2, dtype=torch.bool, device=DEVICE)
-    together.segments.move_by(move.numbers, active)
+    move, active = random_move(4), torch.ones(4, dtype=torch.bool, device=DEVICE)
+    together, alone = Case(sizes, 3, pairs), [Case(sizes, 3, [pair]) for pair in pairs]
+    together.fill_vectors()
     for k, case in enumerate(alone):
+        case.copy_vectors(together, k)
         case.segments.move_by(move.numbers[k : k + 1].contiguous(), active[:1])
-        for name in NAMES:
-            assert torch.equal(together.columns(name)[k], case.columns(name)[0])
+    together.segments.move_by(move.numbers, active)
+    for name in NAMES:
+        for vector, case in zip(together.columns(name), alone, strict=True):
+            assert torch.equal(vector, case.columns(name)[0])
