@@ -1,6 +1,7 @@
 """What people hold is a dataset: of PyTorch, loaders, streams, of Hugging Face, arrays, lists."""
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -133,39 +134,40 @@ VECTORS = {
 }
 
 
-def workers_are_slow(cases):
-    return [pytest.param(c, marks=pytest.mark.slow if "worker" in c else ()) for c in cases]
+def some_slow(cases, *words):
+    """Cases with one of these words in their names are slow."""
+    return [
+        pytest.param(case, marks=pytest.mark.slow if any(w in case for w in words) else ())
+        for case in cases
+    ]
 
 
 @quiet
-@pytest.mark.parametrize("kind", workers_are_slow(VECTORS))
+@pytest.mark.parametrize("kind", some_slow(VECTORS, "worker", "stream"))
 def test_every_kind_of_dataset_gives_the_samples_of_its_arrays(kind):
     assert otdd.embed(VECTORS[kind]()).fingerprint == EXPECTED.fingerprint
+    if kind == "loader with a worker":
+        dataset = Pairs(vector)
+        assert otdd.embed(dataset, num_workers=2).fingerprint == EXPECTED.fingerprint
+        assert dataset.read == []
 
 
 @pytest.mark.slow
-def test_workers_read_items():
-    dataset = Pairs(vector)
-    assert otdd.embed(dataset, num_workers=2).fingerprint == EXPECTED.fingerprint
-    assert dataset.read == []
-
-
-@pytest.mark.slow
-def test_every_entry_point_takes_datasets_of_vectors(tmp_path):
-    other = TensorDataset(X + 1, Y)
-    whole = otdd.dataset_distance(WHOLE, DataLoader(other), epsilon=1.0)
-    assert whole.value == otdd.dataset_distance((X, Y), (X + 1, Y), epsilon=1.0).value
-    assert otdd.dataset_distance(Pairs(vector), (X, Y), epsilon=1.0).bounds == (0, 0)
-    pairs = otdd.pairwise_distances([WHOLE, other], epsilon=1.0)
+def test_every_entry_point_takes_datasets_of_vectors():
+    other, settings = TensorDataset(X + 1, Y), {"labels": "means", "epsilon": 5.0}
+    whole = otdd.dataset_distance(WHOLE, DataLoader(other), **settings)
+    assert whole.value == otdd.dataset_distance((X, Y), (X + 1, Y), **settings).value
+    assert otdd.dataset_distance(Pairs(vector), (X, Y), **settings).bounds == (0, 0)
+    pairs = otdd.pairwise_distances([WHOLE, other], **settings)
     assert pairs.values[0, 1] == pytest.approx(whole.value, rel=1e-3)
     assert otdd.class_distances([WHOLE, other]).full.shape == (6, 6)
-    assert otdd.sliced_distances([WHOLE, other], projections=8).values[0, 1] > 0
-    assert otdd.sinkhorn_divergence(WHOLE, other, epsilon=1.0, debias=True).value > 0
-    assert otdd.noise_floor(WHOLE, other, epsilon=1.0).source is not None
+    assert otdd.sliced_distances([WHOLE, other], projections=30).values[0, 1] > 0
+    assert otdd.sinkhorn_divergence(WHOLE, other, epsilon=5.0, debias=True).value > 0
+    assert otdd.noise_floor(WHOLE, other, **settings).source is not None
     scaled, _ = otdd.extractors.standardize(WHOLE, other)
     assert scaled.features.std() < 2
-    moved = otdd.gradient_flow(WHOLE, other, otdd.Flow(1), epsilon=1.0)
-    same = otdd.gradient_flow((X, Y), (X + 1, Y), otdd.Flow(1), epsilon=1.0)
+    moved = otdd.gradient_flow(WHOLE, other, otdd.Flow(1), **settings)
+    same = otdd.gradient_flow((X, Y), (X + 1, Y), otdd.Flow(1), **settings)
     assert moved.samples.fingerprint == same.samples.fingerprint
 
 
@@ -194,11 +196,12 @@ def test_labels_are_of_any_container():
     names = [named, np.array(named), pd.Series(named, dtype="category")]
     names.append(table().cast_column("label", kind)["label"])
     for k, labels in enumerate([*numbers, *names]):
-        result = otdd.dataset_distance((X, labels), (table()["x"], Y), epsilon=1.0)
-        assert result.source.labels.tolist() == Y.tolist(), type(labels)
+        found = otdd.embed((X, labels))
+        assert found.labels.tolist() == Y.tolist(), type(labels)
         expected = ("0", "1", "2") if k < len(numbers) else tuple(NAMES)
-        assert result.source.class_names == expected, type(labels)
-        assert result.value == pytest.approx(0, abs=1e-3), type(labels)
+        assert found.class_names == expected, type(labels)
+    result = otdd.dataset_distance((X, labels), (table()["x"], Y), labels="means", epsilon=5.0)
+    assert (result.source.class_names, result.target.labels.tolist()) == (tuple(NAMES), Y.tolist())
     column = hugging_face().Dataset.from_dict({"y": [0, -1, 2]}).cast_column("y", kind)["y"]
     with pytest.raises(InputError, match="1 label is missing, at row 1"):
         otdd.dataset_distance((X[:3], column), (X, Y))
@@ -211,7 +214,7 @@ def test_sparse_features_are_made_dense(monkeypatch):
     given += [X.to_sparse(), X.to_sparse_csr()]
     for sparse in given:
         assert otdd.embed((sparse, Y)).fingerprint == EXPECTED.fingerprint, type(sparse)
-    assert otdd.dataset_distance((given[0], Y), (X, Y), epsilon=1.0).bounds == (0, 0)
+    assert otdd.dataset_distance((given[0], Y), (X, Y), epsilon=5.0).bounds == (0, 0)
     counts = otdd.extractors.from_callable(lambda batch: scipy.sparse.csr_array(np.stack(batch)))
     assert otdd.embed(WHOLE, counts).fingerprint == EXPECTED.fingerprint
     monkeypatch.setattr(real_numbers, "UNASKED", 0)
@@ -256,13 +259,6 @@ def test_images_of_any_form_have_the_same_pixels(tmp_path):
         assert found.labels.tolist() == [0, 1, 2] * 4, kind
         names = tuple(NAMES) if "Folder" in kind else ("0", "1", "2")
         assert found.class_names == names, kind
-
-
-def test_a_function_gets_tensors_as_they_are():
-    tensors = torch.rand(12, 7, 4, 5)
-    means = otdd.extractors.from_callable(lambda batch: torch.stack(batch).mean((2, 3)))
-    found = otdd.embed(TensorDataset(tensors, Y[:12]), means)
-    assert torch.equal(found.features, tensors.mean((2, 3)))
 
 
 @pytest.mark.parametrize("kind", ["stream", "loader", "dataset"])
@@ -316,35 +312,21 @@ def test_labels_are_those_of_the_items(tmp_path):
     assert (found.class_names, found.name) == (tuple(NAMES), tmp_path.name)
 
 
-@quiet
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        ([NAMES, NAMES], tuple(NAMES)),
-        ([NAMES, NAMES[::-1]], ("0", "1", "2")),
-        ([NAMES, None], ("0", "1", "2")),
-        ([[*NAMES, "fly"]] * 2, tuple(NAMES)),
-        ([["cat", "dog"]] * 2, ("0", "1", "2")),
-        ([[("a", "b"), ("c",), ("d",)]] * 2, ("a, b", "c", "d")),
-    ],
-)
-def test_classes_are_called_as_the_dataset_says(names, expected):
+def test_classes_are_called_as_the_dataset_says():
     parts = [Pairs(lambda row: vector(row + 15), 15), Pairs(vector, 15)]
-    for part, classes in zip(parts, names, strict=True):
-        if classes is not None:
-            part.classes = classes
-    loader = DataLoader(Subset(ConcatDataset(parts), range(30)), batch_size=8)
-    assert otdd.embed(loader).class_names == expected
-
-
-def test_names_of_classes_that_do_not_fit_are_said():
-    parts = [Pairs(vector, 15), Pairs(vector, 15)]
-    parts[0].classes, parts[1].classes = NAMES, NAMES[::-1]
-    with pytest.warns(DataNotice, match="its parts name their classes differently"):
-        otdd.embed(ConcatDataset(parts))
-    parts[0].classes = NAMES[:2]
-    with pytest.warns(DataNotice, match="it names 2 classes, and labels go up to 2"):
-        otdd.embed(parts[0])
+    several, numbers = "its parts name their classes differently", ("0", "1", "2")
+    for one, other, expected, said in (
+        (NAMES, NAMES, tuple(NAMES), None),
+        (NAMES, NAMES[::-1], numbers, several),
+        (NAMES, None, numbers, several),
+        ([*NAMES, "fly"], [*NAMES, "fly"], tuple(NAMES), "left out: fly"),
+        (["cat", "dog"], ["cat", "dog"], numbers, "it names 2 classes, and labels go up to 2"),
+        ([("a", "b"), ("c",), ("d",)], [("a", "b"), ("c",), ("d",)], ("a, b", "c", "d"), None),
+    ):
+        parts[0].classes, parts[1].classes = one, other
+        loader = DataLoader(Subset(ConcatDataset(parts), range(30)), batch_size=8)
+        with pytest.warns(DataNotice, match=said) if said else nullcontext():
+            assert otdd.embed(loader).class_names == expected, (one, other)
 
 
 @quiet
@@ -375,14 +357,14 @@ def test_max_samples_takes_the_first_of_a_stream():
         Stream(endless),
         DataLoader(Stream(endless), batch_size=4),
         DataLoader(WHOLE, batch_size=7),
-        stream_of(lambda: itertools.cycle(rows())),
+        table().to_iterable_dataset(),
     ):
         assert otdd.embed(stream, max_samples=11).fingerprint == expected, stream
     with pytest.warns(DataNotice, match="has 30 rows, fewer than max_samples=99"):
         otdd.embed(Stream(lambda: map(vector, range(30))), max_samples=99)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["items", "Hugging Face"])
 def test_a_stream_that_may_have_no_end(kind, monkeypatch):
     """A notice after many items; before memory is full, a sentence."""
@@ -415,7 +397,11 @@ def test_columns_are_chosen_as_on_the_command_line():
             otdd.embed(WHOLE, **{option: "x"})
 
 
-def test_features_are_cached_by_the_content_of_items(tmp_path):
+def test_functions_get_tensors_as_they_are_and_networks_are_cached_by_content(tmp_path):
+    tensors = torch.rand(12, 7, 4, 5)
+    means = otdd.extractors.from_callable(lambda batch: torch.stack(batch).mean((2, 3)))
+    found = otdd.embed(TensorDataset(tensors, Y[:12]), means)
+    assert torch.equal(found.features, tensors.mean((2, 3)))
     network = otdd.extractors.from_module(torch.nn.Flatten())
     tensors = TensorDataset(torch.rand(3, 3, 8, 8), Y[:3])
     first = otdd.embed(tensors, network, cache_dir=tmp_path)
@@ -536,7 +522,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", workers_are_slow(REFUSED))
+@pytest.mark.parametrize("case", some_slow(REFUSED, "worker"))
 def test_items_of_another_form_are_refused_saying_what_was_got(case):
     make, message = REFUSED[case]
     with pytest.raises(InputError, match=message):

@@ -11,28 +11,23 @@ from otdd_flash.data import load
 from otdd_flash.errors import DataNotice, InputError
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "shape"),
-    [
-        pytest.param("mnist", "all", (70_000, 28, 28), marks=pytest.mark.slow),
+@pytest.mark.slow
+def test_real_images_show_what_their_classes_say(real_data):
+    for name, split, shape in (
+        ("mnist", "all", (70_000, 28, 28)),
         ("fashion_mnist", "test", (10_000, 28, 28)),
         ("usps", "train", (7_291, 16, 16)),
         ("usps", "all", (9_298, 16, 16)),
-    ],
-)
-def test_real_images_and_labels(real_data, name, split, shape):
-    dataset = load(name, root=real_data, split=split)
-    assert (dataset.inputs.shape, dataset.inputs.dtype) == (shape, np.uint8)
-    assert dataset.modality == "image"
-    assert len(dataset.class_names) == len(np.unique(dataset.labels)) == 10
-
-
-def test_images_show_what_their_classes_say(real_data):
-    for name, centre in (("mnist", slice(12, 16)), ("usps", slice(6, 10))):
-        digits = load(name, root=real_data, split="test", classes=["0", "1"])
-        ink = [digits.inputs[digits.labels == c][:, centre, centre].mean() for c in (0, 1)]
-        # Zeros have a hole and ones do not.
-        assert ink[0] < ink[1] / 3
+    ):
+        dataset = load(name, root=real_data, split=split)
+        assert (dataset.inputs.shape, dataset.inputs.dtype) == (shape, np.uint8), name
+        assert dataset.modality == "image"
+        assert len(dataset.class_names) == len(np.unique(dataset.labels)) == 10, name
+        centre = slice(shape[1] // 2 - 2, shape[1] // 2 + 2)
+        if split == "all":
+            ink = [dataset.inputs[dataset.labels == c][:, centre, centre].mean() for c in (0, 1)]
+            # Zeros have a hole and ones do not.
+            assert ink[0] < ink[1] / 3, name
     names = "Ankle boot", "T-shirt/top"
     clothes = load("fashion_mnist", root=real_data, split="test", classes=list(names))
     assert clothes.class_names == names

@@ -74,7 +74,7 @@ def test_a_dataset_is_at_0_from_itself_and_a_shuffled_or_weighted_copy_and_label
     shuffled = one.take(torch.randperm(50, generator=torch.Generator().manual_seed(0)))
     copies = np.tile([1, 3, 2, 1, 4], 10)
     weighted = otdd.LabeledSamples.from_arrays(one.features, one.labels, copies)
-    whole = [np.repeat(part, copies, 0) for part in (one.features, one.labels)]
+    whole = [np.repeat(part.numpy(), copies, 0) for part in (one.features, one.labels)]
     relabelled = (one.features, np.arange(50) // 20)
     given = [one, one, shuffled, weighted, (whole[0], whole[1]), relabelled]
     values = otdd.sliced_distances(given, projections=200, device="cpu").values
