@@ -52,12 +52,39 @@ def _rows(path, rows):
     return str(path)
 
 
-def test_texts_with_class_names(tmp_path):
-    path = _parquet(tmp_path, {"sentence": TEXTS, "grade": LABELS}, grade=["bad", "good", "unused"])
-    with pytest.warns(DataNotice, match="left out: unused"):
-        dataset = load("huggingface", path=path)
-    assert (dataset.modality, list(dataset.inputs)) == ("text", TEXTS)
-    assert [dataset.class_names[c] for c in dataset.labels] == ["good", "bad"] * 3
+def test_what_a_file_holds_is_read_and_what_is_chosen_said(tmp_path):
+    unused, grades = {"grade": ["bad", "good", "unused"]}, {"grade": ["bad", "good"]}
+    grade, words = "labels are its column 'grade', the only one of class", ["good", "bad"] * 3
+    text, graded = "inputs are its column of kind text: text", {"text": TEXTS, "grade": LABELS}
+    numbers = {"a": [1, 2], "b": [0.5, 1.5], "mass": [1.0, 2.0], "label": ["x", "y"]}
+    vectors = {"embedding": [[1.0, 0.5], [2.0, 1.5]], "label": ["x", "y"]}
+    table, one = [[1, 0.5], [2, 1.5]], {"input": "text"}
+    negative = {"text": TEXTS, "label": [-1] * 6}
+    for columns, names, options, inputs, labels, said in (
+        (graded, unused, {**one, "label": "grade"}, TEXTS, words, ["left out: unused"]),
+        (graded, grades, {}, TEXTS, words, [grade, text]),
+        (graded, grades, {"label": "grade"}, TEXTS, words, [text]),
+        (graded, grades, {**one, "label": "grade"}, TEXTS, words, []),
+        (numbers, {}, {"weights": "mass"}, table, ["x", "y"], ["column 'label'", "a, b"]),
+        (vectors, {}, {}, table, ["x", "y"], ["column 'label'", "embedding"]),
+        (negative, {"label": ["a", "b"]}, one, TEXTS, None, ["all its labels are negative"]),
+        ({"text": TEXTS}, {}, one, TEXTS, None, ["taken as unlabelled"]),
+    ):
+        path = _parquet(tmp_path, columns, **names)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dataset = load("huggingface", path=path, **options)
+        case = columns, options
+        notices = " ".join(str(one.message) for one in caught if one.category is DataNotice)
+        assert bool(notices) == bool(said), case
+        assert all(part in notices for part in said), (case, notices)
+        assert all(choice in notices for choice in dataset.choices), case
+        assert dataset.modality == ("text" if inputs is TEXTS else "array"), case
+        assert np.array_equal(np.array([*dataset.inputs]), np.array(inputs)), case
+        found = labels and [dataset.class_names[c] for c in dataset.labels]
+        assert found == labels, case
+        if "weights" in options:
+            assert dataset.weights.tolist() == [1, 2]
 
 
 def test_files_with_raw_labels(tmp_path):
@@ -66,34 +93,6 @@ def test_files_with_raw_labels(tmp_path):
         dataset = load("huggingface", path=_rows(tmp_path / f"a.{suffix}", rows), max_samples=4)
         assert dataset.class_names == ("7", "8"), suffix
         assert list(dataset.inputs) == [TEXTS[row] for row in dataset.rows], suffix
-
-
-def test_numbers_side_by_side_with_weights_and_vectors_in_one_column(tmp_path):
-    columns = {"a": [1, 2, 3], "b": [0.5, 1.5, 2.5], "mass": [1.0, 2.0, 3.0], "label": list("xyx")}
-    dataset = load("huggingface", path=_parquet(tmp_path, columns), weights="mass")
-    np.testing.assert_allclose(dataset.inputs, [[1, 0.5], [2, 1.5], [3, 2.5]])
-    assert dataset.weights.tolist() == [1, 2, 3]
-    assert (dataset.modality, dataset.class_names) == ("array", ("x", "y"))
-    path = _parquet(tmp_path, {"embedding": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
-    np.testing.assert_allclose(load("huggingface", path=path).inputs, [[1, 2], [3, 4]])
-
-
-def test_columns_that_are_chosen_are_said(tmp_path):
-    path = _parquet(tmp_path, {"text": TEXTS, "grade": [0, 1] * 3}, grade=["bad", "good"])
-    kind = "inputs are its column of kind text: text"
-    for options, said in (
-        ({}, ["labels are its column 'grade', the only one of class", kind]),
-        ({"label": "grade"}, [kind]),
-        ({"label": "grade", "input": "text"}, []),
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            dataset = load("huggingface", path=path, **options)
-        notices = [str(one.message) for one in caught if one.category is DataNotice]
-        assert len(notices) == bool(said), options
-        for part, choice in zip(said, dataset.choices, strict=True):
-            assert part in choice
-            assert choice in notices[0]
 
 
 def test_save_to_disk_with_and_without_splits(tmp_path, datasets):
@@ -111,14 +110,6 @@ def test_save_to_disk_with_and_without_splits(tmp_path, datasets):
     _table({"text": [], "label": []}).save_to_disk(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"cannot read .*nothing: .* empty"):
         load("huggingface", path=str(tmp_path / "nothing"))
-
-
-def test_data_without_labels_are_noticed(tmp_path):
-    path = _parquet(tmp_path, {"text": TEXTS, "label": [-1] * 6}, label=["bad", "good"])
-    with pytest.warns(DataNotice, match="all its labels are negative"):
-        assert load("huggingface", path=path).labels is None
-    with pytest.warns(DataNotice, match="taken as unlabelled"):
-        assert load("huggingface", path=_parquet(tmp_path, {"text": TEXTS})).labels is None
 
 
 def test_bad_columns_are_listed(tmp_path):

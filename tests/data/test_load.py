@@ -14,16 +14,13 @@ SHARED = {"max_samples": None, "seed": 0, "data_root": None, "download": False}
 ROOT = {"defaults": ["_self_", {"source": "digits"}, {"target": "digits"}], **SHARED}
 
 
-def test_digit_halves_are_disjoint_and_complete_for_any_seeds():
+def test_digits_are_disjoint_halves_of_bytes_and_turn_counter_clockwise():
     train, test = load("digits", seed=1), load("digits", split="test", seed=2)
     assert np.intersect1d(train.rows, test.rows).size == 0
     everything = load("digits", split="all")
     np.testing.assert_array_equal(np.union1d(train.rows, test.rows), everything.rows)
     gap = np.bincount(train.labels) - np.bincount(test.labels)
     assert np.abs(gap).max() <= 1
-
-
-def test_digits_fill_the_range_of_bytes_and_turn_counter_clockwise():
     digits, turned = load("digits"), load("digits", rotate=90)
     assert (digits.inputs.dtype, digits.inputs.shape[1:]) == (np.uint8, (8, 8))
     assert (digits.inputs.min(), digits.inputs.max()) == (0, 255)
