@@ -5,15 +5,13 @@ All are slow: torchmetrics takes two seconds to import.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
-import socket
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from rank_pool import pool
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
@@ -176,30 +174,15 @@ def test_merged_metrics_have_the_same_features_and_labels() -> None:
             metric.compute()
 
 
-def _of_two(rank: int, port: int, found: Any) -> None:
+def _of_two() -> dict[str, float]:
     """One of two processes: it sees every other row."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    metric = DatasetDistance(epsilon=0.5)
+    rank, metric = torch.distributed.get_rank(), DatasetDistance(epsilon=0.5)
     metric.update(SOURCE[0][rank::2], TARGET[0][rank::2], SOURCE[1][rank::2], TARGET[1][rank::2])
-    found.put({name: number.item() for name, number in metric.compute().items()})
-    torch.distributed.destroy_process_group()
+    return {name: number.item() for name, number in metric.compute().items()}
 
 
 def test_two_processes_agree_with_one_within_its_bounds() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    found = context.SimpleQueue()
-    processes = [context.Process(target=_of_two, args=(rank, port, found)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    one, other = found.get(), found.get()
+    one, other = pool(2).run(_of_two)
     assert one == other
     lower, upper = _expected().bounds
     # Two intervals of the same number.
