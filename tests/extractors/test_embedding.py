@@ -135,35 +135,24 @@ def test_mixed_precision_has_its_own_entry_and_its_overflow_a_way_out(
             embed(dataset, broken, mixed_precision=precision)
 
 
-def test_an_entry_that_is_damaged_or_cannot_be_these_features_is_rebuilt(
-    make_dataset, images, tmp_path, caplog
-):
+def test_an_entry_that_cannot_be_these_features_is_rebuilt(make_dataset, images, tmp_path, caplog):
     """Whoever can write a cache can also compute checksums."""
     dataset = make_dataset(images)
     fresh = embed(dataset, CountedNetwork().extractor, cache_dir=tmp_path)
     (path,) = tmp_path.iterdir()
-    content, texts = path.read_bytes(), read_tensors(path).texts
-    other = torch.zeros(2, 3), torch.zeros(7), torch.full((7, 3), torch.nan)
-    for features in (None, *other, torch.zeros(7, 3).int()):
+    texts, nan = read_tensors(path).texts, torch.full((7, 3), torch.nan)
+    for features in (torch.zeros(2, 3), torch.zeros(7), nan, torch.zeros(7, 3).int()):
         path.unlink()
-        if features is None:
-            path.write_bytes(content[:-2])
-        else:
-            save_tensors(path, {"features": features}, texts)
+        save_tensors(path, {"features": features}, texts)
         network = CountedNetwork()
         with caplog.at_level(logging.WARNING):
             rebuilt = embed(dataset, network.extractor, cache_dir=tmp_path)
         assert network.calls == 1
         assert rebuilt.fingerprint == fresh.fingerprint
-        why = "damaged" if features is None else "something else than features"
-        assert why in caplog.text
+        assert "something else than features" in caplog.text
         caplog.clear()
     embed(dataset, network.extractor, cache_dir=tmp_path)
     assert network.calls == 1
-    # An unwritable cache does not stop the run.
-    (tmp_path / "file").write_text("")
-    assert len(embed(dataset, network.extractor, cache_dir=tmp_path / "file")) == 7
-    assert len(caplog.records) == 1
 
 
 def test_files_are_known_by_what_the_file_system_says_of_them(tmp_path):
