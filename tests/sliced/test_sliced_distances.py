@@ -217,7 +217,7 @@ def test_intervals_of_pixels_hold_the_value_in_95_of_100_repetitions():
     """300 intervals of 1000 draws: of 90% instead of 95% one in 25 would pass."""
     pixels = otdd.extractors.pixels()
     datasets = [
-        otdd.embed(otdd.load("digits", split=split, max_samples=40, rotate=turn), pixels)
+        otdd.embed(otdd.load("digits", split=split, max_samples=20, rotate=turn), pixels)
         for split, turn in (("train", 0), ("test", 30))
     ]
     prepared = distances.prepare(datasets, "cpu")
