@@ -233,6 +233,7 @@ def image_folder(folder, transform=None, **more):
     return ImageFolder(folder, transform, **more)
 
 
+@pytest.mark.slow
 @quiet
 def test_images_of_any_form_have_the_same_pixels(tmp_path):
     from torchvision.transforms import ToTensor

@@ -181,6 +181,7 @@ def test_the_hub_is_not_asked_unless_allowed(monkeypatch, datasets):
         load("huggingface", path="owner/name", split="test")
 
 
+@pytest.mark.slow
 def test_a_configuration_that_means_nothing_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     path = _parquet(tmp_path / "folder", {"a": [1.0, 2.0], "label": [0, 1]})
@@ -285,6 +286,7 @@ def test_integers_that_float64_rounds_are_refused(tmp_path, suffix, other, in_fo
         load("huggingface", path=named, input=["x", "z"], label="label")
 
 
+@pytest.mark.slow
 def test_digits_of_no_number_of_float64_are_refused(tmp_path):
     for place, (suffix, text, message) in enumerate(
         (

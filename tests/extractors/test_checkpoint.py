@@ -80,7 +80,7 @@ def test_unreadable_files_are_named(tmp_path, name):
             load_checkpoint(network(0), str(file), ())
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "classes"), [("test_vit3", 3), ("test_efficientnet", 7), ("test_efficientnet", 0)]
 )

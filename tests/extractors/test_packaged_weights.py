@@ -97,6 +97,7 @@ def test_lite0_computes_what_the_packages_weights_say():
     torch.testing.assert_close(features, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_lite0_gets_images_as_it_was_trained_on_them():
     weights = torch.load(lite0_file(), weights_only=True)
     prepare = efficientnet_lite0().prepare
@@ -125,6 +126,7 @@ def test_lite0_is_told_by_its_weights_and_named_on_commands():
         otdd.embed(texts, extractor)
 
 
+@pytest.mark.slow
 def test_other_weights_in_the_package_are_refused(tmp_path, monkeypatch):
     class File:
         @staticmethod

@@ -181,6 +181,7 @@ def test_datasets_are_opened_as_they_were_saved_and_others_are_refused(tmp_path)
             use()
 
 
+@pytest.mark.slow
 def test_a_distance_streams_them(tmp_path, monkeypatch):
     monkeypatch.setattr(blocked, "LEAST_POINTS", 32)
     monkeypatch.setattr(request, "UNASKED", 0)

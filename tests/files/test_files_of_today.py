@@ -119,8 +119,8 @@ def test_saved_files_are_read() -> None:
         assert SAVED[name].read(FOLDER / "saved" / name) == pytest.approx(numbers, **CLOSE), name
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("name", ["attached", *(name for name in FLOWS if name != "attached")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOWS)
 def test_a_checkpoint_goes_on_to_the_end_of_the_whole_flow(name: str, tmp_path: Path) -> None:
     """Also one of two processes, by one."""
     folder, seen = copied(f"checkpoints/{name}", tmp_path), list[int]()

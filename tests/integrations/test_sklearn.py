@@ -31,7 +31,7 @@ def _adapter(**settings: Any) -> TransportAdapter:
     return TransportAdapter(**settings)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", ["none", "gaussian"])
 def test_it_moves_as_the_flow_and_its_nearest_map_do(labels):
     from sklearn.base import clone
