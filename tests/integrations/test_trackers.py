@@ -287,24 +287,19 @@ def test_wandb_is_online_only_if_asked(store, online, mode, more, run, monkeypat
 
 @pytest.mark.slow
 @needs("wandb")
-def test_wandb_offline_opens_no_connection_keeps_no_argument_and_a_sweep_shares_a_folder(
-    command, monkeypatch
-):
+def test_wandb_offline_opens_no_connection_and_keeps_no_argument(command, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         for name in ("http_proxy", "https_proxy", "all_proxy"):
             for one in (name, name.upper()):
                 monkeypatch.setenv(one, f"http://127.0.0.1:{proxy.getsockname()[1]}")
-        sweep = ("-m", "epsilon=0.1,0.3", "log.uri=shared")
-        code, said = command("log=wandb", "source.spread=0.123456", *sweep)
+        code, said = command("log=wandb", "source.spread=0.123456")
         assert code == 0
         assert "notice: WANDB_API_KEY is set and not followed: log=wandb writes to this" in said
         proxy.settimeout(0)
         with pytest.raises(BlockingIOError):
             proxy.accept()
-    assert len([*Path("shared/wandb").glob("offline-run-*")]) == 2
-    assert not [*Path("sweep").rglob("wandb")]
-    files = [path for path in Path("shared/wandb").rglob("*") if path.is_file()]
+    files = [path for path in Path("run/wandb").rglob("*") if path.is_file()]
     assert not any(b"source.spread=0.123456" in path.read_bytes() for path in files)
 
 
@@ -377,6 +372,14 @@ def test_a_sweep_shares_one_store_of_mlflow(command, monkeypatch):
     names = {run.info.run_name for run in runs}
     assert names == {f"blobs train to blobs test, job {job}" for job in (0, 1)}
     assert not [*Path().glob("sweep/*/mlruns")]
+
+
+@pytest.mark.slow
+@needs("wandb")
+def test_a_sweep_shares_one_folder_of_wandb(command):
+    assert command("-m", "epsilon=0.1,0.3", "log=wandb", "log.uri=shared")[0] == 0
+    assert len([*Path("shared/wandb").glob("offline-run-*")]) == 2
+    assert not [*Path("sweep").rglob("wandb")]
 
 
 @pytest.mark.slow
