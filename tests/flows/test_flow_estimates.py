@@ -59,11 +59,15 @@ def test_both_ends_of_every_mode_are_whole(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tolerance": 0.9}, {"stop": lambda: True}], ids=list)
-def test_a_flow_that_ends_early_or_between_two_measurements_ends_with_the_whole(options):
+def test_a_flow_that_ends_early_ends_with_the_whole(options):
     result = flow(SOURCE, TARGET, steps=30, stepping=PARTS["both"], epsilon=4.0, **options)
     assert result.stopped_by in ("tolerance", "interrupted")
     assert_whole(result.after, result.samples)
-    # Class distances of the last evaluation are those of now, whatever `refresh` says.
+
+
+@pytest.mark.slow
+def test_a_flow_that_ends_between_two_measurements_ends_with_those_of_now():
+    """Whatever `refresh` says of class distances."""
     result = flow(SOURCE, TARGET, refresh=3, epsilon=4.0)
     assert_whole(result.after, result.samples)
     table = otdd.class_distances([result.samples, TARGET]).between(0, 1)

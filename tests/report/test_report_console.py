@@ -30,7 +30,6 @@ SUMMARY = {
 }
 
 
-
 def shown(**changes):
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(summary_table(SUMMARY | changes))
