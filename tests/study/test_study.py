@@ -439,6 +439,7 @@ def test_a_folder_is_a_studys_own(tmp_path):
     assert earlier.run(tmp_path / "c", resume=True).complete
 
 
+@pytest.mark.slow
 def test_what_is_auto_is_kept(tmp_path):
     study = small_study(**DISTANCES, compute=None)
     study.run(tmp_path, workers=1, threads=None)
