@@ -112,7 +112,8 @@ def test_other_types(dtype: torch.dtype, n: int, spread: float, backend: str) ->
     assert ((found.double() - expected).abs() <= allowed * expected + torch.finfo(dtype).tiny).all()
 
 
-@pytest.mark.parametrize("n", [3, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [3, 4])
 def test_offsets_of_64_bits(n: int) -> None:
     """A view of memory of which two pages are used, in 4 GiB that are not."""
     far = 2**31

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gaussian_cases import decomposing_by, every_route
-from reference_bures import squared_bures_wasserstein
+from gaussian_cases import decomposing_by, every_route, squared_bures_wasserstein
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
