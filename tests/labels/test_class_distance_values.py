@@ -114,13 +114,25 @@ def test_degenerate_covariances_are_nothing_special(route):
     torch.testing.assert_close(table, expected, rtol=1e-13, atol=0)
 
 
-def test_unbiased_gaussian_is_no_lower_bound():
-    """{-1, 1} against {-2, 2}: unbiased deviations are sqrt 2 times larger, so 2 > 1."""
-    labels = np.zeros(2, dtype=np.int64)
-    pair = [LabeledSamples.from_arrays(np.array([[-w], [w]]), labels) for w in (1.0, 2.0)]
-    assert float(measure_classes(*pair, Gaussian()).xy) == pytest.approx(2)
-    assert float(measure_classes(*pair, Gaussian(unbiased=False)).xy) == pytest.approx(1)
-    assert float(measure_classes(*pair, Exact()).xy) == pytest.approx(1)
+@pytest.mark.parametrize(
+    ("source", "target", "metric", "value"),
+    [
+        # Quantile functions: 1/3 stay, 1/6 go 0 -> 1, 1/6 stay at 1, 1/3 go 1 -> 2.
+        ([[0.0], [1.0]], [[0.0], [1.0], [2.0]], Exact(), 0.5),
+        # Unbiased deviations are sqrt 2 times larger: no lower bound of the exact distance.
+        ([[-1.0], [1.0]], [[-2.0], [2.0]], Gaussian(), 2.0),
+        ([[-1.0], [1.0]], [[-2.0], [2.0]], Gaussian(unbiased=False), 1.0),
+        ([[-1.0], [1.0]], [[-2.0], [2.0]], Exact(), 1.0),
+        # Single samples are points where no unbiased covariance is asked for.
+        ([[0.0, 0.0]], [[3.0, 4.0]], Gaussian(unbiased=False), 25.0),
+        ([[0.0, 0.0]], [[3.0, 4.0]], UpperBound(unbiased=False), 25.0),
+        ([[0.0, 0.0]], [[3.0, 4.0]], Means(), 25.0),
+        ([[0.0, 0.0]], [[3.0, 4.0]], Exact(), 25.0),
+    ],
+)
+def test_small_classes_have_closed_forms(source, target, metric, value):
+    sides = [LabeledSamples.from_arrays(np.array(x), [0] * len(x)) for x in (source, target)]
+    assert float(measure_classes(*sides, metric).xy) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("scale", [1, 1e-20, 1e-7, 1e20])
@@ -136,25 +148,6 @@ def test_exact_is_the_best_assignment_between_equal_classes(blobs, scale):
 
     table = measure_classes(source, target, Exact())
     np.testing.assert_allclose(table.xy.numpy(), by_pairs(source, target, assignment), rtol=1e-10)
-
-
-def test_exact_between_unequal_classes_splits_mass():
-    source = LabeledSamples.from_arrays(np.array([[0.0], [1.0]]), [0, 0])
-    target = LabeledSamples.from_arrays(np.array([[0.0], [1.0], [2.0]]), [0, 0, 0])
-    # Quantile functions: 1/3 stay, 1/6 go 0 -> 1, 1/6 stay at 1, 1/3 go 1 -> 2.
-    assert float(measure_classes(source, target, Exact()).xy) == pytest.approx(0.5)
-
-
-def test_single_samples_are_points_where_no_unbiased_covariance_is_asked():
-    source = LabeledSamples.from_arrays(np.array([[0.0, 0.0]]), [0])
-    target = LabeledSamples.from_arrays(np.array([[3.0, 4.0]]), [0])
-    for metric in (
-        Gaussian(unbiased=False),
-        UpperBound(unbiased=False),
-        Means(),
-        Exact(),
-    ):
-        assert float(measure_classes(source, target, metric).xy) == pytest.approx(25)
 
 
 def test_statistics_can_come_from_the_whole_datasets(blobs):

@@ -124,14 +124,6 @@ def test_values_are_their_own_bounds_and_need_no_gradient(method):
     assert not result.values.requires_grad
 
 
-@every_method
-def test_one_sample_is_a_point_with_zero_covariance(method):
-    cloud, owl = random_cloud(5, 3), ClassCloud("'owl' of pets", torch.zeros(1, 3), None)
-    mean, trace = cloud.points.double().mean(0), cloud.points.double().var(0).sum()
-    expected = mean.square().sum() + (0 if method is mean_distances else trace)
-    torch.testing.assert_close(method([cloud, owl], PAIR).values, expected.reshape(1))
-
-
 def test_progress_counts_all_pairs(monkeypatch):
     monkeypatch.setattr(pair_chunks, "CPU_ENTRIES", 2**12)
     calls = []

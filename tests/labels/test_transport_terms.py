@@ -178,20 +178,6 @@ def test_what_is_made_of_a_list_takes_few_bytes_of_a_pair(pool, monkeypatch):
     assert kept == 8 * len(MANY)
 
 
-def test_padding_is_below_sixteen_or_a_quarter():
-    lengths = set()
-    for size in range(1, 3000):
-        length = padded_size(size)
-        lengths.add(length)
-        assert length % 16 == 0
-        assert size <= length < max(size + 16, 1.25 * size)
-    assert sorted(lengths)[:8] == [*range(16, 129, 16)]
-    # Four lengths to every power of two.
-    for top in (256, 512, 1024, 2048):
-        expected = [top * part // 8 for part in (5, 6, 7, 8)]
-        assert sorted(length for length in lengths if top // 2 < length <= top) == expected
-
-
 @pytest.mark.parametrize("most", [10**8, 255])
 def test_every_pair_is_in_one_group_of_its_shape(most, monkeypatch):
     """As many together as `GROUP` costs are, and one that is too large to store alone."""

@@ -47,8 +47,8 @@ def test_is_the_matrix(
 ) -> None:
     monkeypatch.setattr(cost_blocks, "BLOCK_ENTRIES_CPU", 500)
     asked = Asked(33, 70, dtype)
-    found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=compute)
-    expected = otdd.matrix_transport(asked.matrix, epsilon=0.1)
+    found = otdd.matrix_transport(asked.costs, epsilon=0.3, compute=compute)
+    expected = otdd.matrix_transport(asked.matrix, epsilon=0.3)
     assert asked.largest <= 500
     assert found.f.dtype == expected.f.dtype == dtype
     assert found.value == pytest.approx(expected.value, rel=1e-6)
@@ -62,7 +62,7 @@ def test_the_budget_decides_what_is_held() -> None:
     asked, needed = Asked(33, 70), 33 * 70 * 8
     for budget, said in ((needed, "costs given"), (needed - 1, "costs asked for")):
         compute = otdd.ComputeOptions("cpu", memory_budget=budget)
-        found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=compute)
+        found = otdd.matrix_transport(asked.costs, epsilon=0.3, compute=compute)
         assert said in found._problem.operator.execution.backend
 
 
@@ -111,16 +111,16 @@ def test_integers_and_forbidden_pairs() -> None:
 def test_masses_have_gradients_and_costs_none() -> None:
     asked, a = Asked(9, 8), cases.uniform(9).requires_grad_()
     asked.x.requires_grad_()
-    otdd.matrix_loss(asked.costs, a, epsilon=0.1, compute=STREAMED).backward()
+    otdd.matrix_loss(asked.costs, a, epsilon=0.3, compute=STREAMED).backward()
     expected = cases.uniform(9).requires_grad_()
-    otdd.matrix_loss(asked.matrix.detach(), expected, epsilon=0.1).backward()
+    otdd.matrix_loss(asked.matrix.detach(), expected, epsilon=0.3).backward()
     torch.testing.assert_close(a.grad, expected.grad)
     assert asked.x.grad is None
 
 
 def test_saved_results_know_their_function(tmp_path) -> None:
     asked, other = Asked(33, 70), Asked(33, 71)
-    found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=STREAMED)
+    found = otdd.matrix_transport(asked.costs, epsilon=0.3, compute=STREAMED)
     found.save(tmp_path)
     loaded = otdd.MatrixTransport.load(tmp_path, asked.costs, compute=STREAMED)
     torch.testing.assert_close(loaded.plan(), found.plan())

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import otdd_flash as otdd
 
-EPSILON = 0.2
+EPSILON = 0.5
 SHARP = otdd.Converged(1e-11)
 
 
@@ -102,7 +102,6 @@ def test_the_gradient_is_the_plan_in_the_type_of_the_costs(dtype: torch.dtype) -
     costs = cases.random(33, 70, cases.generator(1)).to(dtype).requires_grad_()
     value = otdd.matrix_loss(costs, epsilon=EPSILON)
     assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    # A loss scale that brings entries of 1e-42 into the range of float32.
     (value * 2.0**100).backward()
     assert costs.grad is not None
     assert costs.grad.dtype == dtype
@@ -110,6 +109,13 @@ def test_the_gradient_is_the_plan_in_the_type_of_the_costs(dtype: torch.dtype) -
     potentials = expected.term.f, expected.term.g
     scaled = expected._problem.tiles.scaled_plan(*potentials, EPSILON, torch.float64)
     torch.testing.assert_close(costs.grad.double() / 2.0**100, scaled, rtol=2**-8, atol=0)
+
+
+def test_small_entries_survive_a_loss_scale() -> None:
+    costs = torch.tensor([[0.0, 20.0], [20.0, 0.0]], requires_grad=True)
+    scale = 2.0**110
+    (otdd.matrix_loss(costs, epsilon=0.2) * scale).backward()
+    assert float(costs.grad[0, 1]) == pytest.approx(0.5 * math.exp(-100) * scale, rel=1e-4)
 
 
 def test_float16_is_refused_for_gradients_alone() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import otdd_flash as otdd
 
 pytestmark = pytest.mark.usefixtures("iterations_alone")
-EPSILON = 0.3
+EPSILON = 0.5
 SHARP = otdd.Converged(1e-12)
 CG = otdd.CGOptions(tolerance=1e-11)
 

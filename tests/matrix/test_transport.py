@@ -132,7 +132,7 @@ def test_epsilon_relative_is_a_share_of_the_mean_cost() -> None:
 
 
 def test_a_start_saves_iterations() -> None:
-    costs = cases.random(60, 50, cases.generator(10))
+    costs = cases.random(30, 20, cases.generator(10))
     one = otdd.matrix_transport(costs, epsilon=0.01, options=otdd.Converged(1e-6))
     two = otdd.matrix_transport(
         costs, epsilon=0.01, options=otdd.Converged(1e-6), start={"xy": one.g.float()}
