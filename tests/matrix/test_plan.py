@@ -178,6 +178,9 @@ def test_a_missed_tolerance_warns_or_raises() -> None:
     strict = otdd.Converged(1e-6, require_convergence=True)
     with pytest.raises(otdd.ConvergenceError, match="relative residual"):
         gradients(costs, a, b, cotangent, cg=few, options=strict)
+    costs = torch.tensor([[0, math.inf, math.inf], [0, math.inf, math.inf], [0, 1, 1]])
+    with pytest.warns(otdd.NotConvergedWarning, match=r"2 rows \(0, 1\) have more mass"):
+        otdd.matrix_plan(costs, epsilon=0.1)
 
 
 def test_what_is_refused() -> None:
