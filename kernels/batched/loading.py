@@ -98,10 +98,13 @@ def store_tile(p_entries, tile, m_entry):
 
 @triton.jit
 def load_masses(masses_ptr, o_batch, o, count, m_side, stride, TYPE: tl.constexpr):
-    """Masses of rows `o` (N, 1), or of columns (1, M), 0 beyond the side, of `o_batch` likewise."""
+    """Masses of rows `o` (N, 1), or of columns (1, M), 0 beyond the side, of `o_batch` likewise.
+
+    Matrices beyond the last have all of it in one place: their first iteration is enough.
+    """
     m_batch = o_batch < count
     loaded = tl.load(masses_ptr + o_batch * stride + o, mask=m_side & m_batch, other=0.0).to(TYPE)
-    return tl.where(m_side & (m_batch == 0), 1, loaded)
+    return tl.where(m_side & (m_batch == 0), (o == 0).to(TYPE), loaded)
 
 
 class Packing(NamedTuple):
