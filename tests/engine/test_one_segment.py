@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
 from pairwise import pairwise
 from single_problems import DEVICE, InTriton, draw, masses, problem
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.segments import Evaluation, Move
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.one_segment import MEMORY
@@ -18,8 +16,6 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
 from otdd_flash.solver.term.symmetric import solve_symmetric
 
-FORMS = [CROSS, SELF]
-NAMES = ["cross", "self"]
 SOLVES = {False: solve_alternating, True: solve_symmetric}
 # A block of the kernels has 256 points.
 SIZES = [(1, 1), (1, 2), (2, 1), (7, 129), (129, 7), (300, 1000), (1, None), (2, None), (600, None)]
@@ -135,9 +131,8 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     assert torch.equal(segment.updated, first.g)
 
 
-@pytest.mark.slow(after=4)
-@pytest.mark.parametrize("far", [1e3, -1e3, 1e4])
-@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(("constant", "far"), [(True, 1e4), (False, 1e3), (True, -1e3)])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_solve_may_start_from_anywhere(symmetric, constant, far) -> None:
     """Masses of the first plans are infinite or 0."""
@@ -163,21 +158,9 @@ def test_whole_solves_in_triton_are_those_of_the_reference(symmetric, relative) 
     assert found.converged
     assert found.iterations <= expected.iterations + 2
     assert max(found.bounds[0], expected.bounds[0]) <= min(found.bounds[1], expected.bounds[1])
-
-
-@pytest.mark.parametrize("in_triton", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_points_without_mass_end_with_their_softmin(in_triton) -> None:
-    operator = problem(40, 33, torch.float32, zeros=True)
-    whole = InTriton(operator) if in_triton else operator
-    epsilon = 0.1 * operator.costs.mean
-    term = solve_alternating(whole, epsilon, Converged(1e-3))
-    for found, softmin, side in (
-        (term.f, operator.softmin_rows(term.g, epsilon), operator.a),
-        (term.g, operator.softmin_columns(term.f, epsilon), operator.b),
-    ):
-        without = side == 0
-        assert bool(without.any())
-        torch.testing.assert_close(found[without], softmin[without], rtol=0, atol=1e-3 * epsilon)
+    # Points without mass end with their softmin.
+    softmin, without = operator.softmin_rows(found.g, epsilon)[operator.a == 0], operator.a == 0
+    torch.testing.assert_close(found.f[without], softmin, rtol=0, atol=1e-3 * epsilon)
 
 
 @pytest.mark.parametrize("relative", [1e-3, 1.0, 1e3])
@@ -191,5 +174,3 @@ def test_a_cloud_of_one_point(relative) -> None:
         assert term.converged
         assert term.value == pytest.approx(0.7, rel=1e-9)
         assert term.iterations <= 3
-    value, _, _ = reference.entropic_transport(cost, one, one, 0.7 * relative)
-    assert value == pytest.approx(0.7)
