@@ -1,4 +1,4 @@
-"""What is proved of potentials: random ones far from the optimum, and those that rounding spoils."""
+"""What is proved of potentials: of random ones, and of those that rounding spoils."""
 
 from __future__ import annotations
 
