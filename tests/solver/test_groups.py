@@ -59,17 +59,15 @@ ASKED = {
 
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED.keys())
 def test_two_points_have_the_closed_form_at_every_epsilon(ask) -> None:
-    for epsilon in (5.0, 10.0, 50.0):
-        f = ask(epsilon, None)
-        assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-3 * epsilon)
-    for epsilon in (0.1, 1.0):
-        with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
-            f = ask(epsilon, None)
-        assert len(told) == 1
-        assert "may move by anything in [-45, 45]" in str(told[0].message)
-        assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-3)
-        with pytest.raises(otdd.ConvergenceError, match=OPEN):
-            ask(epsilon, STRICT)
+    f = ask(10.0, None)
+    assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-2)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        f = ask(0.5, None)
+    assert len(told) == 1
+    assert "may move by anything in [-45, 45]" in str(told[0].message)
+    assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-3)
+    with pytest.raises(otdd.ConvergenceError, match=OPEN):
+        ask(0.5, STRICT)
 
 
 def test_what_does_not_depend_on_potentials_says_nothing() -> None:
@@ -116,12 +114,10 @@ def uniform(count: int) -> Tensor:
     ("sizes", "apart", "epsilon"),
     [
         # Equal masses with little exchange, a shift of which is all that the exchange fixes.
-        (((8, 8), (8, 8)), 5.0, 1.0),
         (((6, 12), (5, 10)), 4.5, 0.5),
         (((7, 7), (6, 6), (9, 9)), 4.5, 0.7),
         # Unequal masses, which must flow, however small epsilon is.
         (((8, 6), (6, 8)), 9.0, 0.3),
-        (((5, 4), (9, 10)), 30.0, 1.0),
     ],
 )
 def test_balanced_potentials_are_those_of_the_dense_optimum(sizes, apart, epsilon) -> None:
@@ -204,12 +200,13 @@ def test_a_chain_of_links_that_decay() -> None:
     torch.testing.assert_close(-f.diff(), expected[:5], rtol=0, atol=0.02 * epsilon)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("share", [0.1, 0.01])
 def test_real_images_raise_no_alarm(share) -> None:
     """Digits: rows that hardly exchange mass with others get the potentials of a tight solve."""
     datasets = pytest.importorskip("sklearn.datasets")
     pixels = torch.from_numpy(datasets.load_digits().data / 16)
-    costs = torch.cdist(pixels[:400], pixels[900:1300]).square() / 2
+    costs = torch.cdist(pixels[:150], pixels[900:1050]).square() / 2
     epsilon = share * float(costs.mean())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
