@@ -55,7 +55,7 @@ def with_entry(table: Tensor, row: int, column: int, by: float) -> Tensor:
 
 
 def by_divergence(table: Tensor, **settings: Any) -> Divergence:
-    settings = {"compute": DOUBLE, "epsilon": 0.5, **settings}
+    settings = {"compute": DOUBLE, "epsilon": 2.0, **settings}
     return otdd.sinkhorn_divergence(cloud("x"), cloud("y"), class_table=table, **settings)
 
 
@@ -65,7 +65,7 @@ def by_loss(table: Tensor, **settings: Any) -> Tensor:
     leaf = table.clone().requires_grad_()
     loss = otdd.sinkhorn_loss(
         *(x.features, y.features, x.masses, y.masses),
-        **{"epsilon": 0.5, "compute": DOUBLE, **settings},
+        **{"epsilon": 2.0, "compute": DOUBLE, **settings},
         labels_x=x.labels,
         labels_y=y.labels,
         class_table=leaf,
@@ -119,7 +119,7 @@ def test_what_is_not_read_may_be_anything() -> None:
     expected = by_divergence(table, debias=False).value
     assert by_divergence(odd, debias=False).value == expected
     clouds = cloud("x"), cloud("y")
-    cross = otdd.sinkhorn(*clouds, epsilon=0.5, class_table=odd, compute=DOUBLE)
+    cross = otdd.sinkhorn(*clouds, epsilon=2.0, class_table=odd, compute=DOUBLE)
     assert cross.value == expected
     torch.testing.assert_close(by_loss(odd, debias=False), by_loss(table, debias=False))
 
@@ -224,7 +224,7 @@ def solved_or_refused(table: Tensor, **settings: Any) -> Divergence | str:
         return str(error)
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=2)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
 @pairwise(
     name=TABLES,
@@ -265,7 +265,7 @@ def test_a_constant_changes_no_divergence() -> None:
     assert moved.value == pytest.approx(plain.value, abs=2e-3)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
 @pytest.mark.parametrize("name", ["spread", "some"])
 def test_negative_entries_take_no_longer_than_positive_ones(name: str) -> None:

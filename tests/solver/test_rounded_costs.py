@@ -67,6 +67,7 @@ def rounding_pair(digits: int) -> tuple[Counted, Counted, LabelledCost]:
     return Counted(StreamedOperator(rounded, torch.float64), given), refined, exact
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(("relative", "little"), [(0.1, True), (0.003, False)])
 def test_rounded_points_end_a_solve_where_rounding_is_little(relative: float, little: bool) -> None:
     operator, refined, cost = rounding_pair(13)
@@ -90,6 +91,7 @@ def test_rounded_points_end_a_solve_where_rounding_is_little(relative: float, li
         assert (other.passes, without.passes) == (operator.passes, refined.passes)
 
 
+@pytest.mark.slow
 def test_iterations_leave_room_for_what_rounding_adds() -> None:
     last = []
     for relative in torch.linspace(0.02, 0.3, 8).tolist():

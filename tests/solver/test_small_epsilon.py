@@ -28,13 +28,12 @@ def labelled(source: LabeledSamples, target: LabeledSamples) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def digits() -> Problem:
-    """Two halves of the digits, 100 samples each, one half rotated."""
-    pixels = otdd.extractors.pixels()
-    return labelled(
-        otdd.embed(otdd.load("digits", max_samples=100, split="train"), pixels),
-        otdd.embed(otdd.load("digits", max_samples=100, split="test", rotate=30.0), pixels),
-    )
+def clouds() -> Problem:
+    """Labelled clouds of 60 points each."""
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(60) % 3
+    x, y = (torch.randn(60, 8, generator=draw) + labels[:, None] + shift for shift in (0, 1))
+    return labelled(*(LabeledSamples(side, labels, tuple("abc")) for side in (x, y)))
 
 
 def mean_cost(problem: Problem) -> float:
@@ -87,28 +86,28 @@ def check_descent(problem: Problem, precision: str, options: otdd.Converged) -> 
     ],
 )
 def test_epsilon_falls_to_a_ten_thousandth_of_the_mean_cost(
-    digits: Problem, precision: str, options: otdd.Converged
+    clouds: Problem, precision: str, options: otdd.Converged
 ) -> None:
-    check_descent(digits, precision, options)
+    check_descent(clouds, precision, options)
 
 
 @pytest.mark.parametrize("precision", ["fast", "high"])
-def test_the_default_tolerance_gives_way_to_rounding(digits: Problem, precision: str) -> None:
-    found = solve(digits, 1e-4 * mean_cost(digits), precision, otdd.Converged())
+def test_the_default_tolerance_gives_way_to_rounding(clouds: Problem, precision: str) -> None:
+    found = solve(clouds, 1e-4 * mean_cost(clouds), precision, otdd.Converged())
     assert found.stopped_by == "rounding"
     assert found.tolerance is not None
     assert 1e-3 < found.marginal_error <= found.tolerance < 5e-3
     f, g, epsilon = found.xy.f, found.xy.g, found.xy.epsilon
-    size = float(digits.source.masses @ f.abs().double() + digits.target.masses @ g.abs().double())
-    floor = 2.0**-24 * ((size + 2 * mean_cost(digits)) / epsilon + 1)
+    size = float(clouds.source.masses @ f.abs().double() + clouds.target.masses @ g.abs().double())
+    floor = 2.0**-24 * ((size + 2 * mean_cost(clouds)) / epsilon + 1)
     assert found.xy.tolerance == pytest.approx(2 * floor, rel=1e-4)
 
 
 def test_above_the_reach_of_rounding_the_default_tolerance_is_a_thousandth(
-    digits: Problem,
+    clouds: Problem,
 ) -> None:
     for relative, precision in ((3e-3, "fast"), (1e-4, "double")):
-        found = solve(digits, relative * mean_cost(digits), precision, otdd.Converged())
+        found = solve(clouds, relative * mean_cost(clouds), precision, otdd.Converged())
         assert (found.stopped_by, found.tolerance) == ("tolerance", 1e-3), precision
         assert found.marginal_error <= 1e-3
 
@@ -130,10 +129,10 @@ TOO_TIGHT = r"too tight for float32.*precision=double"
     ],
 )
 def test_what_float32_does_not_reach_is_refused_with_a_way_out(
-    digits: Problem, relative: float, precision: str, options: dict[str, float], message: str
+    clouds: Problem, relative: float, precision: str, options: dict[str, float], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        solve(digits, relative * mean_cost(digits), precision, otdd.Converged(**options))
+        solve(clouds, relative * mean_cost(clouds), precision, otdd.Converged(**options))
 
 
 @pytest.mark.parametrize(
