@@ -36,14 +36,10 @@ def cloud(n: int, seed: int, shift: float = 0.0) -> torch.Tensor:
 def solve(
     precision: str = "double", *, epsilon: float = EPSILON, progress: Any = None, **options: Any
 ) -> Divergence:
-    return otdd.sinkhorn_divergence(
-        cloud(70, 0),
-        cloud(53, 1, 1.0),
-        epsilon=epsilon,
-        options=Converged(**options),
-        compute=otdd.ComputeOptions("cpu", precision=precision),
-        progress=progress,
-    )
+    settings = {"options": Converged(**options), "progress": progress}
+    compute = otdd.ComputeOptions("cpu", precision=precision)
+    clouds = cloud(70, 0), cloud(53, 1, 1.0)
+    return otdd.sinkhorn_divergence(*clouds, epsilon=epsilon, compute=compute, **settings)
 
 
 @pytest.fixture(scope="module")
