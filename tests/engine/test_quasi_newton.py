@@ -249,6 +249,8 @@ def test_levels_halve_where_they_end_and_stop_at_epsilon() -> None:
         ([0.5, 0.05], False),
         # Halved each time: eight more.
         ([0.5, 0.25], True),
+        # Halved as well, but one more is enough.
+        ([0.003, 0.0015], False),
         ([0.1, 0.1], True),
         ([0.1, 0.2], True),
     ],

@@ -109,8 +109,8 @@ def assert_proved(found: dict[str, TransportTerm], given: Problem, *, debias: bo
 @pytest.mark.parametrize(
     ("epsilon", "labels", "weights", "debias", "ground"),
     [
-        (0.1, True, True, False, "sqeuclidean"),
-        (0.1, True, False, True, "cosine"),
+        (0.3, True, True, False, "sqeuclidean"),
+        (0.3, True, False, True, "cosine"),
         (100.0, False, True, True, "inner"),
     ],
 )
@@ -123,10 +123,6 @@ def test_terms_are_proved(
     found = solved(given, debias=debias)
     other = problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground)
     assert_proved(found, other, debias=debias)
-    # Potentials to start from are taken.
-    again = solved(given, debias=debias, start={name: term.g for name, term in found.items()})
-    assert all(term.iterations <= 3 for term in again.values())
-    assert_proved(again, other, debias=debias)
 
 
 @pytest.mark.slow
@@ -141,6 +137,10 @@ def test_what_stood_there_before_changes_nothing() -> None:
         assert torch.equal(term.f, again[name].f)
         assert torch.equal(term.g, again[name].g)
         assert (term.value, term.bounds) == (again[name].value, again[name].bounds)
+    # Potentials to start from are taken.
+    warm = solved(given, start={name: term.g for name, term in fresh.items()})
+    assert fresh["xy"].iterations > 3 >= max(term.iterations for term in warm.values())
+    assert_proved(warm, problem(side(9, 2), side(8, 3), 0.5, ComputeOptions("cpu")))
 
 
 @pytest.mark.slow
