@@ -121,6 +121,20 @@ def test_a_small_epsilon_takes_a_fraction_of_the_plain_iterations(make: Make) ->
     assert reference.plain_iterations(*case, epsilon, TOLERANCE, most) >= most
 
 
+@pytest.mark.slow
+def test_levels_of_epsilon_need_fewer_iterations_than_a_cold_start() -> None:
+    draws = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    x, y = (torch.randn(60, 2, generator=draw).double() for draw in draws)
+    y = y + 2
+    operator = operator_of((reference.dense_cost(x, y), uniform(60), uniform(60)))
+    epsilon = operator.costs.mean * 3e-3
+    scaled = solve_alternating(operator, epsilon, Converged())
+    cold = solve_alternating(operator, epsilon, Converged(), start=torch.zeros(60).double())
+    assert scaled.converged
+    assert cold.converged
+    assert scaled.iterations < 0.7 * cold.iterations
+
+
 # What the residual is scaled by, and the size of weights of remembered differences.
 SABOTAGES = {
     "backwards": (-1.0, 0.0),
