@@ -52,15 +52,14 @@ def solved(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "n", "m"),
-    [("float16", 18, 13), ("transposed", 18, 13), ("strided", 5, 33), ("negative", 18, 13)],
+    [("negative float16", 18, 13), ("transposed", 18, 13), ("strided", 5, 33)],
 )
 def test_terms_are_proved(kind: str, n: int, m: int) -> None:
     costs, a, b = drawn(n, m)
     costs = {
-        "float16": lambda: costs.half(),
+        "negative float16": lambda: (costs - 10).half(),
         "transposed": lambda: costs.T.contiguous().T,
         "strided": lambda: costs.repeat_interleave(2, 1)[:, ::2],
-        "negative": lambda: costs - 10,
     }[kind]()
     term = solved(costs, a, b, 0.2)
     assert term is not None
@@ -74,9 +73,6 @@ def test_terms_are_proved(kind: str, n: int, m: int) -> None:
     plan = reference.plan(exact[rows], *masses, term.f.cpu()[rows], term.g.cpu(), 0.2)
     errors = (plan.sum(1) - masses[0]).abs().sum(), (plan.sum(0) - masses[1]).abs().sum()
     assert float(max(errors)) <= term.marginal_error + 1e-9
-    again = solved(costs, a, b, 0.2, start={"xy": term.g})
-    assert again is not None
-    assert again.iterations < term.iterations
 
 
 @pytest.mark.slow
@@ -89,6 +85,10 @@ def test_a_room_serves_another_matrix_of_its_size() -> None:
     back = solved(*drawn(18, 13), 0.3)
     assert back is not None
     assert back.bounds == first.bounds
+    # A start is taken.
+    again = solved(*drawn(18, 13), 0.3, start={"xy": back.g})
+    assert again is not None
+    assert again.iterations < back.iterations
 
 
 def test_what_recordings_read_of_a_matrix() -> None:
