@@ -78,7 +78,7 @@ def dense_gradient(point: Point, f: Tensor, g: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["odd sizes", "one class", "no class term"])
+@pytest.mark.parametrize("name", ["odd sizes", "no class term"])
 def test_gradients_are_those_of_the_dense_plan(name: str, tmp_path: Path) -> None:
     point = POINTS[name]
     draw = torch.Generator().manual_seed(1)
@@ -110,7 +110,7 @@ def test_self_gradients_are_those_of_held_points(tmp_path: Path) -> None:
 def datasets() -> list[otdd.LabeledSamples]:
     draw = torch.Generator().manual_seed(0)
     sides = []
-    for name, size, classes in (("one", 43, 3), ("two", 31, 4), ("three", 27, 2)):
+    for name, size, classes in (("one", 23, 3), ("two", 19, 4), ("three", 17, 2)):
         labels = torch.arange(size) % classes
         points = torch.randn(size, 3, generator=draw).double() + labels[:, None]
         weights = torch.rand(size, generator=draw)
@@ -128,7 +128,7 @@ def both_ways(work: Callable[..., Any], folder: Path, count: int = 2) -> tuple[A
 
 def test_maps_and_contributions_are_those_of_held_points(tmp_path: Path) -> None:
     def work(sides: Any, compute: otdd.ComputeOptions) -> list[Tensor]:
-        found = otdd.dataset_distance(*sides, epsilon=0.5, compute=compute)
+        found = otdd.dataset_distance(*sides, epsilon=2.0, compute=compute)
         assert (found.streamed is None) == (compute is HELD)
         values = found.contributions()
         assert values.through_classes
@@ -140,10 +140,7 @@ def test_maps_and_contributions_are_those_of_held_points(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "minibatch"),
-    [("features", None), ("attached", 16), ("features", 16), ("attached", None)],
-)
+@pytest.mark.parametrize(("mode", "minibatch"), [("features", None), ("attached", 16)])
 def test_flows_are_those_of_held_points(mode: str, minibatch: int | None, tmp_path: Path) -> None:
     def work(sides: Any, compute: otdd.ComputeOptions) -> otdd.FlowResult:
         stepping = otdd.Stepping(0.5, minibatch=minibatch)
@@ -157,6 +154,11 @@ def test_flows_are_those_of_held_points(mode: str, minibatch: int | None, tmp_pa
 
     one, other = both_ways(work, tmp_path)
     assert "points streamed in blocks" in one.ran_on
+    # Flows of Gaussians hold their target.
+    joint = otdd.Flow(1, mode="joint")
+    target = in_files(tmp_path, *datasets()[:2])[1]
+    held = otdd.gradient_flow(datasets()[0], target, joint, epsilon=0.5, compute=STREAMED)
+    assert "streamed in blocks" not in held.ran_on
     assert "streamed in blocks" not in other.ran_on
     assert one.after.divergence == pytest.approx(other.after.divergence, rel=1e-6)
     moved = (other.samples.features - datasets()[0].features).abs().max()
@@ -165,19 +167,13 @@ def test_flows_are_those_of_held_points(mode: str, minibatch: int | None, tmp_pa
     )
 
 
-def test_flows_of_gaussians_hold_their_target(tmp_path: Path) -> None:
-    _, target = in_files(tmp_path, *datasets()[:2])
-    moves = otdd.Flow(1, mode="joint")
-    found = otdd.gradient_flow(datasets()[0], target, moves, epsilon=0.5, compute=STREAMED)
-    assert "streamed in blocks" not in found.ran_on
-
-
-@pytest.mark.parametrize("pairs_fit", [False, True])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("pairs_fit", [True, False])
 def test_pairwise_distances_are_those_of_held_points(
     pairs_fit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, held = in_files(tmp_path, *datasets()), datasets()
-    settings: dict[str, Any] = {"epsilon": 0.7}
+    settings: dict[str, Any] = {"epsilon": 2.0}
     other = otdd.pairwise_distances(held, compute=HELD, **settings)
     asked: list[tuple[int, bool]] = []
     streaming = request._streaming
@@ -207,7 +203,7 @@ def test_a_loss_streams_its_points_once(tmp_path: Path, monkeypatch: pytest.Monk
 
     def loss(compute: otdd.ComputeOptions) -> tuple[Tensor, Tensor, Tensor]:
         x, y = (side.features.clone().requires_grad_() for side in sides)
-        return otdd.sinkhorn_loss(x, y, epsilon=0.5, compute=compute), x, y
+        return otdd.sinkhorn_loss(x, y, epsilon=2.0, compute=compute), x, y
 
     value, x, y = loss(HELD)
     expected = torch.autograd.grad(value, (x, y))
