@@ -43,7 +43,7 @@ def samples(given: dict[str, Tensor]) -> tuple[otdd.LabeledSamples, otdd.Labeled
 
 # Of results: what is asked for, and what they have.
 ASKED = ("contributions", "barycentric_map", "class_coupling", "plan")
-HELD = ("samples", "features", "class_distances", "full", "values", "value", "bounds", "between")
+HELD = ("samples", "features", "class_distances", "full", "values", "value", "bounds")
 HELD += ("plans", "f", "gradient")
 
 
@@ -101,7 +101,7 @@ CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "flow map": lambda given: flow(given, "features").map("residual", epochs=3, device="cpu")(
         samples(given)[0]
     ),
-    "noise_floor": labelled(otdd.noise_floor, epsilon=0.5),
+    "noise_floor": lambda given: otdd.noise_floor(*samples(given), epsilon=0.5).between,
     "class_distances": lambda given: [
         otdd.class_distances(samples(given), labels=labels) for labels in (*METRICS, DIAGONAL)
     ],

@@ -295,6 +295,15 @@ def test_summary_and_table_hold_what_was_computed(setting):
     assert kinds == {"value": "float64", "upper": "float64", "converged": "bool", "n": "int64"}
 
 
+def test_the_device_asked_for_is_the_one_used_or_an_error(monkeypatch):
+    pair = solved().source, solved().target
+    found = dataset_distance(*pair, compute=ComputeOptions("cpu", memory_budget=1)).to_dict()
+    assert (found["device"], found["backend"]) == ("cpu", "torch, scores streamed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="cuda"):
+        dataset_distance(*pair, compute="cuda")
+
+
 def test_infinite_bounds_are_null_in_files_and_come_back(tmp_path):
     found = solved()
     endless = replace(found.divergence.xy, bounds=(-np.inf, np.inf))
