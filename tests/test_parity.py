@@ -14,9 +14,9 @@ DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    """Two halves of the digits, 150 samples each, one half rotated."""
+    """Two halves of the digits, 60 samples each, one half rotated."""
     source, target = (
-        otdd.embed(otdd.load("digits", max_samples=150, **side), otdd.extractors.pixels())
+        otdd.embed(otdd.load("digits", max_samples=60, **side), otdd.extractors.pixels())
         for side in ({"split": "train"}, {"split": "test", "rotate": 30.0})
     )
     table = measure_classes(source, target, otdd.labels.Gaussian()).full
