@@ -213,7 +213,8 @@ def value_and_gradient(loss: Loss, x: Tensor) -> tuple[Tensor, Tensor]:
     return value.detach(), x.grad
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("name", [*reversed(DIFFERENTIABLE)])
 def test_backward_passes_are_the_same_under_autocast_and_other_defaults(name: str) -> None:
     given = inputs()
     loss = differentiable(given["y"])[name]
@@ -361,6 +362,7 @@ def test_batches_of_cotangents_are_right_or_refused() -> None:
             call(losses[name], given["x"], vectorize=True)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_losses_have_the_same_gradient(reentrant: bool) -> None:
     given = inputs()

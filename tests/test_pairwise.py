@@ -63,7 +63,7 @@ def solves(monkeypatch):
     return counts
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     "options",
     [
