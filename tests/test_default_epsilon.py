@@ -85,6 +85,7 @@ def test_several_datasets_share_one_epsilon_that_of_all_pairs(tmp_path):
     assert study(epsilon_relative=0.01).run(tmp_path, resume=True).complete
 
 
+@pytest.mark.slow
 def test_a_flow_keeps_the_epsilon_of_its_start():
     flow = otdd.gradient_flow(ONE, TWO, otdd.Flow(1), labels="none")
     assert flow.settings["epsilon"] == pytest.approx(0.01 * mean_cost(ONE, TWO))

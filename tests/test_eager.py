@@ -105,17 +105,17 @@ CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "class_distances": lambda given: [
         otdd.class_distances(samples(given), labels=labels) for labels in (*METRICS, DIAGONAL)
     ],
+    "sinkhorn_loss cosine": clouds(otdd.sinkhorn_loss, ground="cosine"),
+    "sinkhorn_divergence": labelled(otdd.sinkhorn_divergence, epsilon=0.5),
+    "sinkhorn_hessian": hessian,
+    "pairwise_distances": lambda given: otdd.pairwise_distances(samples(given), epsilon=0.5),
     "dataset_distance": labelled(otdd.dataset_distance, epsilon=0.5),
     "sinkhorn_loss": clouds(otdd.sinkhorn_loss),
-    "pairwise_distances": lambda given: otdd.pairwise_distances(samples(given), epsilon=0.5),
     "sliced_distances": lambda given: otdd.sliced_distances(samples(given), projections=200),
-    "sinkhorn_loss cosine": clouds(otdd.sinkhorn_loss, ground="cosine"),
     "sinkhorn_losses": lambda g: otdd.sinkhorn_losses([g["x"]], [g["y"]], epsilon=0.5),
-    "sinkhorn_divergence": labelled(otdd.sinkhorn_divergence, epsilon=0.5),
     "sinkhorn": labelled(otdd.sinkhorn, epsilon=0.5),
     "sinkhorn_potentials": clouds(otdd.sinkhorn_potentials),
     "transport_map": clouds(otdd.transport_map),
-    "sinkhorn_hessian": hessian,
     "matrix_loss": lambda given: otdd.matrix_loss(given["costs"], epsilon=0.1),
     "matrix_plan": lambda given: otdd.matrix_plan(given["costs"], epsilon=0.1),
     "matrix_transport": matrix,
@@ -126,7 +126,7 @@ CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "standardize": labelled(standardize),
     "reduce_pca": labelled(reduce_pca, k=2, seed=0),
 }
-# The first ones take seconds.
+# The first ones wait: they take seconds, or go the way of others.
 LONG = [*CALLS][: [*CALLS].index("dataset_distance")]
 
 
@@ -158,8 +158,11 @@ def halves_without_gradients() -> Iterator[None]:
     [
         *(pytest.param(name, everything_at_once, marks=pytest.mark.slow) for name in LONG),
         *((name, everything_at_once) for name in CALLS if name not in LONG),
-        *((name, halves_without_gradients) for name in ("dataset_distance", "sinkhorn_loss")),
-        pytest.param("flow joint", halves_without_gradients, marks=pytest.mark.slow),
+        ("sinkhorn_loss", halves_without_gradients),
+        *(
+            pytest.param(name, halves_without_gradients, marks=pytest.mark.slow)
+            for name in ("dataset_distance", "flow joint")
+        ),
     ],
 )
 def test_numbers_are_the_same_in_any_mode(name: str, mode: Callable[[], Any]) -> None:
@@ -351,6 +354,7 @@ def test_a_compiled_function_reads_a_fingerprint() -> None:
     assert torch.compile(first, backend="eager")(x) == first(x)
 
 
+@pytest.mark.slow
 def test_batches_of_cotangents_are_right_or_refused() -> None:
     given = inputs()
     losses = differentiable(given["y"])

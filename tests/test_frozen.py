@@ -32,10 +32,9 @@ clouds: a term | a term in double | masses, one of them 0 | one cloud twice | sc
 labels: given | cosine | inner with given labels | masses and contributions | gaussian in double
 classes: cosine | gaussian
 matrices: no plan | in blocks | stored in single | forbidden pairs | stored | loss and plan backward
-batched: doubly stochastic | doubly stochastic, implicit | plans | plans of some sizes |
-    losses of several clouds in double
+batched: doubly stochastic | doubly stochastic, implicit | plans | plans of some sizes
 pairwise: gaussian
-flows: attached | features, resumed | a step in single | cosine
+flows: attached | features, resumed | cosine
 maps: barycentric | barycentric in double
 gradients: loss | loss in double | loss, not debiased | potentials | twice |
     labels, table and weights of the cost

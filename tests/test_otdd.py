@@ -231,7 +231,11 @@ def test_numbers_of_classes_do_not_matter():
 
 
 @pytest.mark.parametrize("weights", [None, some_zeros(20, 0)])
-@pytest.mark.parametrize("labels", ["gaussian", "none", Sinkhorn(epsilon=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "labels",
+    ["gaussian", "none", pytest.param(Sinkhorn(epsilon=0.5), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_equal_datasets_are_at_zero(labels, weights):
     once, again = (clusters(20, 0, weights=weights) for _ in range(2))
     for other in (once, again):
@@ -352,6 +356,7 @@ def test_a_little_mass_with_far_to_go_stays_in_the_bounds(seed):
     assert_holds(result, float((plan * cost).sum() + 300.0 * entropy))
 
 
+@pytest.mark.slow
 def test_far_points_without_weight_neither_widen_nor_slow():
     far = LabeledSamples(
         torch.cat((SOURCE.features, torch.full((1, 3), 1e6))),

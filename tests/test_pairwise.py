@@ -132,6 +132,7 @@ def test_class_distances_are_measured_once_and_kept(tmp_path):
     assert heard == [(36, 36)]
 
 
+@pytest.mark.slow
 def test_a_table_can_be_given():
     table = otdd.class_distances(DATASETS, "means")
     result = pairwise_distances(DATASETS, epsilon=3.0, class_distances=table)
@@ -186,6 +187,7 @@ def test_saved_results_load_again(result, tmp_path):
     assert torch.equal(PairwiseResult.load(endless.save(tmp_path)).upper, upper)
 
 
+@pytest.mark.slow
 def test_small_classes_are_dropped_from_all():
     first, *others = DATASETS
     features = torch.cat((first.features, torch.ones(1, 3)))

@@ -98,6 +98,7 @@ def test_a_dataset_against_itself_is_moved_once(moves: list[LabeledSamples]) -> 
     assert len(moves) == 1
 
 
+@pytest.mark.slow
 def test_steps_of_a_flow_move_nothing(moves: list[LabeledSamples]) -> None:
     counts = []
     for steps in (1, 4):

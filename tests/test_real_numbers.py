@@ -24,6 +24,7 @@ KINDS_X, KINDS_Y = np.arange(16) % 3, np.arange(14) % 2
 DOUBLE = otdd.ComputeOptions("cpu", precision="double")
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("kind", ["i8", "u8"])
 def test_large_integers_keep_their_differences(kind: str) -> None:
     """Beyond 2^24 float32 holds every second integer at best: clouds met in one point."""

@@ -151,6 +151,7 @@ def shifted_result(offset, precision, dtype=torch.float32):
     return dataset_distance(source, target, compute=compute, **settings)
 
 
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("backend", "precision", "offset"),
     [("torch", "high", 500.0), ("triton", "high", 1e4), ("triton", "fast", 500.0)],
