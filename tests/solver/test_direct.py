@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from direct_cases import ONE, drawn, masses
+from derivative_cases import ONE, drawn, masses
 from pairwise import pairwise
 from torch import Tensor
 
