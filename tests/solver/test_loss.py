@@ -14,7 +14,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.solver.gradient import DivergenceGradient
 
-EPSILON = 0.5
+EPSILON = 1.0
 EXACT = otdd.Converged(tolerance=1e-10)
 
 
@@ -36,8 +36,7 @@ LABELS: dict[str, Any] = {"labels_x": torch.arange(9) % 2, "labels_y": torch.ara
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("debias", [True, False])
-def test_all_gradients_pass_the_gradient_check(debias: bool) -> None:
+def test_all_gradients_pass_the_gradient_check() -> None:
     def loss(x: Tensor, y: Tensor, u: Tensor, v: Tensor, w: Tensor, *lambdas: Tensor) -> Tensor:
         return otdd.sinkhorn_loss(
             x,
@@ -45,17 +44,16 @@ def test_all_gradients_pass_the_gradient_check(debias: bool) -> None:
             u.softmax(0),
             v.softmax(0),
             epsilon=EPSILON,
-            labels_x=torch.arange(6) % 2,
-            labels_y=torch.arange(5) % 2,
+            labels_x=torch.arange(4) % 2,
+            labels_y=torch.arange(3) % 2,
             # One entry of a self block moved alone would make the self term's plan asymmetric.
             class_table=w + w.T,
             lambda_x=lambdas[0],
             lambda_y=lambdas[1],
-            debias=debias,
             options=EXACT,
         )
 
-    points = cloud(6, 0), cloud(5, 1, 0.5), cloud(6, 2)[:, 0], cloud(5, 3)[:, 0], table() / 2
+    points = cloud(4, 0), cloud(3, 1, 0.5), cloud(4, 2)[:, 0], cloud(3, 3)[:, 0], table() / 2
     lambdas = torch.tensor(0.7).double(), torch.tensor(0.3).double()
     inputs = tuple(leaf(value) for value in (*points, *lambdas))
     assert torch.autograd.gradcheck(loss, inputs, eps=1e-5, atol=1e-7, rtol=1e-5)
@@ -107,11 +105,12 @@ def test_backward_scales_and_is_not_disturbed_by_a_step() -> None:
     torch.testing.assert_close(x.grad, -3 * gradient, rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
-    "of", [lambda loss: loss, torch.square, lambda loss: 2 * loss], ids=["itself", "square", "2"]
+    ("of", "inner"),
+    [(torch.square, torch.exp), (lambda loss: loss, lambda x: x)],
+    ids=["functions", "themselves"],
 )
-@pytest.mark.parametrize("inner", [lambda x: x, lambda x: x.exp()], ids=["leaf", "function"])
 def test_second_derivatives_by_others_are_refused(
     of: Callable[[Tensor], Tensor], inner: Callable[[Tensor], Tensor]
 ) -> None:
@@ -165,31 +164,6 @@ def test_a_cloud_is_at_rest_at_itself(copied: bool) -> None:
     assert float(x.grad.abs().max()) < 1e-12
 
 
-def test_descent_moves_one_cloud_onto_the_other() -> None:
-    x, y = leaf(cloud(40, 0, dtype=torch.float32)), cloud(30, 1, shift=2.0, dtype=torch.float32)
-    losses = []
-    for _ in range(5):
-        loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON)
-        losses.append(loss.item())
-        (gradient,) = torch.autograd.grad(loss, x)
-        # With lambda_x = 1/2 a full step n * gradient moves each point to its image.
-        x = leaf(x.detach() - 0.5 * 40 * gradient)
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.05 * losses[0]
-
-
-def test_learned_masses_turn_to_the_points_that_are_near() -> None:
-    """Half of x lies at the target, half far away."""
-    x = torch.cat((cloud(10, 0), cloud(10, 0, shift=3.0)))
-    logits = leaf(torch.zeros(20, dtype=torch.float64))
-    optimizer = torch.optim.Adam([logits], lr=0.3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        otdd.sinkhorn_loss(x, cloud(10, 0), logits.softmax(0), epsilon=EPSILON).backward()
-        optimizer.step()
-    assert float(logits.detach().softmax(0)[:10].sum()) > 0.95
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_come_in_the_type_of_the_input(dtype: torch.dtype) -> None:
     x, y = leaf(cloud(9, 0, dtype=dtype)), cloud(7, 1, dtype=dtype)
@@ -222,7 +196,6 @@ def test_a_loss_scale_saves_small_half_precision_gradients() -> None:
 @pytest.mark.parametrize(("precision", "scale"), [("fast", 1.0), ("high", 1e6)])
 def test_kernels_give_the_same_gradients(precision: str, scale: float) -> None:
     """In `fast` a plan is applied to matrices of 11 bits, in `high` of 22."""
-    tolerance = {"fast": 2e-3, "high": 1e-4}[precision]
     exact, found = (
         {
             "x": leaf(scale * cloud(9, 0)),
@@ -238,10 +211,10 @@ def test_kernels_give_the_same_gradients(precision: str, scale: float) -> None:
     compute = otdd.ComputeOptions(device="cpu", backend="triton", precision=precision)
     options = otdd.Converged(2e-5)
     otdd.sinkhorn_loss(**found, **more, options=options, compute=compute).backward()
+    most = {"fast": 2e-3, "high": 1e-4}[precision]
     for name, value in found.items():
-        gradient = exact[name].grad
-        size = float(gradient.abs().max())
-        torch.testing.assert_close(value.grad, gradient, rtol=0, atol=tolerance * size)
+        off = value.grad - exact[name].grad
+        assert float(off.abs().max()) <= most * float(exact[name].grad.abs().max()), name
 
 
 def test_strides_do_not_matter() -> None:
