@@ -164,6 +164,7 @@ def test_a_cloud_is_at_rest_at_itself(copied: bool) -> None:
     assert float(x.grad.abs().max()) < 1e-12
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_come_in_the_type_of_the_input(dtype: torch.dtype) -> None:
     x, y = leaf(cloud(9, 0, dtype=dtype)), cloud(7, 1, dtype=dtype)

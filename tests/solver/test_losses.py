@@ -149,6 +149,7 @@ def test_one_tensor_holds_clouds_of_one_size() -> None:
     assert otdd.sinkhorn_losses([], [], epsilon=EPSILON).shape == (0,)
 
 
+@pytest.mark.slow
 def test_masses_and_tables_have_gradients_too() -> None:
     x, y = clouds(0), clouds(1, side=1)
     leaves = table().requires_grad_(), torch.tensor(0.5, requires_grad=True)
@@ -160,17 +161,17 @@ def test_masses_and_tables_have_gradients_too() -> None:
 
 
 def batch() -> dict[str, Tensor]:
-    """Four pairs of clouds (B, n, d), with masses and labels of each."""
+    """Two pairs of clouds (B, n, d), with masses and labels of each."""
     draw = torch.Generator().manual_seed(3)
-    a, b = (torch.rand(4, size, generator=draw, dtype=torch.float64) + 0.1 for size in (7, 5))
+    a, b = (torch.rand(2, size, generator=draw, dtype=torch.float64) + 0.1 for size in (7, 5))
     a[1, 2] = 0
     return {
-        "x": torch.randn(4, 7, 3, generator=draw, dtype=torch.float64),
-        "y": torch.randn(4, 5, 3, generator=draw, dtype=torch.float64) + 1,
+        "x": torch.randn(2, 7, 3, generator=draw, dtype=torch.float64),
+        "y": torch.randn(2, 5, 3, generator=draw, dtype=torch.float64) + 1,
         "a": a / a.sum(1, keepdim=True),
         "b": b / b.sum(1, keepdim=True),
-        "labels_x": torch.arange(28).reshape(4, 7) % 2,
-        "labels_y": torch.arange(20).reshape(4, 5) % 3,
+        "labels_x": torch.arange(14).reshape(2, 7) % 2,
+        "labels_y": torch.arange(10).reshape(2, 5) % 3,
     }
 
 
@@ -189,7 +190,8 @@ def truths(given: dict[str, Tensor], epsilon: float, labelled: bool) -> Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("labelled", [True, False])
 def test_a_batch_of_clouds_has_the_values_and_gradients_of_its_pairs(labelled: bool) -> None:
     given = batch()
     true = truths(given, EPSILON, labelled)
@@ -201,7 +203,7 @@ def test_a_batch_of_clouds_has_the_values_and_gradients_of_its_pairs(labelled: b
     leaves = [given[name].requires_grad_() for name in ("x", "y", "a", "b")]
     options = {"epsilon": EPSILON, "options": otdd.Converged(tolerance=1e-10)}
     found = otdd.sinkhorn_loss(**given, **options)
-    assert found.shape == (4,)
+    assert found.shape == (2,)
     torch.testing.assert_close(found.detach(), true, rtol=1e-9, atol=1e-9)
     shared = {"class_table"} & given.keys()
     alone = torch.stack(
@@ -210,14 +212,14 @@ def test_a_batch_of_clouds_has_the_values_and_gradients_of_its_pairs(labelled: b
                 **{name: part if name in shared else part[k] for name, part in given.items()},
                 **options | ({"class_totals": (2, 3)} if labelled else {}),
             )
-            for k in range(4)
+            for k in range(2)
         ]
     )
     for mine, wanted in zip(gradients(found, leaves), gradients(alone, leaves), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 2), (1, 6, 2), (3, 5, 1), (0, 5, 2)])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 5, 1), (0, 5, 2)])
 def test_batches_of_any_size(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = torch.ones(shape[0], 3, shape[2])
@@ -274,11 +276,11 @@ def test_what_does_not_fit_is_refused(function: Any, given: dict[str, Any], mess
 
 
 def test_what_errors_advise_is_accepted() -> None:
-    images = torch.rand(6, 1, 2, 2)
+    images, y = torch.rand(2, 1, 2, 2), Y[:2]
     assert otdd.sinkhorn_loss(images.flatten(1), images.flatten(1), epsilon=1.0) == 0
-    nested = torch.rand(2, 2, 7, 3)
-    assert otdd.sinkhorn_loss(nested.flatten(0, -3), Y, epsilon=1.0).shape == (4,)
-    assert otdd.sinkhorn_loss(X[0].expand(4, -1, -1), Y, epsilon=1.0).shape == (4,)
+    nested = torch.rand(1, 2, 7, 3).flatten(0, -3)
+    for x in (nested, X[0].expand(2, -1, -1)):
+        assert otdd.sinkhorn_loss(x, y, epsilon=9.0, debias=False).shape == (2,)
     assert otdd.sinkhorn_plans(torch.rand(2, 2, 3, 3).flatten(0, -3), epsilon=1.0).value.shape == (
         4,
     )
