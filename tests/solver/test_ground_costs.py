@@ -96,6 +96,20 @@ def test_intervals_hold_the_dense_value(ground, backend, precision):
     assert math.isclose(alone.value, term.value, rel_tol=1e-12)
 
 
+def test_a_width_is_that_of_the_number_asked_for():
+    case, width = Case(), 1e-4
+    found = otdd.sinkhorn_divergence(
+        *case.sides(),
+        epsilon=1.0,
+        class_table=case.table,
+        cost=otdd.GroundCost(LAMBDA_X, LAMBDA_Y, "inner"),
+        options=otdd.Converged(bound_width=width),
+        debias=False,
+    )
+    assert found.converged
+    assert found.bounds[1] - found.bounds[0] <= width * abs(found.value)
+
+
 def test_cosine_does_not_see_lengths():
     case = Case(dtype=torch.float64)
     lengths = torch.logspace(-200, 200, len(case.x), dtype=torch.float64)[:, None]

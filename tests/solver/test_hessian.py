@@ -344,44 +344,39 @@ def test_all_points_of_a_side_are_equal(decomposed: bool, monkeypatch: pytest.Mo
     torch.testing.assert_close(product.values, v / 20, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.usefixtures("iterations_alone")
-def test_points_in_float32() -> None:
-    x, y, v = (points.float() for points in (*clouds(100, 80), drawn(100, 3, seed=4)))
-    found = otdd.sinkhorn_hessian(x, y, epsilon=EPSILON)
-    got = found.product(v)
-    assert got.values.dtype == torch.float32
-    assert bool(got.converged)
-    expected, _, _ = DenseHessian(found.divergence.terms, x, y).along(v)
-    assert float((got.values - expected).norm() / expected.norm()) <= 2e-5
-
-
 def on_the_device(options: dict[str, Any]) -> dict[str, Any]:
     return {
         key: part.to(DEVICE) if isinstance(part, Tensor) else part for key, part in options.items()
     }
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("iterations_alone")
-@pytest.mark.parametrize(("labels", "debias", "kept"), [(False, True, False), (True, True, True)])
-def test_products_in_triton(
-    labels: bool, debias: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("backend", "labels", "kept", "most"),
+    [
+        ("torch", False, True, 2e-5),
+        pytest.param("triton", False, False, 5e-5, marks=pytest.mark.slow),
+        pytest.param("triton", True, True, 5e-6, marks=pytest.mark.slow),
+    ],
+)
+def test_points_in_float32(
+    backend: str, labels: bool, kept: bool, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounded points iterate, those themselves tell the residual."""
     if not kept:
         monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
         monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
-    x, y, v = (part.float().to(DEVICE) for part in (*clouds(50, 40), drawn(50, 3, seed=4)))
-    options = on_the_device(labelled(50, 40)) if labels else {}
-    compute = otdd.ComputeOptions(DEVICE, backend="triton")
-    found = otdd.sinkhorn_hessian(x, y, epsilon=EPSILON, debias=debias, compute=compute, **options)
+    x, y, v = (part.float().to(DEVICE) for part in (*clouds(40, 33), drawn(40, 3, seed=4)))
+    options = on_the_device(labelled(40, 33)) if labels else {}
+    compute = otdd.ComputeOptions(DEVICE, backend=backend)
+    found = otdd.sinkhorn_hessian(x, y, epsilon=EPSILON, compute=compute, **options)
     got = found.product(torch.stack((v, v.flip(0))))
+    assert got.values.dtype == torch.float32
     assert bool(got.converged.all())
     exact = DenseHessian(found.divergence.terms, x, y, **options)
     for values, curvature_, along in zip(got.values, got.curvature, (v, v.flip(0)), strict=True):
         expected, _, energy = exact.along(along)
-        off = 5e-6 if kept else 5e-5
-        assert float((values - expected).norm() / expected.norm()) <= off
+        assert float((values - expected).norm() / expected.norm()) <= most
         assert abs(float(curvature_ - energy)) <= 5e-5 * float(along.norm() * expected.norm())
 
 

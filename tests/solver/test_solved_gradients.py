@@ -15,7 +15,6 @@ from derivative_cases import (
     EPSILON,
     EXACT,
     ONE,
-    TIGHT,
     WAYS,
     clouds,
     drawn,
@@ -31,9 +30,6 @@ import otdd_flash as otdd
 from otdd_flash import CGOptions, ComputeOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.solver import transport_map
-from otdd_flash.solver.adjoint import Entries
-from otdd_flash.solver.tensor_problem import problem_of_tensors
-from otdd_flash.solver.transport_map import MapGradient
 
 MAP, POTENTIALS = otdd.transport_map, otdd.sinkhorn_potentials
 
@@ -408,46 +404,6 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert not f.requires_grad
     again = solved(POTENTIALS, given, start={"xy": g}, options=Converged(1e-9, 2))
     torch.testing.assert_close(again, (f, g), rtol=0, atol=1e-9)
-
-
-@pytest.mark.usefixtures("iterations_alone")
-@pytest.mark.parametrize("zeros", [False, True])
-def test_any_potentials(zeros: bool) -> None:
-    """Not only those that a solver ends with, whose rows are right: of the plan's own sums."""
-    given = problem(7, 9, zeros=zeros) | {"values": drawn(9, 2, seed=6)}
-    labels = fixed(given)
-    sides = [(given[x], given[a], labels[f"labels_{x}"]) for x, a in (("x", "a"), ("y", "b"))]
-    table = given["class_table"], labels["class_totals"]
-    weights = otdd.GroundCost(float(given["lambda_x"]), float(given["lambda_y"]))
-    of_tensors = problem_of_tensors(*sides, EPSILON, *table, weights, None, debias=False)
-    f, g, a, b = drawn(7, seed=8), drawn(9, seed=9), given["a"], given["b"]
-    entries = ((f[:, None] + g - dense_cost(given)) / EPSILON).exp()
-    q, p = entries @ b, entries.T @ a
-    ours = Entries.of(of_tensors, f, g)
-    torch.testing.assert_close((ours.q, ours.p), (q, p), rtol=1e-12, atol=0)
-    plan = a[:, None] * entries * b
-    # The map, at rows and columns that have mass.
-    gradient = MapGradient(of_tensors, (f, g), given["values"], EXACT, TIGHT)
-    gradient.needs, cotangent = frozenset({"x", "y", "a", "b", "values"}), drawn(7, 2)
-    means = (entries * b) @ given["values"] / q[:, None]
-    torch.testing.assert_close(gradient.mapped(), means, rtol=0, atol=1e-12)
-    found = gradient([cotangent])
-    parts = ((given["values"][None] - means[:, None]) * cotangent[:, None]).sum(2)
-    by_plan = entries * b * parts / q[:, None]
-    quotients = torch.where(plan > 0, by_plan / torch.where(plan > 0, plan, 1), 0)
-    # Rows without mass have a share in what columns get, and none in the system's matrix.
-    missing = torch.where(a[:, None] > 0, 0, by_plan).sum(0)
-    weighted, u, v = reference.adjoint(plan, quotients, (torch.zeros_like(a), missing))
-    by_cost = -(weighted + torch.where(a[:, None] > 0, 0, by_plan)) / EPSILON
-    difference = given["x"][:, None] - given["y"]
-    by_x = 2 * given["lambda_x"] * (by_cost[:, :, None] * difference)
-    torch.testing.assert_close(found["x"], by_x.sum(1), rtol=0, atol=1e-9)
-    torch.testing.assert_close(found["y"], -by_x.sum(0), rtol=0, atol=1e-9)
-    by_values = (entries * b / q[:, None]).T @ cotangent
-    torch.testing.assert_close(found["values"], by_values, rtol=0, atol=1e-12)
-    for masses_, one, other in ((a, found["a"], u), (b, found["b"], v)):
-        off = (one - other)[masses_ > 0]
-        assert float((off - off.mean()).abs().max()) <= 1e-9
 
 
 @pytest.mark.parametrize("function", [MAP, POTENTIALS])
