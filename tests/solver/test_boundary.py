@@ -16,7 +16,7 @@ from otdd_flash.operators import build, memory
 from otdd_flash.operators.cost_tiles import CentredProducts
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.problem import SIDES, Problem
+from otdd_flash.solver.problem import Problem
 from tests.refusals import naming
 
 # Kernels on a GPU, else in the interpreter.
@@ -128,29 +128,6 @@ def test_tables_follow_silently_and_auto_moves_data_to_the_gpu(pair: Pair) -> No
         there = otdd.sinkhorn(*sides, epsilon=0.5, class_table=TABLE)
         assert there.f.device.type == "cuda"
         assert there.value == pytest.approx(here.value, rel=1e-3)
-
-
-@pytest.mark.parametrize(("same", "moves"), [(False, 2), (True, 1)])
-def test_clouds_move_once_for_all_terms(
-    pair: Pair, same: bool, moves: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved: list[LabeledSamples] = []
-
-    def move(side: LabeledSamples, _: torch.device) -> LabeledSamples:
-        moved.append(side)
-        return elsewhere(side)
-
-    meta = torch.device("meta")
-    monkeypatch.setattr("otdd_flash.operators.request.resolve_device", lambda _: meta)
-    monkeypatch.setattr(LabeledSamples, "to", move)
-    problem = Problem.between(pair[0], pair[0] if same else pair[1], 0.5, compute=STORED)
-    blocks = torch.zeros(2, 2)
-    inputs = [problem.request.inputs(SIDES[term], blocks) for term in ("xy", "xx", "yy", "xy")]
-    assert len(moved) == moves
-    sides = [side for term in inputs for side in (term.source, term.target)]
-    assert {side.features.device.type for side in sides} == {"meta"}
-    assert (inputs[0].source is inputs[0].target) == same
-    assert inputs[1].source is inputs[1].target
 
 
 READERS: dict[str, Callable[[LabeledSamples, LabeledSamples], object]] = {

@@ -166,7 +166,7 @@ def test_pairs_of_classes(relative_epsilon: float) -> None:
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_products_in_long_chains_that_round_one_way(precision: str) -> None:
     """d = 100,000: what is summed is the same product again and again."""
-    for seed in range(3):
+    for seed in range(2):
         problem = draw_problem(frame(seed, 4, 4, elements=1 << 20), "nearly_constant")
         for relative_epsilon in (0.01, 1.0):
             assert_held(check(problem, Settings("divergence", relative_epsilon, precision)))

@@ -59,7 +59,7 @@ class Case:
         return found
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize(
     ("ground", "backend", "precision"),
     [
@@ -147,7 +147,7 @@ def test_orthogonal_directions_in_closed_form():
     assert found.bounds[0] <= exact <= found.bounds[1]
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("ground", "labelled", "debias"),
     [("cosine", True, True), ("inner", True, True), ("cosine", False, False)],

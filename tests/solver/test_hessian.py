@@ -117,14 +117,14 @@ def test_a_hessian_keeps_its_decompositions(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_both_passes_of_autograd() -> None:
-    x, y = (points.requires_grad_() for points in clouds(5, 4, 2))
+    """Of functions of the points, and of the loss."""
 
-    def loss(x: Tensor, y: Tensor, **more: Any) -> Tensor:
-        return otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=EXACT, **more)
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        loss = otdd.sinkhorn_loss(x.exp(), y, epsilon=EPSILON, options=EXACT, **labelled(3, 2))
+        return (2 * loss).square()
 
-    assert torch.autograd.gradgradcheck(loss, (x, y))
-    assert torch.autograd.gradgradcheck(lambda y: loss(x.detach(), y, **labelled(5, 4)), (y,))
-    assert torch.autograd.gradgradcheck(lambda x: (2 * loss(x.exp(), y.detach())).square(), (x,))
+    x, y = (points.requires_grad_() for points in clouds(3, 2, 2))
+    assert torch.autograd.gradgradcheck(function, (x, y))
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("options", OPTIONS, ids=["labels", "cross", "masses", "points"])
 def test_pairs_are_solved_one_after_the_other(options: dict[str, Any]) -> None:
     assert_the_same(options, 0.0)
@@ -142,8 +142,9 @@ def test_a_pair_that_needs_more_is_solved_alone(monkeypatch: pytest.MonkeyPatch)
 def test_one_tensor_holds_clouds_of_one_size() -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(2, 6, 3, generator=draw, requires_grad=True) for _ in range(2))
-    found = otdd.sinkhorn_losses(x, y, epsilon=EPSILON, compute="cpu")
-    expected = each(list(x), list(y), compute="cpu")
+    options = {"compute": "cpu", "debias": False}
+    found = otdd.sinkhorn_losses(x, y, epsilon=EPSILON, **options)
+    expected = each(list(x), list(y), **options)
     assert torch.equal(found, expected)
     assert torch.equal(*(torch.autograd.grad(part.sum(), x)[0] for part in (found, expected)))
     assert otdd.sinkhorn_losses([], [], epsilon=EPSILON).shape == (0,)
@@ -201,7 +202,7 @@ def test_a_batch_of_clouds_has_the_values_and_gradients_of_its_pairs(labelled: b
     else:
         del given["labels_x"], given["labels_y"]
     leaves = [given[name].requires_grad_() for name in ("x", "y", "a", "b")]
-    options = {"epsilon": EPSILON, "options": otdd.Converged(tolerance=1e-10)}
+    options = {"epsilon": EPSILON, "options": otdd.Converged(tolerance=1e-7)}
     found = otdd.sinkhorn_loss(**given, **options)
     assert found.shape == (2,)
     torch.testing.assert_close(found.detach(), true, rtol=1e-9, atol=1e-9)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from derivative_cases import ONE, drawn, masses, solve_by
+from derivative_cases import ONE, drawn, solve_by
 from pairwise import pairwise
 from torch import Tensor
 
@@ -120,15 +120,6 @@ def test_iterations_leave_constants_out(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(system.metric, "constants", False)
     assert not bool(solve(system, system, right, CGOptions(1e-10)).converged.any())
     assert CGOptions() == schur.DEFAULTS
-
-
-def test_a_plan_of_rank_one() -> None:
-    entries = masses(12, 0)[:, None] * masses(9, 1)
-    right = right_sides(dense_schur(entries))
-    found = solved(entries, right)
-    assert int(found.iterations.max()) == 0
-    expected = less_constants(right / entries.sum(0)[:, None], entries.sum(0))
-    torch.testing.assert_close(found.values, expected, rtol=1e-10, atol=1e-12)
 
 
 BLOCKS = torch.block_diag(plan(10, 8), plan(7, 8)) / 2
