@@ -61,7 +61,7 @@ def strided(side: LabeledSamples) -> LabeledSamples:
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_strides_change_nothing(pair: Pair, compute: str) -> None:
-    settings: dict[str, Any] = {"epsilon": 5.0, "compute": COMPUTES[compute]}
+    settings: dict[str, Any] = {"epsilon": 20.0, "compute": COMPUTES[compute]}
     other = tuple(map(strided, pair))
     plain = otdd.sinkhorn(*pair, class_table=TABLE, **settings)
     found = otdd.sinkhorn(*other, class_table=TABLE.repeat(1, 2)[:, :4], **settings)
