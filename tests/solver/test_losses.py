@@ -17,7 +17,7 @@ from otdd_flash.solver.small import batches, forget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = ((8, 5), (6, 7), (5, 6))
-EPSILON = 1.0
+EPSILON = 4.0
 
 
 @pytest.fixture
@@ -84,22 +84,25 @@ def assert_the_same(options: dict[str, Any], rtol: float) -> None:
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {"labels_x": labels(0), "labels_y": labels(1), **LABELLED},
-    {"debias": False, "lambda_x": 0.7},
+    {"labels_x": labels(0), "labels_y": labels(1), "debias": False, "lambda_x": 0.7, **LABELLED},
     {"a": masses(0), "b": masses(1)},
     {},
 ]
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("options", OPTIONS, ids=["labels", "cross", "masses", "points"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["labels", "masses", "points"])
 def test_pairs_are_solved_one_after_the_other(options: dict[str, Any]) -> None:
     assert_the_same(options, 0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_side_by_side")
-@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[2] | OPTIONS[0]], ids=["points", "all"])
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS[2] | {"debias": False}, OPTIONS[1] | OPTIONS[0] | {"debias": True}],
+    ids=["points", "all"],
+)
 def test_pairs_are_solved_side_by_side(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -384,7 +384,7 @@ def test_second_derivatives_are_refused(function: Any, name: str) -> None:
         (torch.ones(6, dtype=torch.float64), r"values must be a tensor \(6, k\)"),
         (torch.ones(6, 0, dtype=torch.float64), r"values must be a tensor \(6, k\)"),
         (torch.ones(6, 2), r"values must be torch.float64 on cpu as y, got torch.float32 on cpu"),
-        (torch.full((6, 2), torch.nan, dtype=torch.float64), "values holds NaN"),
+        (torch.tensor([[1.0, torch.nan]] * 6, dtype=torch.float64), "values holds NaN"),
     ],
 )
 def test_values_that_do_not_fit(values: Tensor, message: str) -> None:

@@ -67,7 +67,7 @@ def differentiated(function: str, dtype: torch.dtype, precision: str) -> tuple[T
     return (found if isinstance(found, Tensor) else found[0]), moving
 
 
-@pytest.mark.slow(after=14)
+@pytest.mark.slow(after=11)
 @pairwise(
     case=named(CASES),
     function=["sinkhorn_potentials", "transport_map", "matrix_plan", "sinkhorn_loss"],
@@ -88,7 +88,7 @@ def test_cotangents(case: Case, function: str, way: str, monkeypatch: pytest.Mon
     assert_linear(found, one, power, precision)
 
 
-@pytest.mark.slow(after=8)
+@pytest.mark.slow(after=6)
 @pairwise(case=named(CASES), way=["streamed", "iterations", "decomposed"], debias=[True, False])
 def test_directions(case: Case, way: str, debias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself, and of 0 there is nothing."""
