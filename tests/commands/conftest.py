@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_runs import Ended, run_here
+from command_runs import Ended, quicken_hydra, run_here
 
 # A comparison that takes a tenth of a second, pictures aside.
 SMALL = (
@@ -90,9 +90,11 @@ def composed() -> Callable[..., Any]:
     """`composed(*overrides)` is the configuration of a run, by default of a distance."""
     from hydra import compose, initialize_config_module
 
-    def run(*overrides: str, name: str = "distance") -> Any:
+    quicken_hydra()
+
+    def run(*overrides: str, name: str = "distance", **more: Any) -> Any:
         with initialize_config_module("otdd_flash.conf", version_base="1.3"):
-            return compose(name, overrides=list(overrides))
+            return compose(name, overrides=list(overrides), **more)
 
     return run
 

@@ -132,7 +132,7 @@ TABLES = [
         "flow_command",
         NOWHERE,
         """
-        * backend=nothing -> backend
+        backend=nothing -> backend
         epsilon_relative=nan -> epsilon_relative
         min_class_size=0 -> min_class_size
         flow.functionals=[3] -> a mapping such as {name: norm, weight: 0.1}, got 3

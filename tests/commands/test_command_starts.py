@@ -15,32 +15,6 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
-HELP = """
-import sys
-from otdd_flash.{name} import main
-from otdd_flash.commands.start import run_command
-sys.argv = ["command", {flag!r}]
-try:
-    run_command(main)
-finally:
-    print(sorted({{"torch", "numpy", "matplotlib", "rich"}} & {{*sys.modules}}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "flag"), [("distance", "--help"), ("flow", "--version")])
-def test_help_comes_without_torch(name, flag):
-    shown = subprocess.run(
-        [sys.executable, "-c", HELP.format(name=name, flag=flag)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    *text, modules = shown.stdout.splitlines()
-    assert modules == "[]"
-    assert shown.returncode == 0, shown.stderr
-    assert (f"python -m otdd_flash.{name}" in "".join(text)) == (flag == "--help")
-
 
 def test_help_shows_the_settings_that_the_arguments_lead_to(command):
     shown = command("--help", "labels=sinkhorn", "epsilon=0.25", "hydra.help.template='$X $CONFIG'")
@@ -144,8 +118,7 @@ def test_what_hydra_cannot_take_is_one_sentence_with_what_is_meant(
         else:
             assert ended.error.startswith(sentence)
         assert len(ended.err.splitlines()) == 1
-        assert "LexerNoViableAlt" not in ended.err
-        assert "append" not in ended.err
+        assert not re.search("LexerNoViableAlt|append", ended.err)
     assert not (folder / "None").exists()
 
 
@@ -168,7 +141,6 @@ def test_a_job_that_refers_to_nothing_costs_no_other(command):
 RANKS = {"WORLD_SIZE": "2", "RANK": "0"}
 
 
-@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
@@ -178,10 +150,7 @@ RANKS = {"WORLD_SIZE": "2", "RANK": "0"}
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK must be an integer from 0 to 1, got '2'"),
         ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK must be an integer from 0 to 1, got '-1'"),
         (RANKS, "MASTER_PORT must be an integer from 0 to 65535, it is"),
-        (
-            {**RANKS, "MASTER_PORT": "1"},
-            "MASTER_ADDR must be the name or address of the machine of rank 0, it is not set",
-        ),
+        ({**RANKS, "MASTER_PORT": "1"}, "MASTER_ADDR must be the name or address of the machine"),
         ({**RANKS, "LOCAL_RANK": "x"}, "LOCAL_RANK must be an integer from 0 to 1, got 'x'"),
     ],
 )
@@ -278,14 +247,17 @@ def _ran(folder, command, environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["otdd-distance", "otdd-flow", "otdd-study"])
-def test_help_of_a_console_command_names_it(folder, name):
-    script, environment = _script(folder, name)
-    shown = _ran(folder, ["-X", "importtime", script, "--help"], environment)
-    assert shown.returncode == 0, shown.stderr
-    assert f"\n  {name} [KEY=VALUE ...]" in shown.stdout
-    assert "python -m" not in shown.stdout
-    assert not re.search(r"\| +(torch|numpy|rich|matplotlib)$", shown.stderr, re.M)
+def test_help_comes_without_torch_and_names_its_command(folder):
+    script, environment = _script(folder, "otdd-distance")
+    for command, flag, said in (
+        ([script], "--help", "\n  otdd-distance [KEY=VALUE ...]"),
+        (["-m", "otdd_flash.flow"], "--version", "otdd-flash "),
+    ):
+        shown = _ran(folder, ["-X", "importtime", *command, flag], environment)
+        assert shown.returncode == 0, shown.stderr
+        assert said in shown.stdout
+        assert "python -m" not in shown.stdout
+        assert not re.search(r"\| +(torch|numpy|rich|matplotlib)$", shown.stderr, re.M)
 
 
 @pytest.mark.slow
@@ -319,6 +291,3 @@ def test_a_console_command_does_what_the_module_does(folder):
     assert one.returncode == 3
     assert "->" in one.stdout
     assert not (folder / "imported").exists()
-    refused = _ran(folder, [script, "labels=gausian"], environment)
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: labels has no choice 'gausian' (did you mean")
