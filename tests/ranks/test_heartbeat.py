@@ -176,7 +176,7 @@ def test_a_rank_in_a_long_call_of_torch_is_not_missed() -> None:
     with beating(first, second):
         assert heard(first, 1)
         # As large as this machine needs to be busy for so long: eight times as long each.
-        for size in (1500, 3000, 6000):
+        for size in (800, 1600, 3200, 6400):
             matrix = torch.randn(size, size, dtype=torch.float64)
             started = time.monotonic()
             torch.linalg.svdvals(matrix)
@@ -225,7 +225,7 @@ run_command(main)
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("torchrun")
-@pytest.mark.parametrize(("number", "kind"), [(0, "STOP"), (1, "STOP"), (0, "KILL"), (1, "KILL")])
+@pytest.mark.parametrize(("number", "kind"), [(0, "STOP"), (1, "KILL")])
 def test_a_lost_rank_is_named_and_all_end(number: int, kind: str, tmp_path: Path) -> None:
     script, run = tmp_path / "short.py", tmp_path / "run"
     script.write_text(SHORT)

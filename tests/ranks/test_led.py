@@ -17,6 +17,7 @@ from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.classes import pool as pool_classes
 from otdd_flash.labels.metrics import Sinkhorn
 from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.operators import sharing
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -101,14 +102,49 @@ def led(work: Any, precision: str) -> list[Any]:
     )
 
 
-SLOW = [flow, minibatches, derivatives, potentials, classes, subsamples]
+def settings(compute: otdd.ComputeOptions) -> list[Any]:
+    """What each of some settings leads to."""
+    given: list[dict[str, Any]] = [
+        {"debias": False},
+        {"labels": "none"},
+        {"epsilon": None, "epsilon_relative": 0.05},
+        {"solver": otdd.Converged(bound_width=1e-3)},
+        {"ground": "cosine"},
+    ]
+    found = [
+        otdd.dataset_distance(*sides(), compute=compute, **({"epsilon": EPSILON} | more))
+        for more in given
+    ]
+    return [torch.tensor([each.value, *each.bounds]) for each in found]
+
+
+def led_in_a_ring(work: Any, precision: str) -> list[Any]:
+    """With points that no rank holds all of."""
+
+    def in_shards(ranks: Ranks) -> list[Any]:
+        compute = otdd.ComputeOptions("cpu", "torch", precision, memory_budget=0, group=ranks)
+        return work(compute)
+
+    before, sharing.UNASKED = sharing.UNASKED, 0
+    try:
+        return otdd.led(in_shards)
+    finally:
+        sharing.UNASKED = before
+
+
+SLOW = [flow, minibatches, derivatives, potentials, classes, subsamples, settings]
 
 
 @pytest.mark.parametrize(
-    "work", [pairs, *(pytest.param(work, marks=pytest.mark.slow) for work in SLOW)]
+    ("run", "work"),
+    [
+        (led, pairs),
+        *(pytest.param(led, work, marks=pytest.mark.slow) for work in SLOW),
+        pytest.param(led_in_a_ring, flow, marks=pytest.mark.slow),
+    ],
 )
-def test_led_work_is_that_of_one_process(work: Any) -> None:
-    found, other = pool(2).run(led, work, "double")
+def test_led_work_is_that_of_one_process(run: Any, work: Any) -> None:
+    found, other = pool(2).run(run, work, "double")
     expected = work(otdd.ComputeOptions("cpu", precision="double"))
     for value, copy, alone in zip(found, other, expected, strict=True):
         assert torch.equal(value, copy)
@@ -282,11 +318,8 @@ def uneven(classes: int) -> Any:
     return pool_classes([otdd.LabeledSamples(points, labels, names)])[0]
 
 
-SIZES = [2, 3]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3])
 def test_numbers_of_pairs_come_in_the_order_of_their_list(size: int) -> None:
     # Of one pair some ranks measure nothing.
     for pairs in (all_pairs(7), all_pairs(7)[2:17:3], all_pairs(7)[:1]):

@@ -88,7 +88,7 @@ def rows_on_disk(folder: Path, step: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "momentum"])
 def test_a_flow_goes_on_with_other_numbers_of_ranks(way: str, tmp_path: Path) -> None:
     """Two processes, then three, then one: but for rounding where one process would have been."""
     points, seen, _ = flow(str(tmp_path / "whole"), -1, way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -69,13 +68,6 @@ def shares(cost: LabelledCost, held: str, size: int) -> list[Any]:
     return [operator.self_share(rank, size) for rank in range(size)]
 
 
-def test_ranges_cover_all_places_once() -> None:
-    for count, size in itertools.product((0, 1, 7, 64, 1001), (1, 2, 3, 8)):
-        ranges = [each for rank in range(size) for each in folded(count, rank, size)]
-        taken = sorted(place for first, end in ranges for place in range(first, end))
-        assert taken == list(range(count)), (count, size)
-
-
 def test_all_ranks_have_as_many_pairs() -> None:
     for size in (2, 4, 8):
         ranges = [folded(1024, rank, size) for rank in range(size)]
@@ -105,21 +97,6 @@ def test_points_that_parts_give_no_mass() -> None:
     found = merged(torch.stack([s.softmin(f, 1e19) for s in shares(large, "float32", 2)]), 1e19)
     expected = reference.softmin_rows(dense(large), large.a, f.double(), 1e19)
     assert torch.allclose(found, expected, rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("classes", [1, 60])
-def test_rows_out_of_reach_are_repaired(classes: int) -> None:
-    """Potentials of which some are far from any that belong together, in the interpreter."""
-    cost = cost_of(300, classes)
-    f = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 100
-    parts = shares(cost, "fast", 2)
-    found = merged(torch.stack([share.softmin(f, EPSILON) for share in parts]), EPSILON)
-    out = ~((found - f).abs() <= parts[0].reach * EPSILON)
-    assert bool(out.any())
-    again = parts[0].repaired(f, EPSILON, out)
-    expected = reference.softmin_rows(dense(cost), cost.a, f.double(), EPSILON)
-    assert torch.allclose(again.double()[out], expected[out], rtol=0, atol=1e-2)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from otdd_flash.solver.problem import Problem
 pytestmark = pytest.mark.xdist_group("ranks")
 
 EPSILON = 0.3
-SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 def cloud(n: int, seed: int) -> LabeledSamples:
