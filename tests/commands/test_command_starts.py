@@ -262,7 +262,11 @@ def test_help_comes_without_torch_and_names_its_command(folder):
 
 @pytest.mark.slow
 def test_a_console_command_does_what_the_module_does(folder):
-    """Functions of the working directory are found when they are named, and nothing else there."""
+    """In a process: what it imports, says of that, and finds in its environment.
+
+    Functions of the working directory are found when they are named, and nothing else there. It
+    draws whatever a notebook's environment names: its backend, and a style that needs LaTeX.
+    """
     script, environment = _script(folder, "otdd-distance")
     (folder / "features.py").write_text(
         "import helper\n\ndef embed(x):\n    return helper.TWICE * x\n"
@@ -272,12 +276,14 @@ def test_a_console_command_does_what_the_module_does(folder):
         (folder / f"{name}.py").write_text("open('imported', 'a').write(__name__)\n")
     (folder / "hydra_plugins").mkdir()
     (folder / "hydra_plugins" / "evil.py").write_text("open('imported', 'a').write(__name__)\n")
+    (folder / "matplotlibrc").write_text("text.usetex: True")
+    environment["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     # The encoding of a locale that has few signs.
     environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     data = ["source=arrays", "source.path=a.npz", "target=arrays", "target.path=b.npz"]
     named = ["extractor=callable", "extractor.path=features:embed", "cache_dir=null"]
     late = ["solver.max_iterations=1", "solver.require_convergence=true", "solver.tolerance=1e-4"]
-    more = ["report=table", "overwrite=true", "hydra.run.dir=run"]
+    more = ["overwrite=true", "hydra.run.dir=run"]
     one, other = (
         _ran(folder, [*way, *data, *named, *late, *more], environment)
         for way in ((script,), ("-m", "otdd_flash.distance"))
@@ -289,5 +295,14 @@ def test_a_console_command_does_what_the_module_does(folder):
     )
     assert shown == again
     assert one.returncode == 3
-    assert "->" in one.stdout
+    assert "a.npz -> b.npz" in one.stdout
+    assert re.search(r"\(import \d", one.stdout)
+    lines = one.stderr.splitlines()
+    assert re.fullmatch(r"progress: \d+ s, importing torch", lines[0])
+    assert re.fullmatch(r"progress: \d+ s, importing scipy and otdd_flash", lines[1])
+    # On a busy machine there are others, of what takes more than a minute.
+    stages = iter([re.sub(r".* s, ", "", line) for line in lines[2:]])
+    for stage in ("loading source: arrays", "embedding target: b.npz", "comparing", "drawing"):
+        assert stage in stages, lines
+    assert len([*(folder / "run").glob("*.png")]) == 3
     assert not (folder / "imported").exists()

@@ -87,6 +87,8 @@ def test_the_adapted_dataset_is_a_dataset_again(flow_command, command):
         ("flow.functionals=[{name: norm, weight: 0.1}, {name: entropy, weight: 0.01}]",),
         ("flow.box=[-1,1]", "flow.refresh=2", "flow.tolerance=0.5"),
         ("labels=none", "epsilon_relative=0.1"),
+        ("solver.bound_width=0.05",),
+        ("solver=geomloss", "solver.tolerance=1.9"),
     ],
     ids=lambda settings: settings[0].split("=", 1)[1][:20],
 )
@@ -94,11 +96,15 @@ def test_settings_reach_the_flow(flow_command, read, settings):
     relative = any(each.startswith("epsilon") for each in settings)
     ended = flow_command(*settings, *(() if relative else ("epsilon=1",)), "report=none")
     assert ended.code == 0, ended.err
-    used = read("run/result.json")["settings"]
+    result = read("run/result.json")
+    used = result["settings"]
     for setting in settings:
         key, _, value = setting.partition("=")
         if key in used and value[0] not in "[{":
             assert str(used[key]).lower() == value.lower(), key
+    ends = {"solver=geomloss": "schedule", "solver.bound_width=0.05": "bound_width"}
+    stopped_by = ends.get(settings[0], "tolerance")
+    assert {record["stopped_by"] for record in result["history"]} == {stopped_by}
 
 
 @pytest.mark.slow
@@ -228,6 +234,9 @@ def test_required_convergence_ends_with_3_and_the_result(flow_command, read):
     assert "3 of 3 evaluations" in ended.error
     assert read("run/result.json")["converged"] is False
     assert len(adapted()) == 40
+    ended = flow_command("solver.max_seconds=1e-9", "solver.tolerance=1e-4", "flow.steps=1")
+    assert ended.code == 0
+    assert "within solver.max_seconds=1e-09 in 2 of 2 evaluations" in ended.err
 
 
 @pytest.mark.slow
