@@ -7,8 +7,10 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -54,6 +56,15 @@ def run_here(
         run_command(main)
     captured = capsys.readouterr()
     return Ended(int(left.value.code or 0), captured.out, captured.err)
+
+
+def write_archives(folder: Path) -> Path:
+    """Write two small labelled archives, a.npz and b.npz, into a folder."""
+    generator = np.random.default_rng(0)
+    for name, shift in (("a", 0), ("b", 1)):
+        x = generator.standard_normal((60, 4)).astype(np.float32) + shift
+        np.savez(folder / f"{name}.npz", x=x, y=np.repeat(["u", "v", "w"], 20))
+    return folder
 
 
 @cache

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from command_runs import Ended, quicken_hydra, run_here
+from command_runs import Ended, quicken_hydra, run_here, write_archives
 
 # A comparison that takes a tenth of a second, pictures aside.
 SMALL = (
@@ -23,11 +22,7 @@ SMALL = (
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with two small labelled archives."""
     monkeypatch.chdir(tmp_path)
-    generator = np.random.default_rng(0)
-    for name, shift in (("a", 0), ("b", 1)):
-        x = generator.standard_normal((60, 4)).astype(np.float32) + shift
-        np.savez(tmp_path / f"{name}.npz", x=x, y=np.repeat(["u", "v", "w"], 20))
-    return tmp_path
+    return write_archives(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ def test_more_samples_than_there_are_is_a_notice(command, read):
     assert read("run/result.json")["n"] == 60
 
 
+@pytest.mark.slow
 def test_what_readers_chose_is_said_and_in_the_result(command, read):
     Path("t.csv").write_text("a,b,c,d,kind\n" + "1,2,3,4,x\n2,3,4,5,y\n" * 30)
     table = ("source=arrays", "source.path=t.csv", "target.dim=4", "report=none")

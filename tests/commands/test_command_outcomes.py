@@ -172,6 +172,7 @@ def test_what_cannot_be_kept_or_drawn_costs_no_number(command, monkeypatch, undr
         assert f"projection.png (ValueError: {said})" in ended.err
 
 
+@pytest.mark.slow
 def test_the_number_is_printed_where_nothing_can_be_written(command, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", lambda path, _: disk_full(path))
     ended = command("report=table")

@@ -237,7 +237,7 @@ REFUSED = r"""
 """
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_bad_input_ends_in_a_sentence_and_2(study, row) -> None:
     arguments, _, message = row.strip().partition(" -> ")

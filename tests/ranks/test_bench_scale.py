@@ -51,11 +51,8 @@ def rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[
     return found
 
 
-def test_there_is_a_small_size_of_every_workload() -> None:
-    assert SMALL.keys() == WORKLOADS.keys()
-
-
 def test_points_in_host_memory_are_for_one_process(rows: Any) -> None:
+    assert SMALL.keys() == WORKLOADS.keys()
     (row,) = rows("imagenet_streamed", "1", "2")
     _, device = rows("imagenet_0.1", "1")
     assert row["processes"] == 1

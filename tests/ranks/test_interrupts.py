@@ -1,8 +1,12 @@
-"""Orders that rank 0 leaves, by an error of its own or by Ctrl-C."""
+"""Orders that rank 0 leaves, by an error of its own or by Ctrl-C, and groups that are gone."""
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,16 @@ from otdd_flash.flows.history import StepRecord
 from otdd_flash.operators.stored import StoredOperator
 
 pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@contextmanager
+def own_pool() -> Iterator[RankPool]:
+    """Ranks that are of no use to others afterwards."""
+    own = RankPool(2)
+    try:
+        yield own
+    finally:
+        own.close()
 
 
 def stumbling() -> list[str]:
@@ -45,11 +59,8 @@ def _sum(ranks: Ranks) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_ranks_that_are_left_in_an_order_are_given_no_other() -> None:
-    own = RankPool(2)
-    try:
+    with own_pool() as own:
         answer = own.answer_of(0, stumbling)
-    finally:
-        own.close()
     assert answer == [
         "rank 0 is short of it",
         "rank 0 has left the other ranks in the middle of what they do together",
@@ -83,11 +94,8 @@ def short_in_a_flow() -> Any:
 
 @pytest.mark.slow
 def test_a_flow_says_what_rank_0_lacked_in_a_pass() -> None:
-    own = RankPool(2)
-    try:
+    with own_pool() as own:
         answer = own.answer_of(0, short_in_a_flow)
-    finally:
-        own.close()
     assert isinstance(answer, InputError)
     assert "the flow cannot go on after step 1: out of memory on cpu" in str(answer)
 
@@ -143,8 +151,42 @@ def _press_together(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_what_others_do_for_long() -> None:
-    own = RankPool(2)
-    try:
+    with own_pool() as own:
         assert own.answer_of(0, interrupted_in_their_midst) is True
-    finally:
-        own.close()
+
+
+def left_alone() -> Any:
+    return otdd.led(lambda ranks: ranks.order(_leave))
+
+
+def _leave(ranks: Ranks) -> torch.Tensor:
+    if ranks.rank == 1:
+        os._exit(0)
+    return ranks.summed(torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_is_missed() -> None:
+    with own_pool() as own:
+        answer = own.answer_of(0, left_alone)
+    assert isinstance(answer, LostRankError)
+    assert "another process of compute.group has ended" in str(answer)
+
+
+def threads_that_are_left() -> list[str]:
+    """Names of threads of gloo, once its group has been destroyed."""
+    otdd.led(lambda ranks: None)
+    assert torch.distributed.group.WORLD is not None
+    # Imports what would keep the group.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    torch.distributed.destroy_process_group()
+    tasks = Path("/proc/self/task")
+    names = [(tasks / task / "comm").read_text() for task in os.listdir(tasks)]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by Linux")
+def test_no_thread_outlives_the_group() -> None:
+    with own_pool() as own:
+        assert own.run(threads_that_are_left) == [[], []]

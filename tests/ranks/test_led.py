@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, pool
+from rank_pool import pool
 
 import otdd_flash as otdd
 from otdd_flash.distributed import ranks
 from otdd_flash.distributed.ranks import Ranks, balanced
-from otdd_flash.errors import InputError, LostRankError
+from otdd_flash.errors import InputError
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.classes import pool as pool_classes
 from otdd_flash.labels.metrics import Sinkhorn
@@ -178,12 +177,11 @@ def test_passes_of_minibatches_are_shared() -> None:
 
 
 def of_kernels() -> list[Any]:
-    """In the interpreter: a whole distance, and the operator's precision at both ends."""
-    torch.manual_seed(0)
+    """A whole distance in the interpreter, of few iterations."""
 
     def work(ranks: Ranks) -> list[Any]:
         compute = otdd.ComputeOptions("cpu", "triton", group=ranks)
-        result = otdd.dataset_distance(*sides(), epsilon=EPSILON, compute=compute)
+        result = otdd.dataset_distance(*sides(), epsilon=5.0, compute=compute)
         return [result.value, result.bounds, result.divergence.backend, *result.potentials]
 
     return otdd.led(work)
@@ -193,7 +191,7 @@ def of_kernels() -> list[Any]:
 def test_kernels_are_shared_as_well() -> None:
     found, _ = pool(2).run(of_kernels)
     alone = otdd.dataset_distance(
-        *sides(), epsilon=EPSILON, compute=otdd.ComputeOptions("cpu", precision="double")
+        *sides(), epsilon=5.0, compute=otdd.ComputeOptions("cpu", precision="double")
     )
     value, (lower, upper), backend, f, g = found
     assert backend == "triton, scores streamed, fast, 2 ranks"
@@ -384,28 +382,6 @@ def test_dismissed_processes_are_not_waited_for() -> None:
     first, second = pool(2).run(too_late)
     assert "have been dismissed" in first
     assert second == ""
-
-
-def left_alone() -> Any:
-    return otdd.led(lambda ranks: ranks.order(_leave))
-
-
-def _leave(ranks: Ranks) -> torch.Tensor:
-    if ranks.rank == 1:
-        os._exit(0)
-    return ranks.summed(torch.zeros(1, dtype=torch.float64))
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_is_missed() -> None:
-    # Of its own, as it is of no use afterwards.
-    own = RankPool(2)
-    try:
-        answer = own.answer_of(0, left_alone)
-    finally:
-        own.close()
-    assert isinstance(answer, LostRankError)
-    assert "another process of compute.group has ended" in str(answer)
 
 
 def of_another_version() -> Any:
