@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rank_pool import pool
+from rank_pool import lead, pool
 from torch import Tensor, nn
 
 import otdd_flash as otdd
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import embedding, feature_store
 from otdd_flash.extractors.network import Network
@@ -52,17 +53,12 @@ def extracted(count: int, batch_size: int) -> tuple[Any, list[int], list[tuple[i
     """Features, the batches of this rank, and what was told of them."""
     BATCHES.clear()
     told: list[tuple[int, int]] = []
-    samples = otdd.led(
-        lambda ranks: otdd.embed(
-            images(count),
-            network(16),
-            batch_size=batch_size,
-            device="cpu",
-            progress=lambda *done: told.append(done),
-            group=ranks,
-        )
-    )
-    return samples.features, list(BATCHES), told
+    more = {"batch_size": batch_size, "progress": lambda *done: told.append(done)}
+    return lead(features, images(count), more), list(BATCHES), told
+
+
+def features(ranks: Ranks, dataset: LabeledDataset, more: dict[str, Any]) -> Tensor:
+    return otdd.embed(dataset, network(16), device="cpu", group=ranks, **more).features[:]
 
 
 @pytest.mark.slow(after=1)
@@ -70,8 +66,8 @@ def extracted(count: int, batch_size: int) -> tuple[Any, list[int], list[tuple[i
 def test_features_are_those_of_one_process(size: int, count: int, batch_size: int) -> None:
     alone = otdd.embed(images(count), network(16), batch_size=batch_size, device="cpu").features
     answers = pool(size).run(extracted, count, batch_size)
-    for features, _, _ in answers:
-        assert torch.equal(features, alone)
+    for found, _, _ in answers:
+        assert torch.equal(found, alone)
     batches = [batches for _, batches, _ in answers]
     assert sum(map(sum, batches)) == count
     most = -(-count // batch_size)
@@ -100,18 +96,8 @@ def written(path: str, stop_after: int | None) -> Tensor:
     with pytest.MonkeyPatch.context() as short:
         short.setattr(embedding, "BATCHES_OF_A_ROUND", 1)
         short.setattr(feature_store, "NOTED_BYTES", 1)
-        samples = otdd.led(
-            lambda ranks: otdd.embed(
-                images(13),
-                network(16),
-                batch_size=2,
-                device="cpu",
-                features_path=path,
-                progress=told,
-                group=ranks,
-            )
-        )
-    return samples.features[:]
+        more = {"batch_size": 2, "features_path": path, "progress": told}
+        return lead(features, images(13), more)
 
 
 def test_what_ranks_extract_is_written_to_a_file_and_gone_on_with(tmp_path: Path) -> None:
@@ -119,8 +105,8 @@ def test_what_ranks_extract_is_written_to_a_file_and_gone_on_with(tmp_path: Path
     path = str(tmp_path / "features.npy")
     assert all(isinstance(each, InputError) for each in pool(2).run(written, path, 8))
     before = json.loads((tmp_path / "features.npy.json").read_text())["rows"]
-    for features in pool(2).run(written, path, None):
-        assert torch.equal(features, alone)
+    for found in pool(2).run(written, path, None):
+        assert torch.equal(found, alone)
     batches = [batch for each in pool(2).run(batches_of) for batch in each]
     assert before == 8
     assert sum(batches) == 13 - before
@@ -130,17 +116,15 @@ def batches_of() -> list[int]:
     return list(BATCHES)
 
 
-def refused_on_one(black: int) -> Any:
+def refused_on_one(ranks: Ranks, black: int) -> Tensor:
     dataset = images(8)
     dataset.inputs[black] = 0
-    return otdd.led(
-        lambda ranks: otdd.embed(dataset, network(16), batch_size=2, device="cpu", group=ranks)
-    )
+    return features(ranks, dataset, {"batch_size": 2})
 
 
 def test_an_input_that_cannot_be_prepared_is_heard_of_on_every_rank() -> None:
     for black in (0, 7):
-        for answer in pool(2).run(refused_on_one, black):
+        for answer in pool(2).led(refused_on_one, black):
             assert isinstance(answer, InputError)
             assert str(answer) == f"rank {black // 4}: an image is black"
 
@@ -169,14 +153,12 @@ def given(path: str, kind: str, batch_size: int = 3) -> tuple[Any, list[int]]:
         case _:
             extractor = otdd.extractors.from_callable(globals()[kind])
 
-    def work(ranks: Any) -> Tensor:
-        return otdd.embed(
-            dataset, extractor, batch_size=batch_size, device="cpu", group=ranks
-        ).features
+    def work(ranks: Ranks | None) -> Tensor:
+        more = {"batch_size": batch_size, "device": "cpu", "group": ranks}
+        return otdd.embed(dataset, extractor, **more).features
 
-    if not torch.distributed.is_initialized():
-        return work(None), list(CALLS)
-    return otdd.led(work), list(CALLS)
+    led = torch.distributed.is_initialized()
+    return lead(work) if led else work(None), list(CALLS)
 
 
 def refused(batch: list[Any]) -> Any:
@@ -232,8 +214,8 @@ def test_a_function_that_is_another_one_on_another_rank_is_refused(tmp_path: Pat
 def test_a_function_that_remembers_its_first_batch_is_that_of_one_process(tmp_path: Path) -> None:
     folder_of(tmp_path, 5)
     alone, _ = given(str(tmp_path), "fitted")
-    for features, _ in pool(2).run(given, str(tmp_path), "fitted"):
-        assert torch.equal(features, alone)
+    for found, _ in pool(2).run(given, str(tmp_path), "fitted"):
+        assert torch.equal(found, alone)
 
 
 @pytest.mark.slow
@@ -242,9 +224,9 @@ def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: P
     folder_of(tmp_path, 5)
     alone, _ = given(str(tmp_path), kind)
     answers = pool(2).run(given, str(tmp_path), kind)
-    for features, _ in answers:
-        assert features.dtype == alone.dtype
-        assert torch.equal(features, alone)
+    for found, _ in answers:
+        assert found.dtype == alone.dtype
+        assert torch.equal(found, alone)
     # Four batches, and the first once more where functions are compared; a function that others
     # cannot have is called by rank 0 alone.
     calls = {"pixels": [0, 0], "function": [3, 3], "local": [4, 0], "kept": [4, 0]}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, pool
+from rank_pool import RankPool, lead, pool
 
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
@@ -32,19 +32,15 @@ def own_pool() -> Iterator[RankPool]:
         own.close()
 
 
-def stumbling() -> list[str]:
+def stumbling(ranks: Ranks) -> list[str]:
     """What rank 0 hears of an order that it leaves, and of the next one."""
-
-    def work(ranks: Ranks) -> list[str]:
-        said = []
-        for order in (_stumble, _sum):
-            try:
-                ranks.order(order)
-            except (LostRankError, MemoryError) as error:
-                said.append(str(error))
-        return said
-
-    return otdd.led(work)
+    said = []
+    for order in (_stumble, _sum):
+        try:
+            ranks.order(order)
+        except (LostRankError, MemoryError) as error:
+            said.append(str(error))
+    return said
 
 
 def _stumble(ranks: Ranks) -> torch.Tensor:
@@ -60,7 +56,7 @@ def _sum(ranks: Ranks) -> torch.Tensor:
 @pytest.mark.slow
 def test_ranks_that_are_left_in_an_order_are_given_no_other() -> None:
     with own_pool() as own:
-        answer = own.answer_of(0, stumbling)
+        answer = own.answer_of(0, lead, stumbling)
     assert answer == [
         "rank 0 is short of it",
         "rank 0 has left the other ranks in the middle of what they do together",
@@ -100,21 +96,17 @@ def test_a_flow_says_what_rank_0_lacked_in_a_pass() -> None:
     assert "the flow cannot go on after step 1: out of memory on cpu" in str(answer)
 
 
-def interrupted() -> tuple[list[str], float]:
+def interrupted(ranks: Ranks) -> tuple[list[str], float]:
     """What rank 0 hears where Ctrl-C is pressed in an order, and what the next order finds."""
-
-    def work(ranks: Ranks) -> tuple[list[str], float]:
-        said = []
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            ranks.order(_press)
-        except KeyboardInterrupt:
-            said.append("interrupted")
-        finally:
-            signal.signal(signal.SIGINT, before)
-        return said, float(ranks.order(_sum))
-
-    return otdd.led(work)
+    said = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ranks.order(_press)
+    except KeyboardInterrupt:
+        said.append("interrupted")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return said, float(ranks.order(_sum))
 
 
 def _press(ranks: Ranks) -> None:
@@ -124,21 +116,17 @@ def _press(ranks: Ranks) -> None:
 
 
 def test_an_interrupt_comes_when_an_order_is_done() -> None:
-    assert pool(2).run(interrupted) == [(["interrupted"], 2.0)] * 2
+    assert pool(2).led(interrupted) == [(["interrupted"], 2.0)] * 2
 
 
-def interrupted_in_their_midst() -> bool:
+def interrupted_in_their_midst(ranks: Ranks) -> bool:
     """Whether Ctrl-C in what ranks do together has rank 0 leave the others there."""
-
-    def work(ranks: Ranks) -> bool:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            ranks.order(_press_together)
-        except KeyboardInterrupt:
-            return ranks.apart
-        return False
-
-    return otdd.led(work)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ranks.order(_press_together)
+    except KeyboardInterrupt:
+        return ranks.apart
+    return False
 
 
 def _press_together(ranks: Ranks) -> None:
@@ -152,7 +140,7 @@ def _press_together(ranks: Ranks) -> None:
 @pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_what_others_do_for_long() -> None:
     with own_pool() as own:
-        assert own.answer_of(0, interrupted_in_their_midst) is True
+        assert own.answer_of(0, lead, interrupted_in_their_midst) is True
 
 
 def left_alone() -> Any:

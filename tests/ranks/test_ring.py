@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import pool
+from rank_pool import lead, pool
 from test_shared_distance import EPSILON, datasets
 from torch import Tensor
 
@@ -22,11 +22,9 @@ SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 def in_a_ring(work: Any, *arguments: Any) -> Any:
     """What rank 0 finds where no rank has memory for all points."""
-    before, sharing.UNASKED = sharing.UNASKED, 0
-    try:
-        return otdd.led(lambda ranks: work(ranks, *arguments))
-    finally:
-        sharing.UNASKED = before
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sharing, "UNASKED", 0)
+        return lead(work, *arguments)
 
 
 def distance(ranks: Ranks, precision: str) -> dict[str, Any]:
@@ -74,11 +72,9 @@ def held_points() -> int:
         counts.append(sum(map(len, shards)))
         return before(self, **how)
 
-    RingBlocks.circulated = counted  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RingBlocks, "circulated", counted)
         in_a_ring(distance, "double")
-    finally:
-        RingBlocks.circulated = before  # type: ignore[method-assign]
     return max(counts)
 
 
@@ -129,15 +125,11 @@ def test_tensors_of_an_order_are_no_part_of_what_is_pickled() -> None:
 
 def budgets(budget: str) -> str:
     """How points are held where ranks have so much memory for them."""
-    before = sharing.UNASKED, sharing.free_memory
-    sharing.UNASKED = 0
     # One rank has less than the others.
-    short = torch.distributed.get_rank() == 1
-    sharing.free_memory = lambda device: 1000 if short else 1 << 30
-    try:
-        return otdd.led(lambda ranks: _layout(ranks, budget))
-    finally:
-        sharing.UNASKED, sharing.free_memory = before
+    free = 1000 if torch.distributed.get_rank() == 1 else 1 << 30
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sharing, "free_memory", lambda device: free)
+        return in_a_ring(_layout, budget)
 
 
 def _layout(ranks: Ranks, budget: str) -> str:

@@ -128,18 +128,14 @@ def test_pytorch_computes_pairs_of_one_range_twice(size: int) -> None:
     assert len(set(scores)) == 1
 
 
-def products_of_one_cloud() -> list[Tensor]:
+def products_of_one_cloud(ranks: Ranks) -> list[Tensor]:
     """What needs rows of a cloud with itself: other potentials than one, and products."""
-
-    def work(ranks: Ranks) -> list[Tensor]:
-        points = torch.randn(23, 3, generator=torch.Generator().manual_seed(0)).double()
-        compute = otdd.ComputeOptions("cpu", precision="double", group=ranks)
-        operator = Problem.between(points, points, EPSILON, compute=compute).operator("xx")
-        f, g = potentials_of(23)
-        sums = operator.marginals(f, g, EPSILON)
-        return [sums.rows, sums.columns, operator.apply_plan(f, g, EPSILON, points).values]
-
-    return otdd.led(work)
+    points = torch.randn(23, 3, generator=torch.Generator().manual_seed(0)).double()
+    compute = otdd.ComputeOptions("cpu", precision="double", group=ranks)
+    operator = Problem.between(points, points, EPSILON, compute=compute).operator("xx")
+    f, g = potentials_of(23)
+    sums = operator.marginals(f, g, EPSILON)
+    return [sums.rows, sums.columns, operator.apply_plan(f, g, EPSILON, points).values]
 
 
 def potentials_of(n: int) -> tuple[Tensor, Tensor]:
@@ -153,7 +149,7 @@ def test_other_potentials_are_summed_by_rows() -> None:
     masses = torch.full((23,), 1 / 23, dtype=torch.float64)
     cost = (points[:, None] - points[None]).square().sum(2) / 2
     plan = reference.plan(cost, masses, masses, *potentials_of(23), EPSILON)
-    for rows, columns, product in pool(2).run(products_of_one_cloud):
+    for rows, columns, product in pool(2).led(products_of_one_cloud):
         assert torch.allclose(rows, plan.sum(1), rtol=1e-11)
         assert torch.allclose(columns, plan.sum(0), rtol=1e-11)
         assert torch.allclose(product, plan @ points, rtol=1e-11)

@@ -12,7 +12,7 @@ from live_bytes import peak
 from rank_pool import pool
 from torch import Tensor
 
-from otdd_flash.distributed.ranks import Ranks, led
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.lattice import lattice_of
@@ -43,17 +43,13 @@ def problem(n: int, m: int, group: Ranks | None, **options: Any) -> Problem:
     return Problem.between(*sides, EPSILON, table + table.T, GroundCost(0.5, 0.7), compute)
 
 
-def errors_of_columns(wrong: int) -> Tensor:
+def errors_of_columns(ranks: Ranks, wrong: int) -> Tensor:
     """What sums of columns may be off, where those of one rank may be off by more."""
-
-    def work(ranks: Ranks) -> Tensor:
-        whole = problem(9, 8, ranks)
-        operator = whole.operator("xy")
-        ranks.order(_worsen, max(ranks.held), wrong)
-        f, g = torch.zeros(9, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
-        return operator.marginals(f, g, EPSILON).column_errors
-
-    return led(work)
+    whole = problem(9, 8, ranks)
+    operator = whole.operator("xy")
+    ranks.order(_worsen, max(ranks.held), wrong)
+    f, g = torch.zeros(9, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
+    return operator.marginals(f, g, EPSILON).column_errors
 
 
 def _worsen(ranks: Ranks, number: int, wrong: int) -> None:
@@ -69,7 +65,7 @@ def _worsen(ranks: Ranks, number: int, wrong: int) -> None:
 
 def test_columns_may_be_off_by_what_any_rank_says() -> None:
     for wrong in (0, 1):
-        for errors in pool(2).run(errors_of_columns, wrong):
+        for errors in pool(2).led(errors_of_columns, wrong):
             assert bool((errors >= 1).all()), wrong
 
 
@@ -102,6 +98,7 @@ def taken_by_a_gather() -> float:
     return peak(lambda: ranks.gathered(part, 2000), part.device) / (2 * part.nbytes)
 
 
+@pytest.mark.slow
 def test_equal_shares_come_where_they_belong() -> None:
     """Gloo itself holds all of them once more; NCCL does not."""
     for taken in pool(2).run(taken_by_a_gather):

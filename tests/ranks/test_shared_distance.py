@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from rank_pool import pool
+from rank_pool import lead, pool
 
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
@@ -138,22 +138,17 @@ def test_a_dataset_is_at_distance_0_from_itself() -> None:
 
 def late_on_one(slow: int) -> dict[str, Any]:
     """A solve with a limit of seconds, on ranks of which one's clock runs away."""
-    limited = otdd.Converged(1e-5, max_seconds=1000.0)
-
-    def work(ranks: Ranks) -> dict[str, Any]:
-        compute = otdd.ComputeOptions("cpu", group=ranks)
-        return summary(
-            otdd.dataset_distance(*datasets(), epsilon=EPSILON, solver=limited, compute=compute)
-        )
-
-    before = iteration.time.perf_counter
     clock = iter(range(0, 10**9, 10**4))
-    if torch.distributed.get_rank() == slow:
-        iteration.time.perf_counter = lambda: float(next(clock))
-    try:
-        return otdd.led(work)
-    finally:
-        iteration.time.perf_counter = before
+    with pytest.MonkeyPatch.context() as patched:
+        if torch.distributed.get_rank() == slow:
+            patched.setattr(iteration.time, "perf_counter", lambda: float(next(clock)))
+        return lead(limited)
+
+
+def limited(ranks: Ranks) -> dict[str, Any]:
+    solver, compute = otdd.Converged(1e-5, max_seconds=1e3), otdd.ComputeOptions("cpu", group=ranks)
+    found = otdd.dataset_distance(*datasets(), epsilon=EPSILON, solver=solver, compute=compute)
+    return summary(found)
 
 
 @pytest.mark.slow
