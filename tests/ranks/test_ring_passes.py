@@ -127,11 +127,10 @@ def watched() -> Iterator[tuple[list[tuple[torch.dtype, int, int | None]], list[
         packed.append(len(points))
         return pack(points, *how)
 
-    Exchange.circulated, kernel.pack = seen, counted  # type: ignore[method-assign,assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Exchange, "circulated", seen)
+        patched.setattr(kernel, "pack", counted)
         yield rounds, packed
-    finally:
-        Exchange.circulated, kernel.pack = circulated, pack  # type: ignore[method-assign]
 
 
 def gone_round(how: str, symmetric: bool) -> dict[str, Any]:

@@ -105,35 +105,24 @@ def test_equal_shares_come_where_they_belong() -> None:
         assert 1 <= taken <= 2.01
 
 
-def what_is_held() -> tuple[list[int], list[int]]:
-    """Numbers of what a rank holds while an operator lives, and when it is gone."""
-    ranks = Ranks()
-    found: list[list[int]] = []
-
-    def work() -> None:
-        whole = problem(9, 8, ranks)
-        operator = whole.operator("xy")
-        ranks.order(_count, found)
-        del whole, operator
-        gc.collect()
-        ranks.order(_count, found)
-
-    ranks.led(work)
-    return found[0] if found else _COUNTS[-2], found[1] if found else _COUNTS[-1]
+def what_is_held(ranks: Ranks) -> list[list[list[int]]]:
+    """Numbers of what ranks hold while an operator lives, and when it is gone."""
+    whole = problem(9, 8, ranks)
+    operator = whole.operator("xy")
+    held = ranks.order(_held)
+    del whole, operator
+    gc.collect()
+    return [held, ranks.order(_held)]
 
 
-_COUNTS: list[list[int]] = []
-
-
-def _count(ranks: Ranks, found: list[list[int]]) -> None:
-    found.append(sorted(ranks.held))
-    _COUNTS.append(sorted(ranks.held))
+def _held(ranks: Ranks) -> list[list[int]]:
+    return ranks.all_gathered_objects(sorted(ranks.held))
 
 
 def test_ranks_hold_what_rank_0_does() -> None:
-    for held, left in pool(2).run(what_is_held):
-        assert len(held) == 3
-        assert left == []
+    held, left = pool(2).led(what_is_held)[0]
+    assert [len(each) for each in held] == [3, 3]
+    assert left == [[], []]
 
 
 def test_parts_lie_where_the_whole_does() -> None:
