@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,20 @@ def run_here(
     return Ended(int(left.value.code or 0), captured.out, captured.err)
 
 
+def started(folder: Path, *arguments: str | Path, **variables: str) -> CompletedProcess[str]:
+    """Run Python in a process, in a folder, with the package found as an installed one is."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        # A shell's background jobs, and what they start, ignore interruptions.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+    )
+
+
 def write_archives(folder: Path) -> Path:
     """Write two small labelled archives, a.npz and b.npz, into a folder."""
     generator = np.random.default_rng(0)
@@ -81,7 +101,7 @@ def quicken_hydra() -> None:
     Loader = loader.ConfigLoaderImpl
     choose, compose = loader.create_defaults_list, Loader._compose_config_from_defaults_list
     chosen: dict[str, DefaultsList] = {}
-    composed: dict[str, Any] = {}
+    composed: dict[str, bytes] = {}
 
     def packaged(repo: Any) -> bool:
         return not any(source.scheme() == "file" for source in repo.get_sources())
@@ -100,8 +120,9 @@ def quicken_hydra() -> None:
             return compose(self, defaults, repo)
         key = str([(each, each.is_self) for each in defaults])
         if key not in composed:
-            composed[key] = compose(self, defaults, repo)
-        return deepcopy(composed[key])
+            composed[key] = pickle.dumps(compose(self, defaults, repo))
+        # A quarter of the time of a deep copy.
+        return pickle.loads(composed[key])
 
     loader.create_defaults_list = choose_once
     Loader._compose_config_from_defaults_list = compose_once

@@ -65,6 +65,9 @@ def _with(small: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
     if "target" in keys:
         # Another dataset has splits of its own.
         keys.add("target.split")
+    if not {"-m", "--multirun"} & {*flags}:
+        # Three files, which only a summary reads.
+        settings.append("hydra.output_subdir=null")
     return [*flags, *(s for s in small if s.partition("=")[0] not in keys), *settings]
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 import tomllib
-from pathlib import Path
+from importlib import import_module
 
 import pytest
 import yaml
-
-ROOT = Path(__file__).resolve().parents[2]
+from command_runs import ROOT, started
 
 
 def test_help_shows_the_settings_that_the_arguments_lead_to(command):
@@ -196,15 +193,8 @@ def test_ctrl_c_during_imports_is_130_without_a_traceback(folder, imported, name
     (folder / imported / "__init__.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", f"otdd_flash.{name}", "hydra.run.dir=run"],
-        capture_output=True,
-        text=True,
-        check=False,
-        # A shell's background jobs, and what they start, ignore interruptions.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
-    )
+    path = os.pathsep.join([str(folder), *sys.path])
+    ended = started(folder, "-m", f"otdd_flash.{name}", "hydra.run.dir=run", PYTHONPATH=path)
     assert ended.returncode == 130
     *progress, last = ended.stderr.splitlines()
     assert last == "interrupted; what had been written is whole"
@@ -226,38 +216,29 @@ def test_threads_sleep_while_they_wait_unless_asked_otherwise(ended, monkeypatch
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
 
 
-def _script(folder, name):
-    """A console command as installers write it, and the environment that finds this package."""
-    module, _, function = SCRIPTS[name].partition(":")
-    path = folder / "bin" / name
+def _script(folder):
+    """The console command of distances as installers write it."""
+    module, _, function = SCRIPTS["otdd-distance"].partition(":")
+    path = folder / "bin" / "otdd-distance"
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
-    return path, {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def _ran(folder, command, environment):
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
+    return path
 
 
 @pytest.mark.slow
 def test_help_comes_without_torch_and_names_its_command(folder):
-    script, environment = _script(folder, "otdd-distance")
     for command, flag, said in (
-        ([script], "--help", "\n  otdd-distance [KEY=VALUE ...]"),
+        ([_script(folder)], "--help", "\n  otdd-distance [KEY=VALUE ...]"),
         (["-m", "otdd_flash.flow"], "--version", "otdd-flash "),
     ):
-        shown = _ran(folder, ["-X", "importtime", *command, flag], environment)
+        shown = started(folder, "-X", "importtime", *command, flag)
         assert shown.returncode == 0, shown.stderr
         assert said in shown.stdout
         assert "python -m" not in shown.stdout
         assert not re.search(r"\| +(torch|numpy|rich|matplotlib)$", shown.stderr, re.M)
+    for entry in SCRIPTS.values():
+        module, _, function = entry.partition(":")
+        assert callable(getattr(import_module(module), function)), entry
 
 
 @pytest.mark.slow
@@ -267,7 +248,6 @@ def test_a_console_command_does_what_the_module_does(folder):
     Functions of the working directory are found when they are named, and nothing else there. It
     draws whatever a notebook's environment names: its backend, and a style that needs LaTeX.
     """
-    script, environment = _script(folder, "otdd-distance")
     (folder / "features.py").write_text(
         "import helper\n\ndef embed(x):\n    return helper.TWICE * x\n"
     )
@@ -277,16 +257,16 @@ def test_a_console_command_does_what_the_module_does(folder):
     (folder / "hydra_plugins").mkdir()
     (folder / "hydra_plugins" / "evil.py").write_text("open('imported', 'a').write(__name__)\n")
     (folder / "matplotlibrc").write_text("text.usetex: True")
-    environment["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     # The encoding of a locale that has few signs.
-    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    variables["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     data = ["source=arrays", "source.path=a.npz", "target=arrays", "target.path=b.npz"]
     named = ["extractor=callable", "extractor.path=features:embed", "cache_dir=null"]
     late = ["solver.max_iterations=1", "solver.require_convergence=true", "solver.tolerance=1e-4"]
     more = ["overwrite=true", "hydra.run.dir=run"]
     one, other = (
-        _ran(folder, [*way, *data, *named, *late, *more], environment)
-        for way in ((script,), ("-m", "otdd_flash.distance"))
+        started(folder, *way, *data, *named, *late, *more, **variables)
+        for way in ((_script(folder),), ("-m", "otdd_flash.distance"))
     )
     # Seconds differ.
     shown, again = (
