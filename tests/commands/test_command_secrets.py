@@ -40,9 +40,7 @@ def _assert_nowhere(folder: Path, *texts: str) -> None:
 def test_results_keep_the_variable_and_not_its_value(
     ended: Callable, main: Callable, more: tuple[str, ...]
 ) -> None:
-    # Jobs get it, too.
-    more = (*more, "save_result=true", "report=table", "hydra.job.env_copy=[TOKEN]")
-    more = (*more, "log=tensorboard", "log_level=INFO")
+    more = (*more, "save_result=true", "report=table", "log=tensorboard", "log_level=INFO")
     said = ended(main, *DATA, *more)
     assert said.code == 0
     result = json.loads(Path("run/result.json").read_text())
@@ -65,6 +63,13 @@ def test_a_reference_to_a_key_from_the_environment_stays_one(ended: Callable) ->
     config = json.loads(Path("run/result.json").read_text())["config"]
     assert config["source"]["root"] == "${data_root}"
     _assert_nowhere(Path("run"))
+
+
+@pytest.mark.slow
+def test_a_variable_that_jobs_get_is_shown_nowhere(ended: Callable) -> None:
+    said = ended(distance, *DATA, "report=none", "hydra.job.env_copy=[TOKEN]")
+    assert said.code == 0
+    assert SECRET not in said.out + said.err
 
 
 def test_errors_name_the_variable(ended: Callable, folder: Path) -> None:
