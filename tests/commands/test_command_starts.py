@@ -229,7 +229,7 @@ def _script(folder):
 def test_help_comes_without_torch_and_names_its_command(folder):
     for command, flag, said in (
         ([_script(folder)], "--help", "\n  otdd-distance [KEY=VALUE ...]"),
-        (["-m", "otdd_flash.flow"], "--version", "otdd-flash "),
+        (["-m", "otdd_flash.flow"], "--version", "Hydra "),
     ):
         shown = started(folder, "-X", "importtime", *command, flag)
         assert shown.returncode == 0, shown.stderr
