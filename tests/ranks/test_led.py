@@ -81,10 +81,10 @@ def classes(compute: otdd.ComputeOptions) -> list[Any]:
 
 def subsamples(compute: otdd.ComputeOptions) -> list[Any]:
     """An interval by 39 draws, of which every rank compares some."""
-    found = otdd.subsample_interval(
-        *sides(), 1.0, count=39, size=12, seed=3, epsilon=EPSILON, compute=compute
-    )
-    floor = otdd.noise_floor(*sides(), seed=3, epsilon=EPSILON, compute=compute)
+    # So large that each takes few iterations.
+    settings = {"seed": 3, "epsilon": 3.0, "compute": compute}
+    found = otdd.subsample_interval(*sides(), 1.0, count=39, size=12, **settings)
+    floor = otdd.noise_floor(*sides(), **settings)
     return [torch.tensor(found.values), torch.tensor([found.lower, floor.between.value])]
 
 
