@@ -58,7 +58,7 @@ def flow(ranks: Ranks | None, folder: str, stop: int, way: str) -> tuple[Tensor,
     result = otdd.gradient_flow(
         *sides(),
         moves,
-        epsilon=0.5,
+        epsilon=2.0,
         solver=otdd.Converged(1e-8),
         compute=otdd.ComputeOptions("cpu", precision="double", group=ranks),
         callbacks=otdd.Callbacks(
