@@ -97,6 +97,7 @@ def test_a_choice_of_solver_has_the_librarys_defaults_and_no_key_of_the_other(co
         assert composed("solver=geomloss", name=command).solver.scaling == 0.5
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

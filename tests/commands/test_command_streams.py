@@ -69,7 +69,8 @@ def test_the_file_is_written_before_the_table_is_printed(
     assert read("run/result.json")["bounds"][0] > 0
 
 
-@pytest.mark.parametrize("flow", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flow", [False, True])
 def test_a_full_standard_output_is_code_4_beside_the_result(
     command, flow_command, monkeypatch, read, full, flow
 ):
