@@ -168,7 +168,9 @@ def of_weighted(way: str) -> dict[str, Any]:
         rows = torch.arange(0, 9) if rank == 0 else torch.arange(9, len(side))
         parts = side.take(rows)
         if way == "own":
-            parts = replace(parts, weights=1.0 + rows)
+            # Made anew: a part of a whole remembers the unit of its weights.
+            given = parts.features, parts.labels, side.class_names
+            parts = otdd.LabeledSamples(*given, 1.0 + rows)
         shards.append(parts.to("cpu"))
     compute = otdd.ComputeOptions("cpu", group="world")
     return summary(otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute))
