@@ -7,7 +7,7 @@ import math
 import pytest
 import reference
 import torch
-from test_evidence import assert_nearly_attained
+from test_engine_evidence import assert_nearly_attained
 from torch import Tensor
 
 from otdd_flash.engine.evidence.primal import (
