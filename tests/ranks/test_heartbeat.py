@@ -81,6 +81,7 @@ def test_ranks_that_beat_or_have_left_are_not_missed() -> None:
         # Stopped before its first beat.
         (0, None, ("rank 1", None)),
     ],
+    ids=["of this machine", "of another machine", "the first rank", "before its first beat"],
 )
 def test_a_rank_that_stops_beating_is_missed_by_name(
     rank: int,
