@@ -209,7 +209,8 @@ def _choose_scale(axes: Axes, lines: Array, lower: Array, upper: Array) -> tuple
     lower, upper = np.clip(lower, least, most), np.clip(upper, least, most)
     scale = axes.yaxis.get_transform()
     ends = scale.transform(np.array([min(low, np.nanmin(lower)), max(high, np.nanmax(upper))]))
-    room = 0.06 * (ends[1] - ends[0]) or 0.1 * abs(ends[1]) or 1.0
+    # Below a hundredth of the values, ticks would be written as an offset that meets the title.
+    room = max(0.06 * (ends[1] - ends[0]), 0.01 * abs(ends).max()) or 1.0
     axes.set_ylim(*scale.inverted().transform(ends + np.array([-room, room])))
     return lower, upper
 
