@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flow_by_hand import DOUBLE, blobs, euler_flow
+from flow_by_hand import DOUBLE, euler_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -38,7 +38,14 @@ def test_held_out_points_go_where_the_flow_takes_them(held_out, trained):
 
 @pytest.mark.slow
 def test_one_more_particle_is_felt_as_in_a_flow_that_has_it():
-    source, target = (replace(blobs(n, seed), labels=None) for n, seed in ((31, 0), (30, 1)))
+    source, target = (
+        otdd.load("digits", split=split, max_samples=n, rotate=degrees)
+        for split, n, degrees in (("train", 31, 0), ("test", 30, 90))
+    )
+    source, target = (
+        replace(samples, features=samples.features.double(), labels=None)
+        for samples in (otdd.embed(each, otdd.extractors.pixels()) for each in (source, target))
+    )
     inside, outside = torch.arange(30), torch.tensor([30])
     settings = {"epsilon": 0.5, "steps": 2, "cost": otdd.GroundCost(0.5, 0.0)}
     flow = euler_flow(source.take(inside), target, **settings)
