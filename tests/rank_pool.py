@@ -49,10 +49,14 @@ class RankPool:
             self.close()
             raise
 
-    def answer_of(self, rank: int, function: Callable[..., Any]) -> Any:
+    def led(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What every rank hears of work(ranks, ...) that rank 0 leads."""
+        return self.run(lead, work, *arguments)
+
+    def answer_of(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """What it returns, or raises, on one rank; others may never answer."""
         for pipe in self._pipes:
-            pipe.send((function, ()))
+            pipe.send((function, arguments))
         return _answer(self._pipes[rank])
 
     def close(self) -> None:
@@ -87,6 +91,13 @@ def _work(pipe: Connection, meeting: str, rank: int, size: int) -> None:
             pipe.send(function(*arguments))
         except Exception as error:
             pipe.send(error)
+
+
+def lead(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Work(ranks, ...), which rank 0 leads; called on every rank."""
+    from otdd_flash.distributed.ranks import led
+
+    return led(lambda ranks: work(ranks, *arguments))
 
 
 @cache

@@ -125,17 +125,6 @@ def dual_value(cost: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon
     return a @ f + b @ g + epsilon * (1 - mass)
 
 
-def unrolled_transport(
-    cost: Tensor, a: Tensor, b: Tensor, epsilon: float, iterations: int = 800
-) -> Tensor:
-    """OT_epsilon after many iterations that autograd can differentiate; masses must be positive."""
-    g = torch.zeros_like(b)
-    for _ in range(iterations):
-        f = -epsilon * torch.logsumexp(b.log() + (g - cost) / epsilon, 1)
-        g = -epsilon * torch.logsumexp(a.log() + (f - cost.T) / epsilon, 1)
-    return a @ f + b @ g
-
-
 def finite_differences(
     function: Callable[[Tensor], Tensor], point: Tensor, step: float = 1e-5
 ) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import otdd_flash as otdd
 from otdd_flash.content_mark import mark_of, mark_of_tensors
 from otdd_flash.errors import InputError
 
-KINDS = np.arange(30) % 3
+KINDS = np.arange(12) % 3
 
 
 def points(shift: float = 0.0) -> Any:
-    return np.random.default_rng(int(shift)).normal(size=(30, 4)) + shift
+    return np.random.default_rng(int(shift)).normal(size=(12, 4)) + shift
 
 
 def shuffle(x: Any) -> None:
@@ -33,40 +32,42 @@ def swap_columns(x: Any) -> None:
     x[:] = x[:, ::-1].copy()
 
 
-ASKED: dict[str, Callable[[Any, Path], object]] = {
-    "saved": lambda result, path: result.save(path),
-    "coupling": lambda result, _: result.class_coupling(),
-    "map": lambda result, _: result.barycentric_map(),
-    "contributions": lambda result, _: result.contributions(),
-    "applied": lambda result, _: result.apply_plan(torch.ones(30)),
-}
-
-
-@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-@pytest.mark.parametrize("change", [shuffle, one_bit, swap_columns])
+@pytest.mark.parametrize(
+    ("ask", "change"),
+    [
+        (lambda result, path: result.save(path), shuffle),
+        (lambda result, _: result.class_coupling(), one_bit),
+        (lambda result, _: result.barycentric_map(), swap_columns),
+        (lambda result, _: result.contributions(), one_bit),
+        (lambda result, _: result.apply_plan(torch.ones(12)), shuffle),
+    ],
+    ids=["saved", "coupling", "map", "contributions", "applied"],
+)
 def test_nothing_is_said_of_points_that_were_changed(ask: Any, change: Any, tmp_path: Path) -> None:
     """A saved result held a distance and points that were at another one."""
     x = points()
-    result = otdd.dataset_distance((x, KINDS), (points(1), KINDS))
+    result = otdd.dataset_distance((x, KINDS), (points(1), KINDS), epsilon=1.0)
     ask(result, tmp_path)
     change(x)
     with pytest.raises(InputError, match="source was changed in place after this result was"):
         ask(result, tmp_path)
 
 
-@pytest.mark.parametrize("ask", [lambda flow, path: flow.save(path), lambda flow, _: flow.map()])
-def test_a_flow_says_nothing_of_points_that_were_changed(ask: Any, tmp_path: Path) -> None:
+def test_a_flow_says_nothing_of_points_that_were_changed(tmp_path: Path) -> None:
     y = points(1)
-    flow = otdd.gradient_flow((points(), KINDS), (y, KINDS), otdd.Flow(steps=1))
-    ask(flow, tmp_path)
+    flow = otdd.gradient_flow((points(), KINDS), (y, KINDS), otdd.Flow(steps=1), epsilon=1.0)
+    asked = (lambda: flow.save(tmp_path)), flow.map
+    for ask in asked:
+        ask()
     y += 1
-    with pytest.raises(InputError, match="target was changed in place"):
-        ask(flow, tmp_path)
+    for ask in asked:
+        with pytest.raises(InputError, match="target was changed in place"):
+            ask()
 
 
 def test_a_result_of_copies_stays(tmp_path: Path) -> None:
     x = points()
-    result = otdd.dataset_distance((x.copy(), KINDS), (points(1), KINDS))
+    result = otdd.dataset_distance((x.copy(), KINDS), (points(1), KINDS), epsilon=1.0)
     x += 1
     result.save(tmp_path)
     loaded = otdd.DistanceResult.load(tmp_path)
@@ -79,7 +80,7 @@ def test_a_fingerprint_is_of_what_is_there_now(part: str) -> None:
     parts = {
         "features": torch.from_numpy(points()),
         "labels": torch.from_numpy(KINDS.copy()),
-        "weights": torch.full((30,), 1 / 30, dtype=torch.float64),
+        "weights": torch.full((12,), 1 / 12, dtype=torch.float64),
     }
     samples = otdd.LabeledSamples(**parts, class_names=("a", "b", "c"))
     before = samples.fingerprint
@@ -113,10 +114,10 @@ def test_one_column_of_a_matrix_has_a_mark() -> None:
     """Its bytes could not be read: it is contiguous, and its strides are those of the matrix."""
     x = torch.from_numpy(np.asfortranarray(points()))[:, 1:2]
     assert x.is_contiguous()
-    assert x.stride() == (1, 30)
-    assert mark_of_tensors(x) == mark_of_tensors(x.clone().view(30, 1))
+    assert x.stride() == (1, 12)
+    assert mark_of_tensors(x) == mark_of_tensors(x.clone().view(12, 1))
     # So it is with one number of many.
-    assert mark_of_tensors(x[::30, 0]) == mark_of_tensors(x[0].clone())
+    assert mark_of_tensors(x[::12, 0]) == mark_of_tensors(x[0].clone())
 
 
 @pytest.mark.gpu

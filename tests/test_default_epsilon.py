@@ -19,7 +19,7 @@ DRAW = np.random.default_rng(7)
 # Of different sizes, scales and places, so that every pair has a mean cost of its own.
 DATASETS = [
     (DRAW.normal(place, scale, (rows, 3)), np.arange(rows) % 2)
-    for place, scale, rows in ((0.0, 1.0, 12), (2.0, 3.0, 17), (-5.0, 0.5, 9))
+    for place, scale, rows in ((0.0, 1.0, 12), (2.0, 3.0, 11), (-5.0, 0.5, 7))
 ]
 ONE, TWO, THREE = DATASETS
 POINT = np.ones((4, 2)), np.arange(4) % 2
@@ -85,23 +85,25 @@ def test_several_datasets_share_one_epsilon_that_of_all_pairs(tmp_path):
     assert study(epsilon_relative=0.01).run(tmp_path, resume=True).complete
 
 
+@pytest.mark.slow
 def test_a_flow_keeps_the_epsilon_of_its_start():
-    flow = otdd.gradient_flow(ONE, TWO, otdd.Flow(3), labels="none")
+    flow = otdd.gradient_flow(ONE, TWO, otdd.Flow(1), labels="none")
     assert flow.settings["epsilon"] == pytest.approx(0.01 * mean_cost(ONE, TWO))
     assert flow.mean_cost == pytest.approx(mean_cost(ONE, TWO))
 
 
-@pytest.mark.parametrize("point", [POINT, (np.full((4, 2), 1e-170), POINT[1])])
-def test_a_cost_of_zero_has_epsilon_one(point, tmp_path):
-    other = point[0][:3], point[1][:3]
+def test_a_cost_of_zero_has_epsilon_one(tmp_path):
     settings = {"labels": "none"}
-    assert otdd.dataset_distance(point, other, **settings).epsilon == 1
-    assert otdd.pairwise_distances([point, other], **settings).epsilon == 1
-    assert otdd.gradient_flow(point, other, otdd.Flow(1), **settings).settings["epsilon"] == 1
-    assert study([point, other]).run(tmp_path).epsilon == 1
-    assert otdd.dataset_distance(point, other, labels="sinkhorn").labels_epsilon == 1
+    tiny = np.full((4, 2), 1e-170), POINT[1]
+    for point in (POINT, tiny):
+        pair = point, (point[0][:3], point[1][:3])
+        assert otdd.dataset_distance(*pair, **settings).epsilon == 1
+        assert otdd.pairwise_distances(pair, **settings).epsilon == 1
+    assert otdd.gradient_flow(*pair, otdd.Flow(1), **settings).settings["epsilon"] == 1
+    assert study(pair).run(tmp_path).epsilon == 1
+    assert otdd.dataset_distance(*pair, labels="sinkhorn").labels_epsilon == 1
     with pytest.raises(otdd.InputError, match="epsilon_relative needs a positive mean cost"):
-        otdd.dataset_distance(point, other, epsilon_relative=0.1, **settings)
+        otdd.dataset_distance(*pair, epsilon_relative=0.1, **settings)
 
 
 BOTH = {"epsilon": 0.5, "epsilon_relative": 0.25}
@@ -119,8 +121,7 @@ BOTH = {"epsilon": 0.5, "epsilon_relative": 0.25}
     ],
 )
 def test_both_epsilons_are_refused(call):
-    message = r"one of them; got both, epsilon=0\.5 and epsilon_relative=0\.25"
-    with pytest.raises(otdd.InputError, match=message):
+    with pytest.raises(otdd.InputError, match=r"got both, epsilon=0\.5 and epsilon_relative=0\.25"):
         call()
 
 
@@ -180,6 +181,7 @@ def test_class_distances_by_sinkhorn_follow_what_is_given_else_their_own_cost(tm
     assert cosine.labels_epsilon == pytest.approx(0.01 * pooled(*units))
 
 
+@pytest.mark.slow
 def test_weights_count_in_the_pool():
     weights = np.repeat((1.0, 0.0), 6)
     weighted = otdd.LabeledSamples.from_arrays(*ONE, weights)
@@ -214,7 +216,7 @@ def test_tables_print_epsilon_in_both_units(tmp_path):
 
 
 def test_an_epsilon_too_small_for_float32_names_ways_out_that_do():
-    x, y = (1e4 * np.random.default_rng(k).normal(size=(40, 4)) for k in (0, 1))
+    x, y = (1e4 * np.random.default_rng(k).normal(size=(12, 4)) for k in (0, 1))
     with pytest.raises(otdd.InputError, match="is too small for float32") as said:
         otdd.dataset_distance(x, y, labels="none", epsilon=0.1)
     message = str(said.value)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import reduce_pca, standardize
 
-N, M, D = 24, 20, 3
+N, M, D = 14, 12, 3
 
 
 def inputs() -> dict[str, Tensor]:
@@ -29,10 +28,9 @@ def inputs() -> dict[str, Tensor]:
     x = torch.randn(N, D, **named)
     y = torch.randn(M, D, **named) * 1.5 + 1
     return {
-        **{"x": x, "y": y},
-        "labels_x": torch.arange(N, device="cpu") % 2,
-        "labels_y": torch.arange(M, device="cpu") % 2,
-        "costs": torch.rand(N, M, **named),
+        **{"x": x, "y": y, "costs": torch.rand(N, M, **named)},
+        **{"labels_x": torch.arange(N, device="cpu") % 2},
+        **{"labels_y": torch.arange(M, device="cpu") % 2},
     }
 
 
@@ -43,46 +41,35 @@ def samples(given: dict[str, Tensor]) -> tuple[otdd.LabeledSamples, otdd.Labeled
     )
 
 
-def flow(mode: str, labels: Any = "gaussian") -> Callable[[dict[str, Tensor]], list[Tensor]]:
-    def run(given: dict[str, Tensor]) -> list[Tensor]:
-        found = otdd.gradient_flow(
-            *samples(given),
-            otdd.Flow(mode=mode, steps=2),
-            epsilon=0.5,
-            labels=labels,
-        )
-        return [found.samples.features, found.class_distances.full]
-
-    return run
+# Of results: what is asked for, and what they have.
+ASKED = ("contributions", "barycentric_map", "class_coupling", "plan")
+HELD = ("samples", "features", "class_distances", "full", "values", "value", "bounds")
+HELD += ("plans", "f", "gradient")
 
 
-def contributions(given: dict[str, Tensor]) -> list[Tensor]:
-    result = otdd.dataset_distance(*samples(given), epsilon=0.5)
-    values = torch.tensor(result.value, dtype=torch.float64, device="cpu")
-    return [
-        values,
-        result.contributions().values,
-        result.barycentric_map(),
-        result.class_coupling(),
-    ]
+def numbers(found: Any) -> list[Tensor]:
+    """The numbers of a result."""
+    if isinstance(found, Tensor):
+        return [found]
+    if isinstance(found, float):
+        return [torch.tensor(found, dtype=torch.float64, device="cpu")]
+    if isinstance(found, bool | str | None):
+        return []
+    if isinstance(found, tuple | list):
+        return [number for part in found for number in numbers(part)]
+    parts = [getattr(found, name)() for name in ASKED if callable(getattr(found, name, None))]
+    parts += [getattr(found, name) for name in HELD if getattr(found, name, None) is not None]
+    assert parts, found
+    return numbers(parts)
 
 
-def flow_map(given: dict[str, Tensor]) -> list[Tensor]:
-    one, two = samples(given)
-    found = otdd.gradient_flow(one, two, otdd.Flow(steps=2), epsilon=0.5)
-    return [found.map("residual", epochs=3, device="cpu")(one).features]
+METRICS = ("gaussian", "means", "exact", otdd.labels.Sinkhorn(epsilon=0.1))
+DIAGONAL = otdd.labels.Gaussian(diagonal=True)
 
 
-def number(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
-def pairwise(given: dict[str, Tensor]) -> list[Tensor]:
-    return [otdd.pairwise_distances(samples(given), epsilon=0.5).values]
-
-
-def sliced(given: dict[str, Tensor]) -> list[Tensor]:
-    return [otdd.sliced_distances(samples(given), projections=200).values]
+def flow(given: dict[str, Tensor], mode: str, labels: Any = "gaussian") -> otdd.FlowResult:
+    options = otdd.Flow(mode=mode, steps=2)
+    return otdd.gradient_flow(*samples(given), options, epsilon=0.5, labels=labels)
 
 
 def hessian(given: dict[str, Tensor]) -> list[Tensor]:
@@ -93,64 +80,54 @@ def hessian(given: dict[str, Tensor]) -> list[Tensor]:
 
 def matrix(given: dict[str, Tensor]) -> list[Tensor]:
     found = otdd.matrix_transport(given["costs"], epsilon=0.1)
-    return [number(found.value, *found.bounds), found.plan(), found.apply(given["y"])]
+    return [*numbers(found), found.apply(given["y"])]
 
 
-def plans(given: dict[str, Tensor]) -> list[Tensor]:
-    found = otdd.sinkhorn_plans(given["costs"][None], epsilon=0.1)
-    return [found.plans, found.value, found.bounds, found.f]
+def clouds(function: Callable[..., Any], **more: Any) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda given: function(given["x"], given["y"], epsilon=0.5, **more)
 
 
-def joint(given: dict[str, Tensor]) -> list[Tensor]:
-    return [
-        otdd.class_distances(samples(given), labels=labels).full
-        for labels in (
-            "gaussian",
-            "means",
-            "exact",
-            otdd.labels.Sinkhorn(epsilon=0.1),
-            otdd.labels.Gaussian(diagonal=True),
-        )
-    ]
+def labelled(function: Callable[..., Any], **more: Any) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda given: function(*samples(given), **more)
 
 
-def of_loss(**more: Any) -> Callable[[dict[str, Tensor]], list[Tensor]]:
-    return lambda given: [otdd.sinkhorn_loss(given["x"], given["y"], epsilon=0.5, **more)]
-
-
-CALLS: dict[str, Callable[[dict[str, Tensor]], list[Tensor]]] = {
-    "flow attached": flow("attached"),
-    "flow attached, diagonal": flow("attached", otdd.labels.Gaussian(diagonal=True)),
-    "flow attached, means": flow("attached", "means"),
-    "flow joint": flow("joint"),
-    "flow augmented": flow("augmented"),
-    "flow augmented, diagonal": flow("augmented", otdd.labels.Gaussian(diagonal=True)),
-    "flow features": flow("features"),
-    "flow map": flow_map,
-    "dataset_distance": contributions,
-    "pairwise_distances": pairwise,
-    "sliced_distances": sliced,
-    "class_distances": joint,
-    "sinkhorn_loss": of_loss(),
-    "sinkhorn_loss cosine": of_loss(ground="cosine"),
-    "sinkhorn_losses": lambda g: [otdd.sinkhorn_losses([g["x"]], [g["y"]], epsilon=0.5)],
-    "sinkhorn_divergence": lambda g: [
-        number(otdd.sinkhorn_divergence(*samples(g), epsilon=0.5).value)
+CALLS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "flow attached": lambda given: flow(given, "attached"),
+    "flow attached, diagonal": lambda given: flow(given, "attached", DIAGONAL),
+    "flow attached, means": lambda given: flow(given, "attached", "means"),
+    "flow joint": lambda given: flow(given, "joint"),
+    "flow augmented": lambda given: flow(given, "augmented"),
+    "flow augmented, diagonal": lambda given: flow(given, "augmented", DIAGONAL),
+    "flow map": lambda given: flow(given, "features").map("residual", epochs=3, device="cpu")(
+        samples(given)[0]
+    ),
+    "noise_floor": lambda given: otdd.noise_floor(*samples(given), epsilon=0.5).between,
+    "class_distances": lambda given: [
+        otdd.class_distances(samples(given), labels=labels) for labels in (*METRICS, DIAGONAL)
     ],
-    "sinkhorn": lambda g: [otdd.sinkhorn(*samples(g), epsilon=0.5).f],
-    "sinkhorn_potentials": lambda g: [*otdd.sinkhorn_potentials(g["x"], g["y"], epsilon=0.5)],
-    "transport_map": lambda g: [otdd.transport_map(g["x"], g["y"], epsilon=0.5)],
+    "sinkhorn_loss cosine": clouds(otdd.sinkhorn_loss, ground="cosine"),
+    "sinkhorn_divergence": labelled(otdd.sinkhorn_divergence, epsilon=0.5),
     "sinkhorn_hessian": hessian,
-    "matrix_loss": lambda g: [otdd.matrix_loss(g["costs"], epsilon=0.1)],
-    "matrix_plan": lambda g: [otdd.matrix_plan(g["costs"], epsilon=0.1)],
+    "pairwise_distances": lambda given: otdd.pairwise_distances(samples(given), epsilon=0.5),
+    "dataset_distance": labelled(otdd.dataset_distance, epsilon=0.5),
+    "sinkhorn_loss": clouds(otdd.sinkhorn_loss),
+    "sliced_distances": lambda given: otdd.sliced_distances(samples(given), projections=200),
+    "sinkhorn_losses": lambda g: otdd.sinkhorn_losses([g["x"]], [g["y"]], epsilon=0.5),
+    "sinkhorn": labelled(otdd.sinkhorn, epsilon=0.5),
+    "sinkhorn_potentials": clouds(otdd.sinkhorn_potentials),
+    "transport_map": clouds(otdd.transport_map),
+    "matrix_loss": lambda given: otdd.matrix_loss(given["costs"], epsilon=0.1),
+    "matrix_plan": lambda given: otdd.matrix_plan(given["costs"], epsilon=0.1),
     "matrix_transport": matrix,
-    "doubly_stochastic": lambda g: [otdd.doubly_stochastic(g["costs"][:M, :M])],
-    "doubly_stochastic f64": lambda g: [otdd.doubly_stochastic(g["costs"][:M, :M].double())],
-    "sinkhorn_plans": plans,
-    "noise_floor": lambda g: [number(otdd.noise_floor(*samples(g), epsilon=0.5).between.value)],
-    "standardize": lambda g: [side.features for side in standardize(*samples(g))],
-    "reduce_pca": lambda g: [side.features for side in reduce_pca(*samples(g), k=2, seed=0)],
+    "doubly_stochastic": lambda given: [
+        otdd.doubly_stochastic(costs) for costs in (given["costs"][:M], given["costs"][:M].double())
+    ],
+    "sinkhorn_plans": lambda given: otdd.sinkhorn_plans(given["costs"][None], epsilon=0.1),
+    "standardize": labelled(standardize),
+    "reduce_pca": labelled(reduce_pca, k=2, seed=0),
 }
+# The first ones wait: they take seconds, or go the way of others.
+LONG = [*CALLS][: [*CALLS].index("dataset_distance")]
 
 
 @contextmanager
@@ -163,38 +140,38 @@ def default_type(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "set_grad_enabled": lambda: torch.set_grad_enabled(False),
-    "meta": lambda: torch.device("meta"),
-    "float64": lambda: default_type(torch.float64),
-    "float16": lambda: default_type(torch.float16),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-}
-# Seconds each, in all modes.
-LONG = {name for name in CALLS if name.startswith("flow")} | {"noise_floor", "class_distances"}
+@contextmanager
+def everything_at_once() -> Iterator[None]:
+    defaults = torch.device("meta"), default_type(torch.float64)
+    with defaults[0], defaults[1], torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        yield
 
 
-@cache
-def alone(name: str) -> list[Tensor]:
-    return CALLS[name](inputs())
+@contextmanager
+def halves_without_gradients() -> Iterator[None]:
+    with default_type(torch.float16), torch.no_grad():
+        yield
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CALLS],
+    ("name", "mode"),
+    [
+        *(pytest.param(name, everything_at_once, marks=pytest.mark.slow) for name in LONG),
+        *((name, everything_at_once) for name in CALLS if name not in LONG),
+        ("sinkhorn_loss", halves_without_gradients),
+        *(
+            pytest.param(name, halves_without_gradients, marks=pytest.mark.slow)
+            for name in ("dataset_distance", "flow joint")
+        ),
+    ],
 )
-def test_numbers_are_the_same_in_any_mode(name: str, mode: str) -> None:
-    outside = inputs()
+def test_numbers_are_the_same_in_any_mode(name: str, mode: Callable[[], Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = alone(name)
-        with MODES[mode]():
+        expected = numbers(CALLS[name](inputs()))
+        with mode():
             # What is made in inference mode lacks what autograd asks of a tensor.
-            given = inputs() if mode == "inference_mode" else outside
-            found = CALLS[name](given)
+            found = numbers(CALLS[name](inputs()))
     for mine, wanted in zip(found, expected, strict=True):
         assert (mine.dtype, mine.device) == (wanted.dtype, wanted.device)
         assert torch.equal(mine, wanted)
@@ -239,7 +216,8 @@ def value_and_gradient(loss: Loss, x: Tensor) -> tuple[Tensor, Tensor]:
     return value.detach(), x.grad
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("name", [*reversed(DIFFERENTIABLE)])
 def test_backward_passes_are_the_same_under_autocast_and_other_defaults(name: str) -> None:
     given = inputs()
     loss = differentiable(given["y"])[name]
@@ -252,8 +230,10 @@ def test_backward_passes_are_the_same_under_autocast_and_other_defaults(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", [*DIFFERENTIABLE, "dataset_distance"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "eager") for name in [*DIFFERENTIABLE, "dataset_distance"]), ("batch", "aot_eager")],
+)
 def test_a_compiled_step_has_the_eager_value_and_gradient(name: str, backend: str) -> None:
     given = inputs()
     losses = differentiable(given["y"])
@@ -321,39 +301,47 @@ def export(loss: Loss, x: Tensor) -> None:
     torch.export.export(Module(), (x,), strict=False)
 
 
+REFUSING: dict[str, Callable[[dict[str, Tensor]], Loss]] = {
+    "sinkhorn_loss": lambda given: differentiable(given["y"])["sinkhorn_loss"],
+    "transport_map": lambda given: differentiable(given["y"])["transport_map"],
+    # Inside of a transform, its numbers would be constants.
+    "sinkhorn_divergence": lambda given: (
+        lambda x: torch.tensor(otdd.sinkhorn_divergence(x, given["y"], epsilon=0.5).value)
+    ),
+    "doubly_stochastic": lambda given: lambda x: otdd.doubly_stochastic(x[:D]).square().sum(),
+    "LabeledSamples ": lambda given: lambda x: otdd.LabeledSamples(x, None, ()).features.sum(),
+}
+# What they import takes a second or more.
+DEAR = ("jvp", "jacfwd", "fake", "export")
+
+
 # Of torch, about prototypes and what is deprecated.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", ["sinkhorn_loss", "transport_map", "sinkhorn_divergence"])
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [
+        *(
+            pytest.param("sinkhorn_loss", name, marks=[pytest.mark.slow] * (name in DEAR))
+            for name in TRANSFORMS
+        ),
+        *(
+            (name, transform)
+            for name in ("transport_map", "sinkhorn_divergence")
+            for transform in ("grad", "dual", "trace", "make_fx", "meta", "nested")
+        ),
+        *(
+            (name, transform)
+            for name in ("doubly_stochastic", "LabeledSamples ")
+            for transform in ("grad", "vmap", "dual")
+        ),
+    ],
+)
 def test_transforms_and_traces_are_refused(name: str, transform: str) -> None:
     given = inputs()
-    losses = differentiable(given["y"])
-    # Inside of a transform, its numbers would be constants.
-    losses["sinkhorn_divergence"] = lambda x: torch.tensor(
-        otdd.sinkhorn_divergence(x, given["y"], epsilon=0.5).value
-    )
     apply, message = TRANSFORMS[transform]
-    with pytest.raises(InputError, match=message):
-        apply(losses[name], given["x"])
-
-
-def doubly(logits: Tensor) -> Tensor:
-    return otdd.doubly_stochastic(logits).square().sum()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "hessian", "dual", "trace"])
-def test_transforms_of_doubly_stochastic_are_refused(transform: str) -> None:
-    apply, message = TRANSFORMS[transform]
-    with pytest.raises(InputError, match=message):
-        apply(doubly, torch.rand(4, 4))
-
-
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "dual"])
-def test_samples_are_not_made_inside_of_transforms(transform: str) -> None:
-    apply, message = TRANSFORMS[transform]
-    with pytest.raises(InputError, match=f"LabeledSamples .*{message}"):
-        apply(lambda x: otdd.LabeledSamples(x, None, ()).features.sum(), torch.rand(4, 4))
+    said = f"{name}.*{message}" if name == "LabeledSamples " else message
+    with pytest.raises(InputError, match=said):
+        apply(REFUSING[name](given), given["x"])
 
 
 @pytest.mark.slow
@@ -366,6 +354,7 @@ def test_a_compiled_function_reads_a_fingerprint() -> None:
     assert torch.compile(first, backend="eager")(x) == first(x)
 
 
+@pytest.mark.slow
 def test_batches_of_cotangents_are_right_or_refused() -> None:
     given = inputs()
     losses = differentiable(given["y"])
@@ -377,6 +366,7 @@ def test_batches_of_cotangents_are_right_or_refused() -> None:
             call(losses[name], given["x"], vectorize=True)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_losses_have_the_same_gradient(reentrant: bool) -> None:
     given = inputs()

@@ -21,17 +21,20 @@ LABELS = torch.arange(50) % 4
 NAMES = ("a", "b", "c", "d")
 
 
-@pytest.mark.parametrize("rows", [1, 7, 50, 64])
-@pytest.mark.parametrize("in_file", [False, True])
+def in_file(name: str, write: Callable[[Path], None], folder: Path) -> Any:
+    write(folder / name)
+    return otdd.features_file(folder / name)
+
+
+@pytest.mark.parametrize(("rows", "stored"), [(1, False), (7, True), (50, True), (64, False)])
 def test_blocks_and_files_change_nothing(
-    rows: int, in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = otdd.LabeledSamples(FEATURES, LABELS, NAMES).fingerprint
     monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 12 * rows)
     features = FEATURES
-    if in_file:
-        np.save(tmp_path / "x.npy", FEATURES.numpy())
-        features = otdd.features_file(tmp_path / "x.npy")
+    if stored:
+        features = in_file("x.npy", lambda path: np.save(path, FEATURES.numpy()), tmp_path)
     assert otdd.LabeledSamples(features, LABELS, NAMES).fingerprint == whole
 
 
@@ -56,11 +59,6 @@ def test_names_cannot_pass_for_others() -> None:
 HALF = FEATURES.half().numpy()
 
 
-def in_file(name: str, write: Callable[[Path], None], folder: Path) -> Any:
-    write(folder / name)
-    return otdd.features_file(folder / name)
-
-
 def by_columns(array: Any) -> Any:
     return {str(place): array[:, place] for place in range(array.shape[1])}
 
@@ -75,6 +73,9 @@ HELD: dict[str, Callable[[Path], Any]] = {
     "by columns": lambda _: np.asfortranarray(HALF.astype(np.float32)),
     "every second row": lambda _: np.repeat(HALF, 2, 0)[::2],
     "turned": lambda _: HALF[::-1].copy()[::-1],
+    "read-only": lambda _: np.frombuffer(HALF.tobytes(), np.float16).reshape(50, 3),
+    "nothing masked": lambda _: np.ma.masked_array(HALF, np.zeros_like(HALF, bool)),
+    "a parameter": lambda _: torch.nn.Parameter(torch.from_numpy(HALF)),
     "lists": lambda _: HALF.tolist(),
     "objects": lambda _: HALF.astype(object),
     "a table": lambda _: pd.DataFrame(HALF.astype(np.float64)),
@@ -89,40 +90,53 @@ HELD: dict[str, Callable[[Path], Any]] = {
 }
 
 
+WEIGHTS = np.arange(1, 51)
+
+
 @pytest.mark.parametrize("held", HELD)
+@pytest.mark.filterwarnings("error")
+def test_one_content_has_one_fingerprint_whatever_holds_it(held: str, tmp_path: Path) -> None:
+    weights = WEIGHTS.astype(np.float32)
+    given = otdd.LabeledSamples.from_arrays(HELD[held](tmp_path), LABELS.to(torch.int8), weights)
+    plain = otdd.LabeledSamples.from_arrays(HALF, LABELS.numpy(), WEIGHTS)
+    assert given.fingerprint == plain.fingerprint
+
+
+@pytest.mark.parametrize("held", [".npy of float16", "float64", "by columns"])
 def test_one_content_is_at_distance_0_from_itself_whatever_holds_it(
     held: str, tmp_path: Path
 ) -> None:
     """Float16 in a file was at 0 in [-1e-5, 1.4e-3] from itself in memory."""
-    weights = np.arange(1, 51, dtype=np.float32)
-    given = otdd.LabeledSamples.from_arrays(HELD[held](tmp_path), LABELS.to(torch.int8), weights)
-    plain = otdd.LabeledSamples.from_arrays(HALF, LABELS.numpy(), weights.astype(np.int64))
-    assert given.fingerprint == plain.fingerprint
-    for one, other in ((given, plain), (plain, given)):
+    pair = [
+        otdd.LabeledSamples.from_arrays(features, LABELS, WEIGHTS)
+        for features in (HELD[held](tmp_path), HALF)
+    ]
+    for one, other in (pair, reversed(pair)):
         found = otdd.dataset_distance(one, other, labels="means")
         assert (found.value, found.bounds) == (0, (0, 0))
-    assert otdd.pairwise_distances([given, plain], labels="none").values.tolist() == [[0, 0]] * 2
-    assert otdd.sliced_distances([given, plain], projections=5).values.tolist() == [[0, 0]] * 2
+    assert otdd.pairwise_distances(pair, labels="none").values.tolist() == [[0, 0]] * 2
+    assert otdd.sliced_distances(pair, projections=5).values.tolist() == [[0, 0]] * 2
 
 
-def test_half_types_are_the_float32_that_they_equal() -> None:
-    brain = FEATURES.bfloat16()
-    one, other = (otdd.LabeledSamples(each, LABELS, NAMES) for each in (brain, brain.double()))
-    assert one.fingerprint == other.fingerprint
+WHOLE = np.arange(50)[:, None] % np.array([2, 2])
+BRAIN = FEATURES.bfloat16()
 
 
-@pytest.mark.parametrize("kind", ["i1", "i8", "u2", "u4", "u8", "f2", "f8", "?"])
-def test_integers_are_the_floats_that_they_equal(kind: str) -> None:
-    whole = np.arange(50)[:, None] % np.array([2, 2])
-    one, other = (otdd.LabeledSamples(each, LABELS, NAMES) for each in (whole, whole.astype(kind)))
-    assert one.fingerprint == other.fingerprint
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_both_zeros_are_one(dtype: torch.dtype) -> None:
-    zeros = torch.zeros(3, 2, dtype=dtype)
-    one, other = (otdd.LabeledSamples(each, None, ()) for each in (zeros, -zeros))
-    assert one.fingerprint == other.fingerprint
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *((WHOLE, WHOLE.astype(kind)) for kind in ("i1", "u2", "u4", "u8", "f2", "f8", "?")),
+        (BRAIN, BRAIN.double()),
+        *(
+            (torch.zeros(50, 2, dtype=kind), -torch.zeros(50, 2, dtype=kind))
+            for kind in (torch.float32, torch.float64)
+        ),
+    ],
+)
+def test_equal_numbers_are_one_content(one: Any, other: Any) -> None:
+    """Integers, half types and the floats that they equal; both zeros."""
+    prints = {otdd.LabeledSamples(each, LABELS, NAMES).fingerprint for each in (one, other)}
+    assert len(prints) == 1
 
 
 def test_a_rounded_copy_is_other_content_unless_nothing_was_rounded() -> None:

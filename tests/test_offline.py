@@ -50,34 +50,34 @@ def alarmed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
+FETCHED: list[Callable[..., Any]] = [
+    lambda **more: otdd.extractors.timm("test_resnet", pretrained=True, **more),
+    lambda **more: otdd.extractors.torchvision("squeezenet1_1", weights="DEFAULT", **more),
+]
+CIFAR = {"dataset": "CIFAR10", "root": "nowhere"}
+
+
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: otdd.extractors.timm("test_resnet", pretrained=True),
+        *FETCHED,
         lambda: otdd.extractors.timm("hf-hub:timm/test_resnet.r160_in1k"),
-        lambda: otdd.extractors.torchvision("squeezenet1_1", weights="DEFAULT"),
         lambda: otdd.load("huggingface", path="owner/name"),
-        lambda: otdd.load("torchvision", dataset="KMNIST", root="nowhere"),
+        lambda: otdd.load("torchvision", **CIFAR),
+        # By the common option alone.
+        lambda: otdd.load("torchvision", arguments={"download": True}, **CIFAR),
     ],
-    ids=["timm", "timm hub", "torchvision", "datasets", "torchvision dataset"],
 )
 def test_nothing_is_fetched_unless_asked_for(build: Any) -> None:
     with pytest.raises(InputError, match="download=true"):
         build()
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: otdd.extractors.timm("test_resnet", pretrained=True, download=True),
-        lambda: otdd.extractors.torchvision("squeezenet1_1", weights="DEFAULT", download=True),
-    ],
-    ids=["timm", "torchvision"],
-)
+@pytest.mark.parametrize("build", FETCHED)
 def test_what_is_asked_for_is_fetched(build: Any) -> None:
-    """The alarm rings: the tests above would hear a connection."""
+    """The alarm rings: the test above would hear a connection."""
     with pytest.raises(Connected):
-        build()
+        build(download=True)
 
 
 def test_torchvision_weights_that_are_there_are_found(tmp_path: Path) -> None:
@@ -235,11 +235,3 @@ def test_other_readers_take_no_address(name: str) -> None:
     option = "images" if name == "idx" else "path"
     with pytest.raises(InputError, match=r"https://example\.com/a is an address; fetch it"):
         otdd.load(name, **{option: A})
-
-
-@pytest.mark.parametrize("options", [{}, {"arguments": {"download": True}}])
-def test_torchvision_fetches_by_the_common_option_alone(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    with pytest.raises(InputError, match="download=true"):
-        otdd.load("torchvision", dataset="CIFAR10", root=tmp_path, **options)

@@ -14,16 +14,17 @@ DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    """Two halves of the digits, 150 samples each, one half rotated."""
+    """Two halves of the digits, 60 samples each, one half rotated."""
     source, target = (
-        otdd.embed(otdd.load("digits", max_samples=150, **side), otdd.extractors.pixels())
+        otdd.embed(otdd.load("digits", max_samples=60, **side), otdd.extractors.pixels())
         for side in ({"split": "train"}, {"split": "test", "rotate": 30.0})
     )
     table = measure_classes(source, target, otdd.labels.Gaussian()).full
     return Problem(source, target, table, otdd.GroundCost())
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 1.0])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("epsilon", [1.0, 0.1])
 def test_the_divergence_is_geomlosses(problem: Problem, epsilon: float) -> None:
     ours = otdd.sinkhorn_divergence(
         problem.source, problem.target, epsilon=epsilon, class_table=problem.class_table
@@ -32,7 +33,8 @@ def test_the_divergence_is_geomlosses(problem: Problem, epsilon: float) -> None:
     assert ours.value == pytest.approx(theirs, rel=1e-3)
 
 
-@pytest.mark.parametrize("epsilon", [0.3, 1.0])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("epsilon", [1.0, 0.3])
 def test_value_and_potentials_are_those_of_pot(problem: Problem, epsilon: float) -> None:
     ours = otdd.sinkhorn(
         problem.source,
@@ -50,6 +52,7 @@ def test_value_and_potentials_are_those_of_pot(problem: Problem, epsilon: float)
         assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
 
 
+@pytest.mark.slow
 def test_small_epsilon_tends_to_the_unregularised_optimum(problem: Problem) -> None:
     exact = pot_emd2(problem)
     gaps = []

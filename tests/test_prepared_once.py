@@ -27,12 +27,12 @@ def copied(side: LabeledSamples) -> LabeledSamples:
     return LabeledSamples(side.features.clone(), side.labels, side.class_names, name="a copy")
 
 
-SOURCE, TARGET = cloud(30, 0), cloud(25, 1)
+SOURCE, TARGET = cloud(12, 0), cloud(10, 1)
 
 
 def distance(source: LabeledSamples = SOURCE, target: LabeledSamples = TARGET, **more: Any) -> Any:
     """A distance, and all that can be asked of its result, twice."""
-    result = otdd.dataset_distance(source, target, epsilon_relative=0.1, compute=CPU, **more)
+    result = otdd.dataset_distance(source, target, epsilon_relative=0.5, compute=CPU, **more)
     for _ in range(2):
         result.class_coupling()
         result.barycentric_map()
@@ -42,13 +42,13 @@ def distance(source: LabeledSamples = SOURCE, target: LabeledSamples = TARGET, *
 
 
 def pairwise(**more: Any) -> Any:
-    datasets = SOURCE, TARGET, cloud(20, 2)
-    return otdd.pairwise_distances(datasets, epsilon_relative=0.1, compute=CPU, **more)
+    datasets = SOURCE, TARGET, cloud(9, 2)
+    return otdd.pairwise_distances(datasets, epsilon_relative=0.5, compute=CPU, **more)
 
 
 def flow(steps: int = 3, **more: Any) -> Any:
     moves = otdd.Flow(steps, stepping=otdd.Stepping(step_size=0.1))
-    return otdd.gradient_flow(SOURCE, TARGET, moves, epsilon=0.3, compute=CPU, **more)
+    return otdd.gradient_flow(SOURCE, TARGET, moves, epsilon=2.0, compute=CPU, **more)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
@@ -82,18 +82,15 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[LabeledSamples]:
 
 
 @pytest.mark.parametrize(("compare", "datasets"), [(distance, 2), (pairwise, 3)])
-@pytest.mark.parametrize("ground", ["sqeuclidean", "cosine"])
 def test_features_are_moved_and_seen_once(
     compare: Callable[..., Any],
     datasets: int,
-    ground: str,
     moves: list[LabeledSamples],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = counted(monkeypatch, otdd.operators.ground, "directions")
-    compare(ground=ground)
-    assert len(moves) == datasets
-    assert len(seen) == (datasets if ground == "cosine" else 0)
+    compare(ground="cosine")
+    assert len(moves) == len(seen) == datasets
 
 
 def test_a_dataset_against_itself_is_moved_once(moves: list[LabeledSamples]) -> None:
@@ -101,6 +98,7 @@ def test_a_dataset_against_itself_is_moved_once(moves: list[LabeledSamples]) -> 
     assert len(moves) == 1
 
 
+@pytest.mark.slow
 def test_steps_of_a_flow_move_nothing(moves: list[LabeledSamples]) -> None:
     counts = []
     for steps in (1, 4):
@@ -121,7 +119,7 @@ def test_resources_are_checked_once(
 
 def test_content_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = counted(monkeypatch, samples_module, "fingerprint")
-    result = distance(cloud(30, 3), copied(cloud(30, 3)), labels="none")
+    result = distance(cloud(12, 3), copied(cloud(12, 3)), labels="none")
     assert result.bounds == (0, 0)
     assert len(hashed) == 2
 
@@ -138,15 +136,8 @@ def test_a_result_packs_the_plans_cost_once(
     result = distance(source)
     # Equal masses, which a map is made with, are another cost.
     assert len(built) == (3 if weighted else 1)
-    loaded = otdd.DistanceResult(
-        result.source,
-        result.target,
-        result.class_distances,
-        result.divergence,
-        result.cost,
-        result.compute,
-        method=result.method,
-        seconds=result.seconds,
-    )
+    parts = result.source, result.target, result.class_distances, result.divergence, result.cost
+    measured = {"method": result.method, "seconds": result.seconds}
+    loaded = otdd.DistanceResult(*parts, result.compute, **measured)
     assert torch.equal(loaded.barycentric_map(), result.barycentric_map())
     assert torch.equal(loaded.class_coupling(), result.class_coupling())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -18,83 +17,21 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import InputError
-from otdd_flash.real_numbers import real_tensor
 
 DRAW = np.random.default_rng(0)
-X, Y = DRAW.normal(size=(30, 4)), DRAW.normal(size=(25, 4)) + 1
-KINDS_X, KINDS_Y = np.arange(30) % 3, np.arange(25) % 2
+X, Y = DRAW.normal(size=(16, 4)), DRAW.normal(size=(14, 4)) + 1
+KINDS_X, KINDS_Y = np.arange(16) % 3, np.arange(14) % 2
+DOUBLE = otdd.ComputeOptions("cpu", precision="double")
 
 
-def read_only(x: Any) -> Any:
-    x = x.copy()
-    x.setflags(write=False)
-    return x
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda x: x[::-1].copy()[::-1],
-        lambda x: x.astype(x.dtype.newbyteorder()),
-        lambda x: x.astype(np.longdouble),
-        lambda x: np.asfortranarray(x),
-        read_only,
-        lambda x: np.ma.masked_array(x, np.zeros_like(x, bool)),
-        pd.DataFrame,
-        lambda x: torch.tensor(x, requires_grad=True),
-        lambda x: torch.nn.Parameter(torch.tensor(x)),
-    ],
-    ids=[
-        *("turned twice", "of the other byte order", "long", "by columns", "read-only"),
-        *("nothing masked", "a table", "with a gradient", "a parameter"),
-    ],
-)
-def test_the_same_numbers_in_another_array_are_at_the_same_distance(changed: Any) -> None:
-    expected = otdd.dataset_distance((X, KINDS_X), (Y, KINDS_Y))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = otdd.dataset_distance((changed(X), KINDS_X), (Y, KINDS_Y))
-    assert found.value == expected.value
-    assert found.bounds == expected.bounds
-
-
-def test_rows_from_the_end_are_those_rows() -> None:
-    assert torch.equal(real_tensor("x", X[::-1]), torch.from_numpy(X.copy()).flip(0))
-
-
-MASKED = np.ma.masked_array(X, np.zeros_like(X, bool))
-MASKED[3, 1] = np.ma.masked
-
-
-@pytest.mark.parametrize(
-    ("features", "labels", "message"),
-    [
-        (MASKED, KINDS_X, "features are masked at row 3; leave those rows out, or fill them"),
-        (X, np.ma.masked_array(KINDS_X, KINDS_X == 1), "10 labels are missing, at rows 1, 4,"),
-        (X, np.array([b"a", b"\xff", b"b"])[KINDS_X], r"text in UTF-8, got b'\\xff'; decode"),
-        (X.tolist(), KINDS_X, "features must be an array or a tensor, got list of 30 items"),
-    ],
-)
-def test_what_is_not_there_or_no_array_is_not_read_as_numbers(
-    features: Any, labels: Any, message: str
-) -> None:
-    with pytest.raises(InputError, match=message):
-        otdd.dataset_distance((features, labels), (Y, KINDS_Y))
-
-
-def test_masked_weights_are_refused() -> None:
-    weights = np.ma.masked_array(np.ones(30), KINDS_X == 2)
-    with pytest.raises(InputError, match="weights are masked at rows 2, 5, 8, 11, 14 and 5 more"):
-        otdd.LabeledSamples.from_arrays(X, KINDS_X, weights)
-
-
-@pytest.mark.parametrize("kind", ["i8", "u8", "i4"])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("kind", ["i8", "u8"])
 def test_large_integers_keep_their_differences(kind: str) -> None:
     """Beyond 2^24 float32 holds every second integer at best: clouds met in one point."""
-    x, y = (np.round(10 * (points + 5)).astype(kind) for points in (X, Y))
-    expected = otdd.dataset_distance((x, KINDS_X), (y, KINDS_Y), compute=double())
+    x, y = (np.round(3 * (points + 5)).astype(kind) for points in (X, Y))
+    expected = otdd.dataset_distance((x, KINDS_X), (y, KINDS_Y), compute=DOUBLE)
     far = x.dtype.type(1 << 30)
-    found = otdd.dataset_distance((x + far, KINDS_X), (y + far, KINDS_Y), compute=double())
+    found = otdd.dataset_distance((x + far, KINDS_X), (y + far, KINDS_Y), compute=DOUBLE)
     assert found.value == pytest.approx(expected.value, rel=1e-3)
     small = otdd.LabeledSamples.from_arrays(x, KINDS_X)
     assert small.features.dtype == torch.float32
@@ -102,10 +39,6 @@ def test_large_integers_keep_their_differences(kind: str) -> None:
 
 def array_dataset(values: Any) -> LabeledDataset:
     return LabeledDataset(values, None, (), None, "array", "values")
-
-
-def double() -> otdd.ComputeOptions:
-    return otdd.ComputeOptions("cpu", precision="double")
 
 
 def test_results_of_samples_have_no_gradient() -> None:
@@ -197,27 +130,6 @@ def test_integers_that_float64_rounds_are_refused_whatever_holds_them(held: str)
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ([[1 << 70 | 1]], "got 1180591620717411303425 at row 0"),
-        ([[10**400]], r"got 1000000.*… \(401 characters\) at row 0"),
-        ([[(1 << 63) + 1], [-1]], "got 9223372036854775809 at row 0"),
-        (np.array([[np.iinfo(np.int64).max]]), "got 9223372036854775807 at row 0"),
-        (np.array([[np.iinfo(np.uint64).max]]), "got 18446744073709551615 at row 0"),
-        (np.ones((1, 1), np.longdouble) / 3, "got 0.33333333333333333334 at row 0"),
-        ([[Decimal(2**53) + Decimal("0.5")]], "got 9007199254740992.5 at row 0"),
-        ([["1"]], "must be real numbers, got list of 1 items"),
-        ([[1], [2, 3]], "must be real numbers, got list of 2 items"),
-        (pd.DataFrame({"a": pd.to_timedelta(["1D"])}), "and column 'a' holds .*; leave it out"),
-        (pd.DataFrame({"a": [1.0], "b": ["x"]}), "and column 'b' holds 'x'; leave it out"),
-    ],
-)
-def test_numbers_that_are_not_held_are_refused(values: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        otdd.LabeledSamples(values, None, ())
-
-
-@pytest.mark.parametrize(
     ("given", "value"),
     [
         ([[1 << 70]], 2.0**70),
@@ -234,8 +146,9 @@ def test_numbers_of_any_container_are_those_of_float64(given: Any, value: float)
     assert otdd.LabeledSamples(given, None, ()).features[0, 0].item() == value
 
 
-@pytest.mark.parametrize("base", [1 << 24, 1 << 31, 1 << 52])
-@pytest.mark.parametrize("precision", ["fast", "double"])
+@pytest.mark.parametrize(
+    ("base", "precision"), [(1 << 24, "fast"), (1 << 31, "double"), (1 << 52, "fast")]
+)
 def test_costs_of_integers_are_within_their_bounds(base: int, precision: str) -> None:
     """Up to 2^53 they are exact, whatever the precision of the solve."""
     x, y = np.array([[base + 1, base + 3]]), np.array([[base, base - 1]])
@@ -248,11 +161,11 @@ def test_costs_of_integers_are_within_their_bounds(base: int, precision: str) ->
     assert float(loss) == pytest.approx(8.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("half", [Decimal("0.5"), Fraction(1, 2), np.longdouble(0.5)])
-def test_an_epsilon_is_any_real_number(half: Any) -> None:
+def test_an_epsilon_is_any_real_number() -> None:
     x, y = torch.tensor(X), torch.tensor(Y)
-    expected = otdd.sinkhorn_loss(x, y, epsilon=0.5)
-    assert torch.equal(otdd.sinkhorn_loss(x, y, epsilon=half), expected)
+    expected = otdd.sinkhorn_loss(x, y, epsilon=5.0)
+    for five in (Decimal("5"), Fraction(10, 2), np.longdouble(5)):
+        assert torch.equal(otdd.sinkhorn_loss(x, y, epsilon=five), expected), five
     for beyond in (Decimal("sNaN"), Decimal("Infinity"), 10**400):
         with pytest.raises(InputError, match="epsilon must be positive and finite, got"):
             otdd.sinkhorn_loss(x, y, epsilon=beyond)
@@ -317,43 +230,59 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tables_of_nullable_columns_are_datasets(kind: str) -> None:
+def test_tables_of_nullable_columns_are_datasets() -> None:
     plain = np.array([[1, 0.5, 1, 4], [2, 1, 0, 3], [3, 2, 1, 2], [4, 3, 0, 1]])
-    expected = otdd.LabeledSamples.from_arrays(plain, ["a", "b", "a", "b"])
-    for table in (TABLE, pa.Table.from_pandas(TABLE)):
-        found = otdd.LabeledSamples.from_arrays(table, KINDS[kind])
-        assert found.fingerprint == expected.fingerprint
-        weights = pd.Series([1, 1, 2, 4], dtype="UInt8")
-        weighted = otdd.LabeledSamples.from_arrays(table, KINDS[kind], weights)
-        assert weighted.masses.tolist() == [0.125, 0.125, 0.25, 0.5]
-        assert otdd.dataset_distance((table, KINDS[kind]), (plain, KINDS["string"])).value == 0
+    weights = pd.Series([1, 1, 2, 4], dtype="UInt8")
+    expected = otdd.LabeledSamples.from_arrays(plain, ["a", "b", "a", "b"], [1, 1, 2, 4])
+    for name, kinds in KINDS.items():
+        for table in (TABLE, pa.Table.from_pandas(TABLE)):
+            found = otdd.LabeledSamples.from_arrays(table, kinds, weights)
+            assert found.fingerprint == expected.fingerprint, (name, type(table))
+    found = otdd.dataset_distance((TABLE, KINDS["categories"]), (plain, KINDS["string"]))
+    assert found.value == 0
+
+
+FOUR = np.arange(4) % 2
+HOLE = np.ma.masked_array(np.ones((4, 2)), [[0, 0], [0, 0], [0, 0], [0, 1]])
+WITHOUT_WEIGHT = np.ma.masked_array(np.ones(4), [0, 1, 0, 1])
 
 
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
+        ("features", HOLE, "features are masked at row 3; leave those rows out, or fill them"),
         ("features", TABLE.mask(TABLE == 3), "are missing at row 2 in column 'count'; leave"),
         ("features", TABLE.astype("float64").mask(TABLE == 3), "at row 2 in column 'count'"),
         ("features", pa.table({"a": [1, None, 2, None]}), "at rows 1, 3 in column 'a'"),
-        (
-            "features",
-            pa.array([[1, 2], [1, None], [1, 2], None]),
-            "are missing at rows 1, 3; leave",
-        ),
+        ("features", pa.array([[1], [None], [1], None]), "are missing at rows 1, 3; leave"),
         ("features", np.array([[1], [None], [1], [2]]), "are missing at row 1; leave"),
-        (
-            "labels",
-            pd.Series(["a", None, "b", "b"], dtype="string"),
-            "1 label is missing, at row 1",
-        ),
+        ("features", [[1 << 70 | 1]], "got 1180591620717411303425 at row 0"),
+        ("features", [[10**400]], r"got 1000000.*… \(401 characters\) at row 0"),
+        ("features", [[(1 << 63) + 1], [-1]], "got 9223372036854775809 at row 0"),
+        ("features", np.array([[np.iinfo(np.int64).max]]), "got 9223372036854775807 at row 0"),
+        ("features", np.array([[np.iinfo(np.uint64).max]]), "got 18446744073709551615 at row 0"),
+        ("features", np.ones((1, 1), np.longdouble) / 3, "got 0.33333333333333333334 at row 0"),
+        ("features", [[Decimal(2**53) + Decimal("0.5")]], "got 9007199254740992.5 at row 0"),
+        ("features", [["1"]], "must be real numbers, got list of 1 items"),
+        ("features", [[1], [2, 3]], "must be real numbers, got list of 2 items"),
+        ("features", pd.DataFrame({"a": pd.to_timedelta(["1D"])}), "column 'a' holds .*; leave it"),
+        ("features", pd.DataFrame({"a": [1.0], "b": ["x"]}), "column 'b' holds 'x'; leave it out"),
+        ("labels", np.ma.masked_array(FOUR, FOUR == 1), "2 labels are missing, at rows 1, 3;"),
+        ("labels", np.array([b"a", b"\xff"])[FOUR], r"text in UTF-8, got b'\\xff'; decode"),
+        ("labels", pd.Series(["a", None, "b", "b"], dtype="string"), "is missing, at row 1"),
         ("labels", pd.Series([1, None, 2, 2], dtype="category"), "1 label is missing, at row 1"),
         ("labels", pa.array([1, 2, None, 2]), "1 label is missing, at row 2"),
         ("weights", pd.Series([1, None, 2, 2], dtype="Int64"), "weights .* missing at row 1;"),
         ("weights", [1, None, 2, 2], "weights .* missing at row 1;"),
+        ("weights", WITHOUT_WEIGHT, "weights are masked at rows 1, 3;"),
     ],
 )
-def test_what_a_table_lacks_is_named(part: str, value: Any, message: str) -> None:
+def test_what_is_missing_or_not_held_is_named(part: str, value: Any, message: str) -> None:
     parts = {"features": TABLE, "labels": KINDS["string"], "weights": None, part: value}
     with pytest.raises(InputError, match=message):
         otdd.LabeledSamples.from_arrays(**parts)
+
+
+def test_lists_are_no_dataset() -> None:
+    with pytest.raises(InputError, match="must be an array or a tensor, got list of 16 items"):
+        otdd.dataset_distance((X.tolist(), KINDS_X), (Y, KINDS_Y))

@@ -21,41 +21,38 @@ from otdd_flash.shown import (
 
 def _blobs() -> tuple[otdd.LabeledSamples, otdd.LabeledSamples]:
     draw = torch.Generator().manual_seed(0)
-    labels = torch.arange(30) % 3
-    x = torch.randn(30, 2, generator=draw)
+    labels = torch.arange(15) % 3
+    x = torch.randn(15, 2, generator=draw)
     source = otdd.LabeledSamples(x, labels, ("a", "b", "c"), name="photos")
     return source, otdd.LabeledSamples(x + 1, labels, ("a", "b", "c"), name="drawings")
 
 
+SOURCE, TARGET = _blobs()
+HOSTILE = otdd.LabeledSamples(SOURCE.features, SOURCE.labels, ("a", "b", "c"), name="\x1b[2J\u202e")
+
+
 def test_samples_show_name_and_sizes() -> None:
-    source, _ = _blobs()
-    assert repr(source) == "LabeledSamples('photos', 30 x 2, 3 classes)"
-    unlabelled = otdd.LabeledSamples(source.features, None, ())
-    assert repr(unlabelled) == "LabeledSamples('samples', 30 x 2, no labels)"
+    assert repr(SOURCE) == "LabeledSamples('photos', 15 x 2, 3 classes)"
+    unlabelled = otdd.LabeledSamples(SOURCE.features, None, ())
+    assert repr(unlabelled) == "LabeledSamples('samples', 15 x 2, no labels)"
 
 
 def test_a_distance_shows_value_bounds_and_datasets() -> None:
-    source, target = _blobs()
-    result = otdd.dataset_distance(source, target, epsilon=0.5)
-    assert repr(result) == (
-        f"DistanceResult({interval(result.value, *result.bounds)} (solver bounds), "
-        "epsilon=0.5, converged, "
-        f"{source!r} to {target!r}, class distances gaussian)"
+    result = otdd.dataset_distance(SOURCE, TARGET, epsilon=2.0)
+    shown = (
+        f"DistanceResult({interval(result.value, *result.bounds)} (solver bounds), epsilon=2, "
+        f"converged, {SOURCE!r} to {TARGET!r}, class distances gaussian)"
     )
-    lower, upper = map(float, repr(result).split("[")[1].split("]")[0].split(", "))
+    assert repr(result) == shown
+    lower, upper = map(float, shown.split("[")[1].split("]")[0].split(", "))
     assert lower <= result.bounds[0] < result.bounds[1] <= upper
-
-
-def test_printed_results_say_that_sampling_error_was_not_measured() -> None:
-    source, target = _blobs()
-    for result in (
-        otdd.dataset_distance(source, target, epsilon=0.5),
-        otdd.pairwise_distances([source, target], epsilon=0.5),
-    ):
-        first, second = str(result).splitlines()
-        assert first == repr(result)
+    pairs = otdd.pairwise_distances([SOURCE, TARGET], epsilon=2.0)
+    assert repr(pairs) == "PairwiseResult(2 datasets: photos, drawings; epsilon=2, converged)"
+    for found in (result, pairs):
+        first, second = str(found).splitlines()
+        assert first == repr(found)
         assert second.startswith("sampling error was not measured: otdd_flash.subsample_interval")
-    same = otdd.dataset_distance(source, source, epsilon=0.5)
+    same = otdd.dataset_distance(SOURCE, SOURCE, epsilon=2.0)
     assert str(same) == repr(same)
 
 
@@ -69,13 +66,10 @@ def test_a_solve_that_stopped_early_says_so() -> None:
     assert repr(early).endswith("epsilon=0.01, not converged, 6 x 5)")
 
 
-def test_pairs_and_flows_show_one_line() -> None:
-    source, target = _blobs()
-    pairs = otdd.pairwise_distances([source, target], epsilon=0.5)
-    assert repr(pairs) == "PairwiseResult(2 datasets: photos, drawings; epsilon=0.5, converged)"
-    sliced = otdd.sliced_distances([source, target], projections=1000)
+def test_slices_and_flows_show_one_line() -> None:
+    sliced = otdd.sliced_distances([SOURCE, TARGET], projections=1000)
     assert repr(sliced) == "SlicedResult(2 datasets: photos, drawings; 1,000 draws)"
-    flow = otdd.gradient_flow(source, target, otdd.Flow(steps=2), epsilon=0.5)
+    flow = otdd.gradient_flow(SOURCE, TARGET, otdd.Flow(steps=2), epsilon=2.0)
     start = f"FlowResult({flow.before.divergence:.7g} to {flow.after.divergence:.7g}, mode=features"
     assert repr(flow).startswith(start + ", 2 steps")
     assert "tensor" not in repr(flow)
@@ -136,24 +130,17 @@ def test_cells_of_csv_files_are_no_formulas(name: str, cell: str) -> None:
     assert csv_cell(name) == cell
 
 
-def test_html_has_no_tags_of_others() -> None:
+def test_html_narrow_places_and_lists() -> None:
     assert html_text("<b>&\"'\x1b") == "&lt;b&gt;&amp;&quot;&#x27;\\x1b"
-
-
-def test_narrow_places_and_lists() -> None:
     assert shorten("a\n  b \x1b" + "c" * 1_000_000, 12) == "a b \\x1bccc…"
     assert listing(["a", "\x07", "c"], 2) == "a, \\x07, ... 1 more"
 
 
 def test_what_a_session_shows_holds_no_control() -> None:
-    source, target = _blobs()
-    hostile = otdd.LabeledSamples(
-        source.features, source.labels, ("a", "b", "c"), name="\x1b[2J\u202e"
-    )
-    shown = [repr(hostile), repr(otdd.dataset_distance(hostile, target, epsilon=0.5))]
-    shown.append(repr(otdd.pairwise_distances([hostile, target], epsilon=0.5)))
+    shown = [repr(HOSTILE), repr(otdd.dataset_distance(HOSTILE, TARGET, epsilon=2.0))]
+    shown.append(repr(otdd.pairwise_distances([HOSTILE, TARGET], epsilon=2.0)))
     with pytest.raises(otdd.InputError) as refused:
-        otdd.dataset_distance(hostile, otdd.LabeledSamples(torch.zeros(3, 5), None, ()))
+        otdd.dataset_distance(HOSTILE, otdd.LabeledSamples(torch.zeros(3, 5), None, ()))
     shown.append(str(refused.value))
     assert all(text.isprintable() for text in shown)
 

@@ -7,14 +7,11 @@ import math
 import pytest
 import reference
 import torch
-from tiers import slow
 from torch import Tensor
 
 import otdd_flash as otdd
 
 BACKENDS = ("torch", "triton")
-# Sizes and iterations that are slow in the interpreter.
-WHOLE = [(3, 100), (4, 100), (16, 20), (16, 100), (33, 20), (64, 5), (100, 5), (128, 5)]
 UNIT = 2.0**-24
 # The smallest number of float32 that has all its places.
 TINY = 2.0**-126
@@ -27,6 +24,10 @@ def on(backend: str) -> otdd.ComputeOptions:
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=draw, dtype=dtype)
+
+
+def slow(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def kinds(count: int, n: int) -> dict[str, Tensor]:
@@ -53,52 +54,56 @@ def kinds(count: int, n: int) -> dict[str, Tensor]:
 
 def bound(logits: Tensor) -> Tensor:
     """What the relative error may be (B, 1, 1), by the range of the logits."""
-    finite = torch.where(logits.isfinite(), logits, logits.new_zeros(()))
     lowest = torch.where(logits.isfinite(), logits, math.inf).amin((1, 2), keepdim=True)
     highest = torch.where(logits.isfinite(), logits, -math.inf).amax((1, 2), keepdim=True)
-    assert finite.isfinite().all()
     return 16 * UNIT * (1 + (highest - lowest).double())
 
 
-def within_bound(found: Tensor, expected: Tensor, logits: Tensor) -> bool:
-    """Whether entries that float32 has all places of are within the bound, and others are tiny."""
+def within_bound(found: Tensor, expected: Tensor, logits: Tensor) -> Tensor:
+    """Of which matrices all entries that float32 has all places of are so near, and others tiny."""
     near = (found.double() - expected).abs() <= bound(logits) * expected
-    return bool((near | ((expected < TINY) & (found <= 1.1 * TINY))).all())
+    return (near | ((expected < TINY) & (found <= 1.1 * TINY))).all((1, 2))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("n", "iterations"),
-    [(1, 1), (2, 5), (3, 5), (4, 1), (4, 20), (5, 20)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in WHOLE],
+    ("n", "count", "iterations", "backend"),
+    [
+        *((n, 7, iterations, "torch") for n, iterations in ((1, 1), (2, 5), (4, 100), (5, 20))),
+        (4, 3, 8, "triton"),
+        (5, 1, 8, "triton"),
+        slow(16, 2, 100, "torch"),
+        slow(128, 2, 5, "torch"),
+        slow(1, 3, 1, "triton"),
+        slow(2, 3, 5, "triton"),
+        slow(3, 3, 40, "triton"),
+        slow(4, 3, 1, "triton"),
+        slow(16, 1, 20, "triton"),
+        slow(33, 1, 5, "triton"),
+        slow(64, 1, 3, "triton"),
+        slow(128, 1, 3, "triton"),
+    ],
 )
-def test_a_float64_loop_in_the_log_domain(n: int, iterations: int, backend: str) -> None:
-    for name, logits in kinds(2 if n > 5 else 7, n).items():
-        found = otdd.doubly_stochastic(logits, iterations=iterations, compute=on(backend))
-        expected = reference.balanced_matrices(logits.double(), iterations)
-        assert within_bound(found, expected, logits), name
-
-
-@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
-@pytest.mark.parametrize("n", [4, 5])
-def test_wide_logits_are_not_rounded_in_every_iteration(n: int, backend: str) -> None:
-    # Of 5 rows the interpreter runs a few matrices at a time.
-    count = 20 if (n, backend) == (5, "triton") else 400
-    logits = 1e4 * (2 * torch.rand(count, n, n, generator=torch.Generator().manual_seed(4)) - 1)
-    found = otdd.doubly_stochastic(logits, iterations=100, compute=on(backend))
-    expected = reference.balanced_matrices(logits.double(), 100)
-    assert within_bound(found, expected, logits)
-    assert (found.sum(1) - 1).abs().max() <= 8 * UNIT
+def test_a_float64_loop_in_the_log_domain(
+    n: int, count: int, iterations: int, backend: str
+) -> None:
+    of_each = kinds(count, n)
+    logits = torch.cat(list(of_each.values()))
+    found = otdd.doubly_stochastic(logits, iterations=iterations, compute=on(backend))
+    expected = reference.balanced_matrices(logits.double(), iterations)
+    within = within_bound(found, expected, logits).reshape(-1, count).all(1).tolist()
+    assert [name for name, near in zip(of_each, within, strict=True) if not near] == []
+    # Wide logits are not rounded in every iteration, and the last one makes the columns.
+    assert (found.sum(1) - 1).abs().max() <= max(8, n) * UNIT
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("n", "spread"), [(4, 3.0), (5, 30.0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_types(dtype: torch.dtype, n: int, spread: float, backend: str) -> None:
-    logits = (spread * drawn(9, n, n)).to(dtype)
-    found = otdd.doubly_stochastic(logits, compute=on(backend))
+    logits = (spread * drawn(8, n, n)).to(dtype)
+    found = otdd.doubly_stochastic(logits, iterations=5, compute=on(backend))
     assert found.dtype == dtype
-    expected = reference.balanced_matrices(logits.double(), 20)
+    expected = reference.balanced_matrices(logits.double(), 5)
     if dtype == torch.float64:
         assert torch.allclose(found, expected, rtol=32 * torch.finfo(dtype).eps * (1 + spread))
         return
@@ -107,29 +112,20 @@ def test_other_types(dtype: torch.dtype, n: int, spread: float, backend: str) ->
     assert ((found.double() - expected).abs() <= allowed * expected + torch.finfo(dtype).tiny).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("count", [1, 2, 63, 1000])
-def test_any_number_of_matrices(count: int, backend: str) -> None:
-    logits = 3 * drawn(count, 4, 4)
-    found = otdd.doubly_stochastic(logits, iterations=5, compute=on(backend))
-    assert within_bound(found, reference.balanced_matrices(logits.double(), 5), logits)
-    alone = otdd.doubly_stochastic(logits[-1:], iterations=5, compute=on(backend))
-    assert torch.equal(found[-1:], alone)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 4])
 def test_offsets_of_64_bits(n: int) -> None:
     """A view of memory of which two pages are used, in 4 GiB that are not."""
     far = 2**31
     storage = torch.empty(far + n * n, dtype=torch.float16)
-    kinds = (2, n, n), (1, 2, 2)
-    for shape, strides in zip(kinds, ((far, n, 1), (far, far, 1)), strict=True):
+    for shape, strides in (((2, n, n), (far, n, 1)), ((1, 2, 2), (far, far, 1))):
         logits = storage.as_strided(shape, strides)
         logits.copy_(drawn(*shape))
         leaf = logits.detach().requires_grad_()
-        found = otdd.doubly_stochastic(leaf, compute=on("triton"))
         near = logits.clone(memory_format=torch.contiguous_format).requires_grad_()
-        expected = otdd.doubly_stochastic(near, compute=on("triton"))
+        found, expected = (
+            otdd.doubly_stochastic(x, iterations=2, compute=on("triton")) for x in (leaf, near)
+        )
         assert torch.equal(found, expected)
         cotangents = drawn(*shape, seed=1).half()
         mine, true = (
@@ -139,23 +135,31 @@ def test_offsets_of_64_bits(n: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("gradient", ["unrolled", "implicit", "none"])
-def test_what_is_kept_for_a_gradient(gradient: str, backend: str) -> None:
+@pytest.mark.parametrize(("gradient", "most"), [("unrolled", 201), ("implicit", 201), ("none", 0)])
+def test_what_is_kept_for_a_gradient(gradient: str, most: int, backend: str) -> None:
     """The logits, or the matrices, and numbers that do not grow with the batch."""
     kept: list[int] = []
-    logits = drawn(50, 5, 5).requires_grad_()
+    logits = drawn(8, 5, 5).requires_grad_()
     hooks = torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: (kept.append(tensor.numel()), tensor)[1], lambda tensor: tensor
     )
     with hooks:
-        otdd.doubly_stochastic(logits, gradient=gradient, compute=on(backend))
-    assert sum(kept) <= (0 if gradient == "none" else logits.numel() + 1)
+        found = otdd.doubly_stochastic(logits, iterations=1, gradient=gradient, compute=on(backend))
+    assert sum(kept) <= most
+    assert found.requires_grad == (gradient != "none")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("n", "spread", "iterations"),
-    [(2, 1, 5), (3, 10, 20), (4, 1, 20), (4, 100, 20), (16, 10, 7)],
+    ("n", "spread", "iterations", "backend"),
+    [
+        *((*case, "torch") for case in ((2, 1, 5), (3, 10, 20), (4, 100, 20), (16, 10, 7))),
+        (3, 10, 5, "triton"),
+        (5, 10, 4, "triton"),
+        slow(2, 1, 5, "triton"),
+        slow(4, 1, 20, "triton"),
+        slow(4, 100, 9, "triton"),
+        slow(16, 10, 7, "triton"),
+    ],
 )
 def test_unrolled_gradients_are_those_of_the_loop(
     n: int, spread: float, iterations: int, backend: str
@@ -175,99 +179,94 @@ def test_unrolled_gradients_are_those_of_the_loop(
         )
 
     exact = gradients(torch.float64, plain)
-    errors = [
-        [(found.double() - true).abs().max() for found, true in zip(given, exact, strict=True)]
-        for given in (gradients(torch.float32, ours), gradients(torch.float32, plain))
-    ]
-    for error, plain_error, true in zip(*errors, exact, strict=True):
+    single, by_autograd = gradients(torch.float32, ours), gradients(torch.float32, plain)
+    for mine, rounded, true in zip(single, by_autograd, exact, strict=True):
         # The gradient by temperature is a sum of products of logits that cancel.
         largest = true.abs().max() if true.ndim else (logits.abs() * exact[0].abs()).sum()
-        assert error <= 2 * plain_error + 8 * UNIT * largest
+        most = 2 * (rounded.double() - true).abs().max() + 8 * UNIT * largest
+        assert (mine.double() - true).abs().max() <= most
     for mine, true in zip(gradients(torch.float64, ours), exact, strict=True):
         assert torch.allclose(mine, true, rtol=1e-9, atol=1e-12 * float(spread * n))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("gradient", ["unrolled", "implicit"])
-def test_a_tolerance_stops_each_matrix_by_itself(gradient: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("gradient", "tolerance", "backend"),
+    [
+        ("unrolled", 1e-3, "torch"),
+        ("implicit", 1e-11, "torch"),
+        ("unrolled", 1e-3, "triton"),
+        slow("implicit", 1e-11, "triton"),
+        slow("unrolled", 1e-11, "triton"),
+    ],
+)
+def test_a_tolerance_stops_each_matrix_by_itself(
+    gradient: str, tolerance: float, backend: str
+) -> None:
     logits = torch.stack((drawn(3, 3), 4 * drawn(3, 3), torch.zeros(3, 3))).double()
     cotangents = drawn(3, 3, 3, seed=1).double()
-    tolerances = 1e-3, 1e-11
-    for tolerance in tolerances:
-        leaf = logits.clone().requires_grad_()
-        found = otdd.doubly_stochastic(
-            leaf, tolerance=tolerance, gradient=gradient, compute=on(backend)
-        )
-        assert ((found.sum(-1) - 1).abs().amax(-1) <= tolerance).all()
-        (mine,) = torch.autograd.grad((found * cotangents).sum(), leaf)
-        expected = []
-        for one, cotangent in zip(logits, cotangents, strict=True):
-            made = 1
-            while (reference.balanced_matrices(one, made).sum(-1) - 1).abs().max() > tolerance:
-                made += 1
-            x = one.clone().requires_grad_()
-            balanced = reference.balanced_matrices(x, made)
-            expected.append(torch.autograd.grad((balanced * cotangent).sum(), x)[0])
-        # Implicit is the gradient of the limit.
-        if gradient == "unrolled" or tolerance < 1e-10:
-            assert torch.allclose(mine, torch.stack(expected), atol=1e-9)
-        if gradient == "implicit":
-            assert mine.sum(1).abs().max() < 1e-10
-            assert mine.sum(2).abs().max() < 1e-10
+    leaf = logits.clone().requires_grad_()
+    found = otdd.doubly_stochastic(
+        leaf, tolerance=tolerance, gradient=gradient, compute=on(backend)
+    )
+    assert ((found.sum(-1) - 1).abs().amax(-1) <= tolerance).all()
+    (mine,) = torch.autograd.grad((found * cotangents).sum(), leaf)
+    expected = []
+    for one, cotangent in zip(logits, cotangents, strict=True):
+        made = 1
+        while (reference.balanced_matrices(one, made).sum(-1) - 1).abs().max() > tolerance:
+            made += 1
+        x = one.clone().requires_grad_()
+        balanced = reference.balanced_matrices(x, made)
+        expected.append(torch.autograd.grad((balanced * cotangent).sum(), x)[0])
+    # Implicit is the gradient of the limit.
+    assert torch.allclose(mine, torch.stack(expected), atol=1e-9)
+    if gradient == "implicit":
+        assert mine.sum(1).abs().max() < 1e-10
+        assert mine.sum(2).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
-@pytest.mark.parametrize("n", [3, 4, 6])
+@pytest.mark.parametrize(
+    ("n", "backend"), [(3, "torch"), (6, "torch"), (4, "triton"), slow(6, "triton")]
+)
 def test_a_matrix_gets_the_same_bits_among_any_others(n: int, backend: str) -> None:
     # One of them is done again in the log domain.
-    logits = drawn(63, n, n)
+    logits = drawn(33, n, n)
     logits[5] *= 1000
     logits.requires_grad_()
-    found = otdd.doubly_stochastic(logits, compute=on(backend))
-    cotangents = drawn(63, n, n, seed=2)
+    options = {"iterations": 20 if backend == "torch" else 3, "compute": on(backend)}
+    found = otdd.doubly_stochastic(logits, **options)
+    cotangents = drawn(33, n, n, seed=2)
     (gradient,) = torch.autograd.grad(found, logits, cotangents)
-    for part in (slice(0, 1), slice(4, 7), slice(62, 63)):
+    for part in (slice(0, 1), slice(4, 7), slice(32, 33)):
         leaf = logits[part].detach().requires_grad_()
-        alone = otdd.doubly_stochastic(leaf, compute=on(backend))
+        alone = otdd.doubly_stochastic(leaf, **options)
         assert torch.equal(alone, found[part])
         assert torch.equal(torch.autograd.grad(alone, leaf, cotangents[part])[0], gradient[part])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_underflow_that_matters_is_done_in_logs(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("n", "backend"), [(3, "torch"), (4, "torch"), (4, "triton"), slow(3, "triton")]
+)
+def test_underflow_that_matters_is_done_in_logs(n: int, backend: str) -> None:
     """Both large entries are in one row; scalings move by 2^200 until the other has its own."""
     logits = torch.tensor([[[0.0, -1.0, -300.0], [-150.0, -400.0, -2.0], [-310.0, -140.0, -280.0]]])
-    for n, given in ((3, logits), (4, torch.nn.functional.pad(logits, (0, 1, 0, 1), value=-200.0))):
-        found = otdd.doubly_stochastic(given, iterations=60, compute=on(backend))
-        expected = reference.balanced_matrices(given.double(), 60)
-        assert within_bound(found, expected, given), n
+    given = torch.nn.functional.pad(logits, (0, n - 3, 0, n - 3), value=-200.0)
+    found = otdd.doubly_stochastic(given, iterations=60, compute=on(backend))
+    assert within_bound(found, reference.balanced_matrices(given.double(), 60), given).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_leading_dimensions_and_nothing(backend: str) -> None:
-    logits = drawn(2, 6, 4, 5)[..., 1:].mT.mT
-    want = otdd.doubly_stochastic(logits.contiguous(), compute=on(backend))
-    assert torch.equal(otdd.doubly_stochastic(logits, compute=on(backend)), want)
-    turned = otdd.doubly_stochastic(logits.mT[0], compute=on(backend))
-    assert torch.equal(
-        turned, otdd.doubly_stochastic(logits.mT[0].contiguous(), compute=on(backend))
-    )
-    assert otdd.doubly_stochastic(logits[0, 0], compute=on(backend)).shape == (4, 4)
+    options = {"iterations": 3, "compute": on(backend)}
+    logits = drawn(2, 3, 4, 5)[..., 1:].mT.mT
+    for given in (logits, logits.mT[0]):
+        want = otdd.doubly_stochastic(given.contiguous(), **options)
+        assert torch.equal(otdd.doubly_stochastic(given, **options), want)
+    assert otdd.doubly_stochastic(logits[0, 0], **options).shape == (4, 4)
     empty = torch.empty(0, 4, 4, requires_grad=True)
-    found = otdd.doubly_stochastic(empty, compute=on(backend))
+    found = otdd.doubly_stochastic(empty, **options)
     assert found.shape == (0, 4, 4)
     assert torch.autograd.grad(found.sum(), empty)[0].shape == (0, 4, 4)
-
-
-def test_what_leaves_the_balanced_matrix_alone() -> None:
-    logits, order = drawn(5, 6, 6), torch.tensor([3, 0, 5, 1, 2, 4])
-    found = otdd.doubly_stochastic(logits, tolerance=1e-6)
-    shifted = logits + drawn(5, 6, 1, seed=1) + drawn(5, 1, 6, seed=2)
-    assert torch.allclose(otdd.doubly_stochastic(shifted, tolerance=1e-6), found, atol=1e-5)
-    moved = otdd.doubly_stochastic(logits[:, order][..., order], tolerance=1e-6)
-    assert torch.allclose(moved, found[:, order][..., order], atol=1e-6)
-    turned = otdd.doubly_stochastic(logits.mT, tolerance=1e-6)
-    assert torch.allclose(turned.mT, found, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -308,17 +307,16 @@ def test_a_temperature_that_half_types_have_not() -> None:
     assert torch.allclose(found.double(), expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["triton"])
 @pytest.mark.parametrize("n", [4, 6])
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_kernels_give_nan_for_a_bad_matrix_alone(iterations: int, n: int, backend: str) -> None:
-    from otdd_flash.batched.balance import balance
+def test_kernels_give_nan_for_a_bad_matrix_alone(iterations: int, n: int) -> None:
+    from otdd_flash.batched.balance import balance_now
 
     logits = drawn(5, n, n)
     logits[1, 2], logits[2, :, 1], logits[3, 0, 0] = -math.inf, -math.inf, math.nan
     scale = torch.ones((), dtype=torch.float64)
-    found, *_ = balance(
-        logits, scale, None, None, None, iterations, None, False, False, "none", backend == "triton"
+    found, *_ = balance_now(
+        logits, scale, None, None, None, iterations, None, False, False, "none", True
     )
     assert found.isnan().sum((1, 2)).tolist() == [0, n * n, n * n, n * n, 0]
 
@@ -330,11 +328,6 @@ def test_a_second_derivative_is_refused(gradient: str) -> None:
     (first,) = torch.autograd.grad(found.square().sum(), leaf, create_graph=True)
     with pytest.raises(otdd.InputError, match="taken once"):
         torch.autograd.grad(first.sum(), leaf)
-
-
-def test_no_gradient_is_kept_where_none_is_asked_for() -> None:
-    found = otdd.doubly_stochastic(drawn(2, 3, 3).requires_grad_(), gradient="none")
-    assert not found.requires_grad
 
 
 @pytest.mark.slow
@@ -354,6 +347,7 @@ def test_compiled_and_in_autocast(gradient: str) -> None:
         assert otdd.doubly_stochastic(leaves[0], gradient=gradient).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_the_operations_fit_their_fakes() -> None:
     from otdd_flash.batched.balance import balance
 

@@ -44,8 +44,10 @@ def masses(*shape: int, seed: int = 1) -> Tensor:
     return given / given.sum(-1, keepdim=True)
 
 
-def problems(n: int, m: int, count: int = 4) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    epsilon = torch.linspace(0.2, 1, count, dtype=torch.float64)
+def problems(
+    n: int, m: int, count: int = 4, least: float = 0.2
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    epsilon = torch.linspace(least, 1, count, dtype=torch.float64)
     return drawn(count, n, m), masses(count, n), masses(count, m, seed=2), epsilon
 
 
@@ -63,9 +65,8 @@ def solved(costs: Tensor, a: Tensor, b: Tensor, epsilon: Tensor, iterations: Ten
 @pytest.mark.parametrize(
     ("shape", "backend"),
     [
-        *(((n, m), backend) for n, m in ((1, 1), (4, 4)) for backend in BACKENDS),
-        ((5, 4), "torch"),
-        pytest.param((3, 7), "triton", marks=pytest.mark.slow),
+        *(((n, m), "torch") for n, m in ((1, 1), (5, 4))),
+        *(((n, m), "triton") for n, m in ((4, 4), (3, 7))),
         *(pytest.param((64, 128), backend, marks=pytest.mark.slow) for backend in BACKENDS),
     ],
 )
@@ -84,25 +85,25 @@ def test_a_loop_of_each_problem(shape: tuple[int, int], backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "gradient", "shape", "backend"),
+    ("which", "gradient", "backend"),
     [
-        *product(WHICH, GRADIENTS, [(3, 7), (4, 4)], ["torch"]),
-        *product(WHICH, GRADIENTS, [(4, 4)], ["triton"]),
-        # Iterations of the interpreter take a tenth of a second at this size.
+        *product(WHICH, GRADIENTS, ["torch"]),
+        ("all", "implicit", "triton"),
+        ("all", "unrolled", "triton"),
         *(
-            pytest.param(*way, (3, 7), "triton", marks=pytest.mark.slow)
-            for way in zip(WHICH, (*GRADIENTS, *GRADIENTS), strict=True)
+            pytest.param(*way, "triton", marks=pytest.mark.slow)
+            for way in product(WHICH[1:], GRADIENTS)
         ),
     ],
 )
-def test_gradients(gradient: str, which: str, shape: tuple[int, int], backend: str) -> None:
-    inputs = tuple(given.requires_grad_() for given in problems(*shape))
+def test_gradients(gradient: str, which: str, backend: str) -> None:
+    inputs = tuple(given.requires_grad_() for given in problems(3, 7, 2, least=0.5))
     costs, a, b, epsilon = inputs
     found = otdd.sinkhorn_plans(
         costs, a, b, epsilon=epsilon, gradient=gradient, compute=on(backend),
         tolerance=1e-12 if gradient == "implicit" else 1e-2,
     )  # fmt: skip
-    iterations = 300 if gradient == "implicit" else found.iterations
+    iterations = 40 if gradient == "implicit" else found.iterations
     expected = solved(*inputs, iterations)
     names = ("plans", "f", "g", "value")
     both = [
@@ -121,10 +122,17 @@ def test_gradients(gradient: str, which: str, shape: tuple[int, int], backend: s
         assert torch.allclose(one, other, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
-@pytest.mark.parametrize("gradient", ["implicit", "unrolled"])
+@pytest.mark.parametrize(
+    ("gradient", "backend"),
+    [
+        ("implicit", "torch"),
+        ("unrolled", "torch"),
+        ("implicit", "triton"),
+        pytest.param("unrolled", "triton", marks=pytest.mark.slow),
+    ],
+)
 def test_a_point_without_mass_has_the_potential_of_a_softmin(gradient: str, backend: str) -> None:
-    costs, a, b, epsilon = problems(4, 5, 2)
+    costs, a, b, epsilon = problems(4, 5, 2, least=0.5)
     a[0, 2] = b[1, 3] = 0
     a, b = (given / given.sum(1, keepdim=True) for given in (a, b))
     leaf = costs.clone().requires_grad_()
@@ -133,12 +141,12 @@ def test_a_point_without_mass_has_the_potential_of_a_softmin(gradient: str, back
     )
     assert (found.plans[0, 2] == 0).all()
     # Of the problem without it, the potential is a function of the others'.
-    f = reference.softmin_rows(costs[0], b[0], found.g[0], 0.2)
+    f = reference.softmin_rows(costs[0], b[0], found.g[0], 0.5)
     assert torch.allclose(found.f[0], f, atol=1e-11)
     (mine,) = torch.autograd.grad(found.f[0, 2] + found.g[1, 3], leaf)
     other = costs.clone().requires_grad_()
     lightest = [given.clamp_min(1e-300) for given in (a, b)]
-    expected = solved(other, *lightest, epsilon, 300)
+    expected = solved(other, *lightest, epsilon, 40)
     (true,) = torch.autograd.grad(expected[1][0, 2] + expected[2][1, 3], other)
     assert torch.allclose(mine, true, atol=1e-9)
 
@@ -182,8 +190,10 @@ def test_sizes_leave_the_rest_without_influence(backend: str) -> None:
         assert gradient[k, n:].abs().sum() + gradient[k, :, m:].abs().sum() == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("iterations", [1, 4, 200])
+@pytest.mark.parametrize(
+    ("dtype", "iterations"),
+    [(torch.float16, 200), (torch.float32, 1), (torch.float32, 200), (torch.float64, 4)],
+)
 def test_intervals_hold_the_exact_value(dtype: torch.dtype, iterations: int) -> None:
     costs, a, b, epsilon = problems(6, 5)
     given = costs.to(dtype)
@@ -266,7 +276,7 @@ def test_intervals_where_rounded_potentials_make_exponents_of_any_size(backend: 
 
 @pytest.mark.parametrize(
     ("iterations", "backend"),
-    [(1000, "torch"), (20, "triton"), pytest.param(100, "triton", marks=pytest.mark.slow)],
+    [(100, "torch"), (10, "triton"), pytest.param(100, "triton", marks=pytest.mark.slow)],
 )
 def test_a_problem_gets_the_same_bits_among_any_others(iterations: int, backend: str) -> None:
     costs, a, b, epsilon = (given.float() for given in problems(3, 5, 9))

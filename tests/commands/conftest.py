@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from command_runs import Ended, run_here
+from command_runs import Ended, quicken_hydra, run_here, write_archives
 
 # A comparison that takes a tenth of a second, pictures aside.
 SMALL = (
@@ -23,11 +22,7 @@ SMALL = (
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with two small labelled archives."""
     monkeypatch.chdir(tmp_path)
-    generator = np.random.default_rng(0)
-    for name, shift in (("a", 0), ("b", 1)):
-        x = generator.standard_normal((60, 4)).astype(np.float32) + shift
-        np.savez(tmp_path / f"{name}.npz", x=x, y=np.repeat(["u", "v", "w"], 20))
-    return tmp_path
+    return write_archives(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +65,9 @@ def _with(small: tuple[str, ...], arguments: tuple[str, ...]) -> list[str]:
     if "target" in keys:
         # Another dataset has splits of its own.
         keys.add("target.split")
+    if not {"-m", "--multirun"} & {*flags}:
+        # Three files, which only a summary reads.
+        settings.append("hydra.output_subdir=null")
     return [*flags, *(s for s in small if s.partition("=")[0] not in keys), *settings]
 
 
@@ -90,9 +88,11 @@ def composed() -> Callable[..., Any]:
     """`composed(*overrides)` is the configuration of a run, by default of a distance."""
     from hydra import compose, initialize_config_module
 
-    def run(*overrides: str, name: str = "distance") -> Any:
+    quicken_hydra()
+
+    def run(*overrides: str, name: str = "distance", **more: Any) -> Any:
         with initialize_config_module("otdd_flash.conf", version_base="1.3"):
-            return compose(name, overrides=list(overrides))
+            return compose(name, overrides=list(overrides), **more)
 
     return run
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import hydra.core.utils
 import pytest
-from hydra import compose, initialize_config_module
 
 from otdd_flash.commands.claims import LOCK_FILE, claim, release_all
 from otdd_flash.errors import InputError
@@ -53,10 +52,9 @@ def test_two_runs_of_the_same_second_have_folders_of_their_own(command, monkeypa
 
 
 @pytest.mark.slow
-def test_default_folders_are_named_by_microsecond_and_process():
+def test_default_folders_are_named_by_microsecond_and_process(composed):
     for name in ("distance", "flow"):
-        with initialize_config_module("otdd_flash.conf", version_base="1.3"):
-            node = compose(name, return_hydra_config=True).hydra
+        node = composed(name=name, return_hydra_config=True).hydra
         for kind in ("run", "sweep"):
             text = node._get_node(kind)._get_node("dir")._value()
             assert "%f" in text
@@ -69,15 +67,15 @@ def test_a_folder_with_a_result_is_refused_before_anything_is_written(command, f
     if not flags:
         # After a failure a run may be repeated in its folder.
         assert command("epsilon=-1", KEEP).code == 2
-    assert command(*flags, "epsilon=0.1", KEEP, "report=none").code == 0
+    assert command(*flags, "epsilon=1", KEEP, "report=none").code == 0
     folder = Path("sweep" if flags else "run")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    ended = command(*flags, "epsilon=0.2", KEEP)
+    ended = command(*flags, "epsilon=2", KEEP)
     assert ended.code == 2
     assert f"={folder} holds a result already" in ended.error
     assert "overwrite=true" in ended.error
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert command(*flags, "epsilon=0.2", "overwrite=true", "report=none").code == 0
+    assert command(*flags, "epsilon=2", "overwrite=true", "report=none").code == 0
 
 
 @pytest.mark.slow
@@ -159,6 +157,7 @@ def test_a_run_folder_in_the_home_folder_is_there_and_not_beside(
     assert twice.code == 0
     assert "notice: seed is given 2 times: seed=2, the last one, is taken" in twice.err
     assert results(home / "x")
+    # Nor is there a folder of a cache that is null.
     assert {entry.name for entry in folder.iterdir()} == before
     for argument in (f"{key}=", "cache_dir=''", "data_root=''", "source.path=''"):
         assert command(*flags, argument).code == 2, argument

@@ -18,17 +18,18 @@ ARRAYS = ("source=arrays", "source.path=a.npz", "target=arrays", "target.path=b.
 BOTH = ("source=arrays", "source.path=x.npz", "target=arrays")
 CLUSTERED = ("source.pseudo_labels=kmeans", "target.pseudo_labels=kmeans")
 NETWORK = ("source=digits", "target=digits", "extractor=timm", "extractor.model=test_vit")
-NETWORK = (*NETWORK, "max_samples=20", "epsilon=1", "report=none")
+NETWORK = (*NETWORK, "max_samples=10", "epsilon=1", "report=none")
 
 
 @pytest.mark.slow
 def test_more_samples_than_there_are_is_a_notice(command, read):
-    ended = command(*ARRAYS, "max_samples=1000", "report=none")
+    ended = command(*ARRAYS, "max_samples=1000", "epsilon=9", "report=none")
     assert ended.code == 0
     assert ended.err.count("fewer than max_samples=1000: all are taken") == 2
     assert read("run/result.json")["n"] == 60
 
 
+@pytest.mark.slow
 def test_what_readers_chose_is_said_and_in_the_result(command, read):
     Path("t.csv").write_text("a,b,c,d,kind\n" + "1,2,3,4,x\n2,3,4,5,y\n" * 30)
     table = ("source=arrays", "source.path=t.csv", "target.dim=4", "report=none")
@@ -44,22 +45,20 @@ def test_what_readers_chose_is_said_and_in_the_result(command, read):
     ("settings", "source", "target"),
     [
         (("target.path=b.npz", "source.pseudo_labels=kmeans"), 3, 3),
-        (("target.path=b.npz", "source.pseudo_labels=kmeans", "source.k=2"), 2, 3),
         (("target.path=x.npz", *CLUSTERED, "source.k=4"), 4, 4),
-        (("target.path=x.npz", *CLUSTERED, "target.k=4"), 4, 4),
         (("target.path=x.npz", *CLUSTERED, "source.k=2", "target.k=4"), 2, 4),
         # A side that has labels may be clustered all the same.
         (("target.path=b.npz", *CLUSTERED, "target.k=5"), 5, 5),
-        (("target.path=b.npz", "labels=none"), 0, 3),
+        (("target.path=b.npz", "labels=none"), None, None),
     ],
 )
 def test_unlabelled_sides_can_be_clustered_or_compared_without_classes(
-    command, read, folder, settings, source, target
+    command, read, settings, source, target
 ):
     np.savez("x.npz", x=np.load("a.npz")["x"])
-    assert command(*BOTH, *settings, "epsilon=1", "report=none").code == 0
+    assert command(*BOTH, *settings, "epsilon=9", "report=none").code == 0
     result = read("run/result.json")
-    if "labels=none" in settings:
+    if source is None:
         assert result["labels"] == "none"
         return
     assert [len(result["classes"][side]) for side in ("source", "target")] == [source, target]
@@ -98,17 +97,16 @@ def test_full_class_distances_are_those_of_the_whole_data(command, read, treatme
 @pytest.mark.slow
 def test_a_cache_of_features_that_is_unwritable_or_damaged_is_said_and_done_without(command, read):
     Path("file").write_text("")
-    ended = command(*NETWORK, "cache_dir=file/cache")
+    ended = command(*NETWORK, "cache_dir=file/cache", "hydra.run.dir=first")
     assert ended.code == 0
     assert "warning: cannot read the cache in file/cache" in ended.err
     assert "cache_dir=DIR" in ended.err
-    command(*NETWORK, "cache_dir=cache", "hydra.run.dir=first")
+    assert "damaged" not in command(*NETWORK, "cache_dir=cache").err
     entry = sorted(Path("cache").iterdir())[0]
     entry.write_bytes(entry.read_bytes()[:-4] + b"oops")
     ended = command(*NETWORK, "cache_dir=cache", "hydra.run.dir=second")
     assert ended.code == 0
     assert f"warning: deleting the damaged cache entry {entry}" in ended.err
-    assert command(*NETWORK, "cache_dir=cache").err.count("damaged") == 0
     assert read("first/result.json")["value"] == read("second/result.json")["value"]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_runs import write_archives
 
 from otdd_flash.commands.choices import GROUPS, choices
 
@@ -132,7 +133,7 @@ TABLES = [
         "flow_command",
         NOWHERE,
         """
-        * backend=nothing -> backend
+        backend=nothing -> backend
         epsilon_relative=nan -> epsilon_relative
         min_class_size=0 -> min_class_size
         flow.functionals=[3] -> a mapping such as {name: norm, weight: 0.1}, got 3
@@ -208,10 +209,11 @@ def number(points, labels, masses):
 """
 
 
-@pytest.fixture(autouse=True)
-def inputs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archives with one fault each, made from a good one, and modules of a user."""
-    good = dict(np.load(folder / "a.npz"))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Archives with one fault each, beside good ones, and modules of a user."""
+    place = write_archives(tmp_path_factory.mktemp("made"))
+    good = dict(np.load(place / "a.npz"))
     x, y, classes = good["x"], good["y"], np.arange(60) % 3
     holes, missing, weights = x.copy(), classes.astype(float), np.ones(60)
     holes[3, 2], holes[7, 1], missing[[3, 7]] = np.nan, np.inf, np.nan
@@ -236,13 +238,20 @@ def inputs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "W_partial": {"xx": np.zeros((3, 3))},
     }
     for name, arrays in faults.items():
-        np.savez(f"{name}.npz", **arrays)
-    Path("damaged.npz").write_bytes(Path("a.npz").read_bytes()[:99])
-    Path("text.npz").write_text("not an archive")
-    Path("users_own.py").write_text(USER)
-    Path("users_exit.py").write_text("import sys\nsys.exit(0)\n")
-    Path("users_syntax.py").write_text("def f(:\n")
-    monkeypatch.syspath_prepend(str(folder))
+        np.savez(place / f"{name}.npz", **arrays)
+    (place / "damaged.npz").write_bytes((place / "a.npz").read_bytes()[:99])
+    (place / "text.npz").write_text("not an archive")
+    (place / "users_own.py").write_text(USER)
+    (place / "users_exit.py").write_text("import sys\nsys.exit(0)\n")
+    (place / "users_syntax.py").write_text("def f(:\n")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def inputs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of that in the working directory."""
+    monkeypatch.chdir(made)
+    monkeypatch.syspath_prepend(str(made))
     for name in ("users_own", "users_exit", "users_syntax"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -303,23 +312,19 @@ def test_choices_are_the_files_of_every_group():
         assert choices(group) == sorted(path.stem for path in (folder / group).glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "setting", "sentence", "trace"),
     [
         ("command", "failing", "users_own:failing raised KeyError: 'a key'", "in failing"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("command", "leaving", "users_own:leaving raised SystemExit: 0", "sys.exit(0)"),
-                ("command", "users_exit:f", "does not import: it raised SystemExit: 0", "exit(0)"),
-                ("command", "users_syntax:f", "it raised SyntaxError: ", "users_syntax.py"),
-                ("command", "text", "features (b, d), must be real numbers, got 'text'", ""),
-                ("command", "imaginary", "must be real, got complex", ""),
-                ("command", "users_none:f", "no module named 'users_none'; give package.mod", ""),
-                ("flow_command", "energy", "energy raised OSError: no energy today", "in energy"),
-                ("flow_command", "number", "functional number must return", ""),
-            ]
-        ),
+        ("command", "leaving", "users_own:leaving raised SystemExit: 0", "sys.exit(0)"),
+        ("command", "users_exit:f", "does not import: it raised SystemExit: 0", "exit(0)"),
+        ("command", "users_syntax:f", "it raised SyntaxError: ", "users_syntax.py"),
+        ("command", "text", "features (b, d), must be real numbers, got 'text'", ""),
+        ("command", "imaginary", "must be real, got complex", ""),
+        ("command", "users_none:f", "no module named 'users_none'; give package.mod", ""),
+        ("flow_command", "energy", "energy raised OSError: no energy today", "in energy"),
+        ("flow_command", "number", "functional number must return", ""),
     ],
 )
 def test_a_users_own_code_is_named_with_its_own_error(request, run, setting, sentence, trace):

@@ -65,6 +65,7 @@ def test_a_reference_to_a_key_from_the_environment_stays_one(ended: Callable) ->
     _assert_nowhere(Path("run"))
 
 
+@pytest.mark.slow
 def test_a_variable_that_jobs_get_is_shown_nowhere(ended: Callable) -> None:
     said = ended(distance, *DATA, "report=none", "hydra.job.env_copy=[TOKEN]")
     assert said.code == 0

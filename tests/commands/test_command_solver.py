@@ -98,27 +98,3 @@ def test_geomlosses_value_is_told_from_the_converged_one(command, read):
     assert result["bounds"][0] <= converged["bounds"][1]
     assert converged["bounds"][0] <= result["bounds"][1]
     assert result["value"] != pytest.approx(converged["value"], rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "stopped_by"),
-    [
-        (("solver.bound_width=0.05",), "bound_width"),
-        (("solver=geomloss", "solver.tolerance=1.9"), "schedule"),
-    ],
-)
-def test_every_step_of_a_flow_ends_as_asked(flow_command, read, overrides, stopped_by):
-    assert flow_command(*overrides, "flow.steps=1", "report=none").code == 0
-    history = read("run/result.json")["history"]
-    assert {record["stopped_by"] for record in history} == {stopped_by}
-    assert all(record["converged"] for record in history)
-
-
-@pytest.mark.slow
-def test_a_flow_out_of_time_says_in_how_many_steps(flow_command):
-    ended = flow_command(
-        "solver.max_seconds=1e-9", "solver.tolerance=1e-4", "flow.steps=1", "report=none"
-    )
-    assert ended.code == 0
-    assert "within solver.max_seconds=1e-09 in 2 of 2 evaluations" in ended.err

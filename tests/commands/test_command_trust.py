@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_runs import ROOT, started
 
-import otdd_flash
 from otdd_flash.distance import main as distance
 
 SMALL = (
@@ -28,37 +26,21 @@ SMALL = (
 MARK = "open('imported', 'a').write(__name__)\n"
 
 
-def _started(
-    folder: Path, *arguments: str, module: str = "otdd_flash.distance", path: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    """`python -m MODULE` with the package found as an installed one is."""
-    package = str(Path(otdd_flash.__file__).parents[1])
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": package if path is None else path},
-    )
-
-
 @pytest.mark.slow
 def test_a_program_of_others_keeps_its_folder(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text("import otdd_flash\n")
     (tmp_path / "theirs" / "run.py").write_text("import helper\nprint(helper.TWICE)\n")
     (tmp_path / "helper.py").write_text("TWICE = 2.0\n")
-    ended = _started(tmp_path, module="theirs.run")
+    ended = started(tmp_path, "-m", "theirs.run")
     assert ended.stdout == "2.0\n", ended.stderr
 
 
 @pytest.mark.slow
 def test_a_checkout_runs_from_its_own_folder(tmp_path: Path) -> None:
-    root = Path(otdd_flash.__file__).parents[1]
-    (tmp_path / "otdd_flash").symlink_to(root / "otdd_flash")
+    (tmp_path / "otdd_flash").symlink_to(ROOT / "otdd_flash")
     (tmp_path / "torch.py").write_text(MARK)
-    ended = _started(tmp_path, "--version", path="")
+    ended = started(tmp_path, "-m", "otdd_flash.distance", "--version", PYTHONPATH="")
     assert ended.returncode == 0, ended.stderr
     assert not (tmp_path / "imported").exists()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from otdd_flash.commands import adapt
 from otdd_flash.commands.adapt import FlowSettings
 from otdd_flash.commands.settings import parse
 from otdd_flash.flow import main as flow_main
+from otdd_flash.flows.stepper import Stepper
 from otdd_flash.report.flow import writing as flow_writing
 
 TABLES = {"adapted.npz", "adapted", "metrics.csv", "trajectory.npz", "result.json"}
@@ -28,13 +27,20 @@ IMAGES = {"images.png", "flow.gif"}
 DIGITS = ("source=digits", "target=digits", "target.split=test", "extractor=pixels")
 
 
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest) -> None:
+    """Pictures are drawn by the one test that looks at them."""
+    if request.node.name != "test_a_run_writes_everything":
+        request.getfixturevalue("undrawn")
+
+
 def adapted(folder: str = "run") -> np.ndarray:
     return np.load(Path(folder) / "adapted.npz")["x"]
 
 
 @pytest.mark.slow
 def test_a_run_writes_everything(flow_command, read, rows):
-    ended = flow_command(*DIGITS, "max_samples=60")
+    ended = flow_command(*DIGITS, "max_samples=20", "epsilon_relative=0.1")
     assert ended.code == 0, ended.err
     written = {path.name for path in Path("run").iterdir()} - {".hydra"}
     assert written == TABLES | PICTURES | IMAGES
@@ -51,7 +57,6 @@ def test_a_run_writes_everything(flow_command, read, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_the_adapted_dataset_is_a_dataset_again(flow_command, command):
     ended = flow_command("save_result=true", "report=none", "solver.require_convergence=true")
     assert ended.code == 0
@@ -70,8 +75,7 @@ def test_the_adapted_dataset_is_a_dataset_again(flow_command, command):
     assert ended.code == 0, ended.err
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -83,21 +87,28 @@ def test_the_adapted_dataset_is_a_dataset_again(flow_command, command):
         ("flow.functionals=[{name: norm, weight: 0.1}, {name: entropy, weight: 0.01}]",),
         ("flow.box=[-1,1]", "flow.refresh=2", "flow.tolerance=0.5"),
         ("labels=none", "epsilon_relative=0.1"),
+        ("solver.bound_width=0.05",),
+        ("solver=geomloss", "solver.tolerance=1.9"),
     ],
     ids=lambda settings: settings[0].split("=", 1)[1][:20],
 )
 def test_settings_reach_the_flow(flow_command, read, settings):
-    ended = flow_command(*settings, "report=none")
+    relative = any(each.startswith("epsilon") for each in settings)
+    ended = flow_command(*settings, *(() if relative else ("epsilon=1",)), "report=none")
     assert ended.code == 0, ended.err
-    used = read("run/result.json")["settings"]
+    result = read("run/result.json")
+    used = result["settings"]
     for setting in settings:
         key, _, value = setting.partition("=")
         if key in used and value[0] not in "[{":
             assert str(used[key]).lower() == value.lower(), key
+    ends = {"solver=geomloss": "schedule", "solver.bound_width=0.05": "bound_width"}
+    stopped_by = ends.get(settings[0], "tolerance")
+    assert {record["stopped_by"] for record in result["history"]} == {stopped_by}
 
 
 @pytest.mark.slow
-def test_pixels_stay_pixels(composed, flow_command, read, undrawn):
+def test_pixels_stay_pixels(composed, flow_command, read):
     assert flow_command(*DIGITS, "max_samples=40", "flow.step_size=1.5").code == 0
     assert read("run/result.json")["settings"]["flow.box"] == [0, 1]
     moved = adapted()
@@ -108,7 +119,7 @@ def test_pixels_stay_pixels(composed, flow_command, read, undrawn):
 
 
 @pytest.mark.slow
-def test_images_move_through_a_network(flow_command, read, undrawn, monkeypatch):
+def test_images_move_through_a_network(flow_command, read, monkeypatch):
     monkeypatch.syspath_prepend(".")
     Path("halves.py").write_text(
         "def features(images):\n    return images[..., ::2, ::2].flatten(1) * 2\n"
@@ -127,10 +138,9 @@ def test_images_move_through_a_network(flow_command, read, undrawn, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_run_writes_what_it_has_and_goes_on(flow_command, read, monkeypatch):
-    whole = flow_command("flow.steps=4", "hydra.run.dir=whole")
-    assert whole.code == 0
+    steps = ("flow.steps=4", "epsilon=1", "report=none")
+    assert flow_command(*steps, "hydra.run.dir=whole").code == 0
     real = adapt.gradient_flow
 
     def interrupted(*arguments, callbacks, **options):
@@ -142,63 +152,61 @@ def test_an_interrupted_run_writes_what_it_has_and_goes_on(flow_command, read, m
         return real(*arguments, callbacks=replace(callbacks, progress=told), **options)
 
     monkeypatch.setattr(adapt, "gradient_flow", interrupted)
-    ended = flow_command("flow.steps=4")
+    ended = flow_command(*steps)
     assert ended.code == 130
     assert "flow.resume=true" in ended.out
     result = read("run/result.json")
     assert result["stopped_by"] == "interrupted"
     assert result["steps"] == 2
     monkeypatch.setattr(adapt, "gradient_flow", real)
-    assert flow_command("flow.steps=4", "flow.resume=true").code == 0
+    assert flow_command(*steps, "flow.resume=true").code == 0
     np.testing.assert_array_equal(adapted("run"), adapted("whole"))
     assert read("run/result.json")["steps"] == 4
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on_to_the_same_end(flow_command, folder, undrawn):
+def test_a_killed_command_goes_on_to_the_same_end(flow_command, folder, monkeypatch):
     """kill -9 from within the third step, then the same command with flow.resume=true."""
-    program = (
-        "import os, sys, otdd_flash.flows.loop as loop\n"
-        "step = loop.Stepper.step\n"
-        "def killed(self, velocities, number, *rest):\n"
-        "    if number == 3: os.kill(os.getpid(), 9)\n"
-        "    step(self, velocities, number, *rest)\n"
-        "loop.Stepper.step = killed\n"
-        "from otdd_flash.flow import main, run_command\n"
-        "run_command(main)\n"
-    )
     settings = ("flow.checkpoint_every=2", "flow.optimizer=adam", "flow.noise=0.05")
-    small = ("source=blobs", "target=blobs", "target.split=test", "extractor=identity")
-    more = ("max_samples=40", "cache_dir=null", "hydra.run.dir=run", "flow.steps=5")
-    killed = subprocess.run(
-        [sys.executable, "-c", program, *small, *more, *settings],
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL
+    settings = (*settings, "flow.steps=5", "epsilon=1", "max_samples=20")
+    step = Stepper.step
+
+    def killed(self, velocities, number, *rest):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(self, velocities, number, *rest)
+
+    monkeypatch.setattr(Stepper, "step", killed)
+    if (child := os.fork()) == 0:
+        try:
+            flow_command(*settings)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    monkeypatch.setattr(Stepper, "step", step)
     assert (folder / "run" / "checkpoint.json").exists()
     assert not (folder / "run" / "adapted.npz").exists()
-    assert flow_command(*settings, "flow.steps=5", "flow.resume=true").code == 0
-    assert flow_command(*settings, "flow.steps=5", "hydra.run.dir=whole").code == 0
+    assert flow_command(*settings, "flow.resume=true").code == 0
+    assert flow_command(*settings, "hydra.run.dir=whole").code == 0
     np.testing.assert_array_equal(adapted("run"), adapted("whole"))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_resumed_run_must_be_the_same_run(flow_command):
+    plain = ("epsilon=1", "report=none")
+    resumed = (*plain, "flow.steps=3", "flow.resume=true")
     assert "no " in flow_command("flow.resume=true").error
-    assert flow_command("flow.steps=2").code == 0
-    ended = flow_command("flow.steps=3", "flow.resume=true", "flow.step_size=0.2")
-    assert ended.code == 2
-    assert "flow.step_size was 0.1" in ended.error
-    ended = flow_command("flow.steps=3", "flow.resume=true", "seed=1")
-    assert ended.code == 2
-    assert flow_command("flow.steps=3", "flow.resume=true").code == 0
+    assert flow_command(*plain).code == 0
+    for other, said in (("flow.step_size=0.2", "flow.step_size was 0.1"), ("seed=1", "")):
+        ended = flow_command(*resumed, other)
+        assert ended.code == 2
+        assert said in ended.error
+    assert flow_command(*resumed).code == 0
 
 
 @pytest.mark.slow
 def test_a_picture_that_fails_is_a_notice_after_the_numbers_and_code_4(
-    flow_command, read, monkeypatch, undrawn
+    flow_command, read, monkeypatch
 ):
     there = []
 
@@ -219,7 +227,6 @@ def test_a_picture_that_fails_is_a_notice_after_the_numbers_and_code_4(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_required_convergence_ends_with_3_and_the_result(flow_command, read):
     ended = flow_command("solver.max_iterations=2", "solver.require_convergence=true")
     assert ended.code == 3
@@ -227,12 +234,14 @@ def test_required_convergence_ends_with_3_and_the_result(flow_command, read):
     assert "3 of 3 evaluations" in ended.error
     assert read("run/result.json")["converged"] is False
     assert len(adapted()) == 40
+    ended = flow_command("solver.max_seconds=1e-9", "solver.tolerance=1e-4", "flow.steps=1")
+    assert ended.code == 0
+    assert "within solver.max_seconds=1e-09 in 2 of 2 evaluations" in ended.err
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 def test_a_step_that_overshoots_leaves_the_last_good_state(flow_command):
-    ended = flow_command("flow.steps=60", "flow.step_size=30")
+    ended = flow_command("flow.steps=60", "flow.step_size=30", "epsilon=1")
     assert ended.code == 2
     assert "flow.step_size=30" in ended.error
     assert "step " in ended.error
@@ -242,7 +251,6 @@ def test_a_step_that_overshoots_leaves_the_last_good_state(flow_command):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -259,12 +267,11 @@ def test_keys_that_do_nothing_are_said(flow_command, settings, said):
     assert [said in line for line in notices] == [True] if said else not notices
 
 
-@pytest.mark.slow
 def test_the_configuration_fits_its_settings(composed):
-    parse(composed(name="flow"), FlowSettings)
-    shared = composed()
+    flow, shared = composed(name="flow"), composed()
+    parse(flow, FlowSettings)
     for key in ("lambda_x", "lambda_y", "epsilon", "epsilon_relative", "min_class_size", "solver"):
-        assert composed(name="flow")[key] == shared[key]
+        assert flow[key] == shared[key]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Every way of holding a cost, behind the operations that the conformance tests are about.
 
 The only file of these tests that knows how operators are built and how their operations are asked
-for. What is asked and answered is float64 on the processor.
+for. What is asked and answered is float64 on the device of the problems.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from problems import LAMBDA_X, LAMBDA_Y, Case, Problem, problem_of
+from problems import DEVICE, LAMBDA_X, LAMBDA_Y, Case, Problem, problem_of
 from rank_pool import pool
 from torch import Tensor
 
@@ -45,8 +46,6 @@ from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.problem import Problem as PointsProblem
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # Of the points that are read from files.
 FOLDER = TemporaryDirectory()
@@ -87,20 +86,20 @@ class Plan:
     @property
     def rows(self) -> Tensor:
         """P 1 (n,)."""
-        return _out(self._products.rows)
+        return _double(self._products.rows)
 
     @property
     def columns(self) -> Tensor:
         """P^T 1 (m,)."""
-        return _out(self._products.columns)
+        return _double(self._products.columns)
 
     def times(self, values: Tensor, *factors: Factors) -> Tensor:
         """P V (n, k), or (P o (A B^T + C D^T)) V."""
-        return _out(self._products.times(values.to(DEVICE), *map(_there, factors)))
+        return _double(self._products.times(values, *factors))
 
     def transposed_times(self, values: Tensor, *factors: Factors) -> Tensor:
         """P^T U (m, k), or (P o (A B^T + C D^T))^T U."""
-        return _out(self._products.transposed_times(values.to(DEVICE), *map(_there, factors)))
+        return _double(self._products.transposed_times(values, *factors))
 
 
 class Held:
@@ -121,12 +120,12 @@ class Held:
     @property
     def a(self) -> Tensor:
         """Masses of the rows."""
-        return _out(self._operator.a)
+        return _double(self._operator.a)
 
     @property
     def b(self) -> Tensor:
         """Masses of the columns."""
-        return _out(self._operator.b)
+        return _double(self._operator.b)
 
     @property
     def facts(self) -> CostFacts:
@@ -135,34 +134,31 @@ class Held:
 
     def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
         """-epsilon log sum_j b_j exp((g_j - C_ij) / epsilon)."""
-        return _out(self._operator.softmin_rows(self._in(g), epsilon, self._in(guess)))
+        return _double(self._operator.softmin_rows(self._in(g), epsilon, self._in(guess)))
 
     def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
         """-epsilon log sum_i a_i exp((f_i - C_ij) / epsilon)."""
-        return _out(self._operator.softmin_columns(self._in(f), epsilon, self._in(guess)))
+        return _double(self._operator.softmin_columns(self._in(f), epsilon, self._in(guess)))
 
     def softmin_self(self, f: Tensor, epsilon: float) -> Tensor:
         """The softmin of rows of a cloud with itself, at its only potential."""
         one = self._in(f)
-        return _out(self._operator.softmin_rows(one, epsilon, one))
+        return _double(self._operator.softmin_rows(one, epsilon, one))
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
     ) -> Marginals:
         """Sums of the plan of f and g, with what they may be off by."""
-        potentials = (part.to(DEVICE) for part in (f, g))
-        one = next(potentials)
-        other = one if f is g else next(potentials)
-        found = self._operator.marginals(one, other, epsilon, accurate=accurate)
-        return Marginals(*map(_out, found[:4]), *found[4:])
+        found = self._operator.marginals(f, g, epsilon, accurate=accurate)
+        return Marginals(*map(_double, found[:4]), *found[4:])
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,)."""
-        return _out(self._operator.expected_costs(masses.to(DEVICE)))
+        return _double(self._operator.expected_costs(masses))
 
     def own_costs(self) -> Tensor:
         """C_ii (n,)."""
-        return _out(self._operator.own_costs())
+        return _double(self._operator.own_costs())
 
     def plans(self, f: Tensor, g: Tensor, epsilon: float) -> dict[str, Plan]:
         """The plan of f and g, by every kind of products that there is."""
@@ -199,7 +195,7 @@ class Held:
         sampled = self._operator.execution.sampled
         if sampled is None:
             return None
-        part = sampled(rows.to(DEVICE), columns.to(DEVICE))
+        part = sampled(rows, columns)
         exact, cost = (cost[rows][:, columns] for cost in (self.exact, self.cost))
         if isinstance(part, KernelOperator):
             # Its points are rounded on a scale of their own.
@@ -211,7 +207,7 @@ class Held:
         over_columns = self._operator.execution.over_columns
         if over_columns is None:
             return None
-        return _out(over_columns(columns.to(DEVICE), self._in(g), epsilon))
+        return _double(over_columns(columns, self._in(g), epsilon))
 
     def refined(self) -> Held:
         """The same cost to the full accuracy of the potentials."""
@@ -221,15 +217,20 @@ class Held:
         return Held(self._given, found, "high", self.exact, self.exact)
 
     def _in(self, potential: Tensor | None) -> Any:
-        return None if potential is None else potential.to(DEVICE, self._operator.dtype)
+        return None if potential is None else potential.to(self._operator.dtype)
 
 
-def _out(values: Tensor) -> Tensor:
-    return values.double().cpu()
+def _double(values: Tensor) -> Tensor:
+    return values.double()
 
 
-def _there(factors: Factors) -> Factors:
-    return factors[0].to(DEVICE), factors[1].to(DEVICE)
+def _moved(found: Any, device: torch.device) -> Any:
+    """Tensors, and tuples of them, on a device."""
+    if isinstance(found, Tensor):
+        return found.to(device)
+    if isinstance(found, Marginals):
+        return Marginals(*(_moved(each, device) for each in found))
+    return tuple(_moved(each, device) for each in found) if type(found) is tuple else found
 
 
 class Way(NamedTuple):
@@ -251,7 +252,9 @@ def _operator_of_points(given: Problem, options: dict[str, Any], folder: Path | 
     for number, (points, labels, masses, classes) in enumerate(given.sides):
         features = points
         if folder is not None:
-            np.save(path := folder / f"{hash(given.case)}.{number}.npy", points.numpy())
+            path = folder / f"{hash(given.case)}.{number}.npy"
+            if not path.exists():
+                np.save(path, points.numpy())
             features = features_file(path)
         names = tuple(map(str, range(classes)))
         samples.append(LabeledSamples(features, labels, names, masses))
@@ -260,7 +263,7 @@ def _operator_of_points(given: Problem, options: dict[str, Any], folder: Path | 
         samples[0],
         samples[-1],
         given.epsilon,
-        given.block.repeat(2, 2) if own else given.table,
+        (given.block.repeat(2, 2) if own else given.table).cpu(),
         GroundCost(LAMBDA_X, LAMBDA_Y),
         ComputeOptions(str(DEVICE), **options),
     )
@@ -296,7 +299,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _of_a_matrix(given: Problem, way: Way, dtype: torch.dtype, layout: str = "rows") -> Held:
     costs = given.cost.to(dtype)
-    rounded, costs = costs.double(), LAYOUTS[layout](costs.to(DEVICE))
+    rounded, costs = costs.double(), LAYOUTS[layout](costs)
     compute = ComputeOptions(str(DEVICE), **way.options)
     self_costs = (costs, costs) if given.case.own else None
     whole = MatrixProblem.prepare(costs, given.a, given.b, compute, self_costs)
@@ -305,12 +308,16 @@ def _of_a_matrix(given: Problem, way: Way, dtype: torch.dtype, layout: str = "ro
 
 
 def _of_a_function(given: Problem, way: Way) -> Held:
-    costs = given.cost.to(DEVICE)
-    blocks = CostBlocks(*costs.shape, lambda rows, columns: costs[rows, columns])
+    blocks = CostBlocks(*given.cost.shape, lambda rows, columns: given.cost[rows, columns])
     whole = MatrixProblem.prepare(
         blocks, given.a, given.b, ComputeOptions(str(DEVICE), memory_budget=0)
     )
     return Held(given, whole.operator, way.precision, given.cost, given.cost)
+
+
+# Operations that ranks answer as they are asked.
+ASKED = ("softmin_rows", "softmin_columns", "softmin_self", "softmin_over")
+ASKED += ("expected_costs", "own_costs")
 
 
 class HeldByRanks(Held):
@@ -319,13 +326,16 @@ class HeldByRanks(Held):
     def __init__(self, given: Problem, way: Way) -> None:
         super().__init__(given, None, way.precision, given.cost, given.cost)
         self._ask = partial(self._answer, given.case, way)
+        for name in ASKED:
+            setattr(self, name, partial(self._ask, name))
 
     a = property(lambda self: self._given.a)
     b = property(lambda self: self._given.b)
     facts = property(lambda self: self._ask("facts"))
 
     def _answer(self, case: Case, way: Way, name: str, *arguments: Any) -> Any:
-        answers = pool(2).run(_asked, case, way, name, arguments)
+        # Processes exchange what is in the processor's memory.
+        answers = pool(2).run(_asked, case, way, name, _moved(arguments, torch.device("cpu")))
         for each in answers:
             if isinstance(each, Exception):
                 raise each
@@ -333,58 +343,34 @@ class HeldByRanks(Held):
         for one, two in zip(first, other, strict=True):
             same = torch.equal(one, two) if isinstance(one, Tensor) else one == two
             assert same, "ranks disagree"
-        return answers[0]
-
-    def softmin_rows(self, g: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
-        return self._ask("softmin_rows", g, epsilon, guess)
-
-    def softmin_columns(self, f: Tensor, epsilon: float, guess: Tensor | None = None) -> Tensor:
-        return self._ask("softmin_columns", f, epsilon, guess)
-
-    def softmin_self(self, f: Tensor, epsilon: float) -> Tensor:
-        return self._ask("softmin_self", f, epsilon)
+        return _moved(answers[0], DEVICE)
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
     ) -> Marginals:
         return self._ask("marginals", f, g, epsilon)
 
-    def expected_costs(self, masses: Tensor) -> Tensor:
-        return self._ask("expected_costs", masses)
-
-    def own_costs(self) -> Tensor:
-        return self._ask("own_costs")
-
     def plans(self, f: Tensor, g: Tensor, epsilon: float) -> dict[str, Plan]:
-        return {"evaluated": Plan(_RankPlan(self._ask, f, g, epsilon), self.cost, self.precision)}
+        ask, at = partial(self._ask, "product"), (f, g, epsilon)
+        products = SimpleNamespace(
+            rows=ask("rows", *at),
+            columns=ask("columns", *at),
+            times=partial(ask, "times", *at),
+            transposed_times=partial(ask, "transposed_times", *at),
+        )
+        return {"evaluated": Plan(products, self.cost, self.precision)}
 
     def part(self, rows: Tensor, columns: Tensor) -> Held | None:
         """A sample is rank 0's alone."""
         return None
 
-    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor | None:
-        return self._ask("softmin_over", columns, g, epsilon)
-
     def refined(self) -> Held:
         return self
 
 
-class _RankPlan:
-    def __init__(self, ask: Callable[..., Any], *at: Any) -> None:
-        self._ask, self._at = ask, at
-
-    rows = property(lambda self: self._ask("product", "rows", *self._at))
-    columns = property(lambda self: self._ask("product", "columns", *self._at))
-
-    def times(self, *given: Any) -> Tensor:
-        return self._ask("product", "times", *self._at, *given)
-
-    def transposed_times(self, *given: Any) -> Tensor:
-        return self._ask("product", "transposed_times", *self._at, *given)
-
-
 def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
     """What a rank finds; in a ring no rank has memory for all points."""
+    arguments = _moved(arguments, DEVICE)
     options = dict(way.options)
     in_a_ring = options.pop("ring", False)
     before = sharing.UNASKED
@@ -400,11 +386,11 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
         if name == "product":
             kind, f, g, epsilon, *given = arguments
             found = getattr(StreamedPlan(operator, held._in(f), held._in(g), epsilon), kind)
-            return _out(found(*given) if given else found)
+            return _double(found(*given) if given else found)
         return getattr(held, name)(*arguments)
 
     try:
-        return led(work)
+        return _moved(led(work), torch.device("cpu"))
     finally:
         sharing.UNASKED = before
 

@@ -1,4 +1,8 @@
-"""Small transport problems of many structures, with their dense cost in float64."""
+"""Small transport problems of many structures, with their dense cost in float64.
+
+Their tensors are on the CUDA device where there is one: there the problems are large, and the dense
+reference of one takes a processor seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import reference
 import torch
 from torch import Tensor
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAMBDA_X, LAMBDA_Y = 0.7, 0.4
 # Elements of the differences of points that the dense cost makes at once.
 DIFFERENCES = 1 << 26
@@ -91,11 +96,12 @@ class Problem:
             masses = torch.rand(count, generator=draw, dtype=torch.float64) + 0.1
             if case.massless:
                 masses[1::3] = 0
-            sides.append((points, labels, masses / masses.sum(), classes))
+            masses /= masses.sum()
+            sides.append((*(part.to(DEVICE) for part in (points, labels, masses)), classes))
         (self.x, self.labels_x, self.a, first), (self.y, self.labels_y, self.b, last) = sides
         # W between all classes; of a cloud with itself its block is symmetric.
         table = torch.rand(first + last, first + last, generator=draw, dtype=torch.float64)
-        self.table, self.classes = table + table.T, (first, last)
+        self.table, self.classes = (table + table.T).to(DEVICE), (first, last)
         if case.own:
             self.y, self.labels_y, self.b, self.classes = self.x, self.labels_x, self.a, (first, 0)
         self.draw = draw
@@ -108,19 +114,29 @@ class Problem:
 
     @property
     def sides(self) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-        """Points, labels, masses and the number of classes of both clouds, or of the one."""
-        x = (self.x, self.labels_x, self.a, self.classes[0])
-        return [x] if self.case.own else [x, (self.y, self.labels_y, self.b, self.classes[1])]
+        """Points, labels, masses and the number of classes of both clouds, or of the one.
+
+        In the processor's memory, as users give them.
+        """
+        x = (self.x.cpu(), self.labels_x.cpu(), self.a.cpu(), self.classes[0])
+        if self.case.own:
+            return [x]
+        return [x, (self.y.cpu(), self.labels_y.cpu(), self.b.cpu(), self.classes[1])]
+
+    @cached_property
+    def _distances(self) -> Tensor:
+        return self.cost_of(self.x, self.y)
 
     @cached_property
     def cost(self) -> Tensor:
         """C (n, m) float64."""
-        cost = self.cost_of(self.x, self.y)
+        cost = self._distances
         match self.case.matrix:
             case "negative":
                 return cost.mean() - cost
             case "forbidden":
-                closed = torch.rand(cost.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+                draw = torch.Generator().manual_seed(1)
+                closed = (torch.rand(cost.shape, generator=draw) < 0.3).to(DEVICE)
                 # Every point has a partner with mass.
                 closed[0] = closed[:, 0] = False
                 return cost.where(~closed, math.inf)
@@ -136,18 +152,15 @@ class Problem:
     ) -> Tensor:
         """The cost with other points, of these rows and columns."""
         height = max(1, DIFFERENCES // y.numel())
-        block, of_rows, of_columns = (
-            part.to(x.device)
-            for part in (LAMBDA_Y * self.block, self.labels_x[rows], self.labels_y[columns])
-        )
-        parts = zip(x.split(height), of_rows.split(height), strict=True)
+        block, of_columns = LAMBDA_Y * self.block, self.labels_y[columns]
+        parts = zip(x.split(height), self.labels_x[rows].split(height), strict=True)
         found = [reference.dense_cost(z, y, LAMBDA_X, block, own, of_columns) for z, own in parts]
-        return torch.cat(found).cpu()
+        return torch.cat(found)
 
     @cached_property
     def epsilon(self) -> float:
         """In units of the cost."""
-        return self.case.epsilon * max(float(self.a @ self.cost_of(self.x, self.y) @ self.b), 0.1)
+        return self.case.epsilon * max(float(self.a @ self._distances @ self.b), 0.1)
 
     @cached_property
     def potentials(self) -> tuple[Tensor, Tensor]:
@@ -161,13 +174,13 @@ class Problem:
 
     @cached_property
     def _noise(self) -> list[Tensor]:
-        return [torch.randn(k, generator=self.draw, dtype=torch.float64) for k in self.cost.shape]
+        return [normal(k, self.draw) for k in self.cost.shape]
 
     def _potentials(self, above: float | None) -> tuple[Tensor, Tensor]:
         """Potentials of points without mass stand above a value, or above what a solve leaves."""
         (n, m), epsilon = self.cost.shape, self.epsilon
         noise = [3 * epsilon * each for each in self._noise]
-        f, g = (torch.zeros(k, dtype=torch.float64) for k in (n, m))
+        f, g = (self.cost.new_zeros(k) for k in (n, m))
         for _ in range(20):
             f = reference.softmin_rows(self.cost, self.b, g, epsilon)
             g = reference.softmin_rows(self.cost.T, self.a, f, epsilon)
@@ -186,8 +199,14 @@ class Problem:
     def values(self, size: int, columns: int) -> Tensor:
         """A matrix (size, columns) to multiply a plan by; numbers of either sign and many sizes."""
         draw = torch.Generator().manual_seed(size + columns)
-        sizes = 10.0 ** -(torch.arange(columns, dtype=torch.float64) % 10)
-        return sizes * torch.randn(size, columns, generator=draw, dtype=torch.float64)
+        sizes = 10.0 ** -(torch.arange(columns, dtype=torch.float64, device=DEVICE) % 10)
+        return sizes * normal((size, columns), draw)
+
+
+def normal(size: int | tuple[int, ...], draw: torch.Generator) -> Tensor:
+    """Standard normal numbers, the same on every device."""
+    shape = (size,) if isinstance(size, int) else size
+    return torch.randn(shape, generator=draw, dtype=torch.float64).to(DEVICE)
 
 
 @lru_cache(maxsize=64)

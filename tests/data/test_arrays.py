@@ -35,33 +35,56 @@ def _write(folder, suffix, **content):
 
 A, B = X[:, 0], X[:, 1]
 NAMED = {"features": "cells", "label": "kind", "weights": "mass"}
-COLUMNS = {"label": "kind", "features": ["b"]}
+KIND = {"a": A, "kind": Y}
+MIXED = {"a": A, "Label": Y, "b": B, "mass": W}
+NAN = [0.5, np.nan, *"1234"]
+TEXT, OTHER = "labels are its column 'kind', the only one of text", "inputs are its other column: a"
+ONE = X[:, :1]
+
+
+def by(name):
+    return f"labels are its column '{name}', by its name"
 
 
 @pytest.mark.parametrize(
-    ("suffix", "content", "options", "inputs", "weights"),
+    ("suffix", "content", "options", "inputs", "weights", "said"),
     [
-        (".npz", {"x": X, "y": Y, "w": W}, {}, X, W),
-        (".npz", {"cells": X, "kind": Y, "mass": W, "w": -W}, NAMED, X, W),
-        (".csv", {"a": A, "b": B, "kind": Y, "note": Y}, COLUMNS, X[:, 1:], None),
-        (".parquet", {"a": A, "kind": pd.Categorical(Y)}, {}, X[:, :1], None),
+        (".npz", {"x": X, "y": Y}, {}, X, None, []),
+        (".npz", {"x": X, "y": Y, "w": W}, {}, X, W, ["weights are its key 'w'"]),
+        (".npz", {"x": X, "y": Y, "w": W}, {"weights": "w"}, X, W, []),
+        (".npz", {"cells": X, "kind": Y, "mass": W, "w": -W}, NAMED, X, W, ["not read: w"]),
+        (".npz", {"x": X, "y": Y, "more": W}, {}, X, None, ["not read: more"]),
+        (".npz", {"x": X, "y": W}, {"labels_path": "y.npy"}, X, None, ["not read: y"]),
+        (".csv", KIND, {}, ONE, None, [TEXT, OTHER]),
+        (".csv", KIND, {"label": "kind"}, ONE, None, [OTHER]),
+        (".csv", KIND, {"features": ["a"]}, ONE, None, [TEXT]),
+        (".csv", {**KIND, "b": B, "note": Y}, {"label": "kind", "features": "b"}, B, None, []),
+        (".parquet", {"a": A, "kind": pd.Categorical(Y)}, {}, ONE, None, [TEXT, OTHER]),
+        (".parquet", {"a": A, "Target": Y, "b": B}, {}, X, None, [by("Target"), "columns: a, b"]),
+        (".parquet", {"a": A, "y": Y}, {}, ONE, None, [by("y"), OTHER]),
+        (".csv", MIXED, {"weights": "mass"}, X, W, [by("Label"), "2 other columns: a, b"]),
         # Not finite numbers pass here.
-        (".csv", {"a": [0.5, np.nan, *"1234"], "y": Y}, {}, None, None),
-        *(
-            (suffix, {"a": A, label: Y, "b": B, "mass": W}, {"weights": "mass"}, X, W)
-            for suffix in (".csv", ".parquet")
-            for label in ("species", "Label", "y")
-        ),
+        (".csv", {"a": NAN, "y": Y}, {"label": "y"}, np.array(NAN, float), None, [OTHER]),
     ],
 )
-@pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
-def test_what_a_file_holds_is_read(tmp_path, suffix, content, options, inputs, weights):
-    dataset = load("arrays", path=_write(tmp_path, suffix, **content), **options)
-    expected = np.array(content["a"], float)[:, None] if inputs is None else inputs
-    np.testing.assert_array_equal(dataset.inputs, expected)
+def test_what_a_file_holds_is_read_and_what_is_chosen_said_once(
+    tmp_path, suffix, content, options, inputs, weights, said
+):
+    np.save(tmp_path / "y.npy", Y)
+    path = _write(tmp_path, suffix, **content)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dataset = load("arrays", root=tmp_path, path=path, **options)
+    np.testing.assert_array_equal(dataset.inputs, np.reshape(inputs, (6, -1)))
     np.testing.assert_array_equal(dataset.weights, weights)
     assert dataset.labels.tolist() == [1, 0, 1, 0, 2, 2]
     assert (dataset.class_names, dataset.modality, dataset.name) == (("a", "b", "c"), "array", "a")
+    notices = [str(one.message) for one in caught if one.category is DataNotice]
+    assert len(notices) == bool(said)
+    for part, choice in zip(said, dataset.choices, strict=True):
+        assert part in choice
+        assert choice in notices[0]
+    assert dataset.take([0, 2]).choices == dataset.choices
 
 
 @pytest.mark.parametrize(
@@ -100,47 +123,10 @@ def test_npy_pair(tmp_path):
 def test_files_without_labels(tmp_path):
     dataset = load("arrays", path=_npz(tmp_path, x=X), max_samples=4)
     assert (dataset.labels, len(dataset)) == (None, 4)
+    with pytest.warns(DataNotice, match="taken as unlabelled.*not read: labels"):
+        assert load("arrays", path=_npz(tmp_path, x=X, labels=Y)).labels is None
     with pytest.warns(DataNotice, match="taken as unlabelled.*its columns are: a, b"):
         assert load("arrays", path=_table(tmp_path, ".csv", a=A, b=B)).labels is None
-
-
-KIND = {"a": A, "kind": Y}
-OTHER = "inputs are its other column: a"
-
-
-@pytest.mark.parametrize(
-    ("suffix", "columns", "options", "said"),
-    [
-        (".csv", KIND, {}, ["labels are its column 'kind', the only one of text", OTHER]),
-        (
-            ".parquet",
-            {"a": A, "Target": W, "kind": W},
-            {},
-            ["labels are its column 'Target', by its name", "its 2 other columns: a, kind"],
-        ),
-        (".csv", KIND, {"label": "kind"}, [OTHER]),
-        (".csv", KIND, {"features": ["a"]}, ["labels are its column 'kind'"]),
-        (".csv", KIND, {"features": "a", "label": "kind"}, []),
-        (".npz", {"x": X, "y": Y}, {}, []),
-        (".npz", {"x": X, "y": Y, "w": W}, {}, ["weights are its key 'w'"]),
-        (".npz", {"x": X, "y": Y, "w": W}, {"weights": "w"}, []),
-        (".npz", {"x": X, "labels": Y}, {}, ["taken as unlabelled", "not read: labels"]),
-        (".npz", {"x": X, "y": Y, "more": W}, {}, ["not read: more"]),
-        (".npz", {"x": X, "y": Y}, {"labels_path": "y.npy"}, ["not read: y"]),
-    ],
-)
-def test_what_a_reader_chooses_is_said_once_and_kept(tmp_path, suffix, columns, options, said):
-    np.save(tmp_path / "y.npy", Y)
-    path = _write(tmp_path, suffix, **columns)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dataset = load("arrays", root=tmp_path, path=path, **options)
-    notices = [str(one.message) for one in caught if one.category is DataNotice]
-    assert len(notices) == bool(said)
-    for part, choice in zip(said, dataset.choices, strict=True):
-        assert part in choice
-        assert choice in notices[0]
-    assert dataset.take([0, 2]).choices == dataset.choices
 
 
 def test_a_nameless_first_column_is_no_input(tmp_path):
@@ -183,9 +169,9 @@ def test_requests_that_leave_something_out_or_lead_nowhere_are_refused(tmp_path)
         with pytest.raises(InputError, match=message):
             load("arrays", **given)
     for suffix in ("npz", "npy", "csv", "parquet"):
-        for content in (b"", b"\xff\xfe damaged"):
+        for content, said in ((b"", ".*is it damaged or empty"), (b"\xff\xfe damaged", "")):
             (path := tmp_path / f"damaged.{suffix}").write_bytes(content)
-            with pytest.raises(InputError, match=f"cannot read {path}"):
+            with pytest.raises(InputError, match=f"cannot read {path}{said}"):
                 load("arrays", path=str(path))
 
 
@@ -209,7 +195,7 @@ UNSIGNED = {"y": np.array([0, BEYOND], np.uint64), "class_names": np.array(["a"]
         ({"x": Y, "y": Y}, {}, "inputs must be numbers"),
         ({"x": np.ones((6, 3, 8, 8)), "y": Y}, {}, "channels last"),
         ({"x": W, "y": Y}, {}, r"inputs must have shape \(n, d\)"),
-        ({"x": np.array([{}, 1]), "y": Y}, {}, "cannot read"),
+        ({"x": np.array([{}, 1]), "y": Y}, {}, "cannot read .* it holds Python objects"),
         ({"x": X, "y": Y}, {"split": "test"}, "files that have no splits"),
         ({"x": X, "y": Y}, {"classes": ["d"]}, "unknown class 'd'"),
         ({"x": X, "y": Y}, {"max_samples": 2}, "max_samples=2 is below the 3 classes"),

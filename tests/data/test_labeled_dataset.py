@@ -1,11 +1,22 @@
-"""LabeledDataset: labels of any kind, rows taken, splits joined."""
+"""Labels of any kind, classes that are chosen, rows that are drawn, and clusters for labels."""
+
+import hashlib
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from otdd_flash.data import with_pseudo_labels
 from otdd_flash.data.dataset import LabeledDataset, concatenate
 from otdd_flash.data.lazy_items import LazyItems
-from otdd_flash.errors import InputError
+from otdd_flash.data.pseudo_labels import label_parts
+from otdd_flash.data.subset import stratified_rows, subset
+from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.samples import LabeledSamples
+
+SIZES = (5, 20, 10)
 
 
 def _vectors(labels, n=3, **options):
@@ -13,52 +24,24 @@ def _vectors(labels, n=3, **options):
     return LabeledDataset.from_raw(inputs, labels, modality="array", name="v", **options)
 
 
-def test_classes_are_the_sorted_distinct_labels():
-    for labels, names in (
-        ([7, 3, 7], ("3", "7")),
-        (["b", "a", "b"], ("a", "b")),
-        (np.array([b"b", b"a", b"b"]), ("a", "b")),
-        ([True, False, True], ("False", "True")),
-    ):
-        dataset = _vectors(labels)
-        assert dataset.class_names == names
-        assert dataset.labels.tolist() == [1, 0, 1]
-    hidden = _vectors([-1, -1, -1], class_names=["a", "b"])
-    assert (hidden.labels, hidden.class_names) == (None, ())
-
-
-@pytest.mark.parametrize(
-    ("labels", "options", "message"),
-    [
-        ([0.5, 1.0, 2.0], {}, "labels must be integers or strings, got float64"),
-        ([0.0, np.nan, np.nan], {}, "2 labels are missing, at rows 1, 2; remove"),
-        (np.array(["a", None, "b"], dtype=object), {}, "1 label is missing, at row 1; remove"),
-        ([0, 1], {}, "3 inputs, but its labels have shape"),
-        ([0, 1, 2], {"class_names": ["a", "b"]}, r"must lie in \[0, 2\).* got 0 to 2"),
-        ([0, -1, 1], {"class_names": ["a", "b"]}, "1 label is missing, at row 1; remove"),
-        (["a", "b", "a"], {"class_names": ["a", "b"]}, "labels must be class indices"),
-        ([0, 1, 1], {"weights": [1.0]}, "its weights have shape"),
+def test_labels_that_do_not_fit_the_names_of_classes_are_refused():
+    names = {"class_names": ["a", "b"]}
+    for labels, options, message in (
+        ([0, 1, 2], names, r"must lie in \[0, 2\).* got 0 to 2"),
+        ([0, -1, 1], names, "1 label is missing, at row 1; remove"),
+        (["a", "b", "a"], names, "labels must be class indices"),
         ([0, 1, 1], {"weights": ["x", "y", "z"]}, "weights must be real numbers"),
-        ([[0], [1], [1]], {}, "one-dimensional"),
-        ([], {"n": 0}, "v is empty"),
-    ],
-)
-def test_labels_that_do_not_fit_are_refused(labels, options, message):
-    with pytest.raises(InputError, match=message):
-        _vectors(labels, **options)
+    ):
+        with pytest.raises(InputError, match=message):
+            _vectors(labels, **options)
+    assert _vectors([-1, -1, -1], **names).labels is None
 
 
-def test_rows_that_are_taken_keep_their_numbers():
-    dataset = _vectors([0, 1, 2, 3, 4], n=5)
+def test_rows_that_are_taken_keep_their_numbers_and_lazy_items_are_read_when_asked_for():
+    dataset, read = _vectors([0, 1, 2, 3, 4], n=5), []
     twice = dataset.take([4, 2, 0]).take([2, 0])
     assert twice.rows.tolist() == [0, 4]
     assert twice.subset_hash == dataset.take([0, 4]).subset_hash
-    texts = LabeledDataset.from_raw(["a", "b", "c"], [0, 1, 0], modality="text", name="t")
-    assert texts.take([2, 0]).inputs == ["c", "a"]
-
-
-def test_lazy_items_are_read_only_when_asked_for():
-    read = []
 
     def fetch(row):
         read.append(row)
@@ -87,3 +70,153 @@ def test_splits_are_joined_in_order():
     for other in (None, ["x", "y", "x"]):
         with pytest.raises(InputError, match="load one split"):
             concatenate([first, _vectors(other)], "both")
+
+
+# Rows that are drawn.
+
+
+def _dataset(labels, class_names=None):
+    n = 60 if labels is None else len(labels)
+    inputs, more = np.arange(n, dtype=np.float32)[:, None], {"class_names": class_names}
+    weights = np.arange(n) + 1.0
+    return LabeledDataset.from_raw(
+        inputs, labels, modality="array", name="rows", weights=weights, **more
+    )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=15, deadline=None)
+def test_proportions_are_kept_with_at_least_one_row_per_class(sizes, share, seed):
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    count = len(sizes) + round(share * (len(labels) - len(sizes)))
+    rows = stratified_rows(labels, count, np.random.default_rng(seed))
+    drawn = np.bincount(labels[rows], minlength=len(sizes))
+    assert len(np.unique(rows)) == count
+    assert (drawn >= 1).all()
+    ideal = np.array(sizes) * count / len(labels)
+    if (ideal >= 1).all():
+        assert np.abs(drawn - ideal).max() < 1
+
+
+def test_draws_ignore_the_global_generator_and_agree_on_both_sides():
+    dataset = _dataset([0, 1, 2] * 20)
+    np.random.seed(1)  # noqa: NPY002
+    first = subset(dataset, None, 12, seed=5)
+    np.random.seed(2)  # noqa: NPY002
+    second = subset(dataset, None, 12, seed=5)
+    np.testing.assert_array_equal(first.rows, second.rows)
+    assert first.subset_hash == second.subset_hash
+    assert first.subset_hash != subset(dataset, None, 12, seed=6).subset_hash
+
+
+def test_inputs_labels_weights_and_rows_move_together():
+    dataset = _dataset([2, 0, 1] * 10)
+    drawn = subset(dataset, None, 7, seed=0)
+    np.testing.assert_array_equal(drawn.inputs[:, 0], drawn.rows)
+    np.testing.assert_array_equal(drawn.weights, drawn.rows + 1)
+    np.testing.assert_array_equal(drawn.labels, dataset.labels[drawn.rows])
+    assert drawn.subset_hash == hashlib.sha256(drawn.rows.astype("<i8").tobytes()).hexdigest()
+    drawn = subset(_dataset(None), None, 9, seed=0)
+    assert (drawn.labels, len(np.unique(drawn.rows))) == (None, 9)
+
+
+def test_chosen_classes_keep_their_rows_and_the_order_given():
+    labels = [0, 1, 2, 2, 1, 0]
+    dataset = _dataset(labels, ["a", "b", "c"])
+    for classes, names in (
+        (["c", "a"], ("c", "a")),
+        ([2, 0], ("c", "a")),
+        ("b", ("b",)),
+        ([1, "c"], ("b", "c")),
+        (np.array([2, 0]), ("c", "a")),
+    ):
+        kept = subset(dataset, classes, None, seed=0)
+        assert kept.class_names == names
+        found = [kept.class_names[c] for c in kept.labels]
+        assert found == ["abc"[labels[row]] for row in kept.rows], classes
+    # A number that is a class name means that class.
+    dataset = _dataset([10, 1, 0])
+    assert dataset.class_names == ("0", "1", "10")
+    assert subset(dataset, [10, 1], None, seed=0).class_names == ("10", "1")
+
+
+def test_impossible_classes_and_sizes_are_refused():
+    three = _dataset([0, 1, 2], ["a", "b", "c"])
+    one = _dataset([0, 0], ["a", "b"])
+    for dataset, classes, size, message in (
+        (three, ["z"], None, "unknown class 'z' of rows; choose names or indices of: a, b, c"),
+        (three, [3], None, "unknown class 3"),
+        (three, [-1], None, "unknown class -1"),
+        (three, [0, "a"], None, "names a class twice"),
+        (three, [], None, "leaves no class"),
+        (three, None, 2, "max_samples=2 is below the 3 classes"),
+        (one, ["b"], None, "rows is empty: no rows are of the classes b"),
+        (_dataset(None), [0], None, r"no labels; label it with .*pseudo_labels"),
+    ):
+        with pytest.raises(InputError, match=message):
+            subset(dataset, classes, size, seed=0)
+
+
+def test_missing_rows_and_class_ids_are_said_and_do_not_shift_names():
+    with pytest.warns(DataNotice, match="2 of 5 classes have no rows and are left out: a, d"):
+        kept = subset(_dataset([4, 1, 2, 1], list("abcde")), None, None, seed=0)
+    assert [kept.class_names[c] for c in kept.labels] == ["e", "b", "c", "b"]
+    with pytest.warns(DataNotice, match="2 rows, fewer than max_samples=3"):
+        assert len(subset(_dataset([0, 1]), None, 3, seed=0)) == 2
+
+
+# Clusters.
+
+
+def _groups(weights=None):
+    """Three far groups of 5, 20 and 10 points."""
+    centres = np.repeat([[0.0, 0.0], [50.0, 0.0], [0.0, 50.0]], SIZES, axis=0)
+    points = centres + np.random.default_rng(0).standard_normal(centres.shape)
+    return LabeledSamples(torch.from_numpy(points), None, (), weights, name="groups")
+
+
+def test_groups_are_found_and_numbered_from_the_largest():
+    for seed in (0, 4, 7):
+        labelled = with_pseudo_labels(_groups(), 3, seed)
+        assert labelled.labels.tolist() == np.repeat([2, 0, 1], SIZES).tolist()
+        assert labelled.class_names == ("cluster 0", "cluster 1", "cluster 2")
+        assert torch.equal(labelled.features, _groups().features)
+    # Labels that are there are replaced.
+    only = LabeledSamples(_groups().features, torch.zeros(35, dtype=torch.int64), ("only",))
+    assert len(with_pseudo_labels(only, 3, seed=0).class_names) == 3
+    # The seed alone decides.
+    found = []
+    for state in (1, 2):
+        np.random.seed(state)  # noqa: NPY002
+        found.append(with_pseudo_labels(_groups(), 9, seed=4).labels)
+    assert torch.equal(*found)
+
+
+def test_weightless_points_do_not_attract_a_centre():
+    weights = torch.ones(sum(SIZES))
+    weights[SIZES[0] : -SIZES[-1]] = 0
+    clusters = with_pseudo_labels(_groups(weights), 2, seed=0).labels
+    assert len({*clusters[: SIZES[0]].tolist()}) == len({*clusters[-SIZES[-1] :].tolist()}) == 1
+    assert clusters[0] != clusters[-1]
+
+
+def test_fewer_distinct_points_give_fewer_clusters_and_k_must_fit():
+    samples = LabeledSamples(torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]]), None, ())
+    labelled = with_pseudo_labels(samples, 4, seed=0)
+    assert labelled.labels.tolist() == [1, 1, 0, 0, 0]
+    assert labelled.class_names == ("cluster 0", "cluster 1")
+    for k in (0, -1, 36):
+        with pytest.raises(InputError, match=f"k from 1 to 35, the rows of groups; got {k}"):
+            with_pseudo_labels(_groups(), k, seed=0)
+
+
+def test_parts_of_one_dataset_have_the_same_clusters():
+    """Clusters of the rows to test on, found by themselves, were numbered in another way."""
+    groups, rows = _groups(), [0, 1, 2, 3, 4, 5, 25]
+    train, test = label_parts([groups, groups.take(torch.tensor(rows))], 3, seed=0)
+    assert torch.equal(test.labels, train.labels[rows])
+    assert test.class_names == train.class_names

@@ -14,16 +14,13 @@ SHARED = {"max_samples": None, "seed": 0, "data_root": None, "download": False}
 ROOT = {"defaults": ["_self_", {"source": "digits"}, {"target": "digits"}], **SHARED}
 
 
-def test_digit_halves_are_disjoint_and_complete_for_any_seeds():
+def test_digits_are_disjoint_halves_of_bytes_and_turn_counter_clockwise():
     train, test = load("digits", seed=1), load("digits", split="test", seed=2)
     assert np.intersect1d(train.rows, test.rows).size == 0
     everything = load("digits", split="all")
     np.testing.assert_array_equal(np.union1d(train.rows, test.rows), everything.rows)
     gap = np.bincount(train.labels) - np.bincount(test.labels)
     assert np.abs(gap).max() <= 1
-
-
-def test_digits_fill_the_range_of_bytes_and_turn_counter_clockwise():
     digits, turned = load("digits"), load("digits", rotate=90)
     assert (digits.inputs.dtype, digits.inputs.shape[1:]) == (np.uint8, (8, 8))
     assert (digits.inputs.min(), digits.inputs.max()) == (0, 255)
@@ -32,7 +29,7 @@ def test_digits_fill_the_range_of_bytes_and_turn_counter_clockwise():
     assert "90" in turned.name
 
 
-def test_blobs_share_centres_between_splits_but_no_points():
+def test_blobs_share_centres_between_splits_but_no_points_and_follow_seed_and_spread():
     settings = {"samples": 400, "dim": 3, "num_classes": 4, "spread": 0.01}
     train, test, both = (
         load("blobs", split=split, **settings) for split in ("train", "test", "all")
@@ -45,13 +42,10 @@ def test_blobs_share_centres_between_splits_but_no_points():
     assert not np.isin(train.inputs, test.inputs).any()
     np.testing.assert_array_equal(both.inputs, np.concatenate([train.inputs, test.inputs]))
     assert both.rows.tolist() == [*train.rows, *test.rows] == list(range(800))
-
-
-def test_blobs_follow_their_seed_and_spread():
-    first, again = load("blobs", seed=4), load("blobs", seed=4)
-    np.testing.assert_array_equal(first.inputs, again.inputs)
-    assert not np.array_equal(first.inputs, load("blobs", seed=5).inputs)
-    assert load("blobs", seed=4, spread=3.0).inputs.std() > 2 * first.inputs.std()
+    first, again, other = (load("blobs", seed=seed).inputs for seed in (4, 4, 5))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert load("blobs", seed=4, spread=3.0).inputs.std() > 2 * first.std()
 
 
 def test_weights_come_from_a_file(tmp_path):
@@ -62,9 +56,8 @@ def test_weights_come_from_a_file(tmp_path):
     np.testing.assert_array_equal(drawn.weights, weights[positions])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
+def test_bad_requests_name_the_value_and_the_way_out():
+    for name, options, message in (
         ("digit", {}, "unknown dataset 'digit'; choose one of: digits, blobs, mnist"),
         ("digits", {"rotat": 3}, "unknown option of digits 'rotat'; choose one of: .*rotate"),
         ("digits", {"split": "valid"}, "unknown split of digits 'valid'; .* train, test, all"),
@@ -82,11 +75,9 @@ def test_weights_come_from_a_file(tmp_path):
         ("blobs", {"spread": -1.0}, "spread of blobs must be finite and not negative, got -1"),
         ("arrays", {}, "arrays needs path=PATH"),
         ("torchvision", {}, "torchvision needs dataset=CLASS"),
-    ],
-)
-def test_bad_requests_name_the_value_and_the_way_out(name, options, message):
-    with pytest.raises(InputError, match=message):
-        load(name, **options)
+    ):
+        with pytest.raises(InputError, match=message):
+            load(name, **options)
 
 
 def _compose(*overrides):
@@ -113,6 +104,7 @@ def test_every_source_has_a_file_whose_keys_are_the_options_of_load():
             assert set(nodes[side]) == keys, f"{side}={name}"
 
 
+@pytest.mark.slow
 def test_keys_of_commands_reach_load(tmp_path):
     from otdd_flash.commands.clustering import without_clustering
 

@@ -288,10 +288,7 @@ def bounds() -> Iterator[Claim]:
         100 * max(r["extra_time"] for r in rows if (r["epsilon_relative"] == 0.1) == first)
         for first in (True, False)
     ]
-    yield (
-        "what proves ours takes of a solve at 0.1 of the mean cost / below",
-        largest,
-    )
+    yield ("what proves ours takes of a solve at 0.1 of the mean cost / below", largest)
     width = 100 * content("bench_bounds_cpu")["largest_width_over_value"]
     yield "width of the solver bounds, 2,000 images of two pairs", [width]
     for name, start in [

@@ -3,15 +3,9 @@
 Needs Debian's packages chromium and chromium-driver and Python's selenium.
 """
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from command_runs import run_here
 
 WIDTHS = (1280, 400)
 # Tables that show less than they hold, in a frame of their own or by themselves.
@@ -33,37 +27,32 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     driver = shutil.which("chromedriver")
     if driver is None or shutil.which("chromium") is None:
         pytest.skip("no chromium and chromedriver; Debian's packages chromium and chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is in the extra dev")
     options = webdriver.ChromeOptions()
     # Without a sandbox, as containers run as root.
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-    ):
-        options.add_argument(argument)
+    for name in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "hide-scrollbars"):
+        options.add_argument(f"--{name}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     running = webdriver.Chrome(options, webdriver.ChromeService(driver))
     yield running
     running.quit()
 
 
-def look(browser: Any, page: Path, width: int) -> dict[str, Any]:
+def look(browser, page, width):
     """What a window of this width does not show of a page, and what the browser complains of."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(page.as_uri())
-    seen: dict[str, Any] = browser.execute_script(_CUT_OFF)
+    seen = browser.execute_script(_CUT_OFF)
     seen["log"] = browser.get_log("browser")
     return seen
 
 
-def test_pages_of_the_site_are_whole(browser: Any, site: Path) -> None:
+def test_pages_of_the_site_are_whole(browser, site):
     pages = [page for page in site.rglob("*.html") if "repository" not in page.parts]
     # The page of an address that is not there has no place of its own to load styles from.
     pages = [page for page in pages if page.name != "404.html"]
@@ -77,31 +66,20 @@ def test_pages_of_the_site_are_whole(browser: Any, site: Path) -> None:
             assert seen == {"wide": False, "tables": [], "missing": [], "log": []}, page.name
 
 
-@pytest.mark.parametrize(
-    ("name", "figures"), [("first_distance", 1), ("flow", 1), ("choosing_a_source", 0)]
-)
-def test_a_notebook_is_a_page_with_code_outputs_and_figures(
-    browser: Any, site: Path, name: str, figures: int
-) -> None:
-    browser.get((site / "notebooks" / f"{name}.html").as_uri())
-    assert browser.execute_script("return document.querySelectorAll('pre').length") > 5
-    assert browser.execute_script("return document.images.length") == figures
+def test_notebooks_are_pages_with_code_outputs_and_figures(browser, site):
+    for name, figures in (("first_distance", 1), ("flow", 1), ("choosing_a_source", 0)):
+        browser.get((site / "notebooks" / f"{name}.html").as_uri())
+        assert browser.execute_script("return document.querySelectorAll('pre').length") > 5, name
+        assert browser.execute_script("return document.images.length") == figures, name
 
 
-def test_the_page_of_a_study_is_whole(
-    browser: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from otdd_flash.study.__main__ import main
+def test_the_page_of_a_study_is_whole(browser, tmp_path):
+    from small_tasks import small_study
 
-    draw = "name: blobs, samples: 60, num_classes: 3, spread: 1.5"
-    tasks = ", ".join(f"{{{draw}, seed: {k}, as: task number {k}}}" for k in range(6))
-    settings = ("transfer.seeds=2", "transfer.source_epochs=1", "transfer.target_samples=6")
-    small = ("extractor=identity", "projections=50", "study.workers=1", f"study.tasks=[{tasks}]")
-    run = (f"hydra.run.dir={tmp_path}/run", "cache_dir=null")
-    assert run_here(main, [*settings, *small, *run], monkeypatch, capsys).code == 0
+    from otdd_flash.report.study.writing import write_study_report
+
+    study = small_study(5, measures=["frechet", "knn"])
+    write_study_report(study.run(tmp_path, threads=1), tmp_path)
     for width in WIDTHS:
-        seen = look(browser, tmp_path / "run" / "report.html", width)
+        seen = look(browser, tmp_path / "report.html", width)
         assert seen == {"wide": False, "tables": [], "missing": [], "log": []}

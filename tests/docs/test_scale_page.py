@@ -1,7 +1,5 @@
 """docs/scale.md: the numbers of its table of two GPUs are those of the rows of bench_scale."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ BASELINES = {name: name for name in ("imagenet_0.1", "imagenet_0.01", "class_tab
 BASELINES["imagenet_ring"] = "imagenet_0.1"
 
 
-def cells(workload: str) -> str:
+def cells(workload):
     """What the row of a workload shows, but for its name and what it says."""
     starts = f"| `{workload}`: "
     (found,) = [line for line in PAGE.splitlines() if line.startswith(starts)]
@@ -23,7 +21,7 @@ def cells(workload: str) -> str:
 
 
 @pytest.mark.parametrize(("workload", "baseline"), BASELINES.items())
-def test_a_row_shows_the_numbers_of_its_file(workload: str, baseline: str) -> None:
+def test_a_row_shows_the_numbers_of_its_file(workload, baseline):
     one, two = (
         row("bench_scale_cuda", workload=name, processes=processes)
         for name, processes in ((baseline, 1), (workload, 2))
@@ -38,7 +36,7 @@ def test_a_row_shows_the_numbers_of_its_file(workload: str, baseline: str) -> No
     assert shows(cells(workload), values), (cells(workload), values)
 
 
-def test_four_million_points_a_side_are_those_of_the_file() -> None:
+def test_four_million_points_a_side_are_those_of_the_file():
     two = row("bench_scale_cuda", workload="four_million", processes=2)
     assert two["points"] == 4_000_000
     assert two["converged"]
@@ -47,7 +45,7 @@ def test_four_million_points_a_side_are_those_of_the_file() -> None:
     assert shows(cells("four_million"), values), values
 
 
-def test_streamed_points_and_memory_are_those_of_the_file() -> None:
+def test_streamed_points_and_memory_are_those_of_the_file():
     one = row("bench_scale_cuda", workload="imagenet_0.1", processes=1)
     streamed = row("bench_scale_cuda", workload="imagenet_streamed", processes=1)
     held = one["gib_per_process"][0] - one["gib_of_inputs"]
@@ -59,7 +57,7 @@ def test_streamed_points_and_memory_are_those_of_the_file() -> None:
     ) in PAGE
 
 
-def test_class_distances_and_particles_are_as_near_to_those_of_one_gpu_as_said() -> None:
+def test_class_distances_and_particles_are_as_near_to_those_of_one_gpu_as_said():
     farthest = {
         workload: row("bench_scale_cuda", workload=workload, processes=2)[
             "farthest_from_one_process"
@@ -74,7 +72,7 @@ def test_class_distances_and_particles_are_as_near_to_those_of_one_gpu_as_said()
     assert flow <= 5e-5
 
 
-def test_the_readme_says_what_one_gpu_and_two_take() -> None:
+def test_the_readme_says_what_one_gpu_and_two_take():
     both = [row("bench_scale_cuda", workload="imagenet_0.1", processes=count) for count in (1, 2)]
     held = [f"{max(r['gib_per_process']) - r['gib_of_inputs']:.1f}" for r in both]
     seconds = " / ".join(f"{r['seconds']:.0f}" for r in both)

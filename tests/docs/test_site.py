@@ -16,9 +16,9 @@ FILES = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
+def test_what_a_page_loads_from_elsewhere_is_found(hook, tmp_path):
+    foreign = hook("foreign")
+    for page in (
         '<script src="https://example.org/a.js"></script>',
         '<link rel="stylesheet" href="//example.org/a.css">',
         '<link rel="preconnect" href="https://example.org">',
@@ -28,27 +28,20 @@ FILES = sorted(
         "<style>@import 'https://example.org/a.css';</style>",
         "<style>@font-face { src: url('//example.org/a.woff2') }</style>",
         '<svg><use xlink:href="https://example.org/a.svg#b"/></svg>',
-    ],
-)
-def test_what_a_page_loads_from_elsewhere_is_found(page, hook):
-    found = hook("foreign").loaded(page)
-    assert len(found) == 1
-    assert "example.org" in found[0]
-
-
-def test_links_and_files_of_the_site_are_not_foreign(hook):
+    ):
+        (found,) = foreign.loaded(page)
+        assert "example.org" in found, page
+    # Links and files of the site are not foreign.
     page = (
         '<a href="https://example.org">there</a><link rel="canonical" href="https://example.org">'
         '<script src="assets/a.js"></script><img src="../a.png"><img src="data:image/png;base64,A">'
         "<style>p { background: url(a.png) }</style>"
     )
-    assert hook("foreign").loaded(page) == []
-
-
-def test_style_sheets_are_read_as_well(hook, tmp_path):
+    assert foreign.loaded(page) == []
+    # Style sheets are read as well.
     (tmp_path / "a.css").write_text("@import 'https://example.org/a.css'; p { color: red }")
     (tmp_path / "a.html").write_text("<p>nothing</p>")
-    assert hook("foreign").foreign(tmp_path) == ["a.css: https://example.org/a.css"]
+    assert foreign.foreign(tmp_path) == ["a.css: https://example.org/a.css"]
 
 
 def test_formulas_become_mathml(hook):

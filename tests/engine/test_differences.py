@@ -96,27 +96,6 @@ def test_the_matrix_form_is_the_recursion(rounds):
         torch.testing.assert_close(direction, expected, rtol=1e-8, atol=1e-8)
 
 
-def test_the_newest_fall_is_led_back_to_its_step():
-    """The secant equation of quasi-Newton methods."""
-    rings = [Ring(seed) for seed in range(3)]
-    found = learn_all(rings, 2 * MEMORY + 1)
-    changes = [ring.history[-1][1] for ring in rings]
-    for ring, direction in zip(rings, directions(found, rings, changes), strict=True):
-        torch.testing.assert_close(direction, ring.history[-1][0], rtol=1e-8, atol=1e-8)
-
-
-def test_problems_that_stay_keep_theirs():
-    rings = [Ring(seed) for seed in range(4)]
-    found = learn_all(rings, MEMORY + 1)
-    residuals = centred_residuals(rings)
-    expected = directions(found, rings, residuals)
-    order = [3, 1]
-    found.keep(torch.tensor(order))
-    stayed = directions(found, [rings[k] for k in order], [residuals[k] for k in order])
-    for k, direction in zip(order, stayed, strict=True):
-        assert torch.equal(direction, expected[k])
-
-
 def test_nothing_remembered_has_no_direction():
     zeros = torch.zeros(2, MEMORY, dtype=torch.float64)
     scale, _ = Differences(torch.zeros(2, dtype=torch.float64), MEMORY).direction(zeros, zeros)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
 from pairwise import pairwise
 from single_problems import DEVICE, InTriton, draw, masses, problem
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.segments import Evaluation, Move
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.one_segment import MEMORY
@@ -18,11 +16,9 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
 from otdd_flash.solver.term.symmetric import solve_symmetric
 
-FORMS = [CROSS, SELF]
-NAMES = ["cross", "self"]
 SOLVES = {False: solve_alternating, True: solve_symmetric}
 # A block of the kernels has 256 points.
-SIZES = [(1, 1), (1, 2), (2, 1), (7, 129), (129, 7), (300, 1000), (1, None), (2, None), (600, None)]
+SIZES = [(1, 1), (2, 1), (7, 129), (300, 1000), (1, None), (600, None)]
 
 LARGE = [pytest.param(size, marks=pytest.mark.gpu) for size in [(333, 150_000), (70_001, 333)]]
 
@@ -120,8 +116,7 @@ def test_evaluations_and_moves_are_their_formulas(size, zeros, kind) -> None:
             torch.testing.assert_close(found.double(), vector, rtol=0, atol=rounding)
 
 
-@pytest.mark.parametrize("in_triton", [False, True])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("symmetric", "in_triton"), [(False, False), (True, False), (False, True)])
 def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) -> None:
     """A term that has one iteration left proves what it is given."""
     operator = problem(30, None if symmetric else 40, torch.float32)
@@ -135,9 +130,8 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     assert torch.equal(segment.updated, first.g)
 
 
-@pytest.mark.slow(after=4)
-@pytest.mark.parametrize("far", [1e3, -1e3, 1e4])
-@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(("constant", "far"), [(True, 1e4), (False, 1e3), (True, -1e3)])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_solve_may_start_from_anywhere(symmetric, constant, far) -> None:
     """Masses of the first plans are infinite or 0."""
@@ -153,8 +147,7 @@ def test_a_solve_may_start_from_anywhere(symmetric, constant, far) -> None:
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("relative", [30.0, 0.3, 0.02])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("symmetric", "relative"), [(False, 30.0), (False, 0.05), (True, 0.3)])
 def test_whole_solves_in_triton_are_those_of_the_reference(symmetric, relative) -> None:
     operator = problem(40, None if symmetric else 33, zeros=True)
     solve, epsilon = SOLVES[symmetric], relative * operator.costs.mean
@@ -163,21 +156,11 @@ def test_whole_solves_in_triton_are_those_of_the_reference(symmetric, relative) 
     assert found.converged
     assert found.iterations <= expected.iterations + 2
     assert max(found.bounds[0], expected.bounds[0]) <= min(found.bounds[1], expected.bounds[1])
-
-
-@pytest.mark.parametrize("in_triton", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_points_without_mass_end_with_their_softmin(in_triton) -> None:
-    operator = problem(40, 33, torch.float32, zeros=True)
-    whole = InTriton(operator) if in_triton else operator
-    epsilon = 0.1 * operator.costs.mean
-    term = solve_alternating(whole, epsilon, Converged(1e-3))
-    for found, softmin, side in (
-        (term.f, operator.softmin_rows(term.g, epsilon), operator.a),
-        (term.g, operator.softmin_columns(term.f, epsilon), operator.b),
-    ):
-        without = side == 0
-        assert bool(without.any())
-        torch.testing.assert_close(found[without], softmin[without], rtol=0, atol=1e-3 * epsilon)
+    if not symmetric:
+        # Points without mass end with their softmin.
+        softmin, without = operator.softmin_rows(found.g, epsilon), operator.a == 0
+        off = (found.f - softmin)[without].abs().max()
+        assert float(off) < 1e-3 * epsilon
 
 
 @pytest.mark.parametrize("relative", [1e-3, 1.0, 1e3])
@@ -191,5 +174,3 @@ def test_a_cloud_of_one_point(relative) -> None:
         assert term.converged
         assert term.value == pytest.approx(0.7, rel=1e-9)
         assert term.iterations <= 3
-    value, _, _ = reference.entropic_transport(cost, one, one, 0.7 * relative)
-    assert value == pytest.approx(0.7)

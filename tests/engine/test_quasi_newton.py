@@ -1,4 +1,4 @@
-"""The iterations of many problems: what is learnt and kept, when they end, and who sees whom."""
+"""Iterations: their levels of epsilon, what is learnt and kept, and when they end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
-from otdd_flash.engine.levels import Levels
+from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, MOST_LEVELS, TOP, Levels, first_level
 from otdd_flash.engine.quasi_newton import FALLEN, STALLED, Progress
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import Move
+from otdd_flash.engine.trust import GROWTH, PATIENCE, Trust
 from otdd_flash.operators.one_segment import TorchSegment
 
 EPSILON = 0.3
@@ -159,13 +160,15 @@ def test_curvature_counts_where_it_exceeds_rounding_times_the_step() -> None:
 FLOOR, SLACK = 1e-4, 1e-8
 
 
+def numbers(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def ages(gaps: list[float], duals: list[float]) -> list[float]:
     """Iterations without progress after each evaluation."""
-    progress, seen = Progress.none(torch.zeros(1, dtype=torch.float64)), []
+    progress, seen = Progress.none(numbers(0)), []
     for gap, dual in zip(gaps, duals, strict=True):
-        progress = progress.after(
-            *(torch.tensor([n], dtype=torch.float64) for n in (gap, dual, SLACK))
-        )
+        progress = progress.after(numbers(gap), numbers(dual), numbers(SLACK))
         seen.append(float(progress.age))
     return seen
 
@@ -212,3 +215,100 @@ def test_a_step_reads_nothing_on_the_host(symmetric: bool, monkeypatch) -> None:
             patch.setattr(Tensor, name, refuse)
         rule.step()
         rule.step()
+
+
+# Levels of epsilon on the way down, and when a try at the last one is given up.
+
+
+@pytest.mark.parametrize("epsilon", [1e-300, 0.3, 1e290])
+def test_the_first_level_is_a_power_of_2_below_a_share_of_the_mean_cost(epsilon: float) -> None:
+    costs = epsilon * numbers(0.0, 1.0, 9.0, 10.1, 25.0, 1000.0, 1e6)
+    ratios = first_level(epsilon, costs) / epsilon
+    assert ratios.tolist() == [1.0, 1.0, 1.0, 1.0, 2.0, 64.0, 65536.0]
+    assert bool((2 * ratios > TOP * costs / epsilon).all())
+    # No more than a float has.
+    assert float(first_level(1e-30, numbers(1.0))) == 1e-30 * 2.0**MOST_LEVELS
+
+
+def test_levels_halve_where_they_end_and_stop_at_epsilon() -> None:
+    epsilon, yes, no = 0.3, torch.tensor([True]), torch.tensor([False])
+    levels, seen = Levels.descending(numbers(2.4)), []
+    for ends in (yes, no, yes, yes, yes):
+        seen.append((float(levels.level), float(levels.descended)))
+        levels = levels.after(numbers(0.01), ends, no, epsilon)
+    assert seen == [(2.4, 0.0), (1.2, 1.0), (1.2, 1.0), (0.6, 1.0), (0.3, 1.0)]
+    assert float(levels.level) == epsilon
+
+
+@pytest.mark.parametrize(
+    ("errors", "hopeless"),
+    [
+        ([0.5], False),
+        ([0.51], True),
+        # A tenth each time: three more to 1e-3.
+        ([0.5, 0.05], False),
+        # Halved each time: eight more.
+        ([0.5, 0.25], True),
+        # Halved as well, but one more is enough.
+        ([0.003, 0.0015], False),
+        ([0.1, 0.1], True),
+        ([0.1, 0.2], True),
+    ],
+)
+def test_a_try_goes_on_while_the_error_promises_enough(errors: list[float], hopeless: bool) -> None:
+    epsilon, no, iteration = 0.1, torch.tensor([False]), 0
+    levels = Levels.trying(epsilon, numbers(0.4))
+    assert float(levels.allowed) == 2 * ITERATIONS_PER_LEVEL
+    levels = levels._replace(allowed=numbers(6.0))
+    for iteration, error in enumerate(errors, 1):
+        found = levels.hopeless(numbers(iteration), numbers(error), numbers(1e-3))
+        levels = levels.after(numbers(error), no, found, epsilon)
+    assert bool(found) is hopeless
+    assert float(levels.level) == (0.4 if hopeless else epsilon)
+    # There is but one, and none without levels above.
+    assert float(levels.allowed) == (0.0 if hopeless else 6.0)
+    above = Levels.trying(0.1, numbers(0.1))._replace(error=numbers(0.1))
+    assert not bool(above.hopeless(numbers(9.0), numbers(0.5), numbers(1e-3)))
+
+
+# Which steps are kept, and how long plain updates follow those that are not.
+
+
+def after(*seen: tuple[float, float, float]) -> Trust:
+    """After evaluations of a dual, its gain and a marginal error."""
+    trust = Trust.fresh(numbers(0))
+    for one in seen:
+        trust = trust.judge(*map(numbers, one), numbers(1e-6)).trust
+    return trust
+
+
+def test_a_step_is_kept_only_if_the_dual_gains_what_the_plain_update_would() -> None:
+    first = (1.0, 0.5, 0.1)
+    assert float(after(first, (1.6, 0.0, 0.1)).dual) == 1.6
+    assert float(after(first, (1.4, 0.0, 0.1)).dual) == 1.0
+    # The plain update that follows is kept whatever it brings.
+    assert float(after(first, (1.4, 0.0, 0.1), (0.9, 0.0, 0.1)).dual) == 0.9
+    assert float(after(first, (math.nan, 0.0, 0.1)).dual) == 1.0
+
+
+def test_rejections_in_a_row_are_followed_by_ever_more_plain_updates() -> None:
+    good, bad = (1.0, 1.0, 0.1), (-1.0, 0.0, 0.1)
+    seen, waits = [good], []
+    for _ in range(11):
+        waits.append(float(after(*seen).plain))
+        seen.append(good if waits[-1] else bad)
+    assert waits == [0, 1, 0, 2, 1, 0, 4, 3, 2, 1, 0]
+    # A step that gains restores trust by half.
+    seen = [good, bad, good, bad, good, good]
+    assert float(after(*seen).penalty) == 4
+    assert float(after(*seen, (9.0, 0.0, 0.1)).penalty) == 2
+
+
+@pytest.mark.parametrize(
+    ("growth", "stale", "kept"),
+    [(GROWTH - 0.1, PATIENCE - 1, True), (GROWTH - 0.1, PATIENCE, False), (GROWTH + 0.1, 0, False)],
+)
+def test_where_the_dual_cannot_tell_the_marginal_error_decides(growth, stale, kept) -> None:
+    trust = after((1.0, 0.0, 0.1))._replace(stale=numbers(stale))
+    judged = trust.judge(numbers(1.0), numbers(0.0), numbers(0.1 * growth), numbers(1e-6))
+    assert bool(judged.kept) is kept

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 # Bilinear, bicubic with a crop, a transformer, and torchvision's own transform.
 NETWORKS = [(timm, "test_resnet"), (timm, "resnet10t"), (timm, "test_vit")]
 NETWORKS += [(torchvision, "shufflenet_v2_x0_5")]
+DOUBLE = [NETWORKS[0], *NETWORKS[2:]]
 IDS = [f"{factory.__name__} {model}" for factory, model in NETWORKS]
 
 
@@ -46,9 +47,6 @@ def as_tensors(images):
     return torch.from_numpy(channels).permute(0, 3, 1, 2).float() / 255
 
 
-IMAGES = {"colour": colour, "grey": grey, "large": large}
-
-
 def test_pixels_are_the_same():
     for images in (colour(), grey(), large()):
         given = as_tensors(images)
@@ -59,11 +57,11 @@ def test_pixels_are_the_same():
                 assert torch.equal(found, extractor(images)), (images.shape, size, grayscale)
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("images", [colour, grey, large])
 @pytest.mark.parametrize(("factory", "model"), NETWORKS, ids=IDS)
-def test_networks_agree_but_for_eight_bits(factory, model, kind):
-    extractor, images = network(factory, model), IMAGES[kind]()
+def test_networks_agree_but_for_eight_bits(factory, model, images):
+    extractor, images = network(factory, model), images()
     given = as_tensors(images)
     features = differentiable(extractor, given.shape[1:])(given)
     own = extractor(images)
@@ -80,33 +78,27 @@ def smooth():
     return (127 + 100 * np.sin(x + y + np.arange(3))).astype(np.uint8)
 
 
-@pytest.mark.parametrize("mode", ["BILINEAR", "BICUBIC"])
-@pytest.mark.parametrize(("resize", "crop"), [(20, 16), (45, 40), (64, 70)])
-def test_preparation_differs_by_rounding_alone(mode, resize, crop):
+def test_preparation_differs_by_rounding_alone():
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms._presets import ImageClassification
 
-    chosen = InterpolationMode[mode]
-    transform = ImageClassification(crop_size=crop, resize_size=resize, interpolation=chosen)
-    own = transform(Image.fromarray(smooth()[0]))
-    prepared = tensor_preparation(transform)(as_tensors(smooth()))[0]
-    assert prepared.shape == (3, crop, crop)
-    # 1.2 of 255 levels, over the deviation that each channel is divided by.
-    levels = (prepared - own).abs().amax((1, 2)) * torch.tensor(transform.std) * 255
-    assert levels.max() < 1.2
-
-
-DOUBLE_CASES = [
-    pytest.param(pixels(11, grayscale=True), id="pixels"),
-    pytest.param(from_callable(lambda x: x.flatten(1).sin()), id="callable"),
-    pytest.param((timm, "test_resnet"), id="timm test_resnet"),
-    pytest.param((timm, "test_vit"), id="timm test_vit"),
-    pytest.param((torchvision, "shufflenet_v2_x0_5"), id="torchvision shufflenet"),
-]
+    for mode in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC):
+        for resize, crop in ((20, 16), (45, 40), (64, 70)):
+            transform = ImageClassification(crop_size=crop, resize_size=resize, interpolation=mode)
+            own = transform(Image.fromarray(smooth()[0]))
+            prepared = tensor_preparation(transform)(as_tensors(smooth()))[0]
+            assert prepared.shape == (3, crop, crop)
+            # 1.2 of 255 levels, over the deviation that each channel is divided by.
+            levels = (prepared - own).abs().amax((1, 2)) * torch.tensor(transform.std) * 255
+            assert levels.max() < 1.2, (mode, resize, crop)
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("extractor", DOUBLE_CASES)
+@pytest.mark.parametrize(
+    "extractor",
+    [pixels(11, grayscale=True), from_callable(lambda x: x.flatten(1).sin()), *DOUBLE],
+    ids=["pixels", "callable", *(model for _, model in DOUBLE)],
+)
 def test_gradients_are_finite_differences(extractor):
     if isinstance(extractor, tuple):
         factory, model = extractor
@@ -141,7 +133,7 @@ def test_overshoot_is_cut_off_and_white_keeps_its_gradient():
         assert torch.allclose(gradient[0, 0, 3:7, 3:7], torch.tensor(6 * 16.8**2), rtol=0.02)
 
 
-def test_networks_are_copied_and_frozen():
+def test_networks_are_copied_and_frozen_and_compute_in_their_own_precision():
     extractor = timm("test_resnet")
     extractor.module.train()
     features = differentiable(extractor, (3, 20, 24))
@@ -155,6 +147,12 @@ def test_networks_are_copied_and_frozen():
     with torch.no_grad():
         next(extractor.module.parameters()).zero_()
     assert torch.equal(features(images), together)
+    doubled = images.double().requires_grad_()
+    value = features(doubled)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, together, rtol=1e-4, atol=1e-5)
+    (gradient,) = torch.autograd.grad(value.sum(), doubled)
+    assert gradient.dtype == torch.float64
 
 
 def test_callables_are_taken_as_they_are():
@@ -167,38 +165,19 @@ def test_callables_are_taken_as_they_are():
     assert features.requires_grad
 
 
-def test_networks_compute_in_their_own_precision():
-    features = differentiable(network(timm, "test_resnet"), (3, 20, 24))
-    images = as_tensors(colour())
-    doubled = images.double().requires_grad_()
-    value = features(doubled)
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value, features(images), rtol=1e-4, atol=1e-5)
-    (gradient,) = torch.autograd.grad(value.sum(), doubled)
-    assert gradient.dtype == torch.float64
-
-
-@pytest.mark.parametrize(
-    ("extractor", "shape", "message"),
-    [
-        (identity(), (3, 8, 8), "identity cannot carry gradients.*pixels, timm, torchvision"),
-        (
-            Network("text model", torch.nn.Identity(), frozenset({"text"}), str, lambda m, b: b),
-            (3, 8, 8),
-            "extractor text cannot carry gradients",
-        ),
-        (pixels(), (2, 8, 8), r"1 or 3 channels, got \(2, 8, 8\)"),
-        (pixels(), (8, 8), r"must be \(c, h, w\).*got \(8, 8\)"),
-    ],
-)
-def test_what_has_no_gradient_is_refused(extractor, shape, message):
-    with pytest.raises(InputError, match=message):
-        differentiable(extractor, shape)
-
-
-def test_preparations_without_counterpart_are_named():
+def test_what_has_no_gradient_is_refused():
     from timm.data import create_transform
 
+    text = Network("text model", torch.nn.Identity(), frozenset({"text"}), str, lambda m, b: b)
+    sides = "identity cannot carry gradients.*pixels, timm, torchvision"
+    for extractor, shape, message in (
+        (identity(), (3, 8, 8), sides),
+        (text, (3, 8, 8), "extractor text cannot carry gradients"),
+        (pixels(), (2, 8, 8), r"1 or 3 channels, got \(2, 8, 8\)"),
+        (pixels(), (8, 8), r"must be \(c, h, w\).*got \(8, 8\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            differentiable(extractor, shape)
     transform = create_transform((3, 32, 32), crop_mode="border")
     with pytest.raises(InputError, match="differentiably by CenterCropOrPad"):
         tensor_preparation(transform)

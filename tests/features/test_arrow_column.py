@@ -14,7 +14,6 @@ from otdd_flash.features.file_features import FileFeatures, ScatteredFeatures
 from otdd_flash.operators import blocked, request
 
 N, DIM = 70, 3
-KINDS = ("fixed", "list", "large")
 
 
 def points(dtype=np.float32):
@@ -53,9 +52,9 @@ def saved(folder, **more):
     return folder
 
 
-@pytest.mark.parametrize("file", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*zip(KINDS, (np.float16, np.float32, np.float64), strict=True)]
+    ("kind", "dtype", "file"),
+    [("fixed", np.float16, True), ("list", np.float32, False), ("large", np.float64, True)],
 )
 def test_one_batch_is_mapped_and_several_are_read(kind, dtype, file, tmp_path):
     whole = points(dtype)
@@ -134,23 +133,16 @@ def test_what_is_read_is_what_is_used(tmp_path, monkeypatch):
         otdd.LabeledSamples(otdd.features_file(written(tmp_path / "y.arrow", parts)), None, ())
 
 
-def test_datasets_are_opened_as_they_were_saved(tmp_path):
+def test_datasets_are_opened_as_they_were_saved_and_others_are_refused(tmp_path):
     import datasets
 
     folder = saved(tmp_path / "saved")
-    expected = torch.from_numpy(points())
     given = datasets.load_from_disk(str(folder))
     for found in (otdd.features_file(folder), otdd.features_file(given, key="features")):
         assert len(found.file.matrix.pieces) == 3
-        assert torch.equal(found, expected)
+        assert torch.equal(found, torch.from_numpy(points()))
     with pytest.raises(InputError, match="the dataset lies in memory"):
         otdd.features_file(datasets.Dataset.from_dict({"x": [[1.0]]}))
-
-
-def test_datasets_that_differ_from_their_files_are_refused(tmp_path):
-    import datasets
-
-    given = datasets.load_from_disk(str(saved(tmp_path / "saved")))
     number = given.add_column("number", list(range(N)))
     double = given.map(lambda row: {"other": [2 * value for value in row["features"]]})
     for kept in (
@@ -176,23 +168,34 @@ def test_datasets_that_differ_from_their_files_are_refused(tmp_path):
         key = "features" if other is swapped else None
         with pytest.raises(InputError, match="the dataset is not what its files hold, but a sel"):
             otdd.features_file(other, key=key)
+    # A file that changes is refused where it is used.
+    features = otdd.features_file(folder)
+    os.utime(folder / "data-00002-of-00003.arrow", (1, 1))
+    for use in (
+        lambda: otdd.LabeledSamples(features, None, ()),
+        lambda: features[torch.tensor([0])],
+        lambda: features[:2],
+        lambda: features.sum(),
+    ):
+        with pytest.raises(InputError, match=r"data-00002-of-00003\.arrow changed while it was in"):
+            use()
 
 
-@pytest.mark.parametrize("kind", ["arrow", "folder"])
-def test_a_distance_streams_them(kind, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_distance_streams_them(tmp_path, monkeypatch):
     monkeypatch.setattr(blocked, "LEAST_POINTS", 32)
     monkeypatch.setattr(request, "UNASKED", 0)
     parts = [column(part) for part in np.split(points(), 7)]
-    path = saved(tmp_path / "saved") if kind == "folder" else written(tmp_path / "x.arrow", parts)
+    features = otdd.features_file(written(tmp_path / "x.arrow", parts))
     labels = torch.arange(N) % 2
     target = otdd.LabeledSamples(torch.from_numpy(points()) + 1, labels, ("a", "b"))
 
     def distance(features, budget):
         source = otdd.LabeledSamples(features, labels, ("a", "b"))
         compute = otdd.ComputeOptions("cpu", precision="double", memory_budget=budget)
-        return otdd.dataset_distance(source, target, epsilon=0.3, compute=compute)
+        settings = {"labels": "means", "epsilon": 3.0, "compute": compute}
+        return otdd.dataset_distance(source, target, **settings)
 
-    features = otdd.features_file(path)
     streamed, held = distance(features, 1), distance(torch.from_numpy(points()), "auto")
     assert streamed.streamed is not None
     assert streamed.value == pytest.approx(held.value, rel=1e-5)
@@ -208,12 +211,10 @@ def test_a_distance_streams_them(kind, tmp_path, monkeypatch):
 def test_damage_is_told_in_a_sentence(tmp_path):
     import datasets
 
-    rows = points()
-    good = written(tmp_path / "good.arrow", [column(rows), column(rows)])
-    content = good.read_bytes()
-    names = iter(range(100))
+    rows, names = points(), iter(range(100))
+    content = written(tmp_path / "good.arrow", [column(rows), column(rows)]).read_bytes()
 
-    def file(arrays, **more):
+    def file(*arrays, **more):
         return written(tmp_path / f"{next(names)}.arrow", arrays, **more)
 
     def bytes_of(some):
@@ -221,34 +222,32 @@ def test_damage_is_told_in_a_sentence(tmp_path):
         path.write_bytes(some)
         return path
 
+    good, floats = bytes_of(content), pa.list_(pa.float64(), 2)
     ragged = pa.array([[1.0, 2.0], [1.0, 2.0], [3.0]])
-    null_row = pa.array([[1.0, 2.0], None], type=pa.list_(pa.float64(), 2))
-    null = pa.array([[1.0, 2.0], [3.0, None]], type=pa.list_(pa.float64(), 2))
+    null = pa.array([[1.0, 2.0], [3.0, None]], type=floats)
     zipped = pa.ipc.IpcWriteOptions(compression="lz4")
-    two = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)[:20]), 2)
-    other = saved(tmp_path / "split")
-    datasets.DatasetDict({"train": datasets.load_from_disk(str(other))}).save_to_disk(
-        tmp_path / "dict"
-    )
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "state.json").write_text("{}")
-    (tmp_path / "plain").mkdir()
     lengths = saved(tmp_path / "lengths")
+    train = datasets.load_from_disk(str(lengths))
+    datasets.DatasetDict(train=train).save_to_disk(tmp_path / "dict")
+    two = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)[:20]), 2)
     written(lengths / "data-00001-of-00003.arrow", [two])
+    for name in ("bad", "plain"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bad" / "state.json").write_text("{}")
     cases = [
-        (file([ragged]), None, "is ragged: row 0 holds 2 numbers and row 2 1"),
+        (file(ragged), None, "is ragged: row 0 holds 2 numbers and row 2 1"),
         (good, "x", "has no 'x'; it holds number, fea"),
-        (file([null_row]), None, "holds nulls, the first in row 1"),
-        (file([null]), None, "holds nulls, the first in row 1"),
-        (file([null[:1], null]), None, "holds nulls, the first in row 2"),
-        (file([pa.array([[1, 2]])]), None, "holds lists of int64; features are read from"),
+        (file(pa.array([[1.0, 2.0], None], type=floats)), None, "holds nulls, the first in row 1"),
+        (file(null), None, "holds nulls, the first in row 1"),
+        (file(null[:1], null), None, "holds nulls, the first in row 2"),
+        (file(pa.array([[1, 2]])), None, "holds lists of int64; features are read from"),
         (good, "number", "holds int64; features are lists"),
-        (file([column(rows)], options=zipped), None, "is compressed"),
+        (file(column(rows), options=zipped), None, "is compressed"),
         (bytes_of(content[:-1000]), None, "no Arrow file, or a damaged one|cannot read"),
         (bytes_of(content[:-8]), None, "is truncated: the end of its stream is missing"),
         (bytes_of(b"nothing of the kind"), None, "no Arrow file, or a damaged one|cannot read"),
         (bytes_of(b""), None, "no Arrow file, or a damaged one"),
-        (file([column(rows[:0])]), None, "holds no rows"),
+        (file(column(rows[:0])), None, "holds no rows"),
         (tmp_path / "none.arrow", None, "cannot read .*none.arrow: No such file"),
         (tmp_path / "dict", None, r"holds several splits; give the folder of one \(train\)"),
         (tmp_path / "bad", None, "state.json is damaged"),
@@ -263,8 +262,8 @@ def test_damage_is_told_in_a_sentence(tmp_path):
         assert str(told.value).count("features are") <= 1
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fixed", "list", "large"])
 def test_no_damage_leads_beyond_a_file(kind, tmp_path):
     """A bit flipped in what says where the numbers are: their length, type, place or end."""
     good = written(tmp_path / "good.arrow", [column(points()[:5], kind), column(points(), kind)])
@@ -286,17 +285,3 @@ def test_no_damage_leads_beyond_a_file(kind, tmp_path):
             for piece in matrix.pieces:
                 assert piece.offset + piece.rows * matrix.row_bytes <= len(content)
     assert refused > first.offset // 2
-
-
-def test_a_file_that_changes_is_refused_where_it_is_used(tmp_path):
-    folder = saved(tmp_path / "saved")
-    features = otdd.features_file(folder)
-    os.utime(folder / "data-00002-of-00003.arrow", (1, 1))
-    for use in (
-        lambda: otdd.LabeledSamples(features, None, ()),
-        lambda: features[torch.tensor([0])],
-        lambda: features[:2],
-        lambda: features.sum(),
-    ):
-        with pytest.raises(InputError, match=r"data-00002-of-00003\.arrow changed while it was in"):
-            use()

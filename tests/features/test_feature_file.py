@@ -86,11 +86,11 @@ def test_a_file_that_changes_while_rows_are_read_is_refused(rows, tmp_path, monk
 
         return reading
 
-    monkeypatch.setattr(file, "_read", changed(file._read))
-    monkeypatch.setattr(file, "_mapped", changed(file._mapped))
-    read = file.read if isinstance(rows, slice) else file.take
+    for name in ("_read", "_mapped"):
+        monkeypatch.setattr(file, name, changed(getattr(file, name)))
+    read, count = (file.read, 57) if isinstance(rows, slice) else (file.take, 2)
     with pytest.raises(InputError, match="changed while it was in use"):
-        read(rows, torch.empty(57 if isinstance(rows, slice) else 2, 3))
+        read(rows, torch.empty(count, 3))
 
 
 def test_classes_without_samples_leave_features_in_their_file(tmp_path):
@@ -102,7 +102,7 @@ def test_classes_without_samples_leave_features_in_their_file(tmp_path):
     assert kept.class_names == ("b", "a")
     assert torch.equal(kept.labels, 1 - torch.arange(70) % 2)
     compute = otdd.ComputeOptions("cpu", memory_budget=1)
-    result = otdd.dataset_distance(samples, kept, epsilon=0.5, compute=compute)
+    result = otdd.dataset_distance(samples, kept, labels="means", epsilon=5.0, compute=compute)
     assert isinstance(result.source.features, FileFeatures)
 
 
@@ -117,7 +117,7 @@ def test_half_types_of_files_are_those_numbers_in_float32(dtype, tmp_path):
     def found(features):
         samples = otdd.LabeledSamples(features, labels, names)
         settings = {"epsilon": 0.5, "compute": "cpu"}
-        moves = otdd.Flow(2, stepping=otdd.Stepping(0.1))
+        moves = otdd.Flow(1, stepping=otdd.Stepping(0.1))
         flow = otdd.gradient_flow(samples, target, moves, **settings)
         result = otdd.dataset_distance(samples, target, labels="exact", **settings)
         loss = otdd.sinkhorn_loss(features, target.features, **settings)
@@ -126,37 +126,6 @@ def test_half_types_of_files_are_those_numbers_in_float32(dtype, tmp_path):
     features = otdd.features_file(path, key="features")
     for one, other in zip(found(features), found(features[:]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-
-def test_damaged_headers_are_refused_in_a_sentence(tmp_path):
-    path = written(tmp_path, "npy")
-    content = path.read_bytes()
-    (unclosed := tmp_path / "unclosed.npy").write_bytes(content.replace(b"}", b" ", 1))
-    with pytest.raises(InputError, match=r"is no \.npy file, or a damaged one"):
-        otdd.features_file(unclosed)
-    good = {"dtype": "F32", "shape": [7, 3], "data_offsets": [0, 84]}
-    for place, (change, says) in enumerate(
-        (
-            ({}, None),
-            ({"shape": [-7, 3]}, "or a damaged one"),
-            ({"shape": [7.0, 3]}, "or a damaged one"),
-            ({"shape": ["7", 3]}, "or a damaged one"),
-            ({"data_offsets": [-8, 76]}, "or a damaged one"),
-            ({"data_offsets": [0]}, "or a damaged one"),
-            ({"dtype": ["F32"]}, "holds .*; features are read from"),
-            ({"shape": [3, 3]}, "gives 84 bytes to numbers of shape"),
-            ({"dtype": "F16"}, "gives 84 bytes to numbers of shape"),
-        )
-    ):
-        header = json.dumps({"x": good | change}).encode()
-        header += b" " * (-len(header) % 8)
-        damaged = tmp_path / f"{place}.safetensors"
-        damaged.write_bytes(len(header).to_bytes(8, "little") + header + bytes(84))
-        if says is None:
-            assert otdd.features_file(damaged).shape == (7, 3)
-            continue
-        with pytest.raises(InputError, match=says):
-            otdd.features_file(damaged)
 
 
 def test_features_that_were_changed_in_place_are_refused(tmp_path):
@@ -177,37 +146,55 @@ def test_features_that_were_changed_in_place_are_refused(tmp_path):
     assert otdd.LabeledSamples(copied, None, ()).features is copied
 
 
-def test_other_files_are_refused_in_a_sentence(tmp_path):
-    for kind, cut, key in (("npy", 1, None), ("safetensors", 571, "features")):
-        path = written(tmp_path, kind)
-        os.truncate(path, path.stat().st_size - cut)
-        with pytest.raises(InputError, match=r"is truncated: its header promises \d+ bytes"):
-            otdd.features_file(path, key=key)
-    path = written(tmp_path, "safetensors")
-    damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes(b"\x05\0\0\0\0\0\0\0{{{{{")
-    text = tmp_path / "text.npy"
-    text.write_text("no array")
-    integers, by_columns = tmp_path / "integers.npy", tmp_path / "columns.npy"
-    np.save(integers, np.arange(6).reshape(2, 3))
-    np.save(by_columns, np.asfortranarray(np.ones((4, 3))))
-    (tmp_path / "a.csv").write_text("1,2")
-    one_dimension = tmp_path / "one.npy"
-    np.save(one_dimension, np.ones(4))
+def test_damaged_and_other_files_are_refused_in_a_sentence(tmp_path):
+    names = iter(range(100))
+
+    def file(content, kind="safetensors"):
+        path = tmp_path / f"{next(names)}.{kind}"
+        path.write_bytes(content)
+        return path
+
+    def headed(**change):
+        good = {"dtype": "F32", "shape": [7, 3], "data_offsets": [0, 84]}
+        header = json.dumps({"x": good | change}).encode()
+        header += b" " * (-len(header) % 8)
+        return file(len(header).to_bytes(8, "little") + header + bytes(84))
+
+    def array(values):
+        np.save(path := tmp_path / f"{next(names)}.npy", values)
+        return path
+
+    assert otdd.features_file(headed()).shape == (7, 3)
+    path, npy = written(tmp_path, "safetensors"), written(tmp_path, "npy")
+    truncated, damaged = r"is truncated: its header promises \d+ bytes", "or a damaged one"
     for given, key, says in (
+        (file(path.read_bytes()[:-571]), "features", truncated),
+        (file(npy.read_bytes()[:-1], "npy"), None, truncated),
+        (
+            file(npy.read_bytes().replace(b"}", b" ", 1), "npy"),
+            None,
+            rf"is no \.npy file, {damaged}",
+        ),
+        (headed(shape=[-7, 3]), None, damaged),
+        (headed(shape=[7.0, 3]), None, damaged),
+        (headed(shape=["7", 3]), None, damaged),
+        (headed(data_offsets=[-8, 76]), None, damaged),
+        (headed(data_offsets=[0]), None, damaged),
+        (headed(dtype=["F32"]), None, "holds .*; features are read from"),
+        (headed(shape=[3, 3]), None, "gives 84 bytes to numbers of shape"),
+        (headed(dtype="F16"), None, "gives 84 bytes to numbers of shape"),
         (path, None, "holds features, labels; say which matrix with key="),
         (path, "x", "has no 'x'; it holds features, labels"),
         (path, "labels", "holds I64; features are read from"),
-        (damaged, None, "no .safetensors file, or a damaged one"),
-        (text, None, "no .npy file, or a damaged one"),
-        (integers, None, "holds int64; features are read from"),
-        (by_columns, None, "by columns"),
-        (one_dimension, None, r"holds an array of shape \(4,\)"),
+        (file(b"\x05\0\0\0\0\0\0\0{{{{{"), None, "no .safetensors file, or a damaged one"),
+        (file(b"no array", "npy"), None, "no .npy file, or a damaged one"),
+        (array(np.arange(6).reshape(2, 3)), None, "holds int64; features are read from"),
+        (array(np.asfortranarray(np.ones((4, 3)))), None, "by columns"),
+        (array(np.ones(4)), None, r"holds an array of shape \(4,\)"),
         (tmp_path / "none.npy", None, "cannot read .*none.npy: No such file"),
-        (tmp_path / "a.csv", None, "are read from .npy, .safetensors and .arrow files"),
+        (file(b"1,2", "csv"), None, "are read from .npy, .safetensors and .arrow files"),
     ):
         with pytest.raises(InputError, match=says):
             otdd.features_file(given, key=key)
-    features = otdd.features_file(written(tmp_path, "npy"))
     with pytest.raises(InputError, match=r"labels must have shape \(70,\)"):
-        otdd.LabeledSamples(features, torch.zeros(69, dtype=torch.int64), ("a",))
+        otdd.LabeledSamples(otdd.features_file(npy), torch.zeros(69, dtype=torch.int64), ("a",))

@@ -33,7 +33,7 @@ import json
 import logging
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiers import slow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -113,16 +112,15 @@ def copied(name: str, folder: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("name", READ)
-def test_a_saved_file_is_read(name: str) -> None:
-    assert SAVED[name].read(FOLDER / "saved" / name) == pytest.approx(READ[name], **CLOSE)
+def test_saved_files_are_read() -> None:
+    later = {path.name for path in (FOLDER / "later/saved").iterdir()}
+    assert READ.keys() == SAVED.keys() == later | {"samples.npz"}
+    for name, numbers in READ.items():
+        assert SAVED[name].read(FOLDER / "saved" / name) == pytest.approx(numbers, **CLOSE), name
 
 
-# Its solves of a few noisy points take the longest.
-MODES = [*slow(["augmented"]), *(name for name in FLOWS if name != "augmented")]
-
-
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOWS)
 def test_a_checkpoint_goes_on_to_the_end_of_the_whole_flow(name: str, tmp_path: Path) -> None:
     """Also one of two processes, by one."""
     folder, seen = copied(f"checkpoints/{name}", tmp_path), list[int]()
@@ -158,15 +156,9 @@ def test_fixtures_hold_every_class_and_field_of_checkpoints() -> None:
         assert found[name] == {*fields}, name
 
 
-@pytest.fixture(params=["this torch", "another torch"])
-def _any_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "another torch":
-        monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.99.0"))
-
-
-@pytest.mark.usefixtures("_any_torch")
-def test_caches_are_found(tmp_path: Path) -> None:
+def test_caches_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured or extracted, whatever the version of torch."""
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.99.0"))
     folder = copied("caches", tmp_path)
     for name in METRICS:
         table, told = measured(name, folder)
@@ -226,55 +218,41 @@ OURS = f"otdd_flash {otdd.__version__}"
 OF_LATER = f"format 2, which otdd_flash 9.0.0 wrote and {OURS} does not know"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (FOLDER / "later/saved").iterdir()))
-def test_a_saved_file_of_a_later_format_is_refused_by_its_version(name: str) -> None:
-    assert OF_LATER in refusal(lambda: SAVED[name].read(FOLDER / "later/saved" / name))
+def test_what_another_version_wrote_is_refused_by_its_version(tmp_path: Path) -> None:
+    """Saved files, checkpoints and studies of a later format, and with names of an earlier one."""
 
+    def resumed(age: str) -> Any:
+        folder = copied(f"{age}/checkpoints/attached", tmp_path / age)
+        return run_flow("attached", folder, resume=True)
 
-def test_every_saved_file_that_has_a_version_is_among_the_later_ones() -> None:
-    later = {path.name for path in (FOLDER / "later/saved").iterdir()}
-    assert SAVED.keys() - later == {"samples.npz"}
-    assert READ.keys() == SAVED.keys()
+    def studied(age: str) -> Any:
+        return study().run(copied(f"{age}/study", tmp_path / age), resume=True)
 
-
-@pytest.mark.parametrize(
-    ("age", "said"),
-    [
-        ("later", OF_LATER),
-        ("earlier", f"is of otdd_flash 0.0.1, whose states are others than those of {OURS}"),
-    ],
-)
-def test_a_checkpoint_of_another_version_is_refused_by_it(
-    age: str, said: str, tmp_path: Path
-) -> None:
-    folder = copied(f"{age}/checkpoints/attached", tmp_path)
-    assert said in refusal(lambda: run_flow("attached", folder, resume=True))
-
-
-def test_a_result_with_names_of_an_earlier_version_is_refused_by_it() -> None:
-    path = FOLDER / "earlier/saved/distance"
-    said = f"('terms'; otdd_flash 0.0.1 wrote it, and this is {OURS})"
-    assert said in refusal(lambda: SAVED["distance"].read(path))
-
-
-@pytest.mark.parametrize(("age", "version"), [("later", "9.0.0"), ("earlier", "0.0.1")])
-def test_a_study_of_another_version_is_refused_by_it(
-    age: str, version: str, tmp_path: Path
-) -> None:
-    folder = copied(f"{age}/study", tmp_path)
-    said = f"versions.otdd_flash ({version} then, {otdd.__version__} now)"
-    assert said in refusal(lambda: study().run(folder, resume=True))
+    names = [path.name for path in (FOLDER / "later/saved").iterdir()]
+    saved = [(partial(SAVED[name].read, FOLDER / "later/saved" / name), OF_LATER) for name in names]
+    earlier = FOLDER / "earlier/saved/distance"
+    for call, said in (
+        *saved,
+        (
+            lambda: SAVED["distance"].read(earlier),
+            f"('terms'; otdd_flash 0.0.1 wrote it, and this is {OURS})",
+        ),
+        (lambda: resumed("later"), OF_LATER),
+        (
+            lambda: resumed("earlier"),
+            f"is of otdd_flash 0.0.1, whose states are others than those of {OURS}",
+        ),
+        (lambda: studied("later"), f"versions.otdd_flash (9.0.0 then, {otdd.__version__} now)"),
+        (lambda: studied("earlier"), f"versions.otdd_flash (0.0.1 then, {otdd.__version__} now)"),
+    ):
+        assert said in refusal(call)
 
 
 @pytest.mark.parametrize(
     ("age", "pairs", "entries"),
     [
         ("later", "class_distances.4.sqlite3", OF_LATER),
-        (
-            "earlier",
-            "class_distances.2.sqlite3",
-            f"has format 1, and {OURS} reads format 2",
-        ),
+        ("earlier", "class_distances.2.sqlite3", f"has format 1, and {OURS} reads format 2"),
     ],
 )
 def test_caches_of_other_formats_are_said_to_be_and_computed_again(
@@ -298,39 +276,32 @@ def test_caches_of_other_formats_are_said_to_be_and_computed_again(
     assert (extractor.rows, caplog.messages) == (ROWS, [])
 
 
-@pytest.mark.parametrize("name", ["features.npy", "begun.npy"])
-def test_features_in_a_file_are_gone_on_with_unless_their_format_is_later(
-    name: str, tmp_path: Path
-) -> None:
-    later = copied("later/caches", tmp_path / "later")
-    assert OF_LATER in refusal(lambda: embedded(Squares(), features_path=later / name))
-    extractor = Squares()
-    embedded(extractor, features_path=copied("earlier/caches", tmp_path) / name)
-    assert extractor.rows == (0 if name == "features.npy" else ROWS - 2 * BATCH)
-
-
-def test_features_of_another_version_and_another_network_are_refused_by_both(
+def test_features_in_a_file_are_gone_on_with_unless_format_or_network_differ(
     tmp_path: Path,
 ) -> None:
+    later, then = copied("later/caches", tmp_path / "later"), copied("earlier/caches", tmp_path)
+    for name, rows in (("features.npy", 0), ("begun.npy", ROWS - 2 * BATCH)):
+        of_later = partial(embedded, Squares(), features_path=later / name)
+        assert OF_LATER in refusal(of_later), name
+        extractor = Squares()
+        embedded(extractor, features_path=then / name)
+        assert extractor.rows == rows, name
     extractor, now = Squares(), tmp_path / "features.npy"
     embedded(Squares(), features_path=now)
     extractor.key = "cubes"
-    then = copied("earlier/caches", tmp_path) / "features.npy"
     for path, said in (
         (now, "of another network; choose another features_path"),
-        (then, f"of another network; otdd_flash 0.0.1 wrote it, and this is {OURS}; choose"),
+        (
+            then / "features.npy",
+            f"of another network; otdd_flash 0.0.1 wrote it, and this is {OURS}; choose",
+        ),
     ):
         assert said in refusal(partial(embedded, extractor, features_path=path))
 
 
-def _contents() -> Iterator[tuple[Path, bytes]]:
-    for path in sorted(FOLDER.rglob("*")):
-        if path.is_file() and path.suffix not in (".py", ".pyc"):
-            yield path, path.read_bytes()
-
-
 def test_fixtures_are_small_and_hold_nothing_of_the_machine_that_wrote_them() -> None:
-    contents = dict(_contents())
+    paths = [path for path in FOLDER.rglob("*") if path.is_file()]
+    contents = {p: p.read_bytes() for p in paths if p.suffix not in (".py", ".pyc")}
     assert sum(map(len, contents.values())) < 1_000_000
     for path, content in contents.items():
         assert not path.name.endswith((".lock", "-journal", "-wal"))

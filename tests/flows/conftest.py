@@ -1,7 +1,5 @@
 """Small weighted clouds for the tests of flows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -13,10 +11,10 @@ MakeCloud = Callable[..., LabeledSamples]
 
 
 @pytest.fixture
-def make_cloud() -> MakeCloud:
+def make_cloud():
     """n float64 points of three classes with unequal masses, the third of which is 0."""
 
-    def make(n: int = 33, d: int = 5, seed: int = 0) -> LabeledSamples:
+    def make(n=33, d=5, seed=0):
         generator = torch.Generator().manual_seed(seed)
         points = torch.randn(n, d, generator=generator, dtype=torch.float64)
         weights = torch.rand(n, generator=generator, dtype=torch.float64) + 0.1

@@ -92,11 +92,7 @@ def setting_of(
 
 
 def mode_of(
-    name: str,
-    source: LabeledSamples,
-    target: LabeledSamples,
-    metric: LabelMetric,
-    **options: Any,
+    name: str, source: LabeledSamples, target: LabeledSamples, metric: LabelMetric, **options: Any
 ) -> Mode:
     """A mode at the start of its flow."""
     table = measure_classes(source, target, metric)

@@ -1,11 +1,8 @@
 """Files of checkpoints: what is in them, in which order they are written, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.flows import nest
 
 
-def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch):
     folder = otdd.Checkpoints(tmp_path)
     with monkeypatch.context() as patched:
         patched.setitem(nest.TYPES, "Path", type(Path()))
@@ -26,23 +23,14 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         folder.load({}, CPU)
 
 
-SHARING = torch.arange(3.0)
-NESTS: list[Any] = [
-    {"step": 3, 7: (1.5, None, True), "text": ["a", {}]},
-    {"f": SHARING, "g": SHARING, "none": torch.zeros(0, 4), "flag": torch.tensor(True)},
-]
-
-
-@pytest.mark.parametrize("whole", NESTS)
-def test_a_state_comes_back_as_it_was(whole: Any) -> None:
+def test_a_state_comes_back_as_it_was_on_the_device_of_now():
+    shared, meta = torch.arange(3.0), torch.device("meta")
+    whole = {"step": 3, 7: (1.5, None, True), "text": ["a", {}], "f": shared, "g": shared}
+    whole |= {"none": torch.zeros(0, 4), "flag": torch.tensor(True)}
     found = nest.put_together(nest.taken_apart(whole), CPU)
     assert repr(found) == repr(whole)
-    if "f" in whole:
-        assert found["f"] is found["g"]
-
-
-def test_what_was_on_a_gpu_goes_to_the_device_of_now_and_the_rest_stays() -> None:
-    meta = torch.device("meta")
+    assert found["f"] is found["g"]
+    # What was on a GPU goes to the device of now, and the rest stays.
     tensors = nest.taken_apart([torch.arange(3.0), torch.empty(2, device=meta)])
     on_cpu, elsewhere = nest.put_together(
         {key: part if part.device == CPU else torch.ones(2) for key, part in tensors.items()}, meta
@@ -53,9 +41,7 @@ def test_what_was_on_a_gpu_goes_to_the_device_of_now_and_the_rest_stays() -> Non
 
 # Bytes of a file that the disk takes: none of the shard, half of it, the shard but no manifest.
 @pytest.mark.parametrize("limit", [1_000, 500_000, 4_100_000])
-def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
-    limit: int, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(limit, tmp_path):
     folder, settings = otdd.Checkpoints(tmp_path), {"seed": 0}
     folder.save({"step": 3}, settings)
     before = names(tmp_path)
@@ -72,54 +58,21 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
     assert folder.load(settings, CPU) == {"step": 3, "rows": {}}
 
 
-def test_the_last_two_checkpoints_are_kept_and_nothing_else(tmp_path: Path) -> None:
-    left = tmp_path / "checkpoint" / "step-0.dead.rank-0.rows-0-9.safetensors"
-    left.parent.mkdir()
-    for step in range(3):
-        # As of a write that was killed.
-        left.touch()
-        otdd.Checkpoints(tmp_path).save({"step": step}, {})
-    assert names(tmp_path) == sorted(
-        [
-            "checkpoint.json",
-            *(str(p.relative_to(tmp_path)) for k in (1, 2) for p in shards(tmp_path, k)),
-        ]
-    )
-    assert len(names(tmp_path)) == 3
-
-
-def test_what_others_keep_there_stays_and_hinders_nobody(tmp_path: Path) -> None:
-    """Also a folder, which is not for a sweep to remove."""
+def test_the_last_two_checkpoints_are_kept_and_nothing_else_of_ours(tmp_path):
+    """What others keep there stays and hinders nobody, also a folder."""
     folder = tmp_path / "checkpoint"
-    (folder / "step-100").mkdir(parents=True)
-    (folder / "step-100.a.rows-0-9.safetensors").mkdir()
+    (folder / "step-100.a.rows-0-9.safetensors").mkdir(parents=True)
     (folder / "step-7.ckpt").touch()
     for step in range(4):
+        # As of a write that was killed.
+        (folder / "step-0.dead.rank-0.rows-0-9.safetensors").touch()
         otdd.Checkpoints(tmp_path).save({"step": step}, {})
-    assert (folder / "step-7.ckpt").exists()
-    assert [len(shards(tmp_path, step)) for step in range(4)] == [0, 0, 1, 1]
+    ours = [str(path.relative_to(tmp_path)) for k in (2, 3) for path in shards(tmp_path, k)]
+    assert len(ours) == 2
+    assert names(tmp_path) == sorted(["checkpoint.json", "checkpoint/step-7.ckpt", *ours])
 
 
-def test_shards_may_be_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `checkpoint` a link to there; no file is renamed from one disk to another."""
-    other = tmp_path / "disk"
-    other.mkdir()
-    (tmp_path / "checkpoint").symlink_to(other)
-    replaced = os.replace
-
-    def replace_file(source: Path, target: Path) -> None:
-        if source.resolve().parent != target.resolve().parent:
-            raise OSError(18, "Invalid cross-device link")
-        replaced(source, target)
-
-    monkeypatch.setattr(os, "replace", replace_file)
-    folder = otdd.Checkpoints(tmp_path)
-    folder.save({"step": 3}, {})
-    assert folder.load({}, CPU)["step"] == 3
-    assert len([*other.iterdir()]) == 1
-
-
-def test_a_checkpoint_of_other_settings_takes_the_place_of_none(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_settings_takes_the_place_of_none(tmp_path):
     folder = otdd.Checkpoints(tmp_path)
     folder.save({"step": 8}, {"seed": 0})
     folder.save({"step": 2}, {"seed": 1})
@@ -129,24 +82,28 @@ def test_a_checkpoint_of_other_settings_takes_the_place_of_none(tmp_path: Path) 
         folder.load({"seed": 1}, CPU)
 
 
-def test_all_is_on_the_disk_before_the_manifest_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
+def test_all_is_on_the_disk_before_the_manifest_takes_its_place(tmp_path, monkeypatch):
+    """With `checkpoint` a link to another disk; no file is renamed from one disk to another."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoint").symlink_to(tmp_path / "disk")
+    done = []
     fsync, replaced = os.fsync, os.replace
 
-    def reached(descriptor: int) -> None:
+    def reached(descriptor):
         done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         fsync(descriptor)
 
-    def replace_file(source: Path, target: Path) -> None:
+    def replace_file(source, target):
+        assert source.resolve().parent == target.resolve().parent
         done.append(f"{source.name} is {target.name}")
         replaced(source, target)
 
     monkeypatch.setattr(os, "fsync", reached)
     monkeypatch.setattr(os, "replace", replace_file)
-    otdd.Checkpoints(tmp_path).save({"step": 0}, {})
-    (shard,) = shards(tmp_path, 0)
+    folder = otdd.Checkpoints(tmp_path / "run")
+    folder.save({"step": 0}, {})
+    (shard,) = (tmp_path / "disk").iterdir()
     manifest = "checkpoint.json.partial"
-    in_place = f"{manifest} is checkpoint.json"
-    assert done == [shard.name, "checkpoint", manifest, in_place, tmp_path.name]
+    assert done == [shard.name, "disk", manifest, f"{manifest} is checkpoint.json", "run"]
+    assert folder.load({}, CPU)["step"] == 0

@@ -1,13 +1,10 @@
 """Processes killed at every moment of a flow, and what a later one makes of what they left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ MOMENTS = {
 }
 
 
-def run(folder: Path, *, resume: bool = False, progress: Any = None) -> otdd.FlowResult:
+def run(folder, *, resume=False, progress=None):
     """The flow that is killed, and resumed."""
     return flow(
         blobs(9),
@@ -46,15 +43,15 @@ def run(folder: Path, *, resume: bool = False, progress: Any = None) -> otdd.Flo
     )
 
 
-def killed_flow(folder: Path, where: str, count: int) -> None:
+def killed_flow(folder, where, count):
     """A flow in this process, which it does not survive."""
     writes = 0
     real_save, real_replace = shard.save_tensors, os.replace
 
-    def die() -> None:
+    def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def save(path: Path, *content: Any) -> str:
+    def save(path, *content):
         nonlocal writes
         writes += 1
         checksum = real_save(path, *content)
@@ -63,7 +60,7 @@ def killed_flow(folder: Path, where: str, count: int) -> None:
             die()
         return checksum
 
-    def replace(source: Path, target: Path) -> None:
+    def replace(source, target):
         if where == "before" and writes == count:
             die()
         real_replace(source, target)
@@ -74,7 +71,7 @@ def killed_flow(folder: Path, where: str, count: int) -> None:
     run(folder, progress=lambda record: die() if (where, count) == ("told", record.step) else None)
 
 
-def main(root: Path) -> None:
+def main(root):
     """One child for every moment: a fork costs nothing, and another start would seconds."""
     torch.set_num_threads(1)
     # Whatever torch imports when it is first used is there for all of them.
@@ -90,7 +87,7 @@ def main(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def remains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def remains(tmp_path_factory):
     """What killed processes left, in a folder each."""
     root = tmp_path_factory.mktemp("killed")
     paths = [str(Path(otdd.__file__).parents[1]), str(Path(__file__).parent)]
@@ -102,15 +99,13 @@ def remains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> otdd.FlowResult:
+def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_flow_ends_where_it_would_have(
-    moment: str, remains: Path, whole: otdd.FlowResult
-) -> None:
-    steps: list[int] = []
+def test_a_killed_flow_ends_where_it_would_have(moment, remains, whole):
+    steps = []
     left = MOMENTS[moment][2]
     if left is None:
         with pytest.raises(InputError, match="there is no"):

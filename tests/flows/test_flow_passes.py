@@ -1,9 +1,6 @@
 """How often a step of a flow reads all coordinates, and in how many pieces."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import otdd_flash as otdd
-from otdd_flash.flows.history import StepRecord
 from otdd_flash.operators import float64_rows
 
 COUNT, DIM = 40, 7
@@ -23,13 +19,11 @@ VIEWS = {"view", "detach", "t", "slice", "split", "alias", "expand", "transpose"
 class Reads(TorchDispatchMode):
     """Counts operations by the rows of points that they read, while it is on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.on, self.whole, self.pieces = False, Counter[str](), Counter[str]()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.removeprefix("aten::")
         shapes = {leaf.shape for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         if self.on and name not in VIEWS:
@@ -40,7 +34,7 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def reads_of_a_step(pieces: int, monkeypatch: pytest.MonkeyPatch) -> Reads:
+def reads_of_a_step(pieces, monkeypatch):
     """Of the third step, by when all that is found once is."""
     monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", COUNT // pieces * DIM)
     draw, labels, reads = torch.Generator().manual_seed(0), torch.arange(COUNT) % 2, Reads()
@@ -51,7 +45,7 @@ def reads_of_a_step(pieces: int, monkeypatch: pytest.MonkeyPatch) -> Reads:
 
     table = torch.ones(4, 4, dtype=torch.float64).fill_diagonal_(0)
 
-    def progress(record: StepRecord) -> None:
+    def progress(record):
         reads.on = record.step == 1
 
     with reads:
@@ -67,7 +61,7 @@ def reads_of_a_step(pieces: int, monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 @pytest.mark.slow
-def test_a_step_reads_its_points_a_known_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_its_points_a_known_number_of_times(monkeypatch):
     """A pass more, over all points or piece by piece, is a launch more on a GPU, or one a piece."""
     few, many = (reads_of_a_step(pieces, monkeypatch) for pieces in (2, 8))
     # Three checks that all numbers are finite read them once each, and either end of the particles.

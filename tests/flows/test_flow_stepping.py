@@ -1,16 +1,12 @@
 """How a flow steps: optimisers, schedules, box, noise, Langevin, minibatches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from refusals import naming
-from small_flows import DOUBLE, blobs, digits, flow, mode_of, rough_flow
+from small_flows import DOUBLE, blobs, flow, mode_of, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
@@ -21,7 +17,7 @@ from otdd_flash.flows.stepper import Stepper
 from otdd_flash.flows.stepping import Stepping, generator, optimizers
 
 # Of optimisers that keep more with them than without.
-MORE: dict[str, dict[str, Any]] = {
+MORE = {
     "sgd": {"momentum": 0.9},
     "adam": {"amsgrad": True},
     "rmsprop": {"momentum": 0.5, "centered": True},
@@ -30,9 +26,9 @@ ZEROS = torch.zeros(4, 3, dtype=torch.float64)
 ONES = torch.ones(4, 3, dtype=torch.float64)
 
 
-def walk(stepping: Stepping, steps: int, temperature: float = 0.0, size: int = 4) -> torch.Tensor:
+def walk(stepping, steps, temperature=0.0):
     """Where points at 0 are after steps of the velocity 1."""
-    points = torch.zeros(size, 3, dtype=torch.float64)
+    points = ZEROS.clone()
     stepper = Stepper({"points": points}, stepping, steps, temperature)
     for step in range(steps):
         stepper.step({"points": torch.ones_like(points)}, step, generator(0, step, 1))
@@ -47,7 +43,7 @@ SCHEDULES = {
 }
 
 
-def test_schedules_have_their_values_and_steps_follow_them() -> None:
+def test_schedules_have_their_values_and_steps_follow_them():
     for schedule, sizes in SCHEDULES.items():
         stepping = Stepping(0.4, schedule=schedule)
         assert [stepping.step_size_at(k, 4) for k in range(4)] == pytest.approx(sizes), schedule
@@ -56,13 +52,13 @@ def test_schedules_have_their_values_and_steps_follow_them() -> None:
     assert [record.step_size for record in history] == pytest.approx([*sizes, 0.0])
 
 
-def test_every_optimiser_goes_on_from_a_file_to_the_last_bit(tmp_path: Path) -> None:
+def test_every_optimiser_goes_on_from_a_file_to_the_last_bit(tmp_path):
     for k, name in enumerate(sorted(optimizers())):
         dtype = (torch.float32, torch.float64)[k % 2]
         assert goes_on(name, dtype, tmp_path / name), name
 
 
-def goes_on(name: str, dtype: torch.dtype, folder: Path) -> bool:
+def goes_on(name, dtype, folder):
     """Whether a stepper that was written and read after four steps ends as one that was not."""
     folder.mkdir()
     draw = torch.Generator().manual_seed(3)
@@ -70,10 +66,10 @@ def goes_on(name: str, dtype: torch.dtype, folder: Path) -> bool:
     against = torch.randn(9, 4, 3, generator=draw, dtype=dtype)
     stepping = Stepping(0.1, name, optimizer_options=MORE.get(name, {}))
 
-    def stepper(points: torch.Tensor) -> Stepper:
+    def stepper(points):
         return Stepper({"points": points}, stepping, 9, 0.0)
 
-    def move(stepper: Stepper, steps: range) -> None:
+    def move(stepper, steps):
         for step in steps:
             stepper.step({"points": against[step]}, step, generator(0, step, 1))
 
@@ -89,7 +85,9 @@ def goes_on(name: str, dtype: torch.dtype, folder: Path) -> bool:
     return torch.equal(resumed, whole)
 
 
-def test_every_optimiser_goes_down_by_its_name_in_any_case() -> None:
+def test_options_reach_the_optimiser_whose_name_is_in_any_case():
+    heavy = walk(Stepping(0.1, optimizer_options={"momentum": 0.5}), 3)
+    torch.testing.assert_close(heavy, -0.1 * (1 + 1.5 + 1.75) * ONES)
     for name in sorted(optimizers()):
         points = torch.full((4, 3), 2.0, dtype=torch.float64)
         stepper = Stepper({"points": points}, Stepping(0.1, name.title()), 20, 0.0)
@@ -100,30 +98,10 @@ def test_every_optimiser_goes_down_by_its_name_in_any_case() -> None:
         assert bool((points == points[0, 0]).all()), name
 
 
-def test_options_reach_the_optimiser() -> None:
-    heavy = walk(Stepping(0.1, optimizer_options={"momentum": 0.5}), 3)
-    torch.testing.assert_close(heavy, -0.1 * (1 + 1.5 + 1.75) * ONES)
-
-
-@pytest.mark.slow
-def test_points_stay_in_the_box_whatever_moves_them() -> None:
-    box = (0.2, 0.7)
-    walked = walk(Stepping(0.1, box=box), 9, temperature=10.0)
+def test_points_stay_in_the_box_whatever_moves_them_and_they_alone():
+    walked = walk(Stepping(0.1, box=(0.2, 0.7)), 9, temperature=10.0)
     assert walked.min() == 0.2
     assert walked.max() == 0.7
-    result = rough_flow(
-        digits("train", 20),
-        digits("test", 20),
-        stepping=Stepping(0.5, optimizer="adam", box=box),
-        functionals=[{"name": "entropy", "weight": 0.1}],
-        steps=4,
-        epsilon=2.0,
-    )
-    seen = [*result.trajectory.points[1:], result.samples.features]
-    assert all(float(points.min()) >= 0.2 and float(points.max()) <= 0.7 for points in seen)
-
-
-def test_only_points_are_bound_by_the_box() -> None:
     variables = {"points": ZEROS.clone(), "means": ZEROS.clone()}
     stepper = Stepper(variables, Stepping(1.0, box=(-0.5, 0.5)), 1, 0.0)
     stepper.step({"points": ONES, "means": ONES}, 0, generator(0, 0, 1))
@@ -131,26 +109,32 @@ def test_only_points_are_bound_by_the_box() -> None:
     assert torch.equal(variables["means"], -ONES)
 
 
-def test_langevin_noise_has_the_variance_of_diffusion() -> None:
+def test_langevin_noise_has_the_variance_of_diffusion():
+    """Exactly: a step adds a normal draw of its seed, times the root of twice its length."""
     stepping = Stepping(0.1, schedule="inverse_sqrt")
-    points = walk(stepping, 4, temperature=0.3, size=20_000)
-    variance = sum(2 * 0.3 * stepping.step_size_at(k, 4) for k in range(4))
-    drift = -sum(stepping.step_size_at(k, 4) for k in range(4))
-    assert float(points.var()) == pytest.approx(variance, rel=0.03)
-    assert float(points.mean()) == pytest.approx(drift, abs=0.02)
+    expected = torch.zeros(4, 3, dtype=torch.float64)
+    for step in range(4):
+        size = stepping.step_size_at(step, 4)
+        normal = torch.randn(4, 3, generator=generator(0, step, 1), dtype=torch.float64)
+        expected += math.sqrt(2 * 0.3 * size) * normal - size
+    torch.testing.assert_close(walk(stepping, 4, temperature=0.3), expected)
 
 
 @pytest.mark.slow
-def test_an_entropy_functional_adds_that_noise_to_a_flow() -> None:
-    source, target = blobs(600, classes=1), blobs(5, seed=1, classes=1)
-    options = {"steps": 1, "labels": "none", "epsilon": 5.0}
-    still = rough_flow(source, target, **options)
-    hot = rough_flow(source, target, functionals=[{"name": "entropy", "weight": 0.4}], **options)
-    displacement = hot.samples.features - still.samples.features
-    assert float(displacement.square().mean()) == pytest.approx(2 * 0.4 * 0.3, rel=0.1)
+def test_an_entropy_functional_adds_that_noise_to_a_flow_within_its_box():
+    source, target = blobs(300, classes=1), blobs(5, seed=1, classes=1)
+    hot = {"functionals": [{"name": "entropy", "weight": 0.4}]}
+    boxed = {"stepping": Stepping(0.3, box=(-1.0, 0.5))}
+    options = {"steps": 1, "labels": "none", "epsilon": 9.0}
+    still, moved, within = (
+        rough_flow(source, target, **options, **more).samples.features
+        for more in ({}, hot, {**hot, **boxed})
+    )
+    assert float((moved - still).square().mean()) == pytest.approx(2 * 0.4 * 0.3, rel=0.1)
+    torch.testing.assert_close(within, moved.clamp(-1.0, 0.5))
 
 
-def test_seeds_and_steps_draw_different_noise() -> None:
+def test_seeds_and_steps_draw_different_noise():
     draws = [
         torch.randn(3, generator=generator(seed, step, purpose)).tolist()
         for seed in (-1, 0, 1)
@@ -161,7 +145,7 @@ def test_seeds_and_steps_draw_different_noise() -> None:
 
 
 @pytest.mark.slow
-def test_noise_moves_where_the_gradient_is_taken_and_not_the_points() -> None:
+def test_noise_moves_where_the_gradient_is_taken_and_not_the_points():
     source, target = blobs(9), blobs(11, seed=1)
     stepping = Stepping(0.3, noise=0.5)
     noisy = flow(source, target, steps=1, stepping=stepping, seed=3)
@@ -183,7 +167,7 @@ def test_noise_moves_where_the_gradient_is_taken_and_not_the_points() -> None:
     ],
     ids=str,
 )
-def test_only_rows_of_the_minibatch_move(options: dict[str, Any]) -> None:
+def test_only_rows_of_the_minibatch_move(options):
     """By whatever moves them: else functionals would outweigh the divergence by n / minibatch."""
     source, target = blobs(9), blobs(11, seed=1)
     result = rough_flow(source, target, steps=1, stepping=Stepping(0.3, minibatch=4), **options)
@@ -191,18 +175,8 @@ def test_only_rows_of_the_minibatch_move(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_minibatch_of_everything_is_no_minibatch() -> None:
-    source, target = blobs(9), blobs(11, seed=1)
-    for mode in ("attached", "joint", "augmented"):
-        whole = flow(source, target, mode=mode)
-        batch = flow(source, target, mode=mode, stepping=Stepping(0.3, minibatch=50))
-        difference = batch.samples.features - whole.samples.features
-        assert float(difference.abs().max()) < 1e-6, mode
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["joint", "augmented"])
-def test_every_variable_moves_a_batch_share_of_its_way_on_average(mode: str) -> None:
+def test_every_variable_moves_a_batch_share_of_its_way_on_average(mode):
     """Particles of a batch take a whole step, the others none: variables must not overtake them."""
     source = blobs(12)
     # All target points in one place: what a particle does then hardly depends on its batch.
@@ -216,19 +190,7 @@ def test_every_variable_moves_a_batch_share_of_its_way_on_average(mode: str) -> 
 
 
 @pytest.mark.slow
-def test_minibatches_lead_where_the_whole_leads() -> None:
-    source, target = blobs(40), blobs(40, seed=1, shift=4.0)
-    options = {"labels": "means", "solver": otdd.Converged()}
-    # A batch of a quarter takes four steps for every step of the whole.
-    batches = flow(source, target, steps=24, stepping=Stepping(0.2, minibatch=10), **options)
-    whole = flow(source, target, steps=6, stepping=Stepping(0.2), **options)
-    travelled = whole.samples.features.mean(0) - source.features.mean(0)
-    went = batches.samples.features.mean(0) - source.features.mean(0)
-    assert float((went - travelled).norm() / travelled.norm()) < 0.15
-
-
-@pytest.mark.slow
-def test_minibatches_hold_only_particles_with_mass() -> None:
+def test_minibatches_hold_only_particles_with_mass():
     weights = torch.zeros(9, dtype=torch.float64)
     weights[3:5] = 1
     source = replace(blobs(9), weights=weights)
@@ -239,9 +201,8 @@ def test_minibatches_hold_only_particles_with_mass() -> None:
     assert torch.equal(result.samples.features[weights == 0], source.features[weights == 0])
 
 
-BAD_STEPPINGS: list[tuple[dict[str, Any], str]] = [
+BAD_STEPPINGS = [
     ({"step_size": 0.0}, "flow.step_size must be positive.*got 0.0"),
-    ({"step_size": -1.0}, "flow.step_size must be positive.*got -1.0"),
     ({"step_size": math.nan}, "flow.step_size must be positive.*got nan"),
     ({"step_size": math.inf}, "flow.step_size must be positive.*got inf"),
     ({"optimizer": "sdg"}, "flow.optimizer 'sdg'.*adam.*sgd"),
@@ -261,13 +222,13 @@ BAD_STEPPINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_steppings_are_refused_with_their_value() -> None:
+def test_bad_steppings_are_refused_with_their_value():
     for options, message in BAD_STEPPINGS:
         with naming(options), pytest.raises(InputError, match=message):
             Stepping(**options)
 
 
-BAD_FLOWS: list[tuple[dict[str, Any], str]] = [
+BAD_FLOWS = [
     ({"steps": 0}, "flow.steps must be positive, got 0"),
     ({"steps": 1.5}, "steps must be an integer, got 1.5"),
     ({"refresh": 1.5}, "refresh must be an integer, got 1.5"),
@@ -279,14 +240,14 @@ BAD_FLOWS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_flows_are_refused_with_their_value() -> None:
+def test_bad_flows_are_refused_with_their_value():
     for options, message in BAD_FLOWS:
         with naming(options), pytest.raises(InputError, match=message):
             flow(blobs(9), blobs(9, seed=1), **options)
 
 
 @pytest.mark.slow
-def test_float32_points_stay_float32() -> None:
+def test_float32_points_stay_float32():
     sides = [replace(side, features=side.features.float()) for side in (blobs(9), blobs(11))]
     result = rough_flow(*sides, mode="joint", compute=DOUBLE)
     assert result.samples.features.dtype == torch.float32

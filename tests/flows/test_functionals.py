@@ -1,10 +1,6 @@
 """Every functional against its formula, its finite differences and its symmetries."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.errors import InputError
 from otdd_flash.flows.functionals import (
-    Functional,
     WeightedFunctional,
     build_functionals,
     class_repulsion,
@@ -29,7 +24,7 @@ from otdd_flash.samples import LabeledSamples
 MATRIX = torch.linspace(-1, 2, 10, dtype=torch.float64).reshape(2, 5)
 NORMAL = [1.0, -2.0, 0.5, 0.0, 3.0]
 CENTRE = [1.0, 0.0, -1.0, 2.0, 0.5]
-SPECS: dict[str, dict[str, Any]] = {
+SPECS = {
     "norm": {"name": "norm", "weight": 0.7},
     "norm around a centre": {"name": "norm", "weight": 0.7, "centre": CENTRE},
     "affine_norm": {"name": "affine_norm", "weight": 0.3, "matrix": MATRIX, "offset": [1.0, -1.0]},
@@ -52,7 +47,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-def dense_value(name: str, x: Tensor, labels: Tensor, a: Tensor) -> float:
+def dense_value(name, x, labels, a):
     """The formula of a functional, point by point."""
     value = 0.0
     for i in range(len(x)):
@@ -77,25 +72,18 @@ def dense_value(name: str, x: Tensor, labels: Tensor, a: Tensor) -> float:
     return value
 
 
-def test_values_are_those_of_the_formulas(make_cloud: Any) -> None:
-    cloud = make_cloud()
-    for name, spec in SPECS.items():
-        if "automatic" not in name:
-            expected = spec["weight"] * dense_value(
-                name, cloud.features, cloud.labels, cloud.masses
-            )
-            found, _ = evaluate(cloud, spec)
-            with naming(name):
-                assert found == pytest.approx({spec["name"]: expected}, rel=1e-12)
-
-
 @pytest.mark.parametrize("name", SPECS)
-def test_velocities_are_finite_differences_over_masses(make_cloud: Any, name: str) -> None:
-    cloud = make_cloud()
+def test_values_velocities_and_masses_are_those_of_the_formulas(make_cloud, name):
+    """Velocities are finite differences over masses; no mass, no effect and no velocity."""
+    cloud, step = make_cloud(), 1e-5
     terms = build_functionals([SPECS[name]], cloud)
-    _, velocity = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    value, velocity = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    if "automatic" not in name:
+        expected = SPECS[name]["weight"] * dense_value(
+            name, cloud.features, cloud.labels, cloud.masses
+        )
+        assert value == pytest.approx({SPECS[name]["name"]: expected}, rel=1e-12)
     assert velocity.abs().max() > 0.01
-    step = 1e-5
     for i, k in ((0, 0), (5, 3), (10, 4), (31, 1), (32, 2)):
         ends = []
         for sign in (1, -1):
@@ -105,13 +93,6 @@ def test_velocities_are_finite_differences_over_masses(make_cloud: Any, name: st
             ends.append(sum(values.values()))
         difference = (ends[0] - ends[1]) / (2 * step) / float(cloud.masses[i])
         assert float(velocity[i, k]) == pytest.approx(difference, rel=1e-6, abs=1e-8)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_points_without_mass_neither_act_nor_move(make_cloud: Any, name: str) -> None:
-    cloud = make_cloud()
-    terms = build_functionals([SPECS[name]], cloud)
-    value, velocity = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
     assert torch.equal(velocity[2], torch.zeros(5, dtype=torch.float64))
     elsewhere = cloud.features.clone()
     elsewhere[2] = 0.3
@@ -123,7 +104,7 @@ def test_points_without_mass_neither_act_nor_move(make_cloud: Any, name: str) ->
 # Parameters that float32 does not hold, near points that it does: V is what lies between them.
 FAR = 1000.0
 BESIDE = 1e-5
-FAR_SPECS: dict[str, dict[str, Any]] = {
+FAR_SPECS = {
     "norm": {"centre": [FAR + BESIDE] * 5},
     "affine_norm": {"matrix": MATRIX + BESIDE / FAR, "offset": [2500.0, 5.0]},
     "hyperplane_margin": {
@@ -137,7 +118,7 @@ FAR_SPECS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FAR_SPECS)
-def test_parameters_are_not_rounded_to_the_points_type(make_cloud: Any, name: str) -> None:
+def test_parameters_are_not_rounded_to_the_points_type(make_cloud, name):
     """Velocities of float32 points are those in float64, rounded once."""
     cloud = make_cloud()
     # Steps of 2^-14, exact at 1000 in float32.
@@ -151,43 +132,32 @@ def test_parameters_are_not_rounded_to_the_points_type(make_cloud: Any, name: st
     torch.testing.assert_close(single.double(), velocity, rtol=4e-7, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("n", "tile"), [(33, 1), (33, 100), (33, 33 * 33), (33, 33 * 32), (1, 4), (3, 2)]
-)
-def test_repulsion_in_tiles_of_any_size(
-    make_cloud: Any, monkeypatch: pytest.MonkeyPatch, n: int, tile: int
-) -> None:
-    cloud = make_cloud(33).take(torch.arange(n))
-    terms = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(0.8)),)
-    whole = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
-    monkeypatch.setattr(class_repulsion, "TILE", tile)
-    tiled = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
-    assert tiled[0] == pytest.approx(whole[0], rel=1e-13)
-    torch.testing.assert_close(tiled[1], whole[1])
-
-
 class LargestTensor(TorchDispatchMode):
     """Records the number of elements of the largest tensor that any operation returns."""
 
     elements = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self.elements = max(self.elements, result.numel())
         return result
 
 
-def test_repulsion_never_holds_all_pairs(make_cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cloud = make_cloud(500, 3)
-    monkeypatch.setattr(class_repulsion, "TILE", 5000)
-    terms = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(1.0)),)
+@pytest.mark.parametrize(("n", "tile"), [(33, 1), (33, 100), (33, 33 * 32), (1, 4), (500, 5000)])
+def test_repulsion_in_tiles_of_any_size_never_holds_all_pairs(make_cloud, monkeypatch, n, tile):
+    cloud = make_cloud(max(n, 3), 3).take(torch.arange(n))
+    terms = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(0.8)),)
+    whole = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    monkeypatch.setattr(class_repulsion, "TILE", tile)
     with LargestTensor() as largest:
-        value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
-    assert largest.elements == 5000
+        tiled = value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)
+    assert tiled[0] == pytest.approx(whole[0], rel=1e-13)
+    torch.testing.assert_close(tiled[1], whole[1])
+    assert largest.elements <= max(tile, 3 * n)
 
 
-def test_repulsion_of_two_points_has_a_closed_form() -> None:
+def test_repulsion_of_two_points_has_a_closed_form():
     points = torch.tensor([[100.0, 0.0], [101.0, 0.0]])
     masses = torch.tensor([0.25, 0.75], dtype=torch.float64)
     term = WeightedFunctional("repulsion", 1.0, ClassRepulsion(2.0))
@@ -199,7 +169,7 @@ def test_repulsion_of_two_points_has_a_closed_form() -> None:
     torch.testing.assert_close(velocity, expected, rtol=1e-5, atol=0)
 
 
-def test_repulsion_does_not_depend_on_the_origin(make_cloud: Any) -> None:
+def test_repulsion_does_not_depend_on_the_origin(make_cloud):
     cloud = make_cloud()
     term = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(1.0)),)
     # Exact in float32, so that only the centring can keep the digits.
@@ -210,17 +180,14 @@ def test_repulsion_does_not_depend_on_the_origin(make_cloud: Any) -> None:
     torch.testing.assert_close(far[1], near[1], rtol=1e-4, atol=1e-5)
 
 
-def test_automatic_radius_is_the_median_distance_between_classes() -> None:
+def test_automatic_radius_is_the_median_distance_between_classes_of_a_fixed_sample(
+    make_cloud, monkeypatch
+):
     points = torch.tensor([[0.0], [1.0], [4.0], [9.0]])
     cloud = LabeledSamples(points, torch.tensor([0, 0, 1, 1]), ("a", "b"))
     (term,) = build_functionals([{"name": "class_repulsion", "weight": 1.0}], cloud)
     # Distances 4, 9, 3 and 8; the lower of the two in the middle.
     assert term.function == ClassRepulsion(4.0)
-
-
-def test_automatic_radius_comes_from_a_sample_that_is_always_the_same(
-    make_cloud: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
     cloud = make_cloud(200)
     whole = class_repulsion.median_radius(cloud)
     monkeypatch.setattr(class_repulsion, "SAMPLED", 60)
@@ -231,7 +198,7 @@ def test_automatic_radius_comes_from_a_sample_that_is_always_the_same(
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_terms_add_up_and_noise_is_apart(make_cloud: Any) -> None:
+def test_terms_add_up_and_noise_is_apart(make_cloud):
     cloud = make_cloud()
     specs = [SPECS["norm"], {"name": "entropy", "weight": 0.2}, SPECS["class_repulsion"]]
     terms = build_functionals([*specs, {"name": "entropy", "weight": 0.05}], cloud)
@@ -248,78 +215,56 @@ def test_terms_add_up_and_noise_is_apart(make_cloud: Any) -> None:
     assert torch.equal(still, torch.zeros_like(cloud.features))
 
 
-def test_nothing_is_left_in_autograd(make_cloud: Any) -> None:
-    cloud = make_cloud()
-    points = cloud.features.clone().requires_grad_()
-    term = WeightedFunctional("norm", 1.0, Norm())
-    with torch.no_grad():
-        _, velocity = value_and_velocity((term,), points, None, cloud.masses)
-    assert not velocity.requires_grad
-    assert points.grad is None
-
-
-@pytest.mark.parametrize(
-    ("weight", "function", "message"),
-    [
-        (math.nan, Norm(), "finite number, got nan"),
-        (math.inf, Norm(), "finite number, got inf"),
-        ("1", Norm(), "finite number, got '1'"),
-        (True, Norm(), "finite number, got True"),
-        (-0.1, Entropy(), "must not be negative, got -0.1"),
-    ],
-)
-def test_bad_weights_are_refused(weight: Any, function: Functional | Entropy, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        WeightedFunctional("this", weight, function)
-
-
-def test_a_functional_may_change_the_masses_that_it_is_given(make_cloud: Any) -> None:
+def test_a_functional_may_change_masses_and_nothing_is_left_in_autograd(make_cloud):
     cloud = make_cloud()
     masses, norm = cloud.masses, Norm()
+    points = cloud.features.clone().requires_grad_()
 
-    def relative(points: Tensor, labels: Tensor | None, a: Tensor) -> Tensor:
+    def relative(points, labels, a):
         total = a.sum()
         a /= a.max()
         return norm(points, labels, a) * total / a.sum()
 
     mine, theirs = (WeightedFunctional("norm", 0.7, term) for term in (relative, norm))
-    found, expected = (
-        value_and_velocity((term,), cloud.features, None, masses) for term in (mine, theirs)
-    )
+    with torch.no_grad():
+        found, expected = (
+            value_and_velocity((term,), points, None, masses) for term in (mine, theirs)
+        )
     assert torch.equal(masses, cloud.masses)
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
     torch.testing.assert_close(found[1], expected[1])
+    assert not found[1].requires_grad
+    assert points.grad is None
 
 
-@pytest.mark.parametrize("name", ["hyperplane_margin", "class_repulsion"])
-def test_labels_are_needed_where_classes_are(make_cloud: Any, name: str) -> None:
+def test_what_is_no_functional_or_no_weight_is_refused(make_cloud):
     cloud = make_cloud()
-    terms = build_functionals([SPECS[name]], cloud)
-    with pytest.raises(InputError, match=f"{name} needs labelled particles"):
-        value_and_velocity(terms, cloud.features, None, cloud.masses)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
+    for function, message in (
         (lambda x, labels, a: x.sum(1), r"return a 0-dim tensor, got \(33,\)"),
         (lambda x, labels, a: 1.0, "return a 0-dim tensor, got float"),
         (lambda x, labels, a: x.sum() / 0, "inf; it must be finite"),
         (lambda x, labels, a: x.detach().sum(), "tensor without gradient"),
         (lambda x, labels, a: torch.ones((), requires_grad=True) * 2, "does not depend on points"),
         (lambda x, labels, a: (x[3] - x[3]).square().sum().sqrt(), "not finite at 1 of 33"),
-    ],
-)
-def test_what_is_no_functional_is_refused(
-    make_cloud: Any, function: Callable[..., Any], message: str
-) -> None:
-    cloud = make_cloud()
-    with pytest.raises(InputError, match=f"functional mine.*{message}"):
-        value_and_velocity(
-            (WeightedFunctional("mine", 1.0, function),), cloud.features, None, cloud.masses
-        )
+    ):
+        term = WeightedFunctional("mine", 1.0, function)
+        with naming(message), pytest.raises(InputError, match=f"functional mine.*{message}"):
+            value_and_velocity((term,), cloud.features, None, cloud.masses)
+    for name in ("hyperplane_margin", "class_repulsion"):
+        terms = build_functionals([SPECS[name]], cloud)
+        with pytest.raises(InputError, match=f"{name} needs labelled particles"):
+            value_and_velocity(terms, cloud.features, None, cloud.masses)
+    for weight, function, message in (
+        (math.nan, Norm(), "finite number, got nan"),
+        (math.inf, Norm(), "finite number, got inf"),
+        ("1", Norm(), "finite number, got '1'"),
+        (True, Norm(), "finite number, got True"),
+        (-0.1, Entropy(), "must not be negative, got -0.1"),
+    ):
+        with naming(message), pytest.raises(InputError, match=message):
+            WeightedFunctional("this", weight, function)
 
 
-def evaluate(cloud: LabeledSamples, spec: dict[str, Any]) -> tuple[dict[str, float], Tensor]:
+def evaluate(cloud, spec):
     terms = build_functionals([spec], cloud)
     return value_and_velocity(terms, cloud.features, cloud.labels, cloud.masses)

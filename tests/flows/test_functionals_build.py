@@ -1,11 +1,6 @@
 """Functionals from configurations: numbers, files, import paths, and what may be wrong."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,14 +25,14 @@ class Energy:
 
 
 @pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def user_module(tmp_path, monkeypatch):
     (tmp_path / "user_energies.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.usefixtures("user_module")
 @pytest.mark.parametrize("separator", [":", "."])
-def test_functions_of_the_user_get_their_keywords(make_cloud: Any, separator: str) -> None:
+def test_functions_of_the_user_get_their_keywords(make_cloud, separator):
     cloud = make_cloud()
     spec = {"path": f"user_energies{separator}spread", "weight": 0.5, "power": 3}
     terms = build_functionals([spec], cloud)
@@ -50,7 +45,7 @@ def test_functions_of_the_user_get_their_keywords(make_cloud: Any, separator: st
 
 
 @pytest.mark.usefixtures("user_module")
-def test_terms_of_one_name_are_numbered(make_cloud: Any) -> None:
+def test_terms_of_one_name_are_numbered(make_cloud):
     specs = [
         {"name": "norm", "weight": 1.0},
         {"path": "user_energies:spread", "weight": 1.0},
@@ -64,7 +59,7 @@ def test_terms_of_one_name_are_numbered(make_cloud: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["list", "array", "tensor", "npy", "npz of one", "npz of two"])
-def test_arrays_come_in_every_form(make_cloud: Any, tmp_path: Path, form: str) -> None:
+def test_arrays_come_in_every_form(make_cloud, tmp_path, form):
     matrix = np.linspace(0, 1, 10).reshape(2, 5)
     np.save(tmp_path / "a.npy", matrix)
     np.savez(tmp_path / "one.npz", A=matrix)
@@ -88,7 +83,7 @@ def test_arrays_come_in_every_form(make_cloud: Any, tmp_path: Path, form: str) -
 MARGIN = {"name": "hyperplane_margin", "weight": 1, "normal": [1.0] * 5, "signs": {"cat": 1}}
 
 
-BAD: list[tuple[Any, str]] = [
+BAD = [
     ({"name": "gravity", "weight": 1}, "unknown functional 'gravity'; .*norm, affine_norm"),
     ({"weight": 1}, "either name=NAME or path=MODULE:FUNCTION"),
     ({"name": "norm", "path": "a:b", "weight": 1}, "either name=NAME or path"),
@@ -97,10 +92,7 @@ BAD: list[tuple[Any, str]] = [
     ({"name": "norm", "weight": None}, "weight of functional norm .* got None"),
     ({"name": "norm", "weight": 1, "center": 0}, "no parameter 'center'; it has: centre"),
     ({"name": "entropy", "weight": 1, "start": 0}, "no parameter 'start'; it has: none"),
-    (
-        {"name": "norm", "weight": 1, "centre": [1.0]},
-        r"centre must have shape \(5\), got \(1,\)",
-    ),
+    ({"name": "norm", "weight": 1, "centre": [1.0]}, r"centre must have shape \(5\), got \(1,\)"),
     ({"name": "norm", "weight": 1, "centre": [np.nan] * 5}, "centre holds NaN or infinite"),
     ({"name": "norm", "weight": 1, "centre": ["a"] * 5}, "centre must be numbers or a file"),
     ({"name": "norm", "weight": 1, "centre": "c.csv"}, "a .npy or .npz file, got 'c.csv'"),
@@ -141,29 +133,27 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.usefixtures("user_module")
-def test_bad_configurations_name_the_functional_and_the_way_out(make_cloud: Any) -> None:
+def test_bad_configurations_name_the_functional_and_the_way_out(make_cloud):
     for spec, message in BAD:
         with naming(spec), pytest.raises(InputError, match=message):
             build_functionals([spec], make_cloud())
 
 
-@pytest.mark.parametrize("spec", [MARGIN, {"name": "class_repulsion", "weight": 1}])
-def test_unlabelled_particles_have_no_sides(make_cloud: Any, spec: Any) -> None:
-    with pytest.raises(InputError, match="needs labelled particles"):
-        build_functionals([spec], replace(make_cloud(), labels=None))
-
-
-def test_radius_needs_two_classes_apart(make_cloud: Any) -> None:
-    spec = {"name": "class_repulsion", "weight": 1}
-    cloud = make_cloud(12)
-    with pytest.raises(InputError, match="no two of 11 starting points differ in class"):
-        build_functionals([spec], replace(cloud, labels=torch.ones(12, dtype=torch.int64)))
-    with pytest.raises(InputError, match="coincide; give radius"):
-        build_functionals([spec], replace(cloud, features=torch.ones(12, 2)))
+def test_what_needs_classes_says_so(make_cloud):
+    spec, cloud = {"name": "class_repulsion", "weight": 1}, make_cloud(12)
+    labels = torch.ones(12, dtype=torch.int64)
+    for one, side, message in (
+        (MARGIN, replace(cloud, labels=None), "needs labelled particles"),
+        (spec, replace(cloud, labels=None), "needs labelled particles"),
+        (spec, replace(cloud, labels=labels), "no two of 11 starting points differ in class"),
+        (spec, replace(cloud, features=torch.ones(12, 2)), "coincide; give radius"),
+    ):
+        with naming(message), pytest.raises(InputError, match=message):
+            build_functionals([one], side)
 
 
 @pytest.mark.parametrize("form", [list, tuple, torch.tensor, np.array], ids=lambda f: f.__name__)
-def test_parameters_keep_all_their_digits(make_cloud: Any, form: Callable[..., Any]) -> None:
+def test_parameters_keep_all_their_digits(make_cloud, form):
     """A list of numbers was once read as float32."""
     numbers = [1000 / 3, 1e-3, 0.1, 2.0**-40 + 1, 7.0]
     exact = torch.tensor(numbers, dtype=torch.float64)

@@ -1,7 +1,5 @@
 """Gaussians that move: their statistics, distances and gradients, and labels read off them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -10,7 +8,6 @@ from small_flows import blobs, bures_table
 
 import otdd_flash as otdd
 from otdd_flash.flows.gaussians import Gaussians, recluster
-from otdd_flash.samples import LabeledSamples
 
 METRICS = {
     "full": otdd.labels.Gaussian(),
@@ -27,15 +24,11 @@ MEANS = MEANS + 0.1 * torch.randn(21, 2, generator=DRAW, dtype=torch.float64)
 DEVIATIONS = torch.tensor([[1.0, 1.0], [5.0, 1.0], [1.0, 1.0]], dtype=torch.float64)[GROUPS]
 EQUAL = torch.full((21,), 1 / 21, dtype=torch.float64)
 
-# Another factor of the same covariance: rotated from the left.
-ROTATION = torch.linalg.qr(torch.randn(2, 2, generator=DRAW, dtype=torch.float64)).Q
-SPREADS = {"deviations": DEVIATIONS, "factors": ROTATION @ torch.diag_embed(DEVIATIONS)}
-
 WRONG = GROUPS.clone()
 WRONG[[0, 8, 9, 20]] = torch.tensor([2, 0, 2, 1])
 
 
-def uneven(seed: int) -> LabeledSamples:
+def uneven(seed):
     """Weighted classes of 2, 3 and 8 points in 4 dimensions: covariances of rank 1, 2 and 4."""
     samples = blobs(13, 4, seed=seed, classes=3)
     labels = torch.tensor([0] * 2 + [1] * 3 + [2] * 8)
@@ -43,7 +36,7 @@ def uneven(seed: int) -> LabeledSamples:
     return replace(samples, labels=labels, weights=weights + 0.1)
 
 
-def test_they_are_the_statistics_of_the_classes() -> None:
+def test_they_are_the_statistics_of_the_classes():
     samples = replace(uneven(0), weights=None)
     full, diagonal = (Gaussians.of(samples, METRICS[kind]) for kind in ("full", "diagonal"))
     for label in range(3):
@@ -58,7 +51,7 @@ def test_they_are_the_statistics_of_the_classes() -> None:
 
 
 @pytest.mark.parametrize("kind", METRICS)
-def test_their_distances_are_those_of_the_label_methods(kind: str) -> None:
+def test_their_distances_are_those_of_the_label_methods(kind):
     metric, source, target = METRICS[kind], uneven(0), uneven(1)
     own, theirs = Gaussians.of(source, metric), Gaussians.of(target, metric)
     whole = otdd.class_distances([source, target], metric)
@@ -68,24 +61,27 @@ def test_their_distances_are_those_of_the_label_methods(kind: str) -> None:
     torch.testing.assert_close(bures_table(own, theirs), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", SPREADS)
-def test_groups_are_found_and_keep_the_name_of_their_majority(kind: str) -> None:
-    found = recluster(Gaussians(MEANS, SPREADS[kind]), WRONG, EQUAL)
-    assert torch.equal(found, GROUPS)
-    renamed = recluster(Gaussians(MEANS, SPREADS[kind]), 2 - WRONG, EQUAL)
-    assert torch.equal(renamed, 2 - GROUPS)
+def test_lower_bounds_are_below_the_distances():
+    for classes in (3, 6):
+        source, metric = blobs(60, 4, classes=classes), METRICS["full"]
+        own, target = Gaussians.of(source, metric), Gaussians.of(blobs(9, 4), metric)
+        table = own.table(target, torch.zeros(2, 2))
+        bounds = own.lower_bounds()
+        assert bool((bounds <= table[:classes, :classes] + 1e-12).all())
+        assert float(bounds.max()) > 0
 
 
-def test_signs_of_deviations_and_rotations_of_factors_mean_nothing() -> None:
+def test_groups_are_found_and_keep_the_name_of_their_majority():
+    """Signs of deviations and rotations of factors mean nothing."""
     signs = torch.where(torch.rand(21, 2, generator=DRAW) > 0.5, 1.0, -1.0)
-    assert torch.equal(recluster(Gaussians(MEANS, signs * DEVIATIONS), WRONG, EQUAL), GROUPS)
     turned = torch.linalg.qr(torch.randn(21, 2, 2, generator=DRAW, dtype=torch.float64)).Q
-    factors = turned @ torch.diag_embed(DEVIATIONS)
-    assert torch.equal(recluster(Gaussians(MEANS, factors), WRONG, EQUAL), GROUPS)
+    for spreads in (DEVIATIONS, signs * DEVIATIONS, turned @ torch.diag_embed(DEVIATIONS)):
+        assert torch.equal(recluster(Gaussians(MEANS, spreads), WRONG, EQUAL), GROUPS)
+        assert torch.equal(recluster(Gaussians(MEANS, spreads), 2 - WRONG, EQUAL), 2 - GROUPS)
 
 
 @pytest.mark.parametrize(("heavy", "expected"), [(1, [0, 0, 1]), (40, [0, 1, 1])])
-def test_masses_count_as_many_particles_would(heavy: int, expected: list[int]) -> None:
+def test_masses_count_as_many_particles_would(heavy, expected):
     """A heavy particle keeps the centre of its cluster away from the one that is in between."""
     places = torch.tensor([[0.0], [5.5], [10.0]], dtype=torch.float64)
     labels, times = torch.tensor([0, 0, 1]), torch.tensor([heavy, 1, 1])

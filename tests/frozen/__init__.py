@@ -9,7 +9,7 @@ for changes that move code and nothing else. Names of cases, or parts of them, s
 the file allows for that: values 1e-10 of their scale, 1e-9 where potentials are float32, potentials
 and derivatives 1e-9 and 1e-5 of their largest entry, solver bounds 1% of their width, errors 1%;
 iterations, passes and what ended a solve are equal. `tests/test_frozen.py` checks it, in the quick
-tier those cases that are not `slow`.
+tier the cases that it lists.
 
 `python -m tests.frozen --write` runs the cases in every setting of the processor that this machine
 has (`SETTINGS` in `running.py`) and enters those that agree within half of the allowances; it

@@ -34,13 +34,11 @@ class Case(NamedTuple):
         compute: the parts of its record, from the options for the case's precision.
         precision: of potentials, `double` or `single`.
         scale: of values, None for the largest of them.
-        slow: whether it waits for `make test-slow`.
     """
 
     compute: Callable[[otdd.ComputeOptions], Mapping[str, Any]]
     precision: str
     scale: float | None
-    slow: bool
 
     def run(self) -> Record:
         """The fields of the case, in a folder and with warnings that nobody sees."""
@@ -55,13 +53,13 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    name: str, precision: str = "double", *, scale: float | None = None, slow: bool = False
+    name: str, precision: str = "double", *, scale: float | None = None
 ) -> Callable[[Callable[..., Mapping[str, Any]]], Callable[..., Mapping[str, Any]]]:
     """Enter a function of `compute` as a case of this name."""
 
     def enter(function: Callable[..., Mapping[str, Any]]) -> Callable[..., Mapping[str, Any]]:
         assert name not in CASES, name
-        CASES[name] = Case(function, precision, scale, slow)
+        CASES[name] = Case(function, precision, scale)
         return function
 
     return enter
@@ -192,7 +190,7 @@ for _name, _precision, _options in (
     ("cosine without labels", "single", {"ground": "cosine", "epsilon": 0.05, "labels": "none"}),
     ("inner with given labels", "double", {"ground": "inner", "labels": otdd.labels.Given(TABLE)}),
 ):
-    case(f"labels: {_name}", _precision, slow=_name == "exact")(partial(distance, **_options))
+    case(f"labels: {_name}", _precision)(partial(distance, **_options))
 
 
 @case("labels: masses and contributions")
@@ -401,9 +399,7 @@ def resumed(compute: otdd.ComputeOptions, mode: str) -> Mapping[str, Any]:
 
 
 for _mode in ("features", "attached", "joint", "augmented"):
-    case(f"flows: {_mode}, resumed", slow=_mode in ("attached", "joint"))(
-        partial(resumed, mode=_mode)
-    )
+    case(f"flows: {_mode}, resumed")(partial(resumed, mode=_mode))
 
 
 @case("maps: of a flow")
@@ -507,7 +503,7 @@ case("hessians: not debiased, damped")(partial(hessian, debias=False, cg=PRECISE
 # Sampling and studies
 
 
-@case("sampling: interval", slow=True)
+@case("sampling: interval")
 def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
     rough = otdd.Converged(tolerance=1e-2)
     settings = {"labels": "none", "epsilon": 4.0, "solver": rough, "compute": compute}
@@ -538,7 +534,7 @@ def study(
         return otdd.Study(tasks, measures=measures, **given).run(folder)
 
 
-@case("studies: measures without training", slow=True)
+@case("studies: measures without training")
 def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
     measures = "otdd", "sliced", "frechet"
     found = study(compute, measures, 3, transfer=None, noise_floor=True)
@@ -549,7 +545,7 @@ def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
     }
 
 
-@case("studies: statistics of transfer", "single", slow=True)
+@case("studies: statistics of transfer", "single")
 def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
     protocol = otdd.Transfer(
         seeds=2, source_epochs=2, target_epochs=1, min_target_steps=5, target_samples=8
@@ -588,22 +584,22 @@ def ranked(compute: otdd.ComputeOptions, shards: bool) -> Mapping[str, Any]:
     return {f"rank {rank}": found for rank, found in enumerate(pool(2).run(of_a_rank, shards))}
 
 
-case("ranks: shards", slow=True)(partial(ranked, shards=True))
-case("ranks: led", slow=True)(partial(ranked, shards=False))
+case("ranks: shards")(partial(ranked, shards=True))
+case("ranks: led")(partial(ranked, shards=False))
 
 # Kernels, in Triton's interpreter
 
 FEW = otdd.Converged(tolerance=0.1, max_iterations=4)
 
 
-@case("kernels: labels, rounded to float16", "single", slow=True)
+@case("kernels: labels, rounded to float16", "single")
 def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
     rounded = otdd.ComputeOptions("cpu", backend="triton")
     given = otdd.labels.Given(TABLE)
     return distance(rounded, epsilon=4.0, labels=given, solver=FEW, debias=False)
 
 
-@case("kernels: matrix", "single", slow=True)
+@case("kernels: matrix", "single")
 def _(compute: otdd.ComputeOptions) -> Mapping[str, Any]:
     return matrix(KERNELS, COSTS.float(), epsilon=1.0, options=FEW)
 

@@ -1,22 +1,25 @@
-"""The metric is the dataset distance of the rows it has seen, in one process or several."""
+"""The metric is the dataset distance of the rows it has seen, in one process or several.
+
+All are slow: torchmetrics takes two seconds to import.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
-import socket
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from rank_pool import pool
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 
 if TYPE_CHECKING:
     from otdd_flash.integrations.torchmetrics import DatasetDistance as Metric
+
+pytestmark = pytest.mark.slow
 
 
 def _rows(count: int, shift: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +32,7 @@ SOURCE, TARGET = _rows(60, 0.0, 0), _rows(45, 0.7, 1)
 
 
 def DatasetDistance(**settings: Any) -> Metric:
-    # Imported here: torchmetrics takes seconds, and is not needed to list these tests.
+    # Imported here: it is not needed to list these tests.
     pytest.importorskip("torchmetrics", reason="comes with the extra integrations")
     from otdd_flash.integrations.torchmetrics import DatasetDistance as Metric
 
@@ -42,42 +45,39 @@ def _expected() -> otdd.DistanceResult:
 
 
 def _fed(metric: Metric) -> Metric:
+    """In batches of one buffer, which the next is written over, as loops do; labels of half types.
+
+    Copied to a process and back, as one does that is fed in inference mode.
+    """
     for start in range(0, 60, 20):
-        rows = slice(start, start + 20)
-        few = slice(start * 3 // 4, (start + 20) * 3 // 4)
-        metric.update(SOURCE[0][rows], TARGET[0][few], SOURCE[1][rows], TARGET[1][few])
-    return metric
+        rows, few = slice(start, start + 20), slice(start * 3 // 4, (start + 20) * 3 // 4)
+        batch = [SOURCE[0][rows], TARGET[0][few], SOURCE[1][rows], TARGET[1][few]]
+        batch = [part.clone() for part in batch[:2]] + [batch[2].bfloat16(), batch[3].half()]
+        with torch.inference_mode():
+            metric.update(*batch)
+        for part in batch:
+            part.zero_()
+    return pickle.loads(pickle.dumps(metric))
 
 
-def test_it_is_the_distance_of_all_rows_with_its_bounds():
-    found, expected = _fed(DatasetDistance(epsilon=0.5)).compute(), _expected()
+def test_it_is_the_distance_of_all_rows_with_its_bounds_and_reset_forgets_them() -> None:
+    metric, expected = _fed(DatasetDistance(epsilon=0.5)), _expected()
+    found = metric.compute()
     assert found["value"].item() == expected.value
     assert (found["lower"].item(), found["upper"].item()) == expected.bounds
     assert found["value"].dtype == torch.float64
-
-
-@pytest.mark.slow
-def test_labels_of_half_types_are_classes():
-    metric = DatasetDistance(epsilon=0.5)
-    metric.update(SOURCE[0], TARGET[0], SOURCE[1].bfloat16(), TARGET[1].half())
-    assert metric.compute()["value"].item() == _expected().value
-
-
-@pytest.mark.slow
-def test_reset_forgets_and_forward_is_of_the_batch():
-    metric = _fed(DatasetDistance(epsilon=0.5))
     metric.reset()
     with (
         pytest.warns(UserWarning, match="before the ``update``"),
         pytest.raises(InputError, match="no rows of the source yet"),
     ):
         metric.compute()
+    # A forward is of the batch.
     of_batch = metric(SOURCE[0], TARGET[0], SOURCE[1], TARGET[1])
-    assert of_batch["value"].item() == _expected().value
+    assert of_batch["value"].item() == expected.value
 
 
-@pytest.mark.slow
-def test_the_first_compute_fixes_the_epsilon_for_all_later_ones():
+def test_the_first_compute_fixes_the_epsilon_for_all_later_ones() -> None:
     metric = DatasetDistance(labels="none")
     metric.update(SOURCE[0][:20], TARGET[0][:15])
     first = otdd.dataset_distance(SOURCE[0][:20], TARGET[0][:15], labels="none")
@@ -89,41 +89,26 @@ def test_the_first_compute_fixes_the_epsilon_for_all_later_ones():
     # What a batch fixes holds for the rest of the epoch, and in a copy.
     other = DatasetDistance(labels="none", epsilon_relative=0.5)
     other(SOURCE[0][:20], TARGET[0][:15])
-    half = 50 * first.epsilon
-    assert other.epsilon == pytest.approx(half)
+    assert other.epsilon == pytest.approx(50 * first.epsilon)
     other.update(SOURCE[0], TARGET[0])
     assert pickle.loads(pickle.dumps(other)).epsilon == other.epsilon
-
-
-@pytest.mark.slow
-def test_merged_metrics_compute_at_one_epsilon():
-    """As processes do whose batches differ: the least that one of them has fixed."""
-    one, other = DatasetDistance(labels="none"), DatasetDistance(labels="none")
+    # Merged, as of processes whose batches differ: the least that one of them has fixed.
+    one = DatasetDistance(labels="none", epsilon_relative=0.5)
     one(SOURCE[0] * 10, TARGET[0])
-    other(SOURCE[0], TARGET[0])
-    assert other.epsilon < one.epsilon
-    least = other.epsilon
+    assert (least := other.epsilon) < one.epsilon
     one.merge_state(other)
     one.compute()
     assert one.epsilon == least
 
 
-@pytest.mark.slow
-def test_without_labels_features_alone_count():
-    metric = DatasetDistance(epsilon=0.5, labels="none")
-    metric.update(SOURCE[0], TARGET[0])
-    expected = otdd.dataset_distance(SOURCE[0], TARGET[0], labels="none", epsilon=0.5)
-    assert metric.compute()["value"].item() == expected.value
-
-
-@pytest.mark.slow
-def test_rows_beyond_the_limit_are_left_out_and_said():
-    metric = DatasetDistance(epsilon=0.5, max_rows=50)
+def test_rows_beyond_the_limit_are_left_out_and_said() -> None:
+    metric = DatasetDistance(epsilon=5.0, max_rows=50)
     with pytest.warns(DataNotice, match=r"max_rows=50 of the source are kept; 10 more"):
-        _fed(metric)
+        metric = _fed(metric)
     kept = (SOURCE[0][:50], SOURCE[1][:50])
-    expected = otdd.dataset_distance(kept, TARGET, epsilon=0.5)
-    assert metric.compute()["value"].item() == expected.value
+    assert (
+        metric.compute()["value"].item() == otdd.dataset_distance(kept, TARGET, epsilon=5.0).value
+    )
 
 
 ZEROS = torch.zeros(3, 4)
@@ -137,57 +122,15 @@ ZEROS = torch.zeros(3, 4)
         ({}, (ZEROS.to_sparse(), ZEROS), r"must be dense, .* \.to_dense\(\)"),
         ({}, (ZEROS, ZEROS.to("meta")), "target is on the device meta"),
         ({}, (ZEROS, ZEROS + 1j), "target must be real"),
+        ({}, (ZEROS.numpy(), ZEROS), r"a tensor, got ndarray of shape \(3, 4\)"),
         ({"labels": "none"}, (ZEROS, ZEROS[:, :3]), "of 4 features and target of 3; both"),
         ({"max_rows": 0}, (ZEROS, ZEROS), "max_rows must be at least 1, got 0"),
         ({"epsilon": 1.0, "epsilon_relative": 0.1}, (ZEROS, ZEROS), "got both"),
     ],
 )
-def test_rows_and_settings_that_do_not_fit_are_refused(settings, rows, message):
+def test_rows_and_settings_that_do_not_fit_are_refused(settings, rows, message) -> None:
     with pytest.raises(InputError, match=message):
         DatasetDistance(**settings).update(*rows)
-
-
-def test_rows_stay_when_their_memory_is_written_over():
-    """As loops do with one buffer for all batches."""
-    metric = DatasetDistance(epsilon=0.5)
-    given = [part.clone() for part in (SOURCE[0], TARGET[0], SOURCE[1], TARGET[1])]
-    metric.update(*given)
-    for part in given:
-        part.zero_()
-    assert metric.compute()["value"] == _expected().value
-
-
-def _of_two(rank: int, port: int, found: Any) -> None:
-    """One of two processes: it sees every other row."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    metric = DatasetDistance(epsilon=0.5)
-    metric.update(SOURCE[0][rank::2], TARGET[0][rank::2], SOURCE[1][rank::2], TARGET[1][rank::2])
-    found.put({name: number.item() for name, number in metric.compute().items()})
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_processes_agree_with_one_within_its_bounds():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    found = context.SimpleQueue()
-    processes = [context.Process(target=_of_two, args=(rank, port, found)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    one, other = found.get(), found.get()
-    assert one == other
-    lower, upper = _expected().bounds
-    # Two intervals of the same number.
-    assert one["lower"] <= upper
-    assert lower <= one["upper"]
-    assert lower <= one["value"] <= upper
 
 
 def _metric(features: int = 4, labels: torch.Tensor | None = None) -> Metric:
@@ -198,27 +141,18 @@ def _metric(features: int = 4, labels: torch.Tensor | None = None) -> Metric:
     return metric
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ((torch.zeros(2, 5), torch.zeros(2, 5)), "source has rows of 5 features, .* before have 4"),
-        ((torch.zeros(2, 4), torch.zeros(2, 3)), "target has rows of 3 features, .* before have 4"),
-        ((torch.zeros(0, 5), torch.zeros(2, 4)), "source has rows of 5 feat"),
-        ((torch.zeros(2, 4, device="meta"), torch.zeros(2, 4)), "source is on meta, .* on cpu"),
-        (
-            (torch.zeros(2, 4).numpy(), torch.zeros(2, 4)),
-            r"a tensor, got ndarray of shape \(2, 4\)",
-        ),
-        ((torch.zeros(4), torch.zeros(2, 4)), r"must be \(rows, features\), got \(4,\)"),
-        ((torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(1)), "every update, or with none"),
-    ],
-)
-def test_rows_unlike_those_before_are_refused_when_they_come(given: Any, said: str) -> None:
-    metric = _metric()
+def test_rows_unlike_those_before_are_refused_when_they_come() -> None:
+    metric, two = _metric(), torch.zeros(2, 4)
     before = metric.compute()["value"]
-    with pytest.raises(InputError, match=said):
-        metric.update(*given)
+    for given, said in (
+        ((torch.zeros(2, 5), torch.zeros(2, 5)), "source has rows of 5 features, .* before have 4"),
+        ((two, two[:, :3]), "target has rows of 3 features, .* before have 4"),
+        ((torch.zeros(0, 5), two), "source has rows of 5 feat"),
+        ((two.to("meta"), two), "source is on meta, .* on cpu"),
+        ((two[:1], two[:1], torch.zeros(1)), "every update, or with none"),
+    ):
+        with pytest.raises(InputError, match=said):
+            metric.update(*given)
     # Nothing is left of them.
     assert metric.compute()["value"] == before
     metric.reset()
@@ -226,7 +160,6 @@ def test_rows_unlike_those_before_are_refused_when_they_come(given: Any, said: s
     assert metric.compute()["value"].item() == pytest.approx(2.5, rel=1e-6)
 
 
-@pytest.mark.slow
 def test_merged_metrics_have_the_same_features_and_labels() -> None:
     whole = _metric()
     whole.merge_state(_metric())
@@ -241,8 +174,18 @@ def test_merged_metrics_have_the_same_features_and_labels() -> None:
             metric.compute()
 
 
-@pytest.mark.slow
-def test_a_pickled_metric_fed_in_inference_mode_goes_on() -> None:
-    with torch.inference_mode():
-        metric = _fed(DatasetDistance(epsilon=0.5))
-    assert pickle.loads(pickle.dumps(metric)).compute()["value"].item() == _expected().value
+def _of_two() -> dict[str, float]:
+    """One of two processes: it sees every other row."""
+    rank, metric = torch.distributed.get_rank(), DatasetDistance(epsilon=0.5)
+    metric.update(SOURCE[0][rank::2], TARGET[0][rank::2], SOURCE[1][rank::2], TARGET[1][rank::2])
+    return {name: number.item() for name, number in metric.compute().items()}
+
+
+def test_two_processes_agree_with_one_within_its_bounds() -> None:
+    one, other = pool(2).run(_of_two)
+    assert one == other
+    lower, upper = _expected().bounds
+    # Two intervals of the same number.
+    assert one["lower"] <= upper
+    assert lower <= one["upper"]
+    assert lower <= one["value"] <= upper

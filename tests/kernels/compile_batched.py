@@ -1,6 +1,7 @@
 """Compile the kernels of small matrices for sm_90; a script of its own, as `compile_kernels`.
 
-It prints a JSON object: for each kernel and packing shared memory and bytes spilled to a stack.
+It prints a JSON object: for each kernel and packing, and of plans for sizes, types and orders of
+entries, shared memory and bytes spilled to a stack.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -15,13 +17,23 @@ import torch
 from compile_kernels import resources
 from triton.compiler import ASTSource
 
+from otdd_flash.batched.adjoint import adjoint
 from otdd_flash.kernels.batched import (
+    small_adjoint,
     small_balance,
     small_balance_backward,
     tiny_balance,
     tiny_balance_backward,
 )
 
+# One for each type and order, and the largest is added to them.
+SIZES = [(2, 2), (4, 4), (64, 64), (8, 8), (16, 16), (127, 127), (128, 2), (32, 32), (128, 64)]
+# Which side of a matrix is contiguous.
+ORDERS = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.mT.contiguous().mT,
+    "neither": lambda x: x.repeat(1, 2, 2)[:, ::2, ::2],
+}
 TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
@@ -99,6 +111,19 @@ def main() -> None:
             lambda problems=problems, x=x, empty=empty: (
                 small_balance_backward.small_balance_backward(*problems, empty, x, None, None)
             ),
+        )
+    ways = list(product((torch.float32, torch.float16, torch.float64), ORDERS))
+    large = [((128, 128), torch.float32, "rows"), ((128, 128), torch.float16, "columns")]
+    for (n, m), dtype, order in [
+        *((one, *way) for one, way in zip(SIZES, ways, strict=True)),
+        *large,
+    ]:
+        p = ORDERS[order](torch.zeros(1000, n, m, dtype=dtype))
+        sides = p[:, :, 0], p[:, 0]
+        found[f"adjoint {n} x {m} {dtype} {order}"] = taken(
+            small_adjoint,
+            "small_adjoint_kernel",
+            lambda p=p, sides=sides: adjoint(p, p, *sides, in_triton=True),
         )
     sys.stdout.write(json.dumps(found) + "\n")
 

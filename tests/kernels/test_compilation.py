@@ -149,14 +149,18 @@ FASTEST = {
 @pytest.mark.parametrize(
     ("script", "count", "shared", "spilled"),
     [
-        ("batched", 8, 232_448, lambda kernel: FASTEST.get(kernel, 0)),
+        # Large plans of which neither side is contiguous are right, and not as fast.
+        (
+            "batched",
+            19,
+            232_448,
+            lambda kernel: FASTEST.get(kernel, 4096 if "neither" in kernel else 0),
+        ),
         # Some where addresses are not aligned.
         ("linear", 32, 49_152, lambda kernel: 128),
         # A sweep has an SM to itself, two more rows in shared memory, and before it reads any row
         # the longest biases in float64.
         ("matrix", 13, 196_608, lambda kernel: 64 if kernel.startswith("sweep 16384") else 0),
-        # Large matrices of which neither side is contiguous are right, and not as fast.
-        ("small_adjoint", 11, 232_448, lambda kernel: 4096 if "neither" in kernel else 0),
     ],
 )
 def test_kernels_compile_and_spill_no_more_than_was_fast(script, count, shared, spilled):

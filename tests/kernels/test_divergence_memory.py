@@ -67,7 +67,7 @@ def held(dim: int, classes: int) -> int:
     return live.highest - x.features.nbytes - y.features.nbytes
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["self", "rows", "columns", "near", "plan", "blocks"])
 def test_passes_hold_no_table_of_classes_against_columns(kind: str) -> None:
     """A table would take 24 KiB more for 8 classes than for 2; one of classes alone, 240 bytes."""

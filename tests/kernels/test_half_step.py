@@ -19,7 +19,6 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -79,31 +78,6 @@ def test_the_scale_brings_the_largest_coordinate_below_the_end_of_float16(larges
 
 def test_the_scale_of_nothing_is_one():
     assert power_of_two_scale(0.0) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("epsilon", [2.0, 0.02])
-def test_a_solve_in_triton_ends_on_the_original_points(epsilon):
-    """Fast iterations, refined ones, certificate: the float64 optimum is inside the bounds.
-
-    At the small epsilon the rounded points alone would leave a marginal error of about 1e-2.
-    """
-    x, y, a, b, labels_x, labels_y, costs = clouds(20, 30, 3, 2, 2)
-    source, target = (
-        LabeledSamples(points, labels, ("0", "1"), masses)
-        for points, labels, masses in ((x, labels_x, a), (y, labels_y, b))
-    )
-    full = torch.zeros(4, 4).double()
-    full[:2, 2:], full[2:, :2] = costs, costs.T
-    compute = ComputeOptions(device=DEVICE.type, backend="triton")
-    term = sinkhorn(source, target, epsilon=epsilon, class_table=full, compute=compute)
-    cost = reference.dense_cost(x, y, 0.5, costs / 2, labels_x, labels_y)
-    truth, *_ = reference.entropic_transport(cost, a, b, epsilon)
-    assert term.converged
-    assert term.bounds[0] <= truth <= term.bounds[1]
-    assert term.bounds[1] - term.bounds[0] < 0.02 * truth
-    plan = reference.plan(cost, a, b, term.f.cpu(), term.g.cpu(), epsilon)
-    assert float((plan.sum(0) - b).abs().sum()) <= term.marginal_error
 
 
 @pytest.mark.slow

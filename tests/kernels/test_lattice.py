@@ -8,14 +8,13 @@ import pytest
 import reference
 import torch
 from kernel_cases import DEVICE, EPSILON, LAMBDA_X, largest_error
+from labelled_costs import dense_labelled_cost, labelled_cost
 from torch import Tensor
 
 from otdd_flash.kernels.points.lattice_facts import lattice_facts
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
 
 
 def grey(count: int, seed: int, dim: int = 20) -> Tensor:
@@ -26,15 +25,7 @@ def grey(count: int, seed: int, dim: int = 20) -> Tensor:
 
 
 def cost_between(x: Tensor, y: Tensor, lambda_x: float = LAMBDA_X) -> LabelledCost:
-    draw = torch.Generator().manual_seed(2)
-    a, b = (torch.rand(len(side), generator=draw).double() + 0.1 for side in (x, y))
-    labels_x, labels_y = (torch.arange(len(side)) % 3 for side in (x, y))
-    table = 4 * torch.rand(3, 3, generator=draw).double()
-    parts = x, y, a / a.sum(), b / b.sum(), labels_x, labels_y, table
-    x, y, a, b, labels_x, labels_y, table = (part.to(DEVICE) for part in parts)
-    return LabelledCost(
-        x, y, a, b, labels_x=labels_x, labels_y=labels_y, class_costs=table, lambda_x=lambda_x
-    )
+    return labelled_cost(x.to(DEVICE), y.to(DEVICE), lambda_x=lambda_x)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +115,7 @@ def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> 
     cost = cost_between(grey(70, 0) / scale, grey(50, 1) / scale, LAMBDA_X * (scale / 255) ** 2)
     operator = KernelOperator(cost, precision)
     assert operator.execution.refined is None
-    dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
+    dense = dense_labelled_cost(cost)
     g = torch.randn(50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = reference.softmin_rows(dense, cost.b, g.double(), EPSILON)
     error = (operator.softmin_rows(g, EPSILON).double() - expected).abs().max()
@@ -137,33 +128,17 @@ def test_a_pass_is_that_of_the_points_as_given(precision: str, scale: float) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factors", [False, True])
-def test_a_plan_is_applied_as_in_high_precision(factors: bool) -> None:
+def test_a_plan_is_applied_as_in_high_precision() -> None:
     cost = cost_between(grey(70, 0) / 255, grey(50, 1) / 255)
     operator = KernelOperator(cost, "fast")
-    dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
+    dense = dense_labelled_cost(cost)
     draw = torch.Generator().manual_seed(0)
     g = torch.randn(50, generator=draw).to(DEVICE)
     values = torch.randn(50, 4, generator=draw).to(DEVICE)
     sides = [torch.randn(size, 3, generator=draw).to(DEVICE) for size in (70, 50)]
     f = operator.softmin_rows(g, EPSILON)
     plan = reference.plan(dense, cost.a, cost.b, f, g, EPSILON)
-    if factors:
-        plan = plan * (sides[0] @ sides[1].T)
-    options = {"factors": sides} if factors else {}
-    got = operator.apply_plan(f, g, EPSILON, values, **options).values.double()
-    expected = plan @ values.double()
-    assert float((got - expected).abs().max()) < 2e-5 * float(expected.abs().max())
-
-
-@pytest.mark.slow
-def test_a_solve_is_certified_for_the_points_as_given() -> None:
-    cost = cost_between(grey(60, 0) / 255, grey(50, 1) / 255)
-    operator = KernelOperator(cost, "fast")
-    epsilon = 0.05 * cost.mean_cost
-    term = solve_alternating(operator, epsilon, Converged(1e-4))
-    dense = reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
-    value, _, _ = reference.entropic_transport(dense.cpu(), cost.a.cpu(), cost.b.cpu(), epsilon)
-    assert term.converged
-    assert term.bounds[0] <= value <= term.bounds[1]
-    assert term.bounds[1] - term.bounds[0] < 1e-4 * value
+    for weights, options in ((1, {}), (sides[0] @ sides[1].T, {"factors": sides})):
+        got = operator.apply_plan(f, g, EPSILON, values, **options).values.double()
+        expected = (plan * weights) @ values.double()
+        assert float((got - expected).abs().max()) < 2e-5 * float(expected.abs().max())

@@ -92,10 +92,9 @@ def test_a_stride_between_rows_is_taken_and_nothing_else_read() -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_facts_are_those_of_finite_entries(size: tuple[int, int], dtype: torch.dtype) -> None:
-    costs, _, b = case(*size, dtype)
+def test_facts_are_those_of_finite_entries(size: tuple[int, int]) -> None:
+    costs, _, b = case(*size, DTYPES[sum(size) % 3])
     facts = matrix_row_facts(Place.of(costs), len(costs), b)
     whole = costs.double()
     finite, counted = whole.isfinite(), whole.isfinite() & (b > 0)
@@ -151,22 +150,13 @@ def test_sums_of_lines_are_taken_by_the_engine() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow
-def test_a_batch_of_launches_gives_the_same_bits() -> None:
-    costs, a, _ = case(130, 700, torch.float32)
-    f = torch.randn(130, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    one, two = (matrix_half_step(costs, a.log(), f, EPSILON, columns=True) for _ in range(2))
-    assert torch.equal(one, two)
-    assert half_step.PROGRAMS >= 132
-
-
 def test_small_epsilon_costs_no_digits() -> None:
     """Errors are those of a rounded score, at any epsilon, as the largest logit is taken away."""
     draw = torch.Generator().manual_seed(2)
-    costs = torch.rand(40, 300, generator=draw).to(DEVICE)
+    costs = torch.rand(8, 300, generator=draw).to(DEVICE)
     b = torch.full((300,), 1 / 300, dtype=torch.float64, device=DEVICE)
     g = torch.rand(300, generator=draw).to(DEVICE)
-    for epsilon in (1e-2, 1e-4, 1e-7):
+    for epsilon in (1e-2, 1e-7):
         level = torch.tensor(epsilon, dtype=torch.float64, device=DEVICE)
         found = matrix_half_step(costs, b.log(), g, level)
         expected = reference.softmin_rows(costs.double(), b, g, epsilon)
@@ -176,5 +166,5 @@ def test_small_epsilon_costs_no_digits() -> None:
 def test_one_over_epsilon_is_not_rounded() -> None:
     """A single score is its own softmin, exactly; a scale of 24 bits alone would move some."""
     zero, one = torch.zeros(1, 1, device=DEVICE), torch.ones(1, device=DEVICE)
-    for level in torch.logspace(-6, -3, 40, dtype=torch.float64, device=DEVICE):
+    for level in torch.logspace(-6, -3, 12, dtype=torch.float64, device=DEVICE):
         assert float(matrix_half_step(zero, one.double().log(), one, level)) == -1, float(level)

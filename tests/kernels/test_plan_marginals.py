@@ -8,7 +8,6 @@ import pytest
 import torch
 from kernel_cases import DEVICE
 from pairwise import pairwise
-from tiers import slow
 
 from otdd_flash.kernels.passes import marginal_tiles
 from otdd_flash.kernels.passes import plan_marginals as launching
@@ -37,9 +36,6 @@ LARGE = [
     (2000, 900, 2000, 100, 30),
     (700, 600, 16, 300, 200),
 ]
-LARGE_CASES = [pytest.param(case, marks=pytest.mark.gpu) for case in LARGE]
-# One that is gathered and one in pure blocks at once, the others later.
-SMALL_CASES = [SMALL[1], SMALL[5], *slow([SMALL[0], *SMALL[2:5]])]
 DIGITS = [1, 3, 4]
 
 
@@ -126,73 +122,68 @@ def problem(case, digits):
     return rows, columns, costs, 40 / (6400 * d)
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=str)
-@pytest.mark.parametrize("digits", DIGITS)
-def test_sums_are_within_the_documented_error(case, digits):
-    rows, columns, costs, scale = problem(case, digits)
-    *expected, largest = dense(rows, columns, costs, scale, digits)
-    got = plan_marginals(rows, columns, costs, scale, digits)
+def symmetric_problem(case, digits):
+    n, _, d, classes, _ = case
+    rows = side_of(n, d, classes, digits, 1)
+    costs = torch.rand(classes, classes, generator=torch.Generator().manual_seed(3)).double()
+    costs = (costs + costs.T).fill_diagonal_(0).to(DEVICE) * 2
+    return rows, rows, costs, 20 / (6400 * d)
+
+
+def check_sums(case, digits, *, symmetric, costs=True):
+    made = (symmetric_problem if symmetric else problem)(case, digits)
+    rows, columns, of_classes, scale = made
+    of_classes = of_classes if costs else None
+    *expected, largest = dense(rows, columns, of_classes, scale, digits)
+    got = plan_marginals(rows, columns, of_classes, scale, digits, symmetric=symmetric)
+    assert (got[0] is got[1]) == symmetric
     for sums, reference, count in zip(got, expected, (case[1], case[0]), strict=True):
         assert float(reference.max()) > 0
         check(sums, reference, tolerance(rows, columns, scale, digits, largest), count)
         assert bool((sums[reference == 0] == 0).all())
+    if DEVICE.type == "cuda":
+        again = plan_marginals(rows, columns, of_classes, scale, digits, symmetric=symmetric)
+        assert all(torch.equal(one, two) for one, two in zip(got, again, strict=True))
+
+
+# One that is gathered and one in pure blocks at once, the others later.
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize(
+    ("case", "digits", "symmetric"),
+    [
+        *((SMALL[1], 3, False), (SMALL[1], 4, True), (SMALL[5], 4, True), (SMALL[5], 1, False)),
+        *((SMALL[0], 4, False), (SMALL[2], 4, False), (SMALL[3], 3, False), (SMALL[4], 3, False)),
+        *((SMALL[0], 3, True), (SMALL[3], 1, True), (SMALL[4], 3, True)),
+        *(
+            pytest.param(case, digits, symmetric, marks=pytest.mark.gpu)
+            for case in LARGE
+            for digits in DIGITS
+            for symmetric in (False, True)
+        ),
+    ],
+    ids=str,
+)
+def test_sums_are_within_the_documented_error(case, digits, symmetric):
+    check_sums(case, digits, symmetric=symmetric)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [SMALL[1], *LARGE_CASES[:1]], ids=str)
-def test_costs_of_none_are_zeros(case):
-    rows, columns, _, scale = problem(case, 3)
-    *expected, largest = dense(rows, columns, None, scale, 3)
-    got = plan_marginals(rows, columns, None, scale, 3)
-    for sums, reference in zip(got, expected, strict=True):
-        check(sums, reference, tolerance(rows, columns, scale, 3, largest), max(case[:2]))
+def test_costs_of_none_are_zeros():
+    check_sums(SMALL[1], 3, symmetric=False, costs=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [(600, 700, 5, 3, 2), (700, 300, 3, 1, 200)], ids=str)
-@pytest.mark.parametrize("digits", [1, 3])
-def test_chunks_give_the_sums_of_the_whole(case, digits, small_chunks):
-    rows, columns, costs, scale = problem(case, digits)
+@pytest.mark.parametrize(
+    ("case", "digits", "symmetric"),
+    [
+        *(((600, 700, 5, 3, 2), 3, False), ((700, 300, 3, 1, 200), 1, False)),
+        *(((1000, 1000, 5, 1, 1), 3, True), ((300, 300, 5, 200, 200), 3, True)),
+    ],
+    ids=str,
+)
+def test_chunks_give_the_sums_of_the_whole(case, digits, symmetric, small_chunks):
     assert chunk_sizes(64) == (512, 256)
-    *expected, largest = dense(rows, columns, costs, scale, digits)
-    got = plan_marginals(rows, columns, costs, scale, digits)
-    for sums, reference in zip(got, expected, strict=True):
-        check(sums, reference, tolerance(rows, columns, scale, digits, largest), 1100)
-
-
-def symmetric_problem(n, d, classes, digits):
-    rows = side_of(n, d, classes, digits, 1)
-    costs = torch.rand(classes, classes, generator=torch.Generator().manual_seed(3)).double()
-    costs = (costs + costs.T).fill_diagonal_(0).to(DEVICE) * 2
-    return rows, costs, 20 / (6400 * d)
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=str)
-@pytest.mark.parametrize("digits", DIGITS)
-def test_half_of_a_symmetric_plan_gives_its_sums(case, digits):
-    rows, costs, scale = symmetric_problem(case[0], case[2], case[3], digits)
-    expected, _, largest = dense(rows, rows, costs, scale, digits)
-    got, same = plan_marginals(rows, rows, costs, scale, digits, symmetric=True)
-    assert got is same
-    check(got, expected, tolerance(rows, rows, scale, digits, largest), case[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "classes"), [(1000, 1), (600, 3), (300, 200)])
-def test_chunks_of_a_symmetric_plan_give_its_sums(n, classes, small_chunks):
-    rows, costs, scale = symmetric_problem(n, 5, classes, 3)
-    expected, _, largest = dense(rows, rows, costs, scale, 3)
-    got, _ = plan_marginals(rows, rows, costs, scale, 3, symmetric=True)
-    check(got, expected, tolerance(rows, rows, scale, 3, largest), n)
-
-
-@pytest.mark.slow
-def test_two_runs_agree_bit_for_bit():
-    rows, columns, costs, scale = problem(SMALL[5], 3)
-    first, second = (plan_marginals(rows, columns, costs, scale, 3) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    check_sums(case, digits, symmetric=symmetric)
 
 
 @pytest.fixture(params=[256, 128])
@@ -233,7 +224,7 @@ def nearly_constant(n, d):
         pytest.param(make, id=make.__name__)
         for make in (lowest_digits, alternating, highest_digits, nearly_constant)
     ],
-    d=[1, 33, pytest.param(2000, marks=pytest.mark.gpu)],
+    d=[33, pytest.param(2000, marks=pytest.mark.gpu)],
     digits=[3, 4],
 )
 def test_scores_are_within_the_documented_error(make, d, digits, base):
@@ -279,9 +270,7 @@ def test_products_of_one_digit_are_exact(d):
 
 
 @pytest.mark.slow(after=2)
-@pytest.mark.parametrize(
-    "e", [-126.0, -125.5, -125.0, -124.9, -1e7, NOTHING, 127.9, 128.0, 9999900.0]
-)
+@pytest.mark.parametrize("e", [128.0, 9999900.0, -125.5, -125.0, -124.9, -1e7, NOTHING, 127.9])
 def test_exponents_at_the_ends_of_the_range(e):
     rows = side_of(5, 3, 1, 1, 1)
     zeros = torch.zeros_like(rows.points)
@@ -297,9 +286,9 @@ def test_exponents_at_the_ends_of_the_range(e):
     assert not bool(totals[1:].any())
 
 
-@pytest.mark.slow(after=9)
-@pytest.mark.parametrize("digits", DIGITS)
-@pytest.mark.parametrize(("n", "d", "classes"), [(1, 1, 1), (300, 70, 2), (130, 200, 60)])
+@pytest.mark.slow(after=4)
+@pytest.mark.parametrize("digits", DIGITS[::-1])
+@pytest.mark.parametrize(("n", "d", "classes"), [(130, 70, 2), (1, 1, 1)])
 def test_digits_stand_for_the_points(n, d, classes, digits, base):
     side = side_of(n, d, classes, digits, 4)
     layout = side.layout
@@ -355,7 +344,7 @@ def test_a_wrong_number_of_digits_is_refused():
         plan_marginals(rows, rows, None, 1.0, 2)
 
 
-@pytest.mark.parametrize("row_bytes", [16, 64, 1536, 2352, 3136, 16384, 200_000])
+@pytest.mark.parametrize("row_bytes", [16, 1536, 3136, 200_000])
 def test_chunks_stay_small(row_bytes):
     height, width = chunk_sizes(row_bytes)
     assert height % width == 0

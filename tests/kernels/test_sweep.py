@@ -10,7 +10,6 @@ import pytest
 import reference
 import torch
 import triton
-from tiers import slow
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import LN_2
@@ -23,7 +22,10 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-SIZES = [(1, 1), (33, 70), (200, 3), *slow([(130, 260), (1, 300), (300, 1), (7, 2100)])]
+SIZED = [
+    *(((1, 1), torch.float32), ((33, 70), torch.float16), ((200, 3), torch.bfloat16)),
+    *(((130, 260), torch.float32), ((1, 300), torch.float16), ((7, 2100), torch.bfloat16)),
+]
 UNIT = 2.0**-24
 
 
@@ -108,22 +110,21 @@ def check(given: Case, epsilon: float, found: tuple[Tensor, Tensor], units: floa
     assert bool((updated[~columns] == 0).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.slow(after=3)
+@pytest.mark.parametrize(("size", "dtype"), SIZED)
 def test_both_are_softmins(size: tuple[int, int], dtype: torch.dtype) -> None:
     given = case(*size, dtype, closed=True)
     check(given, 0.05, swept(given, 0.05))
 
 
-@pytest.mark.parametrize("largest", [1.0, 1000.0])
-@pytest.mark.parametrize("epsilon", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize(("epsilon", "largest"), [(1.0, 1.0), (1e-2, 1000.0), (1e-4, 1000.0)])
 def test_no_epsilon_costs_digits(epsilon: float, largest: float) -> None:
     """At 1e-4 and 1,000 most columns are far from any row, and are summed once more."""
     given = case(33, 70, largest=largest)
     check(given, epsilon, swept(given, epsilon))
 
 
-@pytest.mark.parametrize("dearer", [2, 4, 4.5, 5, 50])
+@pytest.mark.parametrize("dearer", [4, 4.5, 50])
 def test_columns_that_rows_lose_are_summed_once_more(dearer: float) -> None:
     """One column is dearer than others, by more than float32 has exponents for or has digits."""
     given = case(40, 70, zero=False)
@@ -133,8 +134,7 @@ def test_columns_that_rows_lose_are_summed_once_more(dearer: float) -> None:
     assert float(updated[7]) > 0.8 * dearer
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
-@pytest.mark.parametrize("programs", [1, 3, 500])
+@pytest.mark.parametrize(("rows", "programs"), [(1, 500), (2, 1), (8, 3)])
 def test_rows_and_programs_change_roundings_alone(rows: int, programs: int) -> None:
     given = case(33, 70)
     check(given, 0.05, swept(given, 0.05, shape=Shape(rows, 4, 2, programs)))
@@ -159,13 +159,7 @@ def test_places_are_aligned_where_loads_of_many_entries_may_be() -> None:
     assert is_aligned(torch.zeros(6, 12, device=DEVICE))
 
 
-def test_the_same_bits_every_time() -> None:
-    given = case(130, 70)
-    for one, two in zip(swept(given, 0.01), swept(given, 0.01), strict=True):
-        assert torch.equal(one, two)
-
-
-@pytest.mark.parametrize("absent", [[], [3], [3, 64, 69]])
+@pytest.mark.parametrize("absent", [[], [3, 64, 69]])
 def test_columns_without_mass_are_filled_in_alone(absent: list[int]) -> None:
     given = case(40, 70, closed=True, zero=False)
     b = given.b.clone()

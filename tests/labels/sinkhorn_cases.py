@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import reference
 import torch
 from scipy.spatial.distance import cdist
@@ -10,10 +9,6 @@ from scipy.spatial.distance import cdist
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
-from otdd_flash.operators.matrix import MatrixOperator
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.symmetric import solve_symmetric
 
 
 def make_clouds(sizes, dim=3, seed=0, *, weighted=False, spread=1.0):
@@ -42,31 +37,6 @@ def table_of(clouds, epsilon, tolerance=1e-3):
 
 def cost_of(one, two):
     return torch.from_numpy(cdist(one.points, two.points, "sqeuclidean"))
-
-
-def pot_divergence(one, two, epsilon):
-    """S_eps from POT's plans, each valued as <P, C> + eps KL(P | a b^T)."""
-    import ot
-
-    def cost_between(first, second):
-        cost = cost_of(first, second).numpy()
-        a, b = first.masses.numpy(), second.masses.numpy()
-        plan = ot.bregman.sinkhorn_log(a, b, cost, epsilon, numItermax=5_000, stopThr=1e-9)
-        return (plan * cost).sum() + epsilon * (plan * np.log(plan / np.outer(a, b))).sum()
-
-    own = cost_between(one, one) + cost_between(two, two)
-    return cost_between(one, two) - own / 2
-
-
-def pair_by_pair(one, two, epsilon, tolerance):
-    """S_eps from three solves, each alone, of the solvers for single problems."""
-    options = Converged(tolerance=tolerance)
-
-    def operator(first, second):
-        return MatrixOperator(cost_of(first, second), first.masses, second.masses)
-
-    own = [solve_symmetric(operator(cloud, cloud), epsilon, options).value for cloud in (one, two)]
-    return solve_alternating(operator(one, two), epsilon, options).value - sum(own) / 2
 
 
 def true_divergence(one, two, epsilon):

@@ -15,10 +15,10 @@ from otdd_flash.labels import (
     Means,
     NoLabels,
     Sinkhorn,
+    UpperBound,
     exact,
     measure_classes,
     metric_named,
-    metric_of,
 )
 from otdd_flash.labels.classes import split_classes
 from otdd_flash.labels.small_classes import drop_small_classes
@@ -52,12 +52,15 @@ def test_impossible_metrics_are_refused(name, parameters, message):
         metric_named(name, parameters)
 
 
-@pytest.mark.parametrize("method", ["gaussian", "upper_bound"])
-def test_a_class_of_one_sample_is_a_point_with_zero_covariance(method):
+@pytest.mark.parametrize(
+    ("metric", "trace"),
+    [(Gaussian(), 1), (Gaussian(diagonal=True), 1), (UpperBound(), 1), (Means(), 0)],
+)
+def test_a_class_of_one_sample_is_a_point_with_zero_covariance(metric, trace):
     samples = lone_class()
     # The means are sqrt(3 / 2) apart; the covariance of the cats has trace 1, the owl's is 0.
-    table = measure_classes(samples, samples, metric_of(method))
-    assert float(table.xy[0, 1]) == pytest.approx(1.5 + 1)
+    table = measure_classes(samples, samples, metric)
+    assert float(table.xy[0, 1]) == pytest.approx(1.5 + trace)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,10 @@ def test_small_classes_go_with_a_notice_that_names_them():
     assert kept.class_names == ("cat",)
     assert kept.labels.tolist() == [0, 0]
     assert measure_classes(kept, kept, Gaussian()).xx.tolist() == [[0.0]]
+    # Only samples with weight count.
+    samples = LabeledSamples(torch.eye(4), torch.tensor([0, 0, 1, 1]), ("a", "b"), [1, 1, 1, 0])
+    with pytest.warns(DataNotice, match=r"b \(1\)"):
+        assert drop_small_classes(samples, 2).class_names == ("a",)
 
 
 def test_classes_without_samples_go_silently():
@@ -150,12 +157,6 @@ def test_classes_without_samples_go_silently():
         assert drop_small_classes(samples, None).class_names == ("a", "c")
         assert drop_small_classes(unlabelled(), 5).labels is None
         assert len(drop_small_classes(lone_class(), None)) == 3
-
-
-def test_only_samples_with_weight_count():
-    samples = LabeledSamples(torch.eye(4), torch.tensor([0, 0, 1, 1]), ("a", "b"), [1, 1, 1, 0])
-    with pytest.warns(DataNotice, match=r"b \(1\)"):
-        assert drop_small_classes(samples, 2).class_names == ("a",)
 
 
 def test_nothing_left_is_an_error():

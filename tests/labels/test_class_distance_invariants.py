@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from gaussian_cases import decomposing_by
 
 from otdd_flash.labels import (
     Exact,
@@ -24,13 +23,25 @@ from otdd_flash.samples import LabeledSamples
 
 METRICS = {
     "gaussian": Gaussian(),
-    "gaussian_biased": Gaussian(unbiased=False),
-    "gaussian_diagonal": Gaussian(diagonal=True),
+    "gaussian by products": Gaussian(),
+    "gaussian biased": Gaussian(unbiased=False),
+    "gaussian diagonal": Gaussian(diagonal=True),
     "means": Means(),
-    "upper_bound": UpperBound(),
+    "upper bound": UpperBound(),
     "exact": Exact(),
 }
-every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS.keys())
+
+
+SLOW = "gaussian by products"
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == SLOW)) for name in METRICS]
+)
+def metric(request):
+    """Each in turn, with decompositions as on the CPU, or by matrix products as on a GPU."""
+    with decomposing_by("products" if request.param == SLOW else "lapack"):
+        yield METRICS[request.param]
 
 
 def random_samples(seed, dim, classes, *, largest=9, smallest=2, scale=1.0):
@@ -46,100 +57,70 @@ def moved(samples, features):
     return LabeledSamples(features, samples.labels, samples.class_names, samples.weights)
 
 
-problems = given(seed=st.integers(0, 2**32 - 1), dim=st.integers(1, 12), classes=st.integers(1, 4))
-brief = settings(max_examples=25, deadline=None)
+# Seeds, dimensions, classes and factors of features.
+PROBLEMS = [(0, 1, 3, 1e-3), (2, 3, 1, 1e3), (4, 6, 4, 0.7), (6, 12, 2, 30.0)]
 
 
-@pytest.mark.slow(after=3)
-@every_metric
-@brief
-@problems
-def test_symmetric_with_zero_diagonal_and_non_negative(metric, seed, dim, classes):
+@pytest.mark.parametrize(("seed", "dim", "classes", "factor"), PROBLEMS)
+def test_symmetric_and_of_squared_features_wherever_they_are(metric, seed, dim, classes, factor):
     pair = random_samples(seed, dim, classes), random_samples(seed + 1, dim, 2)
     table = measure_classes(*pair, metric).full
     assert torch.equal(table, table.T)
     assert torch.equal(table.diagonal(), torch.zeros(classes + 2, dtype=torch.float64))
     assert float(table.min()) >= 0
-    swapped = measure_classes(*reversed(pair), metric)
     # Not only but for rounding: any two classes are measured in one direction.
-    assert torch.equal(swapped.xy.T, table[:classes, classes:])
-
-
-@pytest.mark.slow(after=2)
-@every_metric
-@brief
-@problems
-def test_translation_and_permutation_change_nothing(metric, seed, dim, classes):
-    pair = random_samples(seed, dim, classes), random_samples(seed + 1, dim, 2)
+    assert torch.equal(measure_classes(*pair[::-1], metric).xy.T, table[:classes, classes:])
     rng = np.random.default_rng(seed)
-    shift = torch.from_numpy(rng.normal(scale=10, size=dim))
+    shift, order = torch.from_numpy(rng.normal(scale=10, size=dim)), rng.permutation
     shuffled = [
-        moved(samples, samples.features + shift).take(
-            torch.from_numpy(rng.permutation(len(samples)))
-        )
-        for samples in pair
+        moved(each, each.features + shift).take(torch.from_numpy(order(len(each)))) for each in pair
     ]
-    torch.testing.assert_close(
-        measure_classes(*shuffled, metric).full,
-        measure_classes(*pair, metric).full,
-        rtol=1e-8,
-        atol=1e-9,
-    )
+    found = measure_classes(*shuffled, metric).full
+    torch.testing.assert_close(found, table, rtol=1e-8, atol=1e-9)
+    scaled = [moved(each, factor * each.features) for each in pair]
+    found = measure_classes(*scaled, metric).full / factor**2
+    torch.testing.assert_close(found, table, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.slow(after=2)
-@every_metric
-@brief
-@given(seed=st.integers(0, 2**32 - 1), factor=st.floats(1e-3, 1e3))
-def test_scaling_features_scales_by_the_square(metric, seed, factor):
-    pair = random_samples(seed, 5, 3), random_samples(seed + 1, 5, 2)
-    scaled = [moved(samples, factor * samples.features) for samples in pair]
-    torch.testing.assert_close(
-        measure_classes(*scaled, metric).full,
-        factor**2 * measure_classes(*pair, metric).full,
-        rtol=1e-8,
-        atol=1e-9 * factor**2,
-    )
+def test_identical_classes_in_any_order_are_at_exactly_zero(metric):
+    for dtype in (torch.float32, torch.float64):
+        samples = random_samples(3, 6, 3, largest=30)
+        samples = moved(samples, samples.features.to(dtype))
+        shuffled = samples.take(torch.randperm(len(samples), generator=torch.manual_seed(0)))
+        cross = measure_classes(samples, shuffled, metric).xy
+        assert torch.equal(cross.diagonal(), torch.zeros(3, dtype=torch.float64)), dtype
+        assert float((cross + torch.eye(3)).min()) > 0.01, dtype
 
 
-@every_metric
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_identical_classes_in_any_order_are_at_exactly_zero(metric, dtype):
-    samples = random_samples(3, 6, 3, largest=30)
-    samples = moved(samples, samples.features.to(dtype))
-    shuffled = samples.take(torch.randperm(len(samples), generator=torch.manual_seed(0)))
-    cross = measure_classes(samples, shuffled, metric).xy
-    assert torch.equal(cross.diagonal(), torch.zeros(3, dtype=torch.float64))
-    assert float((cross + torch.eye(3)).min()) > 0.01
-
-
-@pytest.mark.parametrize("metric", ["gaussian", "means"])
+@pytest.mark.parametrize(
+    ("method", "route"), [("gaussian", "lapack"), ("gaussian", "products"), ("means", "lapack")]
+)
 @pytest.mark.parametrize(("size", "dim"), [(40, 8), (8, 40), (33, 33)])
-def test_equal_moments_give_zero_without_equal_content(metric, size, dim):
+def test_equal_moments_give_zero_without_equal_content(method, route, size, dim):
     """Every sample twice has the same plain moments: only the arithmetic can make this zero."""
     rng = np.random.default_rng(size)
     points = torch.from_numpy(rng.normal(size=(size, dim)) * np.geomspace(1e-4, 1e2, dim))
     one = LabeledSamples(points, torch.zeros(size, dtype=torch.int64), ("only",))
     two = one.take(torch.arange(size).repeat(2))
-    value = float(measure_classes(one, two, metric_named(metric, {"unbiased": False})).xy)
+    with decomposing_by(route):
+        value = float(measure_classes(one, two, metric_named(method, {"unbiased": False})).xy)
     assert 0 <= value <= 1e-9 * float(points.var(0).sum())
 
 
-@brief
-@given(
-    seed=st.integers(0, 2**32 - 1), dim=st.integers(1, 6), spread=st.sampled_from([0.1, 1.0, 10.0])
-)
-def test_biased_gaussian_is_a_lower_bound_of_exact(seed, dim, spread):
-    pair = random_samples(seed, dim, 3, smallest=1, scale=spread), random_samples(seed + 1, dim, 2)
-    lower = measure_classes(*pair, Gaussian(unbiased=False)).full
-    exact = measure_classes(*pair, Exact()).full
-    upper = measure_classes(*pair, UpperBound(unbiased=False)).full
-    slack = 1e-9 * spread**2
-    assert bool((lower <= exact + slack).all())
-    assert bool((exact <= upper + slack).all())
+@pytest.mark.parametrize("route", ["lapack", "products"])
+def test_biased_gaussian_is_a_lower_bound_of_exact(route):
+    for seed in range(3):
+        dim, spread = 1 + seed, (0.1, 1.0, 10.0)[seed % 3]
+        pair = random_samples(seed, dim, 3, smallest=1, scale=spread), random_samples(9, dim, 2)
+        with decomposing_by(route):
+            lower = measure_classes(*pair, Gaussian(unbiased=False)).full
+        exact = measure_classes(*pair, Exact()).full
+        upper = measure_classes(*pair, UpperBound(unbiased=False)).full
+        slack = 1e-9 * spread**2
+        assert bool((lower <= exact + slack).all()), seed
+        assert bool((exact <= upper + slack).all()), seed
 
 
-@every_metric
 def test_a_table_over_many_datasets_holds_every_pair(metric):
     datasets = [random_samples(seed, 4, seed + 1) for seed in range(3)]
     joint = class_distances(datasets, metric)
@@ -152,7 +133,6 @@ def test_a_table_over_many_datasets_holds_every_pair(metric):
         assert torch.equal(joint.full[rows, columns], pair.xy)
 
 
-@every_metric
 def test_a_pair_is_measured_alike_in_every_company(metric):
     """Whatever other classes there are, and in whatever order, to the last bit."""
     samples = random_samples(0, 6, 6, largest=9, smallest=7)
@@ -182,7 +162,6 @@ def test_classes_have_one_order_that_content_decides():
         assert [again[place].name for place in places] == [str(k) for k in order]
 
 
-@every_metric
 def test_uniform_weights_are_no_weights_and_zero_weights_no_points(metric):
     pair = random_samples(1, 4, 2), random_samples(2, 4, 3)
     plain = measure_classes(*pair, metric).full
@@ -246,7 +225,6 @@ def test_weights_that_differ_tell_classes_apart():
         assert float(measure_classes(one, two, Exact()).xy) == pytest.approx(light, rel=1e-4)
 
 
-@every_metric
 def test_the_same_weights_in_datasets_of_other_masses_are_one_class(metric):
     """They are normalised twice, and differ in their last digits."""
     one, more = random_samples(0, 3, 1, largest=30), random_samples(1, 3, 1)

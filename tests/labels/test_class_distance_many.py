@@ -39,12 +39,6 @@ def test_saved_tables_load_again(datasets, labels, tmp_path):
         )
 
 
-def test_one_dataset_has_a_table_too(datasets):
-    table = class_distances(datasets[2:])
-    assert table.full.shape == (3, 3)
-    assert torch.equal(table.between(0, 0).xy, table.full)
-
-
 def test_equal_classes_of_several_datasets_are_measured_once(datasets):
     one, two, _ = datasets
     heard: list[tuple[int, int]] = []
@@ -92,45 +86,28 @@ def test_a_table_is_taken_by_class_names(datasets):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        ((None,), "datasets must be a list, got None"),
-        (([],), "holds 0 datasets, and at least 1"),
-        ((["mnist"],), r"datasets\[0\] must be LabeledSamples, .* got 'mnist'"),
-        (([np.eye(3)],), r"datasets\[0\] has no labels"),
+        (lambda *_: class_distances(None), "datasets must be a list, got None"),
+        (lambda *_: class_distances([]), "holds 0 datasets, and at least 1"),
+        (lambda *_: class_distances(["mnist"]), r"datasets\[0\] must be .* got 'mnist'"),
+        (lambda *_: class_distances([np.eye(3)]), r"datasets\[0\] has no labels"),
+        (lambda sets, _: class_distances(sets[0]), "got LabeledSamples"),
+        (lambda sets, wide: class_distances([*sets, wide]), "set 0 has 3 features and wide has 5"),
+        (lambda sets, _: class_distances(sets, "gauss"), "unknown labels.method 'gauss'"),
+        (lambda sets, _: class_distances(sets, 7), "a name such as .*, or a function .* got 7"),
+        (lambda sets, _: class_distances(sets, "given"), "labels=given needs a table"),
+        (
+            lambda sets, _: class_distances(sets, Given(class_distances(sets).between(0, 1))),
+            "class_distances=",
+        ),
+        (lambda sets, _: class_distances(sets).between(0, 3), "no dataset 3; the table has 3"),
+        (lambda sets, _: class_distances(sets).between(0, -1), "at least 0, got -1"),
     ],
 )
-def test_what_is_not_a_list_of_datasets_is_refused(arguments, message):
+def test_what_is_refused(datasets, blobs, call, message):
     with pytest.raises(InputError, match=message):
-        class_distances(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        ("gauss", "unknown labels.method 'gauss'"),
-        (7, "labels must be a name such as gaussian, .*, or a function .* got 7"),
-        ("given", "labels=given needs a table"),
-    ],
-)
-def test_unknown_methods_are_refused(datasets, labels, message):
-    with pytest.raises(InputError, match=message):
-        class_distances(datasets, labels)
-
-
-def test_impossible_lists_are_refused(datasets, blobs):
-    with pytest.raises(InputError, match="got LabeledSamples"):
-        class_distances(datasets[0])
-    with pytest.raises(InputError, match="set 0 has 3 features and wide has 5"):
-        class_distances([*datasets, blobs((4,), 5, name="wide")])
-    table = class_distances(datasets)
-    with pytest.raises(InputError, match="class_distances="):
-        class_distances(datasets, Given(table.between(0, 1)))
-    for place in (3, -1):
-        with pytest.raises(
-            InputError, match=rf"no dataset {place}; the table has 3|at least 0, got {place}"
-        ):
-            table.between(0, place)
+        call(datasets, blobs((4,), 5, name="wide"))
 
 
 def test_unreadable_tables_are_input_errors(datasets, tmp_path):
@@ -160,6 +137,7 @@ def test_a_gpu_measures_what_the_processor_does(method, blobs):
     torch.testing.assert_close(got.full, expected.full, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_table_takes_little_beside_itself():
     """Where it is made, there may be little room: it is twice as long as the list of pairs."""
     pairs, values = all_pairs(300), torch.rand(300 * 299 // 2, dtype=torch.float64)

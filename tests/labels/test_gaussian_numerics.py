@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gaussian_cases import ROUTES, decomposing_by, every_route
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from reference_bures import exact_nuclear_norm
+from gaussian_cases import ROUTES, decomposing_by, every_route, exact_nuclear_norm
 
 from otdd_flash.labels.covariance_factors import cholesky_qr, padded_rows
 from otdd_flash.labels.nuclear_norm import (
@@ -43,13 +40,14 @@ def with_spectrum(values, rows, columns, seed=0):
 
 
 @every_spectrum
-@pytest.mark.parametrize("shape", [(1, 1), (3, 3), (20, 20), (9, 40), (40, 9), (130, 130)])
+@pytest.mark.parametrize("shape", [(1, 1), (20, 20), (9, 40), (130, 100)])
 def test_products_give_the_nuclear_norm(spectrum, shape):
     matrix = with_spectrum(spectrum, *shape).unsqueeze(0)
     expected = float(torch.linalg.svdvals(matrix).sum())
     for scale in (1, 1e-60, 1e60):
         with decomposing_by("products"):
             value = float(nuclear_norms(scale * matrix))
+        assert value <= scale * expected * (1 + 1e-14)
         assert value == pytest.approx(scale * expected, rel=2e-14 * max(shape) ** 0.5, abs=0)
 
 
@@ -64,25 +62,6 @@ def test_what_is_negligible_costs_no_more_than_promised(share):
     assert -1e-14 < (exact - value) / exact < rank * NEGLIGIBLE
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    rows=st.integers(1, 12),
-    columns=st.integers(1, 12),
-    decades=st.floats(0, 20),
-)
-def test_products_never_exceed_the_norm(seed, rows, columns, decades):
-    matrix = with_spectrum(lambda r: np.geomspace(1, 10**-decades, r), rows, columns, seed)
-    batch = torch.stack((matrix, 3 * matrix, 0 * matrix))
-    with decomposing_by("products"):
-        values, factors = nuclear_norms(batch), polar_factors(batch)
-    expected = torch.linalg.svdvals(batch).sum(-1)
-    assert bool((values <= expected * (1 + 1e-14)).all())
-    torch.testing.assert_close(values, expected, rtol=1e-12, atol=0)
-    assert float(torch.linalg.matrix_norm(factors, 2).max()) <= 1 + 1e-14
-    assert not factors[2].any()
-
-
 @every_route
 @pytest.mark.parametrize("shape", [(1, 1), (7, 7), (5, 30), (30, 5)])
 def test_polar_factors_are_isometries_in_the_matrix_s_direction(route, shape):
@@ -90,7 +69,10 @@ def test_polar_factors_are_isometries_in_the_matrix_s_direction(route, shape):
         [with_spectrum(lambda r: np.linspace(1, 9, r), *shape, k) for k in (0, 1)]
     )
     with decomposing_by(route):
-        factors = polar_factors(matrices)
+        *_, nothing = factors = polar_factors(torch.cat((matrices, torch.zeros(1, *shape))))
+    assert not nothing.any()
+    factors = factors[:2]
+    assert float(torch.linalg.matrix_norm(factors, 2).max()) <= 1 + 1e-14
     small = factors @ factors.mT if shape[0] <= shape[1] else factors.mT @ factors
     torch.testing.assert_close(small, torch.eye(min(shape)).double().expand_as(small))
     # M = U H with a symmetric H that has no negative eigenvalue.
@@ -114,7 +96,7 @@ def test_polar_factors_leave_lost_directions_out(route):
 
 def test_the_steps_take_every_singular_value_to_one():
     """The scalar map of the iteration, over the whole range it is made for."""
-    start = np.geomspace(NEGLIGIBLE, 1, 200_001)
+    start = np.geomspace(NEGLIGIBLE, 1, 20_001)
     values = start
     for scale in newton_schulz_scales():
         values = 1.5 * scale * values - 0.5 * (scale * values) ** 3
@@ -126,7 +108,7 @@ def test_the_steps_take_every_singular_value_to_one():
 
 
 @every_spectrum
-@pytest.mark.parametrize(("size", "dim"), [(1, 1), (12, 12), (33, 12), (900, 40)])
+@pytest.mark.parametrize(("size", "dim"), [(1, 1), (12, 12), (300, 40)])
 def test_cholesky_qr_is_a_qr_decomposition(spectrum, size, dim):
     matrix = with_spectrum(spectrum, size, dim) * torch.logspace(0, -8, dim).double()
     q, r = cholesky_qr(matrix)
@@ -139,12 +121,19 @@ def test_cholesky_qr_is_a_qr_decomposition(spectrum, size, dim):
     assert bool((gap.abs() <= 1e-13 * norms).all())
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("one", ["flat", "six decades", "thirteen decades", "half the rank"])
-@pytest.mark.parametrize("two", ["six decades", "half the rank", "one large"])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ("thirteen decades", "half the rank"),
+        ("flat", "six decades"),
+        ("six decades", "one large"),
+        ("half the rank", "half the rank"),
+    ],
+)
 def test_triangles_keep_all_digits_of_singular_classes(one, two):
     """Cholesky or eigenvectors of the covariance would be wrong by 1e-8 of the norms here."""
-    dim = 10
+    dim = 8
     first = with_spectrum(SPECTRA[one], 30, dim)
     second = with_spectrum(SPECTRA[two], 24, dim, seed=1)
     expected = exact_nuclear_norm(first.numpy(), second.numpy())

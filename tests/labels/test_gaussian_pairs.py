@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gaussian_cases import decomposing_by, every_route, moved, numpy_points, random_cloud
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from reference_bures import squared_bures_wasserstein
+from gaussian_cases import ROUTES, decomposing_by, every_route, moved, random_cloud
 
 from otdd_flash.labels import pair_chunks
 from otdd_flash.labels.classes import ClassCloud
@@ -17,7 +14,6 @@ from otdd_flash.labels.gaussian import (
     gaussian_distances,
 )
 from otdd_flash.labels.moment_distances import mean_distances, upper_bound_distances
-from otdd_flash.labels.moments import squared_gaps
 from otdd_flash.labels.pairs import all_pairs
 
 METHODS = {
@@ -28,12 +24,6 @@ METHODS = {
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 PAIR = torch.tensor([[1, 0]])
-brief = settings(max_examples=20, deadline=None)
-shapes = {
-    "seed": st.integers(0, 2**32 - 2),
-    "dim": st.integers(1, 9),
-    "sizes": st.tuples(st.integers(2, 20), st.integers(2, 20)),
-}
 
 
 def distance(one, two, **options):
@@ -44,83 +34,14 @@ def random_pair(seed, dim, sizes, **options):
     return [random_cloud(size, dim, seed + k, **options) for k, size in enumerate(sizes)]
 
 
-@pytest.mark.slow
 @every_route
-@brief
-@given(**shapes)
-def test_symmetric_and_the_same_for_moved_and_shuffled_classes(route, seed, dim, sizes):
-    one, two = random_pair(seed, dim, sizes)
-    rng = np.random.default_rng(seed)
-    shift = torch.from_numpy(rng.normal(scale=10, size=dim))
-    shuffled = [
-        moved(cloud, cloud.points[torch.from_numpy(rng.permutation(len(cloud)))] + shift)
-        for cloud in (one, two)
-    ]
-    with decomposing_by(route):
-        value = distance(one, two)
-        assert distance(two, one) == pytest.approx(value, rel=1e-11, abs=1e-11)
-        assert distance(*shuffled) == pytest.approx(value, rel=1e-11, abs=1e-11)
-        assert value >= 0
-
-
-@pytest.mark.slow
-@every_route
-@brief
-@given(**shapes, factor=st.floats(1e-6, 1e6))
-def test_scaling_points_scales_by_the_square(route, seed, dim, sizes, factor):
-    pair = random_pair(seed, dim, sizes)
-    scaled = [moved(cloud, factor * cloud.points) for cloud in pair]
-    with decomposing_by(route):
-        expected = factor**2 * distance(*pair)
-        assert distance(*scaled) == pytest.approx(expected, rel=1e-11, abs=1e-11 * factor**2)
-
-
-@pytest.mark.slow
-@every_route
-@brief
-@given(**shapes)
-def test_plain_gaussian_is_a_lower_bound_of_exact_transport(route, seed, dim, sizes):
-    ot = pytest.importorskip("ot")
-    one, two = random_pair(seed, dim, sizes)
-    exact = ot.emd2([], [], ot.dist(numpy_points(one), numpy_points(two)))
-    with decomposing_by(route):
-        assert distance(one, two, unbiased=False) <= exact * (1 + 1e-9) + 1e-9
-
-
-@every_route
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("size", "dim"), [(1, 3), (7, 30), (30, 7), (16, 16), (200, 40)])
-def test_a_class_is_at_zero_from_itself(route, size, dim, weighted):
-    cloud = random_cloud(size, dim, weighted=weighted)
-    shuffled = torch.randperm(size, generator=torch.manual_seed(1))
-    weights = None if cloud.weights is None else cloud.weights[shuffled]
-    again = ClassCloud("again", cloud.points[shuffled], weights)
-    total = float(cloud.points.square().sum()) / size
-    with decomposing_by(route):
-        assert distance(cloud, again, unbiased=False) == pytest.approx(0, abs=1e-13 * total)
-
-
-@every_route
-@pytest.mark.parametrize("sizes", [(40, 60), (40, 5), (5, 8), (3, 400)])
-@pytest.mark.parametrize("unbiased", [True, False])
-def test_dense_square_roots_agree(route, sizes, unbiased):
-    one, two = random_pair(3, 12, sizes)
-    expected = squared_bures_wasserstein(numpy_points(one), numpy_points(two), unbiased=unbiased)
-    # The square root of a singular matrix is only good to half the digits.
-    tolerance = 1e-11 if min(sizes) > 12 else 1e-6
-    with decomposing_by(route):
-        assert distance(one, two, unbiased=unbiased) == pytest.approx(expected, rel=tolerance)
-
-
-@every_route
-@pytest.mark.parametrize("copies", [2, 5])
-def test_points_and_triangles_give_the_same_distance(route, copies):
+def test_points_and_triangles_give_the_same_distance(route):
     """Every point several times is the same class, large enough for the other factor."""
     one, two = random_pair(0, 20, (9, 13))
-    many = [moved(cloud, cloud.points.repeat(copies, 1)) for cloud in (one, two)]
+    many = [moved(cloud, cloud.points.repeat(5, 1)) for cloud in (one, two)]
     with decomposing_by(route):
         expected = distance(one, two, unbiased=False)
-        for first, second in ((many[0], many[1]), (one, many[1]), (many[0], two)):
+        for first, second in (many, (one, many[1]), (many[0], two)):
             value = distance(first, second, unbiased=False)
             assert value == pytest.approx(expected, rel=1e-12)
 
@@ -136,43 +57,6 @@ def test_commuting_covariances_have_a_closed_form(route):
     expected = ((scales[0] - scales[1]) ** 2).sum() * 2 / 3
     with decomposing_by(route):
         assert distance(one, two, unbiased=False) == pytest.approx(expected, rel=1e-13)
-
-
-@every_route
-@pytest.mark.parametrize("sizes", [(30, 8), (2, 50), (2, 2)])
-def test_in_one_dimension_deviations_are_compared(route, sizes):
-    one, two = random_pair(0, 1, sizes)
-    expected = (one.points.mean() - two.points.mean()) ** 2 + (
-        one.points.std() - two.points.std()
-    ) ** 2
-    with decomposing_by(route):
-        assert distance(one, two) == pytest.approx(float(expected), rel=1e-12)
-
-
-@every_route
-def test_degenerate_covariances_are_nothing_special(route):
-    """Orthogonal pieces share nothing: a line, a plane of doubled features, equal points."""
-    line, plane = torch.zeros(4, 30).double(), torch.zeros(50, 30).double()
-    line[:, 0] = torch.tensor([-3.0, -1.0, 1.0, 3.0])
-    plane[:, 1] = plane[:, 2] = torch.linspace(-1, 1, 50).double()
-    equal = torch.zeros(40, 30).double()
-    clouds = [ClassCloud("piece", points, None) for points in (line, plane, equal)]
-    variances = [float(cloud.points.var(0).sum()) for cloud in clouds]
-    with decomposing_by(route):
-        values = gaussian_distances(clouds, all_pairs(3)).values
-    expected = [variances[i] + variances[j] for i, j in all_pairs(3).tolist()]
-    np.testing.assert_allclose(values.numpy(), expected, rtol=1e-13)
-
-
-@every_route
-def test_whole_weights_count_as_repetitions(route):
-    one, two = random_pair(0, 6, (9, 14))
-    repeats = torch.arange(9) % 3 + 1
-    weighted = ClassCloud("weighted", one.points, repeats.double() / repeats.sum())
-    repeated = moved(one, one.points.repeat_interleave(repeats, 0))
-    with decomposing_by(route):
-        expected = distance(repeated, two, unbiased=False)
-        assert distance(weighted, two, unbiased=False) == pytest.approx(expected, rel=1e-12)
 
 
 def near_clouds(count, size, dim):
@@ -204,10 +88,15 @@ def check_independence(method, clouds):
         assert torch.equal(alone, whole[position : position + 1])
 
 
-@pytest.mark.slow(after=13)
-@every_method
-@every_route
-@pytest.mark.parametrize("entries", [1, 2**13, 2**17])
+@pytest.mark.slow(after=5)
+@pytest.mark.parametrize(
+    ("method", "route", "entries"),
+    [
+        *((METHODS["gaussian"], route, 2**13) for route in ROUTES),
+        *((METHODS[name], "lapack", 2**13) for name in ("diagonal", "means", "upper_bound")),
+        *((METHODS["gaussian"], route, entries) for route in ROUTES for entries in (1, 2**17)),
+    ],
+)
 def test_a_pair_does_not_depend_on_the_others(method, route, entries, monkeypatch):
     """To the last bit, in chunks of one pair, of several, and of all."""
     monkeypatch.setattr(pair_chunks, "CPU_ENTRIES", entries)
@@ -221,25 +110,9 @@ def test_wide_products_do_not_depend_on_the_others(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check_independence(gaussian_distances, near_clouds(8, 25, 784))
+        check_independence(gaussian_distances, near_clouds(4, 25, 784))
     finally:
         torch.set_num_threads(before)
-
-
-@every_method
-def test_only_the_classes_of_the_pairs_are_read(method):
-    lone = ClassCloud("lone", torch.zeros(1, 4), None)
-    clouds = [lone, *random_pair(0, 4, (7, 9)), lone]
-    values = method(clouds, torch.tensor([[2, 1]])).values
-    assert torch.equal(values, method(clouds[1:3], PAIR).values)
-
-
-@every_method
-def test_no_pairs_have_no_distances(method):
-    result = method([random_cloud(1, 4)], all_pairs(1))
-    assert [len(part) for part in result] == [0, 0, 0]
-    assert result.values.dtype == torch.float64
-    assert squared_gaps(torch.ones(3, 2), all_pairs(1)).shape == (0,)
 
 
 @every_method
@@ -249,16 +122,6 @@ def test_values_are_their_own_bounds_and_need_no_gradient(method):
     result = method([one, two], PAIR)
     assert result.lower.item() == result.values.item() == result.upper.item()
     assert not result.values.requires_grad
-
-
-@pytest.mark.parametrize(
-    "method", [gaussian_distances, diagonal_gaussian_distances, upper_bound_distances]
-)
-def test_one_sample_is_a_point_with_zero_covariance(method):
-    cloud, owl = random_cloud(5, 3), ClassCloud("'owl' of pets", torch.zeros(1, 3), None)
-    mean, trace = cloud.points.double().mean(0), cloud.points.double().var(0).sum()
-    expected = mean.square().sum() + trace
-    torch.testing.assert_close(method([cloud, owl], PAIR).values, expected.reshape(1))
 
 
 def test_progress_counts_all_pairs(monkeypatch):

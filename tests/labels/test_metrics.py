@@ -1,16 +1,21 @@
-"""The ways of measuring class distances: what identifies them, and what a new one takes."""
+"""The ways of measuring class distances: what identifies them, their keys, what a new one takes."""
 
 from __future__ import annotations
 
+import math
 import sqlite3
+import warnings
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.commands.settings import LabelSettings
 from otdd_flash.labels import METRICS, LabelMetric, metric_named, metric_of
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.moments import class_means
@@ -48,11 +53,11 @@ def test_a_new_metric_takes_one_line_of_the_registry(blobs, tmp_path, monkeypatc
     torch.testing.assert_close(table.full, expected)
     with sqlite3.connect(tmp_path / FILE) as database:
         assert database.execute("SELECT count(*) FROM pairs").fetchone() == (3,)
-    result = otdd.dataset_distance(*pair, labels="manhattan", epsilon=1.0)
+    result = otdd.dataset_distance(*pair, labels="manhattan", epsilon=20.0)
     assert result.method == "manhattan"
     torch.testing.assert_close(result.class_distances.full, expected)
-    assert otdd.pairwise_distances(pair, labels="manhattan", epsilon=1.0).method == "manhattan"
-    flown = otdd.gradient_flow(*pair, otdd.Flow(1), labels=Manhattan(), epsilon=1.0)
+    assert otdd.pairwise_distances(pair, labels="manhattan", epsilon=20.0).method == "manhattan"
+    flown = otdd.gradient_flow(*pair, otdd.Flow(1), labels=Manhattan(), epsilon=20.0)
     assert flown.settings["labels.method"] == "manhattan"
 
 
@@ -119,3 +124,45 @@ def test_a_metric_stays_what_it_is():
     with pytest.raises(FrozenInstanceError):
         otdd.labels.Gaussian().unbiased = False  # type: ignore[misc]
     assert len({otdd.labels.Sinkhorn(1.0), otdd.labels.Sinkhorn(1), otdd.labels.Exact()}) == 2
+
+
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "labels"
+DEFAULTS = {
+    "full": False,
+    "unbiased": True,
+    "diagonal": False,
+    "epsilon": "${epsilon}",
+    "path": None,
+}
+
+
+def test_there_is_one_file_per_method():
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(METRICS)
+
+
+@pytest.mark.parametrize("method", METRICS)
+def test_every_file_sets_its_method_and_every_key(method):
+    keys = yaml.safe_load((FOLDER / f"{method}.yaml").read_text())
+    assert keys == {"method": method, **DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    ("method", "changed", "idle"),
+    [
+        ("means", {"unbiased": False}, "unbiased=False"),
+        ("none", {"diagonal": True}, "diagonal=True"),
+        ("gaussian", {"epsilon": 3.0}, "epsilon=3.0"),
+        ("exact", {"path": "w.npz"}, "path=w.npz"),
+        ("gaussian", {"unbiased": False, "diagonal": True}, None),
+        ("sinkhorn", {"epsilon": 3.0}, None),
+        ("means", {"epsilon": math.nan}, "epsilon=nan"),
+    ],
+)
+def test_a_key_that_the_method_does_not_have_is_said(method, changed, idle) -> None:
+    usual = {"full": False, "unbiased": True, "diagonal": False, "epsilon": 0.1, "path": None}
+    settings = LabelSettings(method, **{**usual, **changed})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        settings.metric(1e-3, 0.1)
+    expected = [] if idle is None else [f"labels.{idle} does nothing with labels={method}"]
+    assert [str(one.message) for one in said] == expected

@@ -52,10 +52,10 @@ def test_a_function_is_called_once_for_each_pair_of_classes(sides, tmp_path):
         function = Medians()
         for _ in range(2):
             if compared is None:
-                options = {"labels": function, "epsilon": 1.0, "cache_dir": tmp_path}
+                options = {"labels": function, "epsilon": 20.0, "cache_dir": tmp_path}
                 result = otdd.pairwise_distances(sides, **options)
             else:
-                result = compared(*sides[:2], labels=function, epsilon=1.0, cache_dir=tmp_path)
+                result = compared(*sides[:2], labels=function, epsilon=20.0, cache_dir=tmp_path)
                 assert result.to_dict()["labels"].endswith("test_pair_functions.Medians")
         expected = [set(pair) for pair in combinations(chain(*sizes[:count]), 2)]
         # Nothing is kept: as often the second time.
@@ -141,6 +141,7 @@ def test_a_flow_calls_it_again_where_its_particles_are(sides, tmp_path):
         otdd.gradient_flow(source, target, otdd.Flow(1, "attached"), **options)
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_with_the_same_function_alone(sides, tmp_path):
     tasks = dict(zip("abc", sides, strict=True))
 

@@ -7,7 +7,7 @@ import torch
 from sinkhorn_cases import make_clouds, true_divergence
 
 from otdd_flash.engine.segments import WeightedPoints
-from otdd_flash.labels import sinkhorn_pairs, transport_terms
+from otdd_flash.labels import sinkhorn_pairs
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.stored_segments import StoredSegments
@@ -25,9 +25,8 @@ def check(clouds, found, pairs, epsilon):
         assert float(found.lower[index]) - slack <= truth <= float(found.upper[index]) + slack
 
 
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("tolerance", [1e-1, 1e-3])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize(("seed", "tolerance"), [(k, (1e-1, 1e-3)[k % 2]) for k in range(8)])
 def test_bounds_hold_the_truth(seed, tolerance):
     sizes = torch.randint(1, 25, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
     clouds = make_clouds(sizes, 1 + seed % 5, seed, weighted=True, spread=0.3 + seed / 2)
@@ -43,7 +42,7 @@ def test_bounds_hold_the_truth(seed, tolerance):
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-@pytest.mark.parametrize("iterations", [1, 2, 7, 30])
+@pytest.mark.parametrize("iterations", [1, 7])
 def test_bounds_hold_the_truth_however_early_a_solve_stops(iterations, monkeypatch):
     monkeypatch.setattr(
         sinkhorn_pairs, "Converged", lambda tolerance: Converged(tolerance, iterations)
@@ -54,31 +53,16 @@ def test_bounds_hold_the_truth_however_early_a_solve_stops(iterations, monkeypat
     check(clouds, found, all_pairs(3), 0.1)
 
 
+@pytest.mark.slow
 def test_bounds_hold_between_classes_of_very_different_sizes():
     """The truth is a solve to a much smaller error, whose own interval is much narrower."""
-    clouds = make_clouds((1, 2, 7, 64, 129, 400), dim=4, weighted=True)
-    pairs = all_pairs(6)
+    clouds = make_clouds((1, 7, 64, 129, 300), dim=4, weighted=True)
+    pairs = all_pairs(5)
     rough, fine = (sinkhorn_distances(clouds, pairs, 0.2, tol) for tol in (1e-2, 1e-6))
     assert bool((rough.lower <= fine.upper).all())
     assert bool((rough.upper >= fine.lower).all())
     assert bool((rough.lower <= fine.values + 1e-9).all())
     assert bool((rough.upper >= fine.values - 1e-9).all())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_bounds_hold_the_truth_in_kernels(seed, monkeypatch):
-    """Their float32 rounding included."""
-    monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: True)
-    clouds = make_clouds((3, 1, 12), 1 + 2 * seed, seed, weighted=True, spread=(1, 5, 0.2)[seed])
-    # Far from each other: nothing of that may reach the rounding.
-    clouds = [type(c)(c.name, c.points + 100.0 * k, c.weights) for k, c in enumerate(clouds)]
-    pairs = all_pairs(3)
-    for epsilon, tolerance in ((1.0, 1e-1), (5.0, 1e-3)):
-        found = sinkhorn_distances(clouds, pairs, epsilon, tolerance)
-        check(clouds, found, pairs, epsilon)
-        width = found.upper - found.lower
-        assert float(width.max()) < 10 * tolerance * float(1 + 25 * (seed == 1)) * 5
 
 
 def test_a_plan_without_its_mass_is_as_far_from_its_marginals_as_said():

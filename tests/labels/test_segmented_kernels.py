@@ -7,8 +7,7 @@ import torch
 from sinkhorn_cases import make_clouds, moved
 
 from otdd_flash.engine.segments import WeightedPoints
-from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.labels import kernel_terms, sinkhorn_pairs, transport_terms
+from otdd_flash.labels import kernel_terms, transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.class_pool import ClassPool
@@ -45,8 +44,8 @@ def in_kernels(monkeypatch):
 
 def test_kernels_agree_with_float64(in_kernels):
     """Of small classes alone, and between them and larger ones."""
-    clouds = moved(make_clouds((1, 12, 70, 5), dim=4, weighted=True), DEVICE)
-    pairs = all_pairs(4)
+    clouds = moved(make_clouds((1, 12, 70), dim=4, weighted=True), DEVICE)
+    pairs = all_pairs(3)
     in_kernels(True, only_of=len(pairs))
     found = sinkhorn_distances(clouds, pairs, 1.0)
     in_kernels(False)
@@ -119,19 +118,6 @@ def test_a_tolerance_near_the_rounding_floor_is_reached():
     terms = solve_cross_terms(segments, 1.0, options)
     assert 2.5 * float(terms.rounding) > options.asked_tolerance
     assert float(terms.marginal_error) <= options.asked_tolerance
-
-
-def test_stopping_early_is_said(in_kernels, monkeypatch):
-    options = sinkhorn_pairs.Converged
-    monkeypatch.setattr(
-        sinkhorn_pairs,
-        "Converged",
-        lambda tolerance: options(tolerance=tolerance, max_iterations=3),
-    )
-    clouds = moved(make_clouds((3, 9, 5), dim=4), DEVICE)
-    with pytest.warns(NotConvergedWarning, match=r"after 3 iterations for .*class \d against"):
-        found = sinkhorn_distances(clouds, all_pairs(3), 0.3)
-    assert bool((found.lower <= found.upper).all())
 
 
 # Sizes, dimension, epsilon and spread of classes; the last ones take several ranges of columns.

@@ -1,16 +1,24 @@
-"""Where the terms between classes are solved: in kernels where these run, else in float64."""
+"""Where the terms between classes are solved, in which batches and groups of one shape."""
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
+import live_bytes
 import operation_counts
 import pytest
 import torch
 from sinkhorn_cases import make_clouds
 
 from otdd_flash.errors import InputError
-from otdd_flash.labels import kernel_terms, transport_terms
+from otdd_flash.kernels.segments.step import SMALL
+from otdd_flash.labels import kernel_terms, stored_terms, transport_terms
 from otdd_flash.labels.classes import masses_of
+from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.labels.stored_terms import _groups, padded_size
 from otdd_flash.labels.transport_terms import TermSolver, kernels_run_on
+from otdd_flash.operators.kernel_segments import bytes_of
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import SegmentTerms
 
@@ -131,3 +139,57 @@ def test_what_rounding_alone_keeps_from_the_tolerance_is_refused(
 
 def test_the_largest_rounding_is_said(monkeypatch):
     assert "4.0e-01" in refused_at([0.5, 0.5], [0.006, 0.2], monkeypatch)
+
+
+MANY = all_pairs(300)
+
+
+@pytest.fixture
+def pool():
+    sizes = torch.randint(1, 2 * SMALL, (300,), generator=torch.Generator().manual_seed(0))
+    return SimpleNamespace(sizes=sizes, starts=sizes)
+
+
+@pytest.mark.parametrize("at_once", [1000, 1 << 20])
+def test_batches_fill_half_of_the_memory(pool, at_once, monkeypatch):
+    """All pairs, each once and in their order, those of small classes apart."""
+    free = 50_000_000
+    monkeypatch.setattr(kernel_terms, "AT_ONCE", at_once)
+    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: free)
+    batches = kernel_terms._batches(pool, MANY)
+    sizes, needed = pool.sizes[MANY], bytes_of(pool.sizes[MANY])
+    small = sizes.amax(1) <= SMALL
+    for kind in (True, False):
+        chosen = [members for is_small, members in batches if is_small == kind]
+        assert torch.equal(torch.cat(chosen), torch.nonzero(small == kind).squeeze(1))
+        taken = [int(needed[members].sum()) for members in chosen]
+        # A pair that two would share is of the second.
+        assert max(taken) <= free // 2 + int(needed.max())
+        assert min(taken[:-1]) >= free // 2 - int(needed.max())
+        assert len(taken) > 2
+
+
+def test_what_is_made_of_a_list_takes_few_bytes_of_a_pair(pool, monkeypatch):
+    monkeypatch.setattr(kernel_terms, "AT_ONCE", 1000)
+    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: 1 << 40)
+    run = lambda: kernel_terms._batches(pool, MANY)  # noqa: E731
+    assert live_bytes.peak(run, torch.device("cpu")) < 30 * len(MANY)
+    kept = sum(members.untyped_storage().nbytes() for _, members in run())
+    assert kept == 8 * len(MANY)
+
+
+@pytest.mark.parametrize("most", [10**8, 255])
+def test_every_pair_is_in_one_group_of_its_shape(most, monkeypatch):
+    """As many together as `GROUP` costs are, and one that is too large to store alone."""
+    monkeypatch.setattr(stored_terms, "GROUP", 3 * 256)
+    monkeypatch.setattr(stored_terms, "MOST_STORED", most)
+    sizes = [3, 16, 17, 5, 9]
+    pairs = list(itertools.combinations(range(5), 2))
+    groups = list(_groups(sizes, pairs))
+    assert sorted(itertools.chain(*(members for _, members in groups))) == list(range(10))
+    for shape, members in groups:
+        assert {tuple(padded_size(sizes[k]) for k in pairs[p]) for p in members} == {shape}
+    # Six pairs of (16, 16); of (16, 32) and (32, 16) one fits.
+    assert sorted(len(members) for _, members in groups) == (
+        [1] * 4 + [3, 3] if most > 255 else [1] * 10
+    )

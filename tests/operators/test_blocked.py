@@ -65,17 +65,12 @@ def operator(folder: Path | None, backend: str, precision: str, pair: tuple[int,
     return build_operator(prepared.inputs(pair, table().to(HERE)))
 
 
-BACKENDS = [
-    ("torch", "double"),
-    ("torch", "high"),
-    pytest.param("triton", "fast", marks=pytest.mark.slow),
-    pytest.param("triton", "high", marks=pytest.mark.slow),
-]
+BACKENDS = [("torch", "double"), pytest.param("triton", "fast", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(
     ("backend", "precision"),
-    [("torch", "double"), ("torch", "high"), ("triton", "high")],
+    [("torch", "double"), pytest.param("triton", "high", marks=pytest.mark.slow)],
 )
 def test_a_block_without_mass_adds_nothing(backend: str, precision: str, tmp_path: Path) -> None:
     """The first block of rows, far below the others' potentials."""
@@ -118,8 +113,10 @@ def test_errors_of_sums_hold_and_are_not_much_wider(
     assert streamed.costs.mean == pytest.approx(held.costs.mean, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["npy", "safetensors"])
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [("torch", "npy"), pytest.param("triton", "safetensors", marks=pytest.mark.slow)],
+)
 def test_a_distance_is_that_of_points_in_memory(backend: str, kind: str, tmp_path: Path) -> None:
     def run(folder: Path | None) -> otdd.DistanceResult:
         budget = "auto" if folder is None else 1000

@@ -204,14 +204,6 @@ def test_triton_outside_of_a_gpu_is_for_its_interpreter_alone(
         built(ComputeOptions("cpu", "triton", "double"))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("4GiB", 4 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9), ("100", 100), (7, 7)],
-)
-def test_memory_budgets_are_read(text: str | int, expected: int) -> None:
-    assert budget_in_bytes(text, CPU) == expected
-
-
 @pytest.mark.parametrize("text", ["lots", "4 GiBs", "-1", "1.2.3GiB", ""])
 def test_an_unreadable_memory_budget_is_the_users_error(text: str) -> None:
     with pytest.raises(InputError, match="memory_budget must be auto"):
@@ -222,19 +214,6 @@ def test_an_unreadable_memory_budget_is_the_users_error(text: str) -> None:
 
 def test_the_automatic_budget_is_half_of_what_is_free() -> None:
     assert 0 < budget_in_bytes("auto", CPU) <= 0.6 * free_memory(CPU)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"lambda_x": -1.0}, "lambda_x must be finite and not negative, got -1.0"),
-        ({"lambda_y": float("nan")}, "lambda_y"),
-        ({"lambda_x": 0.0, "lambda_y": 0.0}, "both 0"),
-    ],
-)
-def test_bad_weights_of_the_cost(bad: dict[str, float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        GroundCost(**bad)
 
 
 @pytest.mark.parametrize(

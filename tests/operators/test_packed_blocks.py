@@ -171,6 +171,7 @@ def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
     assert triangles == [True]
 
 
+@pytest.mark.slow
 def test_one_cost_at_a_time_has_points_that_stay(tmp_path: Path) -> None:
     found, tally = operator(tmp_path, SYMMETRIC, 1 << 20, on_device=DIM * 8 * N)
     streaming = on_host(found.cost)[0].streaming

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from labelled_costs import labelled_cost
 from torch import Tensor
 
 from otdd_flash.operators import float64_rows, memory, plan
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.streamed import StreamedOperator
-
-
-def cost_of(x: Tensor, y: Tensor) -> LabelledCost:
-    """Between two clouds of one class and equal masses."""
-    masses = [torch.ones(len(side), dtype=torch.float64) / len(side) for side in (x, y)]
-    labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
-    table = torch.zeros(1, 1).double()
-    return LabelledCost(
-        x, y, *masses, labels_x=labels[0], labels_y=labels[1], class_costs=table, lambda_x=0.5
-    )
 
 
 def test_a_plan_is_kept_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,12 +31,14 @@ def test_the_largest_coordinate_is_that_of_either_sign(
     monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 60)
     x = torch.randn(67, 3, generator=torch.Generator().manual_seed(0)).double()
     x[5, 1] = sign * 40.0
-    labelled = cost_of(x, x)
-    assert labelled.largest == pytest.approx(float((x - x.mean(0)).abs().max()), rel=1e-12)
-    torch.testing.assert_close(labelled.centre, x.mean(0))
+    labelled = labelled_cost(x, classes=1)
+    assert labelled.largest == pytest.approx(float((x - labelled.a @ x).abs().max()), rel=1e-12)
+    torch.testing.assert_close(labelled.centre, labelled.a @ x)
 
 
 def test_streaming_holds_nothing_of_the_size_of_the_scores() -> None:
-    operator = StreamedOperator(cost_of(torch.randn(400, 4), torch.randn(300, 4)), torch.float32)
+    operator = StreamedOperator(
+        labelled_cost(torch.randn(400, 4), torch.randn(300, 4)), torch.float32
+    )
     held = [value for value in vars(operator).values() if isinstance(value, Tensor)]
     assert sum(value.numel() for value in held) < 400 * 300 / 10

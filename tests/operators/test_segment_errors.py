@@ -119,6 +119,7 @@ def test_errors_of_kernels_are_those_derived() -> None:
     assert_near(errors.peak, peaks)
     assert_near(errors.offset, offsets)
     assert_near(errors.stored, [UNIT] * len(PAIRS))
+    assert_near(errors.exponents, [TRIFLE] * len(PAIRS))
 
 
 def _points_and_rest(pool: ClassPool, k: int) -> float:
@@ -162,21 +163,17 @@ def test_whole_digits_are_as_large_as_exact_products_allow(dim: int) -> None:
     assert largest == 2**11 - 1 if dim == 1 else norm >= 2**12 - 1 - dim**0.5
 
 
-def test_the_coarse_form_is_off_by_one_rounding() -> None:
+def test_the_coarse_form_is_off_by_one_rounding_and_moves_the_same_potentials() -> None:
     segments = in_kernels()
-    errors, none = segments.coarse(1e-3).errors, torch.zeros(len(PAIRS)).double().to(DEVICE)
+    coarse = segments.coarse(1e-3)
+    assert coarse._vectors.columns is segments._vectors.columns
+    assert coarse._vectors.rows is segments._vectors.rows
+    errors, none = coarse.errors, torch.zeros(len(PAIRS)).double().to(DEVICE)
     unit = none + UNIT
     rounded = segments.mean_cost * UNIT
     expected = rounded, rounded, none, 2 * unit, unit, *4 * (none,)
     for found, one in zip(errors, expected, strict=True):
         assert torch.equal(found, one)
-
-
-def test_the_coarse_form_moves_the_same_potentials() -> None:
-    segments = in_kernels()
-    coarse = segments.coarse(1e-3)
-    assert coarse._vectors.columns is segments._vectors.columns
-    assert coarse._vectors.rows is segments._vectors.rows
 
 
 @pytest.mark.parametrize("themselves", [False, True])
@@ -281,10 +278,6 @@ def test_points_in_one_place_have_no_errors_of_costs() -> None:
     errors = StoredSegments([(cloud, cloud)], (16, 16)).errors
     for numbers in (errors.mean, errors.largest, errors.peak):
         assert float(numbers) == 0
-
-
-def test_exponents_of_kernels_lose_what_float64_loses() -> None:
-    assert_near(in_kernels().errors.exponents, [TRIFLE] * len(PAIRS))
 
 
 def test_sums_of_segments_do_not_overlap() -> None:

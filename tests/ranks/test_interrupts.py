@@ -1,13 +1,17 @@
-"""Orders that rank 0 leaves, by an error of its own or by Ctrl-C."""
+"""Orders that rank 0 leaves, by an error of its own or by Ctrl-C, and groups that are gone."""
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, pool
+from rank_pool import RankPool, lead, pool
 
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
@@ -18,19 +22,25 @@ from otdd_flash.operators.stored import StoredOperator
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def stumbling() -> list[str]:
+@contextmanager
+def own_pool() -> Iterator[RankPool]:
+    """Ranks that are of no use to others afterwards."""
+    own = RankPool(2)
+    try:
+        yield own
+    finally:
+        own.close()
+
+
+def stumbling(ranks: Ranks) -> list[str]:
     """What rank 0 hears of an order that it leaves, and of the next one."""
-
-    def work(ranks: Ranks) -> list[str]:
-        said = []
-        for order in (_stumble, _sum):
-            try:
-                ranks.order(order)
-            except (LostRankError, MemoryError) as error:
-                said.append(str(error))
-        return said
-
-    return otdd.led(work)
+    said = []
+    for order in (_stumble, _sum):
+        try:
+            ranks.order(order)
+        except (LostRankError, MemoryError) as error:
+            said.append(str(error))
+    return said
 
 
 def _stumble(ranks: Ranks) -> torch.Tensor:
@@ -45,11 +55,8 @@ def _sum(ranks: Ranks) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_ranks_that_are_left_in_an_order_are_given_no_other() -> None:
-    own = RankPool(2)
-    try:
-        answer = own.answer_of(0, stumbling)
-    finally:
-        own.close()
+    with own_pool() as own:
+        answer = own.answer_of(0, lead, stumbling)
     assert answer == [
         "rank 0 is short of it",
         "rank 0 has left the other ranks in the middle of what they do together",
@@ -83,30 +90,23 @@ def short_in_a_flow() -> Any:
 
 @pytest.mark.slow
 def test_a_flow_says_what_rank_0_lacked_in_a_pass() -> None:
-    own = RankPool(2)
-    try:
+    with own_pool() as own:
         answer = own.answer_of(0, short_in_a_flow)
-    finally:
-        own.close()
     assert isinstance(answer, InputError)
     assert "the flow cannot go on after step 1: out of memory on cpu" in str(answer)
 
 
-def interrupted() -> tuple[list[str], float]:
+def interrupted(ranks: Ranks) -> tuple[list[str], float]:
     """What rank 0 hears where Ctrl-C is pressed in an order, and what the next order finds."""
-
-    def work(ranks: Ranks) -> tuple[list[str], float]:
-        said = []
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            ranks.order(_press)
-        except KeyboardInterrupt:
-            said.append("interrupted")
-        finally:
-            signal.signal(signal.SIGINT, before)
-        return said, float(ranks.order(_sum))
-
-    return otdd.led(work)
+    said = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ranks.order(_press)
+    except KeyboardInterrupt:
+        said.append("interrupted")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return said, float(ranks.order(_sum))
 
 
 def _press(ranks: Ranks) -> None:
@@ -116,21 +116,17 @@ def _press(ranks: Ranks) -> None:
 
 
 def test_an_interrupt_comes_when_an_order_is_done() -> None:
-    assert pool(2).run(interrupted) == [(["interrupted"], 2.0)] * 2
+    assert pool(2).led(interrupted) == [(["interrupted"], 2.0)] * 2
 
 
-def interrupted_in_their_midst() -> bool:
+def interrupted_in_their_midst(ranks: Ranks) -> bool:
     """Whether Ctrl-C in what ranks do together has rank 0 leave the others there."""
-
-    def work(ranks: Ranks) -> bool:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            ranks.order(_press_together)
-        except KeyboardInterrupt:
-            return ranks.apart
-        return False
-
-    return otdd.led(work)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ranks.order(_press_together)
+    except KeyboardInterrupt:
+        return ranks.apart
+    return False
 
 
 def _press_together(ranks: Ranks) -> None:
@@ -143,8 +139,42 @@ def _press_together(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_what_others_do_for_long() -> None:
-    own = RankPool(2)
-    try:
-        assert own.answer_of(0, interrupted_in_their_midst) is True
-    finally:
-        own.close()
+    with own_pool() as own:
+        assert own.answer_of(0, lead, interrupted_in_their_midst) is True
+
+
+def left_alone() -> Any:
+    return otdd.led(lambda ranks: ranks.order(_leave))
+
+
+def _leave(ranks: Ranks) -> torch.Tensor:
+    if ranks.rank == 1:
+        os._exit(0)
+    return ranks.summed(torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_is_missed() -> None:
+    with own_pool() as own:
+        answer = own.answer_of(0, left_alone)
+    assert isinstance(answer, LostRankError)
+    assert "another process of compute.group has ended" in str(answer)
+
+
+def threads_that_are_left() -> list[str]:
+    """Names of threads of gloo, once its group has been destroyed."""
+    otdd.led(lambda ranks: None)
+    assert torch.distributed.group.WORLD is not None
+    # Imports what would keep the group.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    torch.distributed.destroy_process_group()
+    tasks = Path("/proc/self/task")
+    names = [(tasks / task / "comm").read_text() for task in os.listdir(tasks)]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed by Linux")
+def test_no_thread_outlives_the_group() -> None:
+    with own_pool() as own:
+        assert own.run(threads_that_are_left) == [[], []]

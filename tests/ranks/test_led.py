@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, pool
+from rank_pool import lead, pool
 
 import otdd_flash as otdd
 from otdd_flash.distributed import ranks
 from otdd_flash.distributed.ranks import Ranks, balanced
-from otdd_flash.errors import InputError, LostRankError
+from otdd_flash.errors import InputError
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.classes import pool as pool_classes
 from otdd_flash.labels.metrics import Sinkhorn
 from otdd_flash.labels.pairs import all_pairs
+from otdd_flash.operators import sharing
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -81,10 +81,10 @@ def classes(compute: otdd.ComputeOptions) -> list[Any]:
 
 def subsamples(compute: otdd.ComputeOptions) -> list[Any]:
     """An interval by 39 draws, of which every rank compares some."""
-    found = otdd.subsample_interval(
-        *sides(), 1.0, count=39, size=12, seed=3, epsilon=EPSILON, compute=compute
-    )
-    floor = otdd.noise_floor(*sides(), seed=3, epsilon=EPSILON, compute=compute)
+    # So large that each takes few iterations.
+    settings = {"seed": 3, "epsilon": 3.0, "compute": compute}
+    found = otdd.subsample_interval(*sides(), 1.0, count=39, size=12, **settings)
+    floor = otdd.noise_floor(*sides(), **settings)
     return [torch.tensor(found.values), torch.tensor([found.lower, floor.between.value])]
 
 
@@ -95,22 +95,48 @@ def minibatches(compute: otdd.ComputeOptions) -> list[Any]:
     return [result.samples.features, torch.tensor(result.to_dict()["value"])]
 
 
-def led(work: Any, precision: str) -> list[Any]:
-    return otdd.led(
-        lambda ranks: work(otdd.ComputeOptions("cpu", precision=precision, group=ranks))
-    )
+def of_group(ranks: Ranks, work: Any, options: dict[str, Any]) -> list[Any]:
+    return work(otdd.ComputeOptions("cpu", precision="double", group=ranks, **options))
 
 
-SLOW = [flow, minibatches, derivatives, potentials, classes, subsamples]
+def settings(compute: otdd.ComputeOptions) -> list[Any]:
+    """What each of some settings leads to."""
+    given: list[dict[str, Any]] = [
+        {"debias": False},
+        {"labels": "none"},
+        {"epsilon": None, "epsilon_relative": 0.05},
+        {"solver": otdd.Converged(bound_width=1e-3)},
+        {"ground": "cosine"},
+    ]
+    found = [
+        otdd.dataset_distance(*sides(), compute=compute, **({"epsilon": EPSILON} | more))
+        for more in given
+    ]
+    return [torch.tensor([each.value, *each.bounds]) for each in found]
+
+
+def in_a_ring(work: Any) -> list[Any]:
+    """Work with points that no rank holds all of."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sharing, "UNASKED", 0)
+        return lead(of_group, work, {"backend": "torch", "memory_budget": 0})
+
+
+SLOW = [flow, minibatches, derivatives, potentials, classes, subsamples, settings]
 
 
 @pytest.mark.parametrize(
-    "work", [pairs, *(pytest.param(work, marks=pytest.mark.slow) for work in SLOW)]
+    ("work", "ring"),
+    [
+        (pairs, False),
+        *(pytest.param(work, False, marks=pytest.mark.slow) for work in SLOW),
+        pytest.param(flow, True, marks=pytest.mark.slow),
+    ],
 )
-def test_led_work_is_that_of_one_process(work: Any) -> None:
-    found, other = pool(2).run(led, work, "double")
+def test_led_work_is_that_of_one_process(work: Any, ring: bool) -> None:
+    answers = pool(2).run(in_a_ring, work) if ring else pool(2).led(of_group, work, {})
     expected = work(otdd.ComputeOptions("cpu", precision="double"))
-    for value, copy, alone in zip(found, other, expected, strict=True):
+    for value, copy, alone in zip(*answers, expected, strict=True):
         assert torch.equal(value, copy)
         assert torch.allclose(value, alone, rtol=1e-6, atol=1e-7)
 
@@ -126,11 +152,9 @@ def rows_of_passes() -> list[int]:
         rows.append(len(self.a))
         return before(self, *args)
 
-    TiledOperator.softmin_rows = counted
-    try:
-        led(minibatches, "double")
-    finally:
-        TiledOperator.softmin_rows = before
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TiledOperator, "softmin_rows", counted)
+        lead(of_group, minibatches, {})
     return rows
 
 
@@ -141,23 +165,18 @@ def test_passes_of_minibatches_are_shared() -> None:
         assert 11 not in rows
 
 
-def of_kernels() -> list[Any]:
-    """In the interpreter: a whole distance, and the operator's precision at both ends."""
-    torch.manual_seed(0)
-
-    def work(ranks: Ranks) -> list[Any]:
-        compute = otdd.ComputeOptions("cpu", "triton", group=ranks)
-        result = otdd.dataset_distance(*sides(), epsilon=EPSILON, compute=compute)
-        return [result.value, result.bounds, result.divergence.backend, *result.potentials]
-
-    return otdd.led(work)
+def of_kernels(ranks: Ranks) -> list[Any]:
+    """A whole distance in the interpreter, of few iterations."""
+    compute = otdd.ComputeOptions("cpu", "triton", group=ranks)
+    result = otdd.dataset_distance(*sides(), epsilon=5.0, compute=compute)
+    return [result.value, result.bounds, result.divergence.backend, *result.potentials]
 
 
 @pytest.mark.slow
 def test_kernels_are_shared_as_well() -> None:
-    found, _ = pool(2).run(of_kernels)
+    found, _ = pool(2).led(of_kernels)
     alone = otdd.dataset_distance(
-        *sides(), epsilon=EPSILON, compute=otdd.ComputeOptions("cpu", precision="double")
+        *sides(), epsilon=5.0, compute=otdd.ComputeOptions("cpu", precision="double")
     )
     value, (lower, upper), backend, f, g = found
     assert backend == "triton, scores streamed, fast, 2 ranks"
@@ -167,12 +186,9 @@ def test_kernels_are_shared_as_well() -> None:
     assert torch.allclose(g.double(), alone.potentials[1].double(), atol=2e-3)
 
 
-def refused_by_the_leader(epsilon: float) -> Any:
-    def work(ranks: Ranks) -> float:
-        compute = otdd.ComputeOptions("cpu", group=ranks)
-        return otdd.dataset_distance(*sides(), epsilon=epsilon, compute=compute).value
-
-    return otdd.led(work)
+def refused_by_the_leader(ranks: Ranks, epsilon: float) -> float:
+    compute = otdd.ComputeOptions("cpu", group=ranks)
+    return otdd.dataset_distance(*sides(), epsilon=epsilon, compute=compute).value
 
 
 def not_converged() -> Any:
@@ -185,34 +201,29 @@ def not_converged() -> Any:
 def test_all_ranks_hear_why_nothing_came_of_it() -> None:
     refusals = {-1.0: "epsilon must be positive", 1e-40: "epsilon=1e-40 underflows in precision="}
     for epsilon, sentence in refusals.items():
-        for answer in pool(2).run(refused_by_the_leader, epsilon):
+        for answer in pool(2).led(refused_by_the_leader, epsilon):
             assert isinstance(answer, otdd.InputError)
             assert sentence in str(answer)
     for answer in pool(2).run(not_converged):
         assert isinstance(answer, otdd.ConvergenceError)
     # They are in step.
-    assert pool(2).run(led, pairs, "double")
+    assert all(value > 0 for value in pool(2).led(distance))
 
 
 def short_of_memory() -> Any:
     """A rank on which the scores do not fit, though the budget says so."""
     from otdd_flash.operators import build
 
-    before = build.UNASKED, build.free_memory
-    if torch.distributed.get_rank() == 1:
-        build.UNASKED, build.free_memory = 0, lambda device: 1
-    try:
-        return led_distance()
-    finally:
-        build.UNASKED, build.free_memory = before
+    with pytest.MonkeyPatch.context() as patched:
+        if torch.distributed.get_rank() == 1:
+            patched.setattr(build, "UNASKED", 0)
+            patched.setattr(build, "free_memory", lambda device: 1)
+        return lead(distance)
 
 
-def led_distance() -> float:
-    def work(ranks: Ranks) -> float:
-        compute = otdd.ComputeOptions("cpu", memory_budget="1GiB", group=ranks)
-        return otdd.dataset_distance(*sides(), epsilon=EPSILON, compute=compute).value
-
-    return otdd.led(work)
+def distance(ranks: Ranks) -> float:
+    compute = otdd.ComputeOptions("cpu", memory_budget="1GiB", group=ranks)
+    return otdd.dataset_distance(*sides(), epsilon=EPSILON, compute=compute).value
 
 
 def test_a_rank_that_is_short_of_memory_is_named() -> None:
@@ -223,23 +234,20 @@ def test_a_rank_that_is_short_of_memory_is_named() -> None:
 
 def solved_terms() -> int:
     """How many terms of four datasets a rank solves, of which two are equal."""
-    count = 0
+    solved: list[Problem] = []
     before = Problem.solve
 
     def counted(self: Problem, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
+        solved.append(self)
         return before(self, *args, **kwargs)
 
-    Problem.solve = counted
-    try:
-        otdd.led(of_four)
-    finally:
-        Problem.solve = before
-    return count
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Problem, "solve", counted)
+        lead(of_four)
+    return len(solved)
 
 
-def of_four(ranks: Ranks | None) -> torch.Tensor:
+def of_four(ranks: Ranks) -> torch.Tensor:
     one, other = sides()
     compute = otdd.ComputeOptions("cpu", group=ranks)
     return otdd.pairwise_distances(
@@ -260,17 +268,13 @@ def test_units_go_to_the_least_loaded_rank() -> None:
     assert balanced([1.0, 1.0, 1.0], 2) == [0, 1, 0]
 
 
-def measured(pairs: torch.Tensor, classes: int) -> tuple[list[torch.Tensor], int]:
+def measured(ranks: Ranks, pairs: torch.Tensor, classes: int) -> tuple[list[torch.Tensor], int]:
     """Distances of pairs, and the bytes that these took once ranks had the classes."""
-
-    def work(ranks: Ranks) -> tuple[list[torch.Tensor], int]:
-        metric = measured_by_ranks(otdd.labels.Sinkhorn(epsilon=0.2), ranks)
-        clouds = uneven(classes)
-        metric.measure(clouds, pairs[:1])
-        before = ranks.shared.bytes_moved
-        return list(metric.measure(clouds, pairs)), ranks.shared.bytes_moved - before
-
-    return otdd.led(work)
+    metric = measured_by_ranks(otdd.labels.Sinkhorn(epsilon=0.2), ranks)
+    clouds = uneven(classes)
+    metric.measure(clouds, pairs[:1])
+    before = ranks.shared.bytes_moved
+    return list(metric.measure(clouds, pairs)), ranks.shared.bytes_moved - before
 
 
 def uneven(classes: int) -> Any:
@@ -282,15 +286,12 @@ def uneven(classes: int) -> Any:
     return pool_classes([otdd.LabeledSamples(points, labels, names)])[0]
 
 
-SIZES = [2, 3]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [2, 3])
 def test_numbers_of_pairs_come_in_the_order_of_their_list(size: int) -> None:
     # Of one pair some ranks measure nothing.
     for pairs in (all_pairs(7), all_pairs(7)[2:17:3], all_pairs(7)[:1]):
-        (found, _), *_ = pool(size).run(measured, pairs, 7)
+        (found, _), *_ = pool(size).led(measured, pairs, 7)
         alone = Sinkhorn(epsilon=0.2).measure(uneven(7), pairs)
         for value, expected in zip(found, alone, strict=True):
             assert torch.equal(value, expected)
@@ -299,8 +300,8 @@ def test_numbers_of_pairs_come_in_the_order_of_their_list(size: int) -> None:
 @pytest.mark.slow
 def test_a_table_of_all_classes_is_no_list_that_is_sent() -> None:
     pairs = all_pairs(40)
-    (table, sent), _ = pool(2).run(measured, pairs, 40)
-    (turned, more), _ = pool(2).run(measured, pairs.flip(0).contiguous(), 40)
+    (table, sent), _ = pool(2).led(measured, pairs, 40)
+    (turned, more), _ = pool(2).led(measured, pairs.flip(0).contiguous(), 40)
     # Three numbers a pair of the other rank come, and orders go.
     assert 24 * len(pairs) // 2 <= sent <= 24 * len(pairs) // 2 + 1000
     assert more - sent == pytest.approx(16 * len(pairs), abs=400)
@@ -351,28 +352,6 @@ def test_dismissed_processes_are_not_waited_for() -> None:
     first, second = pool(2).run(too_late)
     assert "have been dismissed" in first
     assert second == ""
-
-
-def left_alone() -> Any:
-    return otdd.led(lambda ranks: ranks.order(_leave))
-
-
-def _leave(ranks: Ranks) -> torch.Tensor:
-    if ranks.rank == 1:
-        os._exit(0)
-    return ranks.summed(torch.zeros(1, dtype=torch.float64))
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_is_missed() -> None:
-    # Of its own, as it is of no use afterwards.
-    own = RankPool(2)
-    try:
-        answer = own.answer_of(0, left_alone)
-    finally:
-        own.close()
-    assert isinstance(answer, LostRankError)
-    assert "another process of compute.group has ended" in str(answer)
 
 
 def of_another_version() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -69,13 +68,6 @@ def shares(cost: LabelledCost, held: str, size: int) -> list[Any]:
     return [operator.self_share(rank, size) for rank in range(size)]
 
 
-def test_ranges_cover_all_places_once() -> None:
-    for count, size in itertools.product((0, 1, 7, 64, 1001), (1, 2, 3, 8)):
-        ranges = [each for rank in range(size) for each in folded(count, rank, size)]
-        taken = sorted(place for first, end in ranges for place in range(first, end))
-        assert taken == list(range(count)), (count, size)
-
-
 def test_all_ranks_have_as_many_pairs() -> None:
     for size in (2, 4, 8):
         ranges = [folded(1024, rank, size) for rank in range(size)]
@@ -108,21 +100,6 @@ def test_points_that_parts_give_no_mass() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("classes", [1, 60])
-def test_rows_out_of_reach_are_repaired(classes: int) -> None:
-    """Potentials of which some are far from any that belong together, in the interpreter."""
-    cost = cost_of(300, classes)
-    f = torch.randn(300, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 100
-    parts = shares(cost, "fast", 2)
-    found = merged(torch.stack([share.softmin(f, EPSILON) for share in parts]), EPSILON)
-    out = ~((found - f).abs() <= parts[0].reach * EPSILON)
-    assert bool(out.any())
-    again = parts[0].repaired(f, EPSILON, out)
-    expected = reference.softmin_rows(dense(cost), cost.a, f.double(), EPSILON)
-    assert torch.allclose(again.double()[out], expected[out], rtol=0, atol=1e-2)
-
-
-@pytest.mark.slow
 def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     before = symmetric_step.ranges_of_stripe
@@ -151,18 +128,14 @@ def test_pytorch_computes_pairs_of_one_range_twice(size: int) -> None:
     assert len(set(scores)) == 1
 
 
-def products_of_one_cloud() -> list[Tensor]:
+def products_of_one_cloud(ranks: Ranks) -> list[Tensor]:
     """What needs rows of a cloud with itself: other potentials than one, and products."""
-
-    def work(ranks: Ranks) -> list[Tensor]:
-        points = torch.randn(23, 3, generator=torch.Generator().manual_seed(0)).double()
-        compute = otdd.ComputeOptions("cpu", precision="double", group=ranks)
-        operator = Problem.between(points, points, EPSILON, compute=compute).operator("xx")
-        f, g = potentials_of(23)
-        sums = operator.marginals(f, g, EPSILON)
-        return [sums.rows, sums.columns, operator.apply_plan(f, g, EPSILON, points).values]
-
-    return otdd.led(work)
+    points = torch.randn(23, 3, generator=torch.Generator().manual_seed(0)).double()
+    compute = otdd.ComputeOptions("cpu", precision="double", group=ranks)
+    operator = Problem.between(points, points, EPSILON, compute=compute).operator("xx")
+    f, g = potentials_of(23)
+    sums = operator.marginals(f, g, EPSILON)
+    return [sums.rows, sums.columns, operator.apply_plan(f, g, EPSILON, points).values]
 
 
 def potentials_of(n: int) -> tuple[Tensor, Tensor]:
@@ -176,7 +149,7 @@ def test_other_potentials_are_summed_by_rows() -> None:
     masses = torch.full((23,), 1 / 23, dtype=torch.float64)
     cost = (points[:, None] - points[None]).square().sum(2) / 2
     plan = reference.plan(cost, masses, masses, *potentials_of(23), EPSILON)
-    for rows, columns, product in pool(2).run(products_of_one_cloud):
+    for rows, columns, product in pool(2).led(products_of_one_cloud):
         assert torch.allclose(rows, plan.sum(1), rtol=1e-11)
         assert torch.allclose(columns, plan.sum(0), rtol=1e-11)
         assert torch.allclose(product, plan @ points, rtol=1e-11)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from rank_pool import pool
+from rank_pool import lead, pool
 
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
@@ -45,12 +45,10 @@ def written(folder: Path) -> str:
 
 def in_blocks(work: Any, *arguments: Any) -> Any:
     """What rank 0 finds where points take more than there is, in small blocks on every rank."""
-    before = blocked.LEAST_POINTS, request.UNASKED
-    blocked.LEAST_POINTS, request.UNASKED = 16, 0
-    try:
-        return otdd.led(lambda ranks: work(ranks, *arguments))
-    finally:
-        blocked.LEAST_POINTS, request.UNASKED = before
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(blocked, "LEAST_POINTS", 16)
+        patched.setattr(request, "UNASKED", 0)
+        return lead(work, *arguments)
 
 
 def distance(ranks: Ranks, folder: str, precision: str) -> dict[str, Any]:
@@ -164,12 +162,10 @@ def without_file(folder: str) -> Any:
         file._stamps = {path.with_suffix(".gone"): file._stamps[path]}
         return reopened(file)
 
-    if torch.distributed.get_rank() == 1:
-        FeatureFile.reopened = missing  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        if torch.distributed.get_rank() == 1:
+            patched.setattr(FeatureFile, "reopened", missing)
         return in_blocks(distance, folder, "double")
-    finally:
-        FeatureFile.reopened = reopened  # type: ignore[method-assign]
 
 
 def test_a_file_that_one_rank_lacks_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import pool
+from rank_pool import lead, pool
 from test_ring import in_a_ring
 
 import otdd_flash as otdd
@@ -41,77 +41,63 @@ def changed_between(ranks: Ranks | None, budget: int | str) -> list[Any]:
     return [layout, *values]
 
 
-def in_memory(budget: int | str) -> Any:
-    return otdd.led(lambda ranks: changed_between(ranks, budget))
-
-
 @pytest.mark.slow
 def test_points_that_changed_in_place_are_sent_anew() -> None:
     _, *alone = changed_between(None, "auto")
-    replicated, *found = pool(2).run(in_memory, "auto")[0]
+    replicated, *found = pool(2).led(changed_between, "auto")[0]
     ring, *round_it = pool(2).run(in_a_ring, changed_between, 0)[0]
     assert (replicated, ring) == ("replicated", "ring")
     assert found == pytest.approx(alone, rel=1e-9)
     assert round_it == pytest.approx(alone, rel=1e-9)
 
 
-def refused_once() -> Any:
+def refused_once(ranks: Ranks) -> tuple[str, float]:
     """A distance after the other rank has refused what it was sent first."""
+    asked = {"epsilon": 0.5, "compute": otdd.ComputeOptions("cpu", group=ranks)}
+    source, target = sides()
+    with pytest.raises(otdd.InputError) as refused:
+        otdd.dataset_distance(source, target, **asked)
+    return str(refused.value), otdd.dataset_distance(source, target, **asked).value
+
+
+def refusing(work: Any) -> Any:
     made = otdd.LabeledSamples
-    if torch.distributed.get_rank() == 1:
+    with pytest.MonkeyPatch.context() as patched:
 
         def refuse(*given: Any) -> Any:
-            sharing.LabeledSamples = made
+            patched.setattr(sharing, "LabeledSamples", made)
             raise otdd.InputError("not here")
 
-        sharing.LabeledSamples = refuse
-
-    def work(ranks: Ranks) -> tuple[str, float]:
-        source, target = sides()
-        compute = otdd.ComputeOptions("cpu", group=ranks)
-        try:
-            otdd.dataset_distance(source, target, epsilon=0.5, compute=compute)
-        except otdd.InputError as error:
-            return str(error), otdd.dataset_distance(
-                source, target, epsilon=0.5, compute=compute
-            ).value
-        raise AssertionError("it was not refused")
-
-    try:
-        return otdd.led(work)
-    finally:
-        sharing.LabeledSamples = made
+        if torch.distributed.get_rank() == 1:
+            patched.setattr(sharing, "LabeledSamples", refuse)
+        return lead(work)
 
 
 @pytest.mark.slow
 def test_what_was_refused_is_sent_again() -> None:
-    found = pool(2).run(refused_once)
+    found = pool(2).run(refusing, refused_once)
     said, value = found[0]
     assert said == "rank 1: not here"
     assert value == pytest.approx(otdd.dataset_distance(*sides(), epsilon=0.5).value, rel=1e-6)
 
 
-def interrupted() -> Any:
+def interrupted(ranks: Ranks) -> Any:
     """Class distances whose progress raises on rank 0, which alone hears of it."""
 
     def stop(done: int, total: int) -> None:
         raise ValueError("enough")
 
-    def work(ranks: Ranks) -> Any:
-        compute = otdd.ComputeOptions("cpu", group=ranks)
-        return otdd.dataset_distance(
-            *sides(),
-            epsilon=0.5,
-            labels=otdd.labels.Sinkhorn(1.0),
-            compute=compute,
-            class_progress=stop,
-        )
-
-    return otdd.led(work)
+    return otdd.dataset_distance(
+        *sides(),
+        epsilon=0.5,
+        labels=otdd.labels.Sinkhorn(1.0),
+        compute=otdd.ComputeOptions("cpu", group=ranks),
+        class_progress=stop,
+    )
 
 
 def test_an_error_of_rank_0_in_the_middle_of_an_order_ends_all() -> None:
-    leader, other = pool(2).run(interrupted)
+    leader, other = pool(2).led(interrupted)
     assert isinstance(leader, ValueError)
     assert isinstance(other, LostRankError)
     assert str(other) == "rank 0 ended with ValueError: enough"

@@ -2,7 +2,6 @@ import io
 import math
 import random
 
-import pytest
 from rich.console import Console
 
 from otdd_flash.report.distance.console import summary_table
@@ -28,16 +27,6 @@ SUMMARY = {
     "precision": "fast",
     "source": "MNIST [train]",
     "target": "USPS",
-}
-
-
-SAMPLED = {
-    "lower": 2.751,
-    "upper": 9.003,
-    "level": 0.95,
-    "count": 50,
-    "size": [22, 20],
-    "identical": False,
 }
 
 
@@ -95,26 +84,29 @@ def test_what_stopped_a_solve_is_said_where_it_is_not_the_tolerance():
         assert not_there not in text
 
 
-@pytest.mark.parametrize(
-    ("changes", "row"),
-    [
-        ({"n": 20, "m": 5000}, "not measured; subsamples need more rows, over two of each class"),
-        ({"n": 21, "m": 5000}, "not measured; subsample=50 gives an interval"),
-        ({"n": 20, "labels": "none"}, "not measured; subsample=50 gives an interval"),
-        ({"n": 2, "labels": "none"}, "not measured; subsamples need more rows"),
+def test_a_table_says_where_sampling_error_was_not_measured():
+    need = "not measured; subsamples need more rows"
+    gives = "not measured; subsample=50 gives an interval"
+    sampled = {"lower": 2.751, "upper": 9.003, "level": 0.95, "count": 50, "size": [22, 20]}
+    for changes, row in (
+        ({"n": 20, "m": 5000}, f"{need}, over two of each class"),
+        ({"n": 21, "m": 5000}, gives),
+        ({"n": 20, "labels": "none"}, gives),
+        ({"n": 2, "labels": "none"}, need),
         ({"n": 10, "m": 21, "labels": "none"}, "subsample=50"),
         ({"value": 0.0, "bounds": [0.0, 0.0]}, None),
-        ({"subsample": SAMPLED}, "12.3 [2.7, 9.1] (50 subsamples of 22 × 20)"),
-    ],
-)
-def test_a_table_says_where_sampling_error_was_not_measured(changes, row):
-    text = shown(**changes)
-    measured = row is None or "subsamples of" in row
-    assert ("sampling error" not in text) == measured
-    assert row is None or row in text
+        (
+            {"subsample": {**sampled, "identical": False}},
+            "12.3 [2.7, 9.1] (50 subsamples of 22 × 20)",
+        ),
+    ):
+        text = shown(**changes)
+        measured = row is None or "subsamples of" in row
+        assert ("sampling error" not in text) == measured, changes
+        assert row is None or row in text, changes
 
 
-def test_an_interval_shows_the_digits_its_bounds_support():
+def test_an_interval_shows_the_digits_its_bounds_support_and_contains_them():
     for numbers, text in (
         ((0.0, 0.0, 0.0), "0 [0, 0]"),
         ((2.5, 2.5, 2.5), "2.50000 [2.50000, 2.50000]"),
@@ -125,9 +117,6 @@ def test_an_interval_shows_the_digits_its_bounds_support():
         ((math.nan, 0.0, math.inf), "nan [0, inf]"),
     ):
         assert interval(*numbers) == text
-
-
-def test_printed_bounds_contain_the_true_ones():
     draw = random.Random(0)
     for _ in range(500):
         value = draw.uniform(-1, 1) * 10.0 ** draw.uniform(-12, 12)

@@ -59,6 +59,7 @@ def test_lines_are_projected_trajectories_and_bold_ones_their_class_means(figure
     ]
 
 
+@pytest.mark.slow
 def test_a_mean_counts_its_particles_by_weight(figures):
     flow = straight_flow(classes=1, d=3, n=5, keep=5)
     weights = torch.tensor([0.0, 0.0, 1.0, 0.0, 3.0])
@@ -74,17 +75,10 @@ def test_a_mean_counts_its_particles_by_weight(figures):
     assert [len(lines) for lines in thin_lines(figures[1])] == [2, 2]
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("classes", "d", "steps", "n"),
-    [
-        (2, 2, 1, 40),
-        (None, 5, 3, 40),
-        (2, 1, 3, 40),
-        (20, 6, 3, 120),
-        (60, 6, 2, 240),
-        (1, 3, 0, 1),
-    ],
+    [(None, 5, 3, 40), (2, 1, 3, 40), (20, 6, 3, 120), (60, 6, 2, 240), (1, 3, 0, 1)],
 )
 def test_pictures_can_be_read(figures, classes, d, steps, n):
     draw(straight_flow(classes, d, n=n, steps=steps, keep=n))
@@ -104,36 +98,32 @@ def test_pictures_can_be_read(figures, classes, d, steps, n):
         ]
 
 
-def test_points_on_a_line_are_drawn_against_the_step(figures):
-    draw(straight_flow(2, 1, steps=3))
+@pytest.mark.slow
+def test_points_on_a_line_other_spaces_still_particles_and_odd_names(figures):
+    flow = straight_flow(2, 1, steps=3)
+    draw(flow)
     axes = figures[0].axes[0]
     assert axes.get_xlabel() == "step"
     line = thin_lines(figures[0])[0][0]
     assert line[:, 0].tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(np.diff(line[:, 1]), np.diff(line[:, 1])[0], rtol=1e-5)
     (x0, x1), (y0, y1) = axes.get_xlim(), axes.get_ylim()
-    target = axes.collections[0].get_offsets()
+    x, y = axes.collections[0].get_offsets().T
     assert x0 < 0
-    assert (target[:, 0] > 3).all()
-    assert (target[:, 0] < x1).all()
-    assert ((target[:, 1] > y0) & (target[:, 1] < y1)).all()
-
-
-@pytest.mark.slow
-def test_other_spaces_still_particles_and_odd_names(figures):
+    assert ((x > 3) & (x < x1) & (y > y0) & (y < y1)).all()
     flow = straight_flow(2, 5)
     draw(replace(flow, target=blobs(2, 7, 30, 1, "features")))
-    assert legend(figures[0])[2] == "features lies in another space and is not shown"
-    assert sorted(names(figures[0])) == ["class 0", "class 1"]
+    assert legend(figures[1])[2] == "features lies in another space and is not shown"
+    assert sorted(names(figures[1])) == ["class 0", "class 1"]
     flow = straight_flow(2, 3, n=10, keep=10)
     still = replace(flow.source, features=torch.ones(10, 3))
     path = replace(flow.trajectory, points=torch.ones(5, 10, 3))
     draw(Flow(still, still, still, flow.history, path))
-    assert sum(map(len, thin_lines(figures[1]))) == 10
+    assert sum(map(len, thin_lines(figures[2]))) == 10
     odd = replace(flow.source, class_names=("$x^2", "a name that is far too long to be shown"))
     draw(replace(flow, source=odd))
-    assert {"$x^2", "a name that is…"} <= set(names(figures[2]))
-    assert not any(text.get_parse_math() for text in figures[2].texts)
+    assert {"$x^2", "a name that is…"} <= set(names(figures[3]))
+    assert not any(text.get_parse_math() for text in figures[3].texts)
 
 
 @pytest.mark.slow

@@ -50,19 +50,17 @@ def written(figure):
     return [text for text in texts if id(text) not in hidden]
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("picture", "sizes"),
     [
         ("distances", (1, 10)),
-        ("coupling", (10, 10)),
         ("distances", (1, 1)),
         ("distances", (40, 3)),
         ("distances", (100, 100)),
         ("coupling", (2, 120)),
         ("joint", (1, 1)),
-        ("joint", (40, 3)),
-        ("joint", (2, 120)),
+        ("joint", (2, 40)),
     ],
 )
 def test_every_text_is_on_the_page_and_none_overlap(figures, sizes, picture):
@@ -152,7 +150,8 @@ def contrast(one, other):
     return (bright + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("values", ["ordinary", "zero", "not finite", "negative", "tiny", "huge"])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("values", ["not finite", "ordinary", "zero", "negative", "tiny", "huge"])
 def test_numbers_keep_contrast_with_their_cells(figures, values):
     from matplotlib.colors import to_rgb
 

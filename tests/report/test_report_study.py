@@ -96,18 +96,22 @@ def renamed(result, names, families):
     return replace(result, setup=replace(result.setup, tasks=tasks))
 
 
-def test_the_page_opens_with_one_table_of_choices(result, tmp_path):
+# Names that a page must escape, and families of which two have two tasks.
+ODD = ["<b>one</b>", 'two "x"', "three & four", "task 3", "task 4"]
+
+
+@pytest.fixture(scope="module")
+def related(result):
+    return renamed(result, ODD, "aabbc")
+
+
+def test_the_page_opens_with_one_table_of_choices_and_one_correlation(result, tmp_path):
     text, page = page_of(result, tmp_path)
     body = page.order[page.order.index("body") :]
     assert body[:3] == ["body", "h1", "table"]
-    assert page.heads[0] == [
-        *("target", "best source", "gain, %", "chosen by Fréchet distance"),
-        *(
-            "regret of Fréchet distance",
-            "regret of a random source",
-            "regret of the largest source",
-        ),
-    ]
+    head = ["target", "best source", "gain, %", "chosen by Fréchet distance"]
+    head += ["regret of Fréchet distance", "regret of a random source"]
+    assert page.heads[0] == [*head, "regret of the largest source"]
     *rows, foot = page.tables[0]
     for row, choice in zip(rows, result.choices(), strict=True):
         assert row[0] == choice.target
@@ -115,9 +119,7 @@ def test_the_page_opens_with_one_table_of_choices(result, tmp_path):
         assert row[2] == f"{choice.gain:.1f} ± {choice.gain_error:.1f}"
         assert row[3] == " = ".join(choice.chosen)
         numbers = choice.regret, choice.random_regret, choice.largest_regret
-        assert [float(cell) for cell in row[4:]] == [
-            pytest.approx(number, abs=0.051) for number in numbers
-        ]
+        assert [float(cell) for cell in row[4:]] == pytest.approx(numbers, abs=0.051)
     # The mean over targets is the statistic, with its interval over five datasets.
     assert foot[0] == "mean of 5 targets"
     found = {(row.measure, row.statistic): row for row in result.correlations()}
@@ -134,60 +136,54 @@ def test_the_page_opens_with_one_table_of_choices(result, tmp_path):
     assert all(cell.get("data-label") for cell in cells)
     assert "@media (max-width: 600px)" in text
     assert "width=device-width" in text
-
-
-def test_the_page_has_one_correlation_over_sources(result, tmp_path):
-    row = next(
-        row
-        for row in result.correlations()
-        if (row.measure, row.statistic) == ("frechet", "spearman_over_sources")
-    )
-    said = choice_sentences(result)
-    (sentence,) = (one for one in said if one.startswith("Rank correlation"))
+    assert "own family" not in text
+    row = found["frechet", "spearman_over_sources"]
+    (sentence,) = (s for s in choice_sentences(result) if s.startswith("Rank correlation"))
     assert sentence == (
         "Rank correlation of Fréchet distance with the gain over the sources of each target: "
         f"{row.value:+.2f} [{row.lower:+.2f}, {row.upper:+.2f}], the mean over targets, from 5 "
         "independent datasets; it is positive where the measure predicts gain."
     )
-    text, _ = page_of(result, tmp_path)
     assert "over ordered pairs" not in text.replace("Correlations over ordered pairs, and", "")
     # No piece of work, dataset or number of errors is called a unit.
     assert not re.search(r"\bunits?\b", re.sub(r"<script>.*</script>", "", text, flags=re.S))
 
 
-def test_below_five_independent_datasets_it_is_too_few_to_tell(result, tmp_path):
-    fewer = renamed(result, result.names, "aabbc")
-    said = choice_sentences(fewer)
-    assert any(
-        one.endswith("too few to tell, from 3 independent datasets, and an interval needs 5.")
-        for one in said
-    )
-    assert any("5 tasks come from 3 families" in one for one in said)
-    _, page = page_of(fewer, tmp_path)
-    assert all("[" not in cell for cell in page.tables[0][-1])
-    others = page.tables[2]
-    assert [row[4] for row in others] == ["too few to tell"] * 2
-
-
-def test_sources_of_the_own_family_are_marked_and_left_out_of_a_second_table(result, tmp_path):
-    related = renamed(result, result.names, "aabbc")
-    text, page = page_of(related, tmp_path)
+@pytest.mark.slow
+def test_own_families_are_marked_and_left_out_of_a_second_table_and_names_escaped(
+    related, tmp_path
+):
+    missing = {"nowhere": tmp_path / "missing.png"}
+    write_page(related, missing, {"nor here": tmp_path / "missing.png"}, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<b>one" not in text
+    assert "nowhere" not in text
+    assert "nor here" not in text
+    page = Page(text)
+    assert {row[0] for row in page.tables[0][:-1]} == {*ODD}
+    assert sum(map(len, page.tables)) > 20
     family = {task.name: task.family for task in related.setup.tasks}
     for row in page.tables[0][:-1]:
         for cell in (row[1].split(" tied: ")[0], row[3]):
             own = family[cell.removesuffix("*")] == family[row[0]]
             assert cell.endswith("*") == own
-    assert "* of the target's own family" in text
-    assert "Without sources of the target's own family" in text
+    assert "* of the target's own family" in unescape(text)
+    assert "Without sources of the target's own family" in unescape(text)
     assert page.folds[:2] == [0, 0]
     assert not any("*" in cell for row in page.tables[1] for cell in row)
     for row, choice in zip(page.tables[1], related.choices(own_family=False), strict=False):
         assert float(row[4]) == pytest.approx(choice.regret, abs=0.051)
         assert choice.sources == 4 - (choice.target != "task 4")
-    # Without families there is no second table, and no mark.
-    assert "own family" not in page_of(result, tmp_path)[0]
+    # Below five independent datasets it is too few to tell.
+    few = "too few to tell, from 3 independent datasets, and an interval needs 5."
+    said = choice_sentences(related)
+    assert any(one.endswith(few) for one in said)
+    assert any("5 tasks come from 3 families" in one for one in said)
+    assert all("[" not in cell for cell in page.tables[0][-1])
+    assert [row[4] for row in page.tables[2]] == ["too few to tell"] * 2
 
 
+@pytest.mark.slow
 def test_one_seed_is_said_to_pick_and_score_the_best_by_the_same_runs(result, tmp_path):
     one = replace(result, errors=result.errors[..., :1], alone=result.alone[:, :1])
     assert any(said.startswith("There is one seed, so that") for said in choice_sentences(one))
@@ -200,42 +196,24 @@ def test_one_seed_is_said_to_pick_and_score_the_best_by_the_same_runs(result, tm
 
 
 def test_a_measure_that_follows_the_gain_more_closely_is_named(result):
-    rows = result.correlations()
-    known = next(
-        row
-        for row in rows
-        if row.measure == "frechet - leep" and row.statistic == "spearman_over_sources"
-    )
+    key = "frechet - leep", "spearman_over_sources"
+    (known,) = (row for row in result.correlations() if (row.measure, row.statistic) == key)
 
-    def said(**ends):
+    def said(value, lower, upper):
         changed = replace(result)
-        changed.__dict__["_findings"] = (known._replace(**ends),)
+        changed.__dict__["_findings"] = (known._replace(value=value, lower=lower, upper=upper),)
         return list(difference_sentences(changed))
 
     for ends, expected in (
         ((-0.5, -0.9, -0.1), "LEEP follows the gain over sources more closely than Fréchet"),
         ((0.5, 0.1, 0.9), "Fréchet distance follows the gain over sources more closely than LEEP"),
     ):
-        (sentence,) = said(value=ends[0], lower=ends[1], upper=ends[2])
+        (sentence,) = said(*ends)
         assert sentence.startswith(expected)
         assert sentence.endswith("is larger by 0.50 [0.10, 0.90].")
-    (sentence,) = said(value=0.1, lower=-0.1, upper=0.3)
+    (sentence,) = said(0.1, -0.1, 0.3)
     assert sentence.startswith("No two measures differ")
-    assert not said(lower=None, upper=None)
-
-
-def test_the_page_is_whole_and_escapes_names(result, tmp_path):
-    names = ["<b>one</b>", 'two "x"', "three & four", "task 3", "task 4"]
-    odd = renamed(result, names, "abcde")
-    missing = {"nowhere": tmp_path / "missing.png"}
-    write_page(odd, missing, {"nor here": tmp_path / "missing.png"}, tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "<b>one" not in text
-    page = Page(text)
-    assert {row[0] for row in page.tables[0][:-1]} == {*names}
-    assert sum(map(len, page.tables)) > 20
-    assert "nowhere" not in text
-    assert "nor here" not in text
+    assert not said(known.value, None, None)
 
 
 @pytest.mark.slow
@@ -252,7 +230,7 @@ def test_all_files_are_written_and_tables_are_the_same_again(result, tmp_path):
     assert {name: (tmp_path / name).read_bytes() for name in TABLES} == before
 
 
-def test_near_tasks_stand_side_by_side(result):
+def test_near_tasks_stand_side_by_side_and_what_did_not_converge_is_said(result, tmp_path):
     assert sorted(task_order(result)) == list(range(5))
     near = [{0, 3}, {1, 2, 4}]
     found = {
@@ -261,17 +239,15 @@ def test_near_tasks_stand_side_by_side(result):
     }
     order = task_order(replace(result, readings={"leep": {}, "frechet": found}))
     assert {*order[:2]} in near or {*order[3:]} in near
-
-
-def test_a_table_says_what_did_not_converge(result, tmp_path):
     late = {
         name: {pair: replace(one, converged=False) for pair, one in found.items()}
         for name, found in result.readings.items()
     }
-    assert "frechet NOT CONVERGED" in shown(replace(result, readings=late))
+    changed = replace(result, readings=late)
+    changed.__dict__["_findings"] = result.correlations()
+    assert "frechet NOT CONVERGED" in shown(changed)
     assert "NOT CONVERGED" not in shown(result)
-    write_page(replace(result, readings=late), {}, {}, tmp_path / "page.html")
-    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    _, page = page_of(changed, tmp_path)
     assert all(row[3].endswith(" NOT CONVERGED") for row in page.tables[0][:-1])
 
 
@@ -291,10 +267,8 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path):
     near = "OTDD: of all pairs task 0 and task 1 are nearest, 2.00 [1.49, 2.51] (solver bounds)."
     assert told[1] == near
     assert told[2].endswith("task 2 and task 1 are nearest, 3.")
-    write_page(early, {}, {}, tmp_path / "page.html")
-    assert "gain, %" not in (tmp_path / "page.html").read_text(encoding="utf-8")
-    write_page(result, {}, {}, tmp_path / "page.html")
-    assert "gain, %" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "gain, %" not in page_of(early, tmp_path)[0]
+    assert "gain, %" in page_of(result, tmp_path)[0]
     table = shown(early)
     assert "task 4" in table
     assert "Sampling error was not measured: subsample=50" in " ".join(table.split())

@@ -80,6 +80,7 @@ def listing(folder):
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_report_has_all_its_files_whatever_the_users_style(tmp_path):
     """Which may ask for LaTeX, and is afterwards what it was."""
     import matplotlib
@@ -103,6 +104,13 @@ def test_a_report_has_all_its_files_whatever_the_users_style(tmp_path):
         assert {key: matplotlib.rcParams[key] for key in theirs} == theirs
     for path in report.written:
         assert path.read_bytes() == (tmp_path / "run" / path.name).read_bytes(), path.name
+    # Without labels or class distances there are fewer files.
+    one = result((("all",), ("all",)), method="none", labelled=False)
+    written = write_report(one, tmp_path / "unlabelled").written
+    assert [path.name for path in written] == ["projection.png"]
+    assert listing(tmp_path / "unlabelled") == {"projection.png"}
+    write_report(result(method="none"), tmp_path / "none")
+    assert listing(tmp_path / "none") == {"projection.png", *COUPLING}
 
 
 def test_fonts_that_cannot_be_read_cost_no_table(tmp_path, monkeypatch):
@@ -151,6 +159,7 @@ def test_pictures_are_in_the_order_asked_for_and_tables_are_not(tmp_path, monkey
         monkeypatch.setattr(
             writing, name, lambda *_, name=name, orders: drawn.setdefault(name, orders)
         )
+    monkeypatch.setattr(writing, "projection", lambda *_, **__: None)
     points = torch.tensor([[5.0], [0.0], [4.0], [0.5], [4.5], [1.0]]).double()
     given = result((("a", "b", "c"), ("d", "e", "f")), torch.cdist(points, points) ** 2)
     write_report(given, tmp_path, order="hierarchical")
@@ -159,13 +168,3 @@ def test_pictures_are_in_the_order_asked_for_and_tables_are_not(tmp_path, monkey
     assert (tmp_path / "class_distances.csv").read_text().startswith("class,source:a,source:b,")
     with pytest.raises(InputError, match=r"unknown report.order 'best'; choose one of: given"):
         write_report(given, tmp_path, order="best")
-
-
-@pytest.mark.slow
-def test_without_labels_or_class_distances_there_are_fewer_files(tmp_path):
-    one = result((("all",), ("all",)), method="none", labelled=False)
-    written = write_report(one, tmp_path / "unlabelled").written
-    assert [path.name for path in written] == ["projection.png"]
-    assert listing(tmp_path / "unlabelled") == {"projection.png"}
-    write_report(result(method="none"), tmp_path / "none")
-    assert listing(tmp_path / "none") == {"projection.png", *COUPLING}

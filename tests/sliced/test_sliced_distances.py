@@ -49,17 +49,19 @@ def dense(one, other, draws):
 @pytest.mark.parametrize(
     "datasets",
     [
-        pytest.param([some(33, 7, 3, 0), some(33, 7, 4, 1)], id="equal sizes"),
-        pytest.param([some(33, 7, 3, 0), some(20, 7, 2, 1), some(1, 7, 1, 2)], id="unequal sizes"),
-        pytest.param([some(30, 3, 3, 0, weights="any"), some(17, 3, 2, 1)], id="weights"),
-        pytest.param(
-            [some(30, 3, 3, 0, weights="zeros"), some(25, 3, 2, 1, weights="any")], id="zeros"
-        ),
+        [some(33, 7, 3, 0), some(33, 7, 4, 1)],
+        [some(33, 7, 3, 0), some(20, 7, 2, 1), some(1, 7, 1, 2)],
+        [some(30, 3, 3, 0, weights="any"), some(17, 3, 2, 1)],
+        [some(30, 3, 3, 0, weights="zeros"), some(25, 3, 2, 1, weights="any")],
     ],
+    ids=["equal sizes", "unequal sizes", "weights", "zeros"],
 )
 def test_values_are_those_of_dense_loops_on_the_same_draws(datasets):
-    result = otdd.sliced_distances(datasets, projections=40, seed=3, device="cpu")
-    draws = draw_chunk(0, 40, datasets[0].dim, seed=3)
+    with warnings.catch_warnings():
+        # Of too few draws for an interval.
+        warnings.simplefilter("ignore", DataNotice)
+        result = otdd.sliced_distances(datasets, projections=8, seed=3, device="cpu")
+    draws = draw_chunk(0, 8, datasets[0].dim, seed=3)
     for i, j in combinations(range(len(datasets)), 2):
         value, *moments = dense(datasets[i], datasets[j], draws)
         # Stated for all devices: 1e-5 of the projected second moments. In float64 it is rounding.
@@ -67,32 +69,20 @@ def test_values_are_those_of_dense_loops_on_the_same_draws(datasets):
         assert result.values[i, j] == result.values[j, i]
 
 
-def test_weights_count_as_repeated_rows_do():
-    features, labels = np.random.default_rng(0).random((8, 4)), np.arange(8) % 2
-    copies = np.array([1, 3, 2, 1, 1, 2, 4, 2])
-    whole = (np.repeat(features, copies, 0), np.repeat(labels, copies))
-    weighted = otdd.LabeledSamples.from_arrays(features, labels, copies)
-    other = some(11, 4, 3, 1)
-    one, two = (
-        otdd.sliced_distances([given, other], projections=30, device="cpu").values[0, 1]
-        for given in (whole, weighted)
-    )
-    torch.testing.assert_close(one, two, rtol=1e-12, atol=0)
-
-
-def test_a_dataset_is_at_0_from_itself_and_a_shuffled_copy():
+def test_a_dataset_is_at_0_from_itself_and_a_shuffled_or_weighted_copy_and_labels_count():
     one = some(50, 5, 3, 0)
     shuffled = one.take(torch.randperm(50, generator=torch.Generator().manual_seed(0)))
-    values = otdd.sliced_distances([one, one, shuffled], projections=20, device="cpu").values
+    copies = np.tile([1, 3, 2, 1, 4], 10)
+    weighted = otdd.LabeledSamples.from_arrays(one.features, one.labels, copies)
+    whole = [np.repeat(part.numpy(), copies, 0) for part in (one.features, one.labels)]
+    relabelled = (one.features, np.arange(50) // 20)
+    given = [one, one, shuffled, weighted, (whole[0], whole[1]), relabelled]
+    values = otdd.sliced_distances(given, projections=200, device="cpu").values
     assert values[0, 1] == 0
     assert values[0, 2] < 1e-25
-
-
-def test_labels_count():
-    half = np.arange(40) // 20
-    features = np.random.default_rng(0).random((40, 4)) + half[:, None]
-    one, other = (features, half), (features, np.arange(40) % 2)
-    assert otdd.sliced_distances([one, other], projections=200, device="cpu").values[0, 1] > 1e-2
+    torch.testing.assert_close(values[3, :3], values[4, :3], rtol=1e-12, atol=0)
+    assert values[0, 3] > 1e-4
+    assert values[0, 5] > 1e-4
 
 
 def test_draws_are_uniform_on_spheres_and_orders_are_poisson_without_0():
@@ -227,7 +217,7 @@ def test_intervals_of_pixels_hold_the_value_in_95_of_100_repetitions():
     """300 intervals of 1000 draws: of 90% instead of 95% one in 25 would pass."""
     pixels = otdd.extractors.pixels()
     datasets = [
-        otdd.embed(otdd.load("digits", split=split, max_samples=40, rotate=turn), pixels)
+        otdd.embed(otdd.load("digits", split=split, max_samples=20, rotate=turn), pixels)
         for split, turn in (("train", 0), ("test", 30))
     ]
     prepared = distances.prepare(datasets, "cpu")
@@ -235,14 +225,6 @@ def test_intervals_of_pixels_hold_the_value_in_95_of_100_repetitions():
     pool = torch.cat([distances.chunk_distances(prepared, draws)[0] for draws in chunks])
     lower, upper = intervals(pool.reshape(300, 1000))
     assert ((lower <= pool.mean()) & (pool.mean() <= upper)).double().mean() >= 0.93
-
-
-@pytest.mark.slow
-def test_1000_draws_of_2000_rows_of_784_take_less_than_3_seconds_a_dataset():
-    datasets = [some(2000, 784, 10, seed) for seed in range(2)]
-    started = time.perf_counter()
-    otdd.sliced_distances(datasets, projections=1000, device="cpu")
-    assert time.perf_counter() - started < 2 * 3
 
 
 @pytest.mark.gpu

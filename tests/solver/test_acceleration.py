@@ -12,6 +12,7 @@ from torch import Tensor
 from otdd_flash.engine.differences import Differences, Direction
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, first_level
+from otdd_flash.errors import InputError
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
@@ -67,10 +68,12 @@ def no_geometry(draw: torch.Generator) -> Case:
     return torch.rand(40, 30, generator=draw).double(), uniform(40), uniform(30)
 
 
-CASES = [random_clouds, nearly_decoupled, decoupled, without_mass, one_point, no_geometry]
+Make = Callable[[torch.Generator], Case]
+# The quickest first.
+CASES = [one_point, decoupled, no_geometry, random_clouds, nearly_decoupled, without_mass]
 
 
-def case_of(make: Callable[[torch.Generator], Case], seed: int = 0) -> Case:
+def case_of(make: Make, seed: int = 0) -> Case:
     return make(torch.Generator().manual_seed(seed))
 
 
@@ -78,12 +81,10 @@ def operator_of(case: Case, dtype: torch.dtype = torch.float64) -> StoredOperato
     return MatrixOperator(case[0].to(dtype), *case[1:])
 
 
-@pytest.mark.slow(after=8)
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("make", CASES)
-@pytest.mark.parametrize("relative", [1.0, 0.03, 1e-3])
-def test_the_fixed_point_is_that_of_dense_newton(
-    make: Callable[[torch.Generator], Case], relative: float
-) -> None:
+@pytest.mark.parametrize("relative", [0.03, 1e-3])
+def test_the_fixed_point_is_that_of_dense_newton(make: Make, relative: float) -> None:
     operator = operator_of(case := case_of(make))
     epsilon = relative * operator.costs.mean
     term = solve_alternating(operator, epsilon, Converged(1e-9))
@@ -96,30 +97,42 @@ def test_the_fixed_point_is_that_of_dense_newton(
     torch.testing.assert_close((term.f - f)[rows], shift.expand(len(f))[rows], rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("make", CASES)
-@pytest.mark.parametrize("relative", [1.0, 0.1, 0.03, 1e-2, 1e-3])
-def test_no_solve_takes_much_longer_than_a_plain_one(
-    make: Callable[[torch.Generator], Case], relative: float
-) -> None:
-    for seed in range(3):
-        operator = operator_of(case := case_of(make, seed))
-        epsilon = relative * operator.costs.mean
-        plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
-        term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
-        top = first_level(epsilon, operator.a.new_tensor([operator.costs.mean]))
-        descent = ITERATIONS_PER_LEVEL * int((top / epsilon).log2())
-        assert term.converged
-        assert term.iterations <= plain + descent
+@pytest.mark.parametrize("relative", [1.0, 0.01])
+def test_no_solve_takes_much_longer_than_a_plain_one(make: Make, relative: float) -> None:
+    operator = operator_of(case := case_of(make))
+    epsilon = relative * operator.costs.mean
+    plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
+    term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
+    top = first_level(epsilon, operator.a.new_tensor([operator.costs.mean]))
+    descent = ITERATIONS_PER_LEVEL * int((top / epsilon).log2())
+    assert term.converged
+    assert term.iterations <= plain + descent
 
 
-def test_a_small_epsilon_takes_a_fraction_of_the_plain_iterations() -> None:
-    for make in (random_clouds, nearly_decoupled, no_geometry):
-        operator = operator_of(case := case_of(make))
-        epsilon = 3e-3 * operator.costs.mean
-        plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
-        term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
-        assert 3 * term.iterations < plain
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("make", [no_geometry, nearly_decoupled])
+def test_a_small_epsilon_takes_a_fraction_of_the_plain_iterations(make: Make) -> None:
+    operator = operator_of(case := case_of(make))
+    epsilon = 3e-3 * operator.costs.mean
+    term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
+    most = 3 * term.iterations + 1
+    assert reference.plain_iterations(*case, epsilon, TOLERANCE, most) >= most
+
+
+@pytest.mark.slow
+def test_levels_of_epsilon_need_fewer_iterations_than_a_cold_start() -> None:
+    draws = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    x, y = (torch.randn(60, 2, generator=draw).double() for draw in draws)
+    y = y + 2
+    operator = operator_of((reference.dense_cost(x, y), uniform(60), uniform(60)))
+    epsilon = operator.costs.mean * 3e-3
+    scaled = solve_alternating(operator, epsilon, Converged())
+    cold = solve_alternating(operator, epsilon, Converged(), start=torch.zeros(60).double())
+    assert scaled.converged
+    assert cold.converged
+    assert scaled.iterations < 0.7 * cold.iterations
 
 
 # What the residual is scaled by, and the size of weights of remembered differences.
@@ -133,16 +146,18 @@ SABOTAGES = {
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("sabotage", SABOTAGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("sabotage", "dtype"),
+    [*((name, torch.float64) for name in SABOTAGES), ("still", torch.float32)],
+)
 def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
     sabotage: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = case_of(random_clouds)
     operator = operator_of(case, dtype)
-    epsilon = 0.01 * operator.costs.mean
+    epsilon = 0.05 * operator.costs.mean
     plain = reference.plain_iterations(*case, epsilon, TOLERANCE)
-    assert plain > 100
+    assert plain > 20
 
     def direction(_: Differences, steps: Tensor, changes: Tensor) -> Direction:
         scale, size = SABOTAGES[sabotage]
@@ -158,16 +173,19 @@ def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
     assert term.iterations <= plain + held_up
 
 
-@pytest.mark.slow(after=4)
+@pytest.mark.slow(after=3)
 @pytest.mark.parametrize("make", CASES)
-@pytest.mark.parametrize("relative", [0.3, 0.02, 3e-3])
-def test_float32_does_not_stall_near_its_floor(
-    make: Callable[[torch.Generator], Case], relative: float
+@pytest.mark.parametrize("relative", [0.3, 3e-3])
+def test_every_tolerance_that_is_not_refused_is_reached_in_float32(
+    make: Make, relative: float
 ) -> None:
+    """Just above the refusal, the measured error does not stall above what is left to it."""
     operator = operator_of(case_of(make), torch.float32)
     epsilon = relative * operator.costs.mean
     coarse = solve_alternating(operator, epsilon, Converged(0.02))
     floor = rounding_floor(operator.costs, float(magnitude(operator, coarse.f, coarse.g)), epsilon)
+    with pytest.raises(InputError, match=r"too tight for float32.*precision=double"):
+        solve_alternating(operator, epsilon, Converged(1.9 * floor))
     term = solve_alternating(operator, epsilon, Converged(2.5 * floor, max_iterations=2000))
     assert term.converged
 
@@ -192,22 +210,19 @@ def averaged_iterations(cost: Tensor, a: Tensor, epsilon: float) -> int:
     return MOST
 
 
-@pytest.mark.parametrize("scale", [0.0, 3.0, 100.0])
-@pytest.mark.parametrize("relative", [1.0, 0.1, 0.01])
-def test_self_terms_take_no_more_than_averaging(scale: float, relative: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "relative", "fraction"),
+    [(0.0, 0.1, 1), (100.0, 1.0, 1), (30.0, 0.01, 5)],
+)
+def test_self_terms_take_no_more_than_averaging(
+    scale: float, relative: float, fraction: int
+) -> None:
     cost, a = indefinite(scale)
     operator = MatrixOperator(cost, a, a)
     epsilon = relative * operator.costs.mean
     term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
-    assert term.converged
-    assert term.iterations <= averaged_iterations(cost, a, epsilon) + 2
-
-
-def test_an_indefinite_self_term_takes_a_fraction_of_averaging() -> None:
-    cost, a = indefinite(30.0)
-    operator = MatrixOperator(cost, a, a)
-    epsilon = 0.01 * operator.costs.mean
-    term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
     value, _, _ = reference.entropic_transport(cost, a, a, epsilon)
+    assert term.converged
+    assert term.f is term.g
     assert term.bounds[0] <= value <= term.bounds[1]
-    assert 5 * term.iterations < averaged_iterations(cost, a, epsilon)
+    assert fraction * term.iterations <= averaged_iterations(cost, a, epsilon) + 2

@@ -54,35 +54,9 @@ def dense(cost: LabelledCost) -> Tensor:
     return reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
 
 
-def operators(dtype: torch.dtype) -> list[TiledOperator]:
-    cost = labelled_cost()
-    return [StreamedOperator(cost, dtype), StoredOperator.keep(cost, dtype)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", [0, 1])
-def test_a_sampled_operator_is_the_cost_of_its_points(dtype: torch.dtype, kind: int) -> None:
-    operator = operators(dtype)[kind]
-    rows, columns = torch.tensor([5, 399, 0, 5]), torch.tensor([2, 332, 7])
-    sampled = operator.execution.sampled(rows, columns)
-    cost = dense(labelled_cost())[rows][:, columns]
-    g = torch.tensor([0.3, -1.0, 2.0], dtype=dtype)
-    even = torch.full((3,), 1 / 3, dtype=torch.float64)
-    expected = reference.softmin_rows(cost, even, g.double(), 0.2)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    torch.testing.assert_close(
-        sampled.softmin_rows(g, 0.2).double(), expected, rtol=0, atol=tolerance
-    )
-    torch.testing.assert_close(sampled.b, even)
-    assert sampled.shape == (4, 3)
-    assert sampled.costs.mean == pytest.approx(float(cost.mean()), rel=tolerance)
-    assert sampled.costs.lowest <= cost.min()
-    assert sampled.costs.highest >= cost.max()
-
-
 @pytest.mark.usefixtures("small_samples")
 def test_a_sample_has_one_point_of_each_share_of_the_mass() -> None:
-    operator = operators(torch.float64)[1]
+    operator = StoredOperator.keep(labelled_cost(), torch.float64)
     sample = draw_sample(operator)
     assert sample is not None
     drawn = (sample.rows, operator.a, N), (sample.columns, operator.b, M)
@@ -97,7 +71,7 @@ def test_a_sample_has_one_point_of_each_share_of_the_mass() -> None:
 
 
 def test_small_problems_and_short_passes_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = operators(torch.float64)[1]
+    operator = StoredOperator.keep(labelled_cost(), torch.float64)
     assert draw_sample(operator) is None
     monkeypatch.setattr(approach, "FEWEST", 24)
     assert draw_sample(operator) is not None
@@ -108,8 +82,7 @@ def test_small_problems_and_short_passes_have_none(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow(after=1)
 @pytest.mark.usefixtures("small_samples")
-@pytest.mark.parametrize("relative", [1.0, 0.07, 0.01, 1e-3])
-@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize(("relative", "uniform"), [(0.07, False), (1e-3, True)])
 def test_the_solution_is_that_of_dense_newton(relative: float, uniform: bool) -> None:
     cost = labelled_cost(uniform=uniform)
     operator = StreamedOperator(cost, torch.float64)
@@ -122,9 +95,8 @@ def test_the_solution_is_that_of_dense_newton(relative: float, uniform: bool) ->
 
 
 @pytest.mark.usefixtures("small_samples")
-@pytest.mark.parametrize("uniform", [True, False])
-def test_the_first_error_is_small_where_a_sample_knows_the_potential(uniform: bool) -> None:
-    operator = StreamedOperator(labelled_cost(uniform=uniform), torch.float64)
+def test_the_first_error_is_small_where_a_sample_knows_the_potential() -> None:
+    operator = StreamedOperator(labelled_cost(), torch.float64)
     errors: list[float] = []
     solve_alternating(
         operator,
@@ -159,17 +131,17 @@ def cost_in_a_unit(unit: float, device: torch.device | str) -> LabelledCost:
     )
 
 
-@pytest.mark.slow(after=6)
 @pytest.mark.parametrize(
-    ("kind", "unit"),
+    ("kind", "unit", "relative", "whole"),
     [
-        *(("single", unit) for unit in (1e-10, 1.0, 3e17)),
-        *(("double", unit) for unit in (1e-100, 1e-10, 1.0, 1e20, 1e100)),
-        *(pytest.param("kernels", unit, marks=pytest.mark.slow) for unit in (1e-10, 3e17)),
+        ("single", 1e-10, 0.01, False),
+        ("single", 3e17, 10.0, True),
+        ("double", 1e-100, 10.0, False),
+        ("double", 1e100, 0.01, True),
+        pytest.param("kernels", 1e-10, 0.01, False, marks=pytest.mark.slow),
+        pytest.param("kernels", 3e17, 10.0, True, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("relative", [0.01, 10.0])
-@pytest.mark.parametrize("whole", [False, True])
 def test_in_any_unit_a_potential_extends_by_the_columns_of_its_sample_alone(
     kind: str, unit: float, relative: float, whole: bool, small_samples: None
 ) -> None:
@@ -207,8 +179,7 @@ class Whole:
 
 
 @pytest.mark.usefixtures("small_samples")
-@pytest.mark.parametrize("relative", [0.1, 0.003])
-def test_every_pass_is_counted(relative: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_pass_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = StreamedOperator(labelled_cost(), torch.float64)
     scores = []
     for name in ("softmin_rows", "softmin_columns", "marginals"):
@@ -219,19 +190,9 @@ def test_every_pass_is_counted(relative: float, monkeypatch: pytest.MonkeyPatch)
             return run(self, *arguments, **named)
 
         monkeypatch.setattr(StreamedOperator, name, counted)
-    term = solve_alternating(operator, relative * operator.costs.mean, Converged(1e-4))
+    term = solve_alternating(operator, 0.03 * operator.costs.mean, Converged(1e-3))
     assert min(scores) < N * M == max(scores)
     assert term.passes == pytest.approx(sum(scores) / (N * M))
-
-
-@pytest.mark.usefixtures("small_samples")
-@pytest.mark.parametrize("most", [1, 2, 3])
-def test_the_budget_holds_with_a_sample(most: int) -> None:
-    operator = StreamedOperator(labelled_cost(), torch.float64)
-    options = Converged(1e-9, max_iterations=most)
-    term = solve_alternating(operator, 0.001 * operator.costs.mean, options)
-    assert term.iterations == most
-    assert not term.converged
 
 
 @pytest.mark.usefixtures("small_samples")
@@ -241,33 +202,27 @@ def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converge
     term = solve_alternating(operator, operator.costs.mean, options)
     assert term.stopped_by in ("max_seconds", "max_iterations")
     assert term.iterations == 2
-    once = Converged(max_iterations=1)
+    once = Converged(1e-9, max_iterations=1)
     nothing = solve_alternating(operator, operator.costs.mean, once)
+    assert (nothing.iterations, nothing.converged) == (1, False)
     assert 3 * term.marginal_error < nothing.marginal_error
 
 
-def test_a_sample_saves_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_sample_saves_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(1500, 3, generator=draw) + shift for shift in (0, 0.5))
-    even = torch.full((1500,), 1 / 1500, dtype=torch.float64)
-    labels = torch.zeros(1500, dtype=torch.int64)
+    even, one = torch.full((1500,), 1 / 1500).double(), torch.zeros(1500, dtype=torch.int64)
+    table = torch.zeros(1, 1).double()
     cost = LabelledCost(
-        x,
-        y,
-        even,
-        even,
-        labels_x=labels,
-        labels_y=labels,
-        class_costs=torch.zeros(1, 1).double(),
-        lambda_x=0.5,
+        x, y, even, even, labels_x=one, labels_y=one, class_costs=table, lambda_x=0.5
     )
     operator = StoredOperator.keep(cost, torch.float32)
-    with_sample, without = [], []
-    for relative in (0.3, 0.1, 0.03):
-        epsilon = relative * operator.costs.mean
-        with_sample.append(solve_alternating(operator, epsilon, Converged(1e-3)).passes)
+
+    def passes() -> float:
+        epsilons = (share * operator.costs.mean for share in (0.3, 0.1, 0.03))
+        return sum(solve_alternating(operator, e, Converged(1e-3)).passes for e in epsilons)
+
+    with_sample = passes()
     monkeypatch.setattr(approach, "draw_sample", lambda _: None)
-    for relative in (0.3, 0.1, 0.03):
-        epsilon = relative * operator.costs.mean
-        without.append(solve_alternating(operator, epsilon, Converged(1e-3)).passes)
-    assert sum(with_sample) < 0.8 * sum(without)
+    assert with_sample < 0.8 * passes()

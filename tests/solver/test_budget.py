@@ -36,28 +36,23 @@ def cloud(n: int, seed: int, shift: float = 0.0) -> torch.Tensor:
 def solve(
     precision: str = "double", *, epsilon: float = EPSILON, progress: Any = None, **options: Any
 ) -> Divergence:
-    return otdd.sinkhorn_divergence(
-        cloud(70, 0),
-        cloud(53, 1, 1.0),
-        epsilon=epsilon,
-        options=Converged(**options),
-        compute=otdd.ComputeOptions("cpu", precision=precision),
-        progress=progress,
-    )
+    settings = {"options": Converged(**options), "progress": progress}
+    compute = otdd.ComputeOptions("cpu", precision=precision)
+    clouds = cloud(70, 0), cloud(53, 1, 1.0)
+    return otdd.sinkhorn_divergence(*clouds, epsilon=epsilon, compute=compute, **settings)
 
 
 @pytest.fixture(scope="module")
 def truth() -> float:
-    return solve(tolerance=1e-11).value
+    return solve(tolerance=1e-9).value
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("precision", ["fast", "double"])
-@pytest.mark.parametrize("epsilon", [EPSILON, 1.0])
+@pytest.mark.parametrize(("precision", "epsilon"), [("fast", 1.0), ("double", EPSILON)])
 def test_a_solve_ends_at_the_width_that_was_asked_for(epsilon: float, precision: str) -> None:
-    exact = solve(epsilon=epsilon, tolerance=1e-11).value
+    exact = solve(epsilon=epsilon, tolerance=1e-9).value
     passes = []
-    for width in torch.logspace(0, -3, 8).tolist():
+    for width in (1.0, 0.1, 1e-3):
         found = solve(precision, epsilon=epsilon, bound_width=width)
         assert (found.converged, found.stopped_by) == (True, "bound_width")
         assert (found.bounds[1] - found.bounds[0]) / abs(found.value) <= width
@@ -67,26 +62,25 @@ def test_a_solve_ends_at_the_width_that_was_asked_for(epsilon: float, precision:
         assert (found.tolerance, found.xy.tolerance) == (None, None)
         passes.append(found.passes)
     assert passes[0] < 0.7 * passes[-1]
+    # Without debiasing it is that of the cross term.
+    options = Converged(bound_width=1e-3)
+    term = otdd.sinkhorn(cloud(70, 0), cloud(53, 1, 1.0), epsilon=epsilon, options=options)
+    assert relative_width(term.value, term.bounds) <= 1e-3
+    assert (term.converged, term.stopped_by) == (True, "bound_width")
 
 
+@pytest.mark.slow
 def test_the_width_replaces_the_tolerance_in_both_directions() -> None:
-    coarse, fine = solve(bound_width=0.3), solve(bound_width=1e-6)
+    coarse, fine = solve(bound_width=0.3), solve(bound_width=1e-5)
     assert coarse.marginal_error > Converged().asked_tolerance > fine.marginal_error
     # Ending at the width costs little more than a solve to the marginal error that it took.
     known = solve(tolerance=fine.xy.marginal_error)
     assert fine.passes < 1.3 * known.passes
 
 
-def test_without_debiasing_the_width_is_that_of_the_cross_term() -> None:
-    options = Converged(bound_width=1e-3)
-    term = otdd.sinkhorn(cloud(70, 0), cloud(53, 1, 1.0), epsilon=EPSILON, options=options)
-    assert relative_width(term.value, term.bounds) <= 1e-3
-    assert (term.converged, term.stopped_by) == (True, "bound_width")
-
-
 def test_only_terms_that_make_the_interval_wide_go_on() -> None:
     heard: list[tuple[str, int]] = []
-    found = solve(bound_width=1e-5, progress=lambda name, count, _: heard.append((name, count)))
+    found = solve(bound_width=1e-4, progress=lambda name, count, _: heard.append((name, count)))
     assert len(heard) == sum(term.iterations for term in found.terms.values())
     turns = [name for name, count in heard if count == 1]
     assert turns[:3] == ["xx", "yy", "xy"]
@@ -112,24 +106,16 @@ def test_terms_go_on_by_the_factor_that_is_missing() -> None:
     assert bound_width._too_wide(terms, 0.1, 4.0) == ([], 1.0)
 
 
+@pytest.mark.slow
 def test_a_width_below_rounding_ends_with_what_could_be_reached(truth: float) -> None:
     with pytest.warns(NotConvergedWarning, match=r"solver\.bound_width=1e-07.*precision=double"):
         found = solve("high", bound_width=1e-7)
     assert (found.converged, found.stopped_by) == (False, "rounding")
     assert found.bounds[0] <= truth <= found.bounds[1]
     assert found.bound_width < 1e-4
-    assert solve(bound_width=1e-7).converged
 
 
-def few_points(values: str, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    if values == "normal":
-        x, y = (torch.randn(n, d, generator=draw, dtype=torch.float64) for n in (14, 6))
-    else:
-        x, y = (torch.randint(0, 4, (n, d), generator=draw).double() for n in (14, 6))
-    return x, y
-
-
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("values", "d", "seed", "most"),
     [("normal", 2, 10, 60), ("normal", 5, 0, 60), ("normal", 2, 11, 60), ("integers", 1, 1, 250)],
@@ -140,7 +126,11 @@ def test_a_small_epsilon_takes_few_iterations(values: str, d: int, seed: int, mo
     These took 300 to over 3,000 iterations where levels ended at a coarse tolerance, or a coarse
     solution alone was gone on with. An integer has many equal costs, and its levels are slow.
     """
-    x, y = few_points(values, d, seed)
+    draw = torch.Generator().manual_seed(seed)
+    if values == "normal":
+        x, y = (torch.randn(n, d, generator=draw, dtype=torch.float64) for n in (14, 6))
+    else:
+        x, y = (torch.randint(0, 4, (n, d), generator=draw).double() for n in (14, 6))
     cost = ((x[:, None] - y) ** 2).sum(2) / 2
     epsilon = 1e-4 * float(cost.mean())
     exact = float(ot.emd2(torch.full((14,), 1 / 14), torch.full((6,), 1 / 6), cost))
@@ -177,7 +167,8 @@ def test_the_tolerance_is_the_largest_of_those_that_missed_theirs_or_of_all() ->
 
 
 def test_the_term_that_stopped_early_says_what_stopped_the_whole() -> None:
-    found = solve()
+    found, timed = solve(), solve(max_seconds=1e6)
+    assert (timed.value, timed.bounds, timed.stopped_by) == (found.value, found.bounds, "tolerance")
     assert found.xx is not None
     late = replace(found, xx=replace(found.xx, converged=False, stopped_by="max_seconds"))
     assert (found.stopped_by, late.stopped_by) == ("tolerance", "max_seconds")
@@ -198,9 +189,9 @@ def test_the_width_of_a_cloud_from_itself_is_0_and_its_plan_converged() -> None:
 
 def test_gradients_are_taken_at_the_end() -> None:
     gradients = []
-    for options in (Converged(bound_width=1e-9), Converged(1e-9)):
-        x = cloud(20, 0).requires_grad_()
-        otdd.sinkhorn_loss(x, cloud(15, 1, 1.0), epsilon=0.5, options=options).backward()
+    for options in (Converged(bound_width=1e-8), Converged(1e-8)):
+        x = cloud(12, 0).requires_grad_()
+        otdd.sinkhorn_loss(x, cloud(9, 1, 1.0), epsilon=0.5, options=options).backward()
         gradients.append(x.grad)
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
 
@@ -268,11 +259,6 @@ def test_continuations_share_the_time(clock: Any) -> None:
     assert found.stopped_by == "max_seconds"
     # At the least one iteration and the certifying one for each of the terms.
     assert 30 <= sum(term.iterations for term in found.terms.values()) <= 36
-
-
-def test_enough_time_changes_nothing(clock: Any) -> None:
-    timed, free = solve(max_seconds=1e6, progress=clock), solve()
-    assert (timed.value, timed.bounds, timed.stopped_by) == (free.value, free.bounds, "tolerance")
 
 
 @pytest.mark.parametrize(

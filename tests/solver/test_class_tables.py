@@ -55,7 +55,7 @@ def with_entry(table: Tensor, row: int, column: int, by: float) -> Tensor:
 
 
 def by_divergence(table: Tensor, **settings: Any) -> Divergence:
-    settings = {"compute": DOUBLE, "epsilon": 0.5, **settings}
+    settings = {"compute": DOUBLE, "epsilon": 2.0, **settings}
     return otdd.sinkhorn_divergence(cloud("x"), cloud("y"), class_table=table, **settings)
 
 
@@ -65,7 +65,7 @@ def by_loss(table: Tensor, **settings: Any) -> Tensor:
     leaf = table.clone().requires_grad_()
     loss = otdd.sinkhorn_loss(
         *(x.features, y.features, x.masses, y.masses),
-        **{"epsilon": 0.5, "compute": DOUBLE, **settings},
+        **{"epsilon": 2.0, "compute": DOUBLE, **settings},
         labels_x=x.labels,
         labels_y=y.labels,
         class_table=leaf,
@@ -75,15 +75,25 @@ def by_loss(table: Tensor, **settings: Any) -> Tensor:
     return leaf.grad
 
 
-ENTRIES = {"divergence": by_divergence, "loss": by_loss}
-
-
-@pytest.mark.parametrize("solve", ENTRIES.values(), ids=ENTRIES)
-@pytest.mark.parametrize(("where", "entry"), [("x, x", (0, 2)), ("y, y", (5, 4))])
-@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
-def test_an_asymmetric_self_block_is_refused(
-    solve: Callable[..., object], where: str, entry: tuple[int, int], scale: float
+@pytest.mark.parametrize(
+    ("solve", "where", "entry", "scale"),
+    [
+        (by_divergence, "x, x", (0, 2), 1e-9),
+        (by_divergence, "y, y", (5, 4), 1e9),
+        (by_loss, "y, y", (5, 4), 1.0),
+    ],
+)
+def test_an_asymmetric_self_block_is_refused_before_any_work(
+    solve: Callable[..., object],
+    where: str,
+    entry: tuple[int, int],
+    scale: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("never to be called")
+
+    monkeypatch.setattr("otdd_flash.solver.problem.build_operator", fails)
     table = with_entry(symmetric_table(scale=scale), *entry, 0.25 * scale)
     gap = re.escape(f"{0.25 * scale:.6g}")
     message = rf"\[{where}\] of class_table must be symmetric, but differ by {gap} from"
@@ -91,16 +101,9 @@ def test_an_asymmetric_self_block_is_refused(
         solve(table)
 
 
-def test_a_shuffled_table_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise AssertionError("never to be called")
-
-    monkeypatch.setattr("otdd_flash.solver.problem.build_operator", fails)
+def test_refusals_name_the_way_out_and_hold_for_a_cloud_against_itself() -> None:
     with pytest.raises(InputError, match=r"debias=False, which reads the block \[x, y\] alone"):
         by_divergence(symmetric_table()[torch.tensor([1, 0, 2, 3, 4, 5])])
-
-
-def test_a_cloud_against_itself_is_refused_as_well() -> None:
     table = with_entry(symmetric_table(), 0, 1, 1.0)[:CLASSES, :CLASSES].repeat(2, 2)
     one = cloud("x")
     with pytest.raises(InputError, match=r"\[x, x\] of class_table must be symmetric"):
@@ -116,7 +119,7 @@ def test_what_is_not_read_may_be_anything() -> None:
     expected = by_divergence(table, debias=False).value
     assert by_divergence(odd, debias=False).value == expected
     clouds = cloud("x"), cloud("y")
-    cross = otdd.sinkhorn(*clouds, epsilon=0.5, class_table=odd, compute=DOUBLE)
+    cross = otdd.sinkhorn(*clouds, epsilon=2.0, class_table=odd, compute=DOUBLE)
     assert cross.value == expected
     torch.testing.assert_close(by_loss(odd, debias=False), by_loss(table, debias=False))
 
@@ -124,14 +127,13 @@ def test_what_is_not_read_may_be_anything() -> None:
 def test_an_asymmetry_of_rounding_is_averaged_out() -> None:
     table = symmetric_table()
     rounded = with_entry(with_entry(table, 0, 1, 1e-5), 4, 5, -1e-5)
-    tight = {"options": Converged(1e-11)}
-    found, transposed = (by_divergence(one, **tight) for one in (rounded, rounded.T))
-    mean = by_divergence((rounded + rounded.T) / 2, **tight)
+    found, transposed = (by_divergence(one) for one in (rounded, rounded.T))
+    mean = by_divergence((rounded + rounded.T) / 2)
     assert found.xx is not None
     assert found.xx.value == mean.xx.value == transposed.xx.value
-    assert found.xx.value != by_divergence(table, **tight).xx.value
+    assert found.xx.value != by_divergence(table).xx.value
     assert found.yy.value == mean.yy.value == transposed.yy.value
-    gradient = by_loss(rounded, **tight)
+    gradient = by_loss(rounded)
     for block in (gradient[:CLASSES, :CLASSES], gradient[CLASSES:, CLASSES:]):
         assert torch.equal(block, block.T)
 
@@ -152,52 +154,32 @@ def test_class_distances_average_it_out_too() -> None:
 
 
 @pytest.mark.slow
-def test_the_gradient_by_a_table_is_checked_entry_by_entry() -> None:
+def test_the_gradient_by_a_table_is_a_difference_of_values() -> None:
     """One entry of a self block moved alone moves the mean with its mirror image by half."""
-    x, y = cloud("x"), cloud("y")
-
-    def loss(table: Tensor) -> Tensor:
-        return otdd.sinkhorn_loss(
-            *(x.features.double(), y.features.double(), x.masses, y.masses),
-            epsilon=2.0,
-            labels_x=x.labels,
-            labels_y=y.labels,
-            class_table=table,
-            options=Converged(1e-11),
+    table, step, tight = symmetric_table(), 1e-5, {"epsilon": 2.0, "options": Converged(1e-11)}
+    gradient = by_loss(table, **tight)
+    for entry in ((0, 1), (5, 4), (1, 4)):
+        up, down = (
+            by_divergence(with_entry(table, *entry, sign * step), **tight).value for sign in (1, -1)
         )
-
-    table = symmetric_table().requires_grad_()
-    assert torch.autograd.gradcheck(loss, (table,), eps=1e-5, atol=1e-7, rtol=1e-5)
-
-
-def shifted(by: float) -> Tensor:
-    """Every distance lower by as much."""
-    return symmetric_table() - by
+        difference = (up - down) / (2 * step)
+        assert float(gradient[entry]) == pytest.approx(difference, rel=1e-5, abs=1e-6), entry
 
 
-def some_shifted(by: float) -> Tensor:
-    """Some pairs of classes lower by as much, the others not."""
-    drawn = torch.randint(0, 2, (2 * CLASSES,) * 2, generator=torch.Generator().manual_seed(3))
-    return symmetric_table() - by * (drawn + drawn.T).clamp_max(1)
+def shifted(by: float, of_each: Tensor | None = None) -> Tensor:
+    """Every distance lower by as much, or by a share of it for each."""
+    return symmetric_table() - (by if of_each is None else by * of_each)
 
 
-def cross_shifted(by: float) -> Tensor:
-    """The distances between the two sides lower, those within a side not."""
-    side = torch.arange(2 * CLASSES) >= CLASSES
-    return symmetric_table() - by * (side[:, None] != side)
-
-
-def spread_out(by: float) -> Tensor:
-    """Every distance lower by another part of it, in multiples of 1/16."""
-    part = symmetric_table(seed=1) / 4
-    return symmetric_table() - by * part
-
-
+# Some pairs of classes, those between the two sides, and every pair by another share.
+SOME = torch.randint(0, 2, (2 * CLASSES,) * 2, generator=torch.Generator().manual_seed(3))
+SOME = (SOME + SOME.T).clamp_max(1)
+SIDE = torch.arange(2 * CLASSES) >= CLASSES
 TABLES = {
     "all": shifted,
-    "some": some_shifted,
-    "cross": cross_shifted,
-    "spread": spread_out,
+    "some": lambda by: shifted(by, SOME),
+    "cross": lambda by: shifted(by, SIDE[:, None] != SIDE),
+    "spread": lambda by: shifted(by, symmetric_table(seed=1) / 4),
     "raised": lambda by: shifted(-by),
 }
 
@@ -242,7 +224,7 @@ def solved_or_refused(table: Tensor, **settings: Any) -> Divergence | str:
         return str(error)
 
 
-@pytest.mark.slow(after=7)
+@pytest.mark.slow(after=2)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
 @pairwise(
     name=TABLES,
@@ -257,7 +239,7 @@ def test_bounds_hold_for_entries_far_from_0(
     if name in ("some", "spread"):
         # Beyond this the reference does not converge.
         by = min(by, 1e4 * epsilon)
-    table, options = TABLES[name](by), Converged(max_iterations=200)
+    table, options = TABLES[name](by), Converged(max_iterations=60)
     found = solved_or_refused(table, epsilon=epsilon, options=options, compute=COMPUTE[compute])
     if isinstance(found, str):
         assert compute != "double", found
@@ -268,24 +250,24 @@ def test_bounds_hold_for_entries_far_from_0(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "epsilon"), [("all", 1.0), ("cross", 1e3)])
-def test_bounds_hold_for_entries_far_from_0_in_triton(name: str, epsilon: float) -> None:
-    table = TABLES[name](1e3)
-    settings = {"options": Converged(max_iterations=20), "compute": COMPUTE["triton"]}
+@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
+def test_bounds_hold_for_entries_far_from_0_in_triton() -> None:
+    table, epsilon = TABLES["cross"](1e3), 1e3
+    settings = {"options": Converged(max_iterations=5), "compute": COMPUTE["triton"]}
     assert_proved(by_divergence(table, epsilon=epsilon, **settings), table, epsilon)
 
 
-@pytest.mark.parametrize("by", [1e3, -1e3])
-def test_a_constant_changes_no_divergence(by: float) -> None:
+def test_a_constant_changes_no_divergence() -> None:
     """S of costs and of costs plus a constant are one number: both intervals hold it."""
-    plain, moved = (by_divergence(shifted(one), epsilon=2.0) for one in (0.0, by))
+    plain, moved = (by_divergence(shifted(one), epsilon=2.0) for one in (0.0, 1e3))
     assert moved.bounds[0] <= plain.bounds[1]
     assert plain.bounds[0] <= moved.bounds[1]
     assert moved.value == pytest.approx(plain.value, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-@pytest.mark.parametrize("name", ["some", "spread"])
+@pytest.mark.parametrize("name", ["spread", "some"])
 def test_negative_entries_take_no_longer_than_positive_ones(name: str) -> None:
     """Levels of epsilon start at what costs differ by, whatever the sign of their mean."""
     table = TABLES[name](1e4)
@@ -322,10 +304,18 @@ def test_whole_numbers_on_a_gpu_take_negative_costs() -> None:
     assert found.bounds[0] <= found.bounds[1]
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-@pytest.mark.parametrize("height", [20.1, 70.3, 700.7, 6_000.9])
-@pytest.mark.parametrize("compute", COMPUTE)
+@pytest.mark.parametrize(
+    ("compute", "height"),
+    [
+        ("stored", 70.3),
+        ("double", 20.1),
+        ("double", 6_000.9),
+        ("streamed", 700.7),
+        ("triton", 70.3),
+    ],
+)
 def test_a_plan_that_starts_with_hardly_any_mass_proves_no_more_than_it_has(
     compute: str, height: float
 ) -> None:

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from direct_cases import CLASSES, DEVICE, EPSILON, clouds, drawn, labelled, masses, quiet
+from derivative_cases import DEVICE, EPSILON, clouds, drawn, labelled, masses, quiet
 from live_bytes import peak
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,32 +31,11 @@ def cross_term(n: int, m: int, **settings: Any) -> tuple[Any, Any]:
     return found._problem.inputs("xy"), found.divergence.xy
 
 
-def test_a_plan_is_made_of_its_clouds() -> None:
+def test_potentials_without_mass_may_be_anything() -> None:
     inputs, term = cross_term(9, 7)
-    found = dense_plan(inputs, term.f, term.g, EPSILON)
-    assert found is not None
-    options, (x, y) = labelled(9, 7), clouds(9, 7)
-    block = 0.5 * options["class_table"][:CLASSES, CLASSES:]
-    cost = reference.dense_cost(x, y, 0.5, block, options["labels_x"], options["labels_y"])
-    weights = inputs.source.masses, inputs.target.masses
-    expected = reference.plan(cost, *weights, term.f, term.g, EPSILON)
-    torch.testing.assert_close(found.entries, expected, rtol=1e-12, atol=0)
-    # Whatever potentials are where there is no mass.
-    f = torch.where(weights[0] > 0, term.f, torch.nan)
-    again = dense_plan(inputs, f, term.g, EPSILON)
-    assert again is not None
-    assert torch.equal(again.entries, found.entries)
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-def test_points_far_from_the_origin(zeros: bool) -> None:
-    (x, y), a = clouds(9, 7), masses(9, 0, zeros=zeros)
-    found = []
-    for shift in (0.0, 1e6):
-        given = (x + shift).requires_grad_(), (y + shift).requires_grad_()
-        mapped = quiet(otdd.transport_map, *given, a, values=y)
-        found.append((mapped, *torch.autograd.grad(mapped, given, drawn(9, 3))))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-7)
+    f = torch.where(inputs.source.masses > 0, term.f, torch.nan)
+    plans = [dense_plan(inputs, potential, term.g, EPSILON) for potential in (term.f, f)]
+    assert torch.equal(plans[0].entries, plans[1].entries)
 
 
 def test_where_no_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +63,7 @@ def test_where_no_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made() == enough
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts what a CPU allocates")
 def test_a_plan_takes_no_more_than_was_counted() -> None:
     """Where points are many times as large as it."""

@@ -6,6 +6,8 @@ sizes and epsilons at which single sums of many equal terms go wrong.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import reference
@@ -21,7 +23,7 @@ from experiments.exact_families.products import gaussian_grid, irregular_product
 from experiments.exact_families.settings import Settings, draw_settings
 from experiments.exact_families.transport import entropic_transport, extended
 
-PROBLEMS_PER_FAMILY = 16
+PROBLEMS_PER_FAMILY = 8
 
 
 def frame(seed: int, n: int, m: int, device: str = "cpu", elements: int = 1 << 20) -> Frame:
@@ -64,44 +66,22 @@ def test_two_clusters_have_the_closed_form(relative_epsilon: float) -> None:
     assert truth.error <= 1e-15 * (problem.scale() + 0.01 * epsilon)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_duplicates_collapse(seed: int) -> None:
-    """The points' value by dense Newton steps in float64 is that of the atoms."""
-    problem = clusters(frame(seed, 40, 23))
-    epsilon = 0.05 * problem.scale()
-    masses = [torch.from_numpy(side.masses) for side in problem.sides("xy")]
-    dense, _, _ = reference.entropic_transport(dense_costs(problem), *masses, epsilon)
-    assert dense == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-9)
+@pytest.mark.parametrize(
+    ("draw", "relative_epsilon"), [(clusters, 0.05), (irregular_product, 0.1), (gaussian_grid, 1.0)]
+)
+def test_truths_are_those_of_the_points(
+    draw: Callable[[Frame], Problem], relative_epsilon: float
+) -> None:
+    """Dense Newton steps in float64, for atoms of which there are copies, and products."""
+    for seed in range(2):
+        problem = draw(frame(seed, 40, 23))
+        epsilon = relative_epsilon * problem.scale()
+        masses = [torch.from_numpy(side.masses) for side in problem.sides("xy")]
+        dense, _, _ = reference.entropic_transport(dense_costs(problem), *masses, epsilon)
+        assert dense == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-9), seed
 
 
-@pytest.mark.slow
-def test_products_add_up_at_3000_points() -> None:
-    """Gaussian weights on a grid: dense float64 on 3,000 x 3,000 against a sum over two axes."""
-    draws = (gaussian_grid(frame(seed, 3000, 3000)) for seed in range(20))
-    problem = next(one for one in draws if min(one.shape) > 2500)
-    cost, epsilon = dense_costs(problem), 3 * problem.scale()
-    a, b = (torch.from_numpy(side.masses) for side in problem.sides("xy"))
-    g = torch.zeros_like(b)
-    for _ in range(20):
-        f = reference.softmin_rows(cost, b, g, epsilon)
-        updated = reference.softmin_rows(cost.T, a, f, epsilon)
-        if float(b @ (updated - g).abs()) < 1e-7 * epsilon:
-            break
-        g = updated
-    # The dual at f = T(g) is off in the second order.
-    assert float(a @ f + b @ g) == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-11)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_products_with_classes_add_up(seed: int) -> None:
-    problem = irregular_product(frame(seed, 60, 50))
-    epsilon = 0.1 * problem.scale()
-    masses = [torch.from_numpy(side.masses) for side in problem.sides("xy")]
-    dense, _, _ = reference.entropic_transport(dense_costs(problem), *masses, epsilon)
-    assert dense == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-9)
-
-
-@pytest.mark.parametrize("family", ["clusters", "orders_of_magnitude", "irregular_product"])
+@pytest.mark.parametrize("family", ["orders_of_magnitude", "irregular_product"])
 def test_marginal_errors_are_those_of_the_dense_plan(family: str) -> None:
     problem = draw_problem(frame(1, 50, 30), family)
     epsilon = 0.1 * problem.scale()
@@ -147,20 +127,16 @@ def test_families(family: str) -> None:
     assert undecided <= 1
 
 
-@pytest.mark.slow(after=6)
-@pytest.mark.parametrize("precision", ["fast", "double"])
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("precision", ["double", "fast"])
 @pytest.mark.parametrize(
     ("relative_epsilon", "n", "m", "separation", "seed"),
     [
-        (1.0, 66_000, 64, 1.6984092, 448),
         (3.0, 10_000, 10, 0.6287387, 933),
-        (3.0, 66_000, 64, 1.0984081, 917),
-        (30.0, 10_000, 10, 1.3333942, 60),
-        (30.0, 66_000, 64, 1.4447239, 718),
         (100.0, 10_000, 6, 1.653666, 146),
-        (100.0, 32_000, 66, 0.8872122, 527),
         (1000.0, 8_000, 128, 1.7918938, 246),
-        (1000.0, 32_000, 66, 0.5855879, 744),
+        (1.0, 66_000, 64, 1.6984092, 448),
+        (30.0, 66_000, 64, 1.4447239, 718),
     ],
 )
 def test_many_equal_terms(
@@ -179,17 +155,18 @@ def test_many_equal_terms(
 def test_pairs_of_classes(relative_epsilon: float) -> None:
     """labels=sinkhorn: bounds of every pair, classes of a few atoms each."""
     settings = Settings("class_pairs", relative_epsilon)
-    problems = [clusters(frame(seed, 400, 300)) for seed in range(40)]
+    problems = [clusters(frame(seed, 400, 300)) for seed in range(20)]
     paired = [problem for problem in problems if has_pairs(problem, settings)]
-    assert len(paired) >= 8
+    assert len(paired) >= 4
     for problem in paired:
         assert_held(check(problem, settings))
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_products_in_long_chains_that_round_one_way(precision: str) -> None:
     """d = 100,000: what is summed is the same product again and again."""
-    for seed in range(3):
+    for seed in range(2):
         problem = draw_problem(frame(seed, 4, 4, elements=1 << 20), "nearly_constant")
         for relative_epsilon in (0.01, 1.0):
             assert_held(check(problem, Settings("divergence", relative_epsilon, precision)))

@@ -21,12 +21,7 @@ RELATIVE = {"fast": 1e-5, "double": 1e-12}
 
 # geomloss 0.3.1: SamplesLoss("sinkhorn", p=2, blur=epsilon ** 0.5, scaling=scaling, debias=True,
 # backend="tensorized")(a, x, b, y) in float64 on `waves`, by (epsilon, scaling).
-PINNED = {
-    (0.01, 0.5): 1.0382370427974024,
-    (0.1, 0.5): 1.032001260189904,
-    (0.001, 0.5): 1.0385625782642154,
-    (0.1, 0.9): 1.0337053082984446,
-}
+PINNED = {(0.1, 0.5): 1.032001260189904, (0.01, 0.5): 1.0382370427974024}
 
 
 def waves(n: int, shift: float) -> LabeledSamples:
@@ -60,31 +55,13 @@ def by_schedule(
 
 @pytest.mark.slow
 def test_kernels_give_the_same_number() -> None:
-    found = otdd.sinkhorn_divergence(
-        SOURCE,
-        TARGET,
-        epsilon=0.1,
-        options=GeomlossSchedule(tolerance=2.0 - 1e-9),
-        # On a GPU, else in the interpreter.
-        compute=otdd.ComputeOptions("auto", "triton", "fast", memory_budget=0),
-    )
+    # On a GPU, else in the interpreter.
+    compute = otdd.ComputeOptions("auto", "triton", "fast", memory_budget=0)
+    options = GeomlossSchedule(tolerance=2.0 - 1e-9)
+    found = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=0.1, options=options, compute=compute)
     assert found.value == pytest.approx(PINNED[0.1, 0.5], rel=RELATIVE["fast"])
 
 
-def by_geomloss(epsilon: float, scaling: float, debias: bool = True) -> float:
-    geomloss = pytest.importorskip("geomloss")
-    loss = geomloss.SamplesLoss(
-        "sinkhorn",
-        p=2,
-        blur=math.sqrt(epsilon),
-        scaling=scaling,
-        debias=debias,
-        backend="tensorized",
-    )
-    return float(loss(SOURCE.masses, SOURCE.features, TARGET.masses, TARGET.features))
-
-
-@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("precision", list(RELATIVE))
 @pytest.mark.parametrize(("epsilon", "scaling"), list(PINNED))
 def test_the_value_is_the_number_that_geomloss_gave(
@@ -92,17 +69,17 @@ def test_the_value_is_the_number_that_geomloss_gave(
 ) -> None:
     found = by_schedule(SOURCE, TARGET, epsilon, scaling, precision=precision)
     assert found.value == pytest.approx(PINNED[epsilon, scaling], rel=RELATIVE[precision])
-    # So far from it that the test cannot pass by solving on.
-    converged = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=epsilon)
-    assert abs(found.value / converged.value - 1) > 1e-4
 
 
-@pytest.mark.parametrize(("epsilon", "scaling"), [*PINNED, (0.37, 0.5), (30.0, 0.5), (0.01, 0.97)])
+@pytest.mark.parametrize(("epsilon", "scaling"), [(0.001, 0.5), (0.1, 0.9), (30.0, 0.5)])
 def test_the_value_is_that_of_the_installed_geomloss(epsilon: float, scaling: float) -> None:
-    theirs = by_geomloss(epsilon, scaling)
-    assert by_schedule(SOURCE, TARGET, epsilon, scaling).value == pytest.approx(theirs, rel=1e-10)
-    plain = by_schedule(SOURCE, TARGET, epsilon, scaling, debias=False).value
-    assert plain == pytest.approx(by_geomloss(epsilon, scaling, debias=False), rel=1e-10)
+    geomloss = pytest.importorskip("geomloss")
+    options = {"blur": math.sqrt(epsilon), "scaling": scaling, "backend": "tensorized"}
+    sides = SOURCE.masses, SOURCE.features, TARGET.masses, TARGET.features
+    for debias in (True, False):
+        theirs = float(geomloss.SamplesLoss("sinkhorn", p=2, debias=debias, **options)(*sides))
+        found = by_schedule(SOURCE, TARGET, epsilon, scaling, debias=debias).value
+        assert found == pytest.approx(theirs, rel=1e-10), debias
 
 
 @pytest.mark.parametrize("precision", list(RELATIVE))
@@ -145,15 +122,13 @@ def test_bounds_and_marginal_error_are_those_of_the_converged_distance() -> None
 
 
 def test_a_schedule_that_ends_within_the_tolerance_counts_as_converged() -> None:
-    options = GeomlossSchedule(scaling=0.999)
+    options = GeomlossSchedule(scaling=0.99)
     found = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=3.0, options=options)
     assert (found.converged, found.stopped_by) == (True, "schedule")
     assert found.marginal_error <= options.asked_tolerance
-
-
-def test_a_cloud_is_at_0_from_itself() -> None:
-    found = by_schedule(SOURCE, waves(31, 0.0), 0.1)
-    assert (found.value, found.bounds, found.stopped_by) == (0.0, (0.0, 0.0), "schedule")
+    # A cloud is at 0 from itself.
+    own = by_schedule(SOURCE, waves(31, 0.0), 0.1)
+    assert (own.value, own.bounds, own.stopped_by) == (0.0, (0.0, 0.0), "schedule")
 
 
 def test_terms_known_from_another_diameter_are_not_taken() -> None:
@@ -166,32 +141,19 @@ def test_terms_known_from_another_diameter_are_not_taken() -> None:
     assert found.value == problem.solve(options).value
 
 
-def test_the_diameter_is_the_diagonal_of_the_box_around_both_clouds() -> None:
+def test_the_schedule_goes_down_from_the_diagonal_of_the_box_around_both_clouds() -> None:
     x, y = torch.tensor([[0.0, 5.0], [1.0, 2.0]]), torch.tensor([[-2.0, 1.0], [0.5, 2.0]])
     assert box_diagonal(x, y) == box_diagonal(y, x) == 5.0
-
-
-def test_the_schedule_goes_down_by_the_square_of_the_scaling() -> None:
+    # By the square of the scaling.
     assert schedule(0.1, 2.0, 0.5) == pytest.approx([4.0, 4.0, 1.0, 0.25, 0.1])
     # A blur above the diameter leaves two updates.
     assert schedule(9.0, 2.0, 0.5) == [4.0, 9.0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scaling": 1.0}, r"solver\.scaling must lie in \(0, 1\), got 1\.0"),
-        ({"scaling": 0.0}, r"solver\.scaling must lie in \(0, 1\), got 0\.0"),
-        ({"diameter": float("inf")}, r"solver\.diameter must be positive and finite, got inf"),
-        ({"tolerance": 2.5}, r"solver\.tolerance must lie in \(0, 2\)"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_a_diameter_is_positive_and_finite_or_there_is_none() -> None:
+    message = r"solver\.diameter must be positive and finite, got inf"
     with pytest.raises(InputError, match=message):
-        GeomlossSchedule(**options)
-
-
-def test_points_that_are_all_one_have_no_diameter() -> None:
+        GeomlossSchedule(diameter=math.inf)
     points = LabeledSamples(torch.ones(4, 2), None, ())
     with pytest.raises(InputError, match=r"solver\.diameter"):
         by_schedule(points, LabeledSamples(torch.ones(5, 2), None, ()), 0.1)

@@ -57,19 +57,18 @@ ASKED = {
 }
 
 
+@pytest.mark.slow(after=5)
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED.keys())
 def test_two_points_have_the_closed_form_at_every_epsilon(ask) -> None:
-    for epsilon in (5.0, 10.0, 50.0):
-        f = ask(epsilon, None)
-        assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-3 * epsilon)
-    for epsilon in (0.1, 1.0):
-        with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
-            f = ask(epsilon, None)
-        assert len(told) == 1
-        assert "may move by anything in [-45, 45]" in str(told[0].message)
-        assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-3)
-        with pytest.raises(otdd.ConvergenceError, match=OPEN):
-            ask(epsilon, STRICT)
+    f = ask(10.0, None)
+    assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-2)
+    with pytest.warns(otdd.NotConvergedWarning, match=OPEN) as told:
+        f = ask(0.5, None)
+    assert len(told) == 1
+    assert "may move by anything in [-45, 45]" in str(told[0].message)
+    assert float(f[0] - f[1]) == pytest.approx(5, abs=1e-3)
+    with pytest.raises(otdd.ConvergenceError, match=OPEN):
+        ask(0.5, STRICT)
 
 
 def test_what_does_not_depend_on_potentials_says_nothing() -> None:
@@ -112,16 +111,15 @@ def uniform(count: int) -> Tensor:
     return torch.full((count,), 1 / count, dtype=torch.float64)
 
 
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("sizes", "apart", "epsilon"),
     [
         # Equal masses with little exchange, a shift of which is all that the exchange fixes.
-        (((8, 8), (8, 8)), 5.0, 1.0),
         (((6, 12), (5, 10)), 4.5, 0.5),
         (((7, 7), (6, 6), (9, 9)), 4.5, 0.7),
         # Unequal masses, which must flow, however small epsilon is.
         (((8, 6), (6, 8)), 9.0, 0.3),
-        (((5, 4), (9, 10)), 30.0, 1.0),
     ],
 )
 def test_balanced_potentials_are_those_of_the_dense_optimum(sizes, apart, epsilon) -> None:
@@ -183,6 +181,7 @@ def test_heavy_blocks_that_little_ties(size, tie) -> None:
     assert float(error.max() - error.min()) < 0.1
 
 
+@pytest.mark.slow
 def test_a_chain_of_links_that_decay() -> None:
     """Each link balances by itself; the last ones, of 1e-13 and less, nobody can know."""
     count, epsilon = 10, 0.1
@@ -204,12 +203,13 @@ def test_a_chain_of_links_that_decay() -> None:
     torch.testing.assert_close(-f.diff(), expected[:5], rtol=0, atol=0.02 * epsilon)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.01])
 def test_real_images_raise_no_alarm(share) -> None:
     """Digits: rows that hardly exchange mass with others get the potentials of a tight solve."""
     datasets = pytest.importorskip("sklearn.datasets")
     pixels = torch.from_numpy(datasets.load_digits().data / 16)
-    costs = torch.cdist(pixels[:400], pixels[900:1300]).square() / 2
+    costs = torch.cdist(pixels[:150], pixels[900:1050]).square() / 2
     epsilon = share * float(costs.mean())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,6 +235,7 @@ def optimal_face(costs: Tensor, direction: Tensor) -> tuple[float, float]:
     return low, -high
 
 
+@pytest.mark.slow
 def test_slopes_are_the_ends_of_the_optimal_face() -> None:
     """Four clusters of equal masses; classes are whole clusters, two of them, and halves."""
     costs, rows, columns = clusters(((4, 4), (4, 4), (3, 3), (5, 5)), 12.0, 5)
@@ -273,14 +274,14 @@ def test_slopes_of_one_group_are_the_value_twice() -> None:
     x, y = torch.randn(30, 2, generator=draw), torch.randn(20, 2, generator=draw) + 1
     labels = torch.arange(30) % 3
     found = otdd.dataset_distance(
-        (x, labels), (y, torch.zeros(20).long()), epsilon=0.5, labels="means"
+        (x, labels), (y, torch.zeros(20).long()), epsilon=2.0, labels="means"
     ).contributions()
     low, high = found.slopes
     assert torch.equal(low, high)
     means = torch.stack([found.values[labels == c].mean() for c in range(3)])
     # Shares of 1/30 and of 1/3.
     torch.testing.assert_close(low, means * (29 / 30) / (2 / 3))
-    alone = otdd.dataset_distance(x, y, epsilon=0.5, labels="none").contributions()
+    alone = otdd.dataset_distance(x, y, epsilon=2.0, labels="none").contributions()
     assert alone.slopes.shape == (2, 1)
     assert bool(alone.slopes.isnan().all())
 
@@ -306,12 +307,12 @@ def test_forbidden_pairs_leave_blocks_open_at_every_epsilon() -> None:
 def test_classes_that_labels_hold_apart() -> None:
     """Equal class counts and a class table that outweighs epsilon, as in many datasets."""
     draw = torch.Generator().manual_seed(4)
-    x, y = (torch.randn(60, 3, generator=draw) for _ in range(2))
-    labels = torch.arange(60) % 3
+    x, y = (torch.randn(24, 3, generator=draw) for _ in range(2))
+    labels = torch.arange(24) % 3
     table = 200.0 * (1 - torch.eye(3)).repeat(2, 2)
-    masses = uniform(60).requires_grad_()
+    masses = uniform(24).requires_grad_()
     sides = {"labels_x": labels, "labels_y": labels, "class_table": table}
-    with pytest.warns(otdd.NotConvergedWarning, match="20 rows of class '1'"):
+    with pytest.warns(otdd.NotConvergedWarning, match="8 rows of class '1'"):
         otdd.sinkhorn_loss(x, y, masses, epsilon=1.0, class_totals=(3, 3), **sides)
     otdd.sinkhorn_loss(x, y, masses, epsilon=20.0, class_totals=(3, 3), **sides)
     # More rows of two classes, and mass must pass from them to the third.

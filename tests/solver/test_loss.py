@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import reference
 import torch
+from derivative_cases import CLASSES, EARLY, EPSILON, clouds, labelled, masses, quiet
+from pairwise import pairwise
 from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.solver.gradient import DivergenceGradient
 
-EPSILON = 0.5
 EXACT = otdd.Converged(tolerance=1e-10)
 
 
@@ -35,30 +37,60 @@ def leaf(value: Tensor) -> Tensor:
 LABELS: dict[str, Any] = {"labels_x": torch.arange(9) % 2, "labels_y": torch.arange(7) % 2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("debias", [True, False])
-def test_all_gradients_pass_the_gradient_check(debias: bool) -> None:
-    def loss(x: Tensor, y: Tensor, u: Tensor, v: Tensor, w: Tensor, *lambdas: Tensor) -> Tensor:
-        return otdd.sinkhorn_loss(
-            x,
-            y,
-            u.softmax(0),
-            v.softmax(0),
-            epsilon=EPSILON,
-            labels_x=torch.arange(6) % 2,
-            labels_y=torch.arange(5) % 2,
-            # One entry of a self block moved alone would make the self term's plan asymmetric.
-            class_table=w + w.T,
-            lambda_x=lambdas[0],
-            lambda_y=lambdas[1],
-            debias=debias,
-            options=EXACT,
-        )
+@pytest.mark.slow(after=5)
+@pairwise(
+    shape=[(13, 9), (1, 7), (9, 13)],
+    options=[EARLY, otdd.Converged(1e-6)],
+    labels=[True, False],
+    zeros=[True, False],
+    debias=[True, False],
+)
+def test_gradients_are_those_of_the_dense_dual(
+    shape: tuple[int, int], options: otdd.Converged, labels: bool, zeros: bool, debias: bool
+) -> None:
+    """At the potentials that there are: of plans with neither the masses nor the mass 1 as well.
 
-    points = cloud(6, 0), cloud(5, 1, 0.5), cloud(6, 2)[:, 0], cloud(5, 3)[:, 0], table() / 2
-    lambdas = torch.tensor(0.7).double(), torch.tensor(0.3).double()
-    inputs = tuple(leaf(value) for value in (*points, *lambdas))
-    assert torch.autograd.gradcheck(loss, inputs, eps=1e-5, atol=1e-7, rtol=1e-5)
+    Points without mass have their best potential, so that arriving mass is counted at its cost.
+    """
+    given = dict(zip(("x", "y"), clouds(*shape), strict=True))
+    given |= {"a": masses(shape[0], 3, zeros=zeros), "b": masses(shape[1], 4, zeros=zeros)}
+    given |= {"lambda_x": torch.tensor(0.6).double()}
+    fixed = labelled(*shape) if labels else {}
+    if labels:
+        given |= {"class_table": fixed.pop("class_table"), "lambda_y": torch.tensor(0.4).double()}
+    settings = {"epsilon": EPSILON, "debias": debias, "options": options}
+    solved = quiet(otdd.sinkhorn_hessian, **given, **fixed, **settings).divergence
+    ours, theirs = ({key: leaf(part) for key, part in given.items()} for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotConvergedWarning)
+        loss = otdd.sinkhorn_loss(**ours, **fixed, **settings)
+    shares = {"xy": 1.0, "xx": -0.5, "yy": -0.5}
+    dual = torch.zeros(()).double()
+    for name, term in solved.terms.items():
+        dual = dual + shares[name] * dense_dual(name, theirs, fixed, term.f, term.g)
+    found, expected = (
+        torch.autograd.grad(value, list(inputs.values()))
+        for value, inputs in ((loss, ours), (dual, theirs))
+    )
+    for key, one, other in zip(given, found, expected, strict=True):
+        # By masses up to a constant.
+        off = (one - other - (one - other).mean()) if key in ("a", "b") else one - other
+        assert float(off.abs().max()) <= 1e-9 * (1 + float(other.abs().max())), key
+
+
+def dense_dual(name: str, given: dict[str, Tensor], fixed: Any, f: Tensor, g: Tensor) -> Tensor:
+    """Of a term at fixed potentials, those of points without mass their best."""
+    (x, a), (y, b) = ((given[side], given["a" if side == "x" else "b"]) for side in name)
+    cost = given["lambda_x"] * (x[:, None] - y).square().sum(2)
+    if fixed:
+        labels = (fixed[f"labels_{side}"] + (CLASSES if side == "y" else 0) for side in name)
+        rows, columns = labels
+        cost = cost + given["lambda_y"] * given["class_table"][rows][:, columns]
+    with torch.no_grad():
+        best_f = reference.softmin_rows(cost, b, torch.where(b > 0, g, 0), EPSILON)
+        best_g = reference.softmin_rows(cost.T, a, torch.where(a > 0, f, 0), EPSILON)
+    f, g = torch.where(a > 0, f, best_f), torch.where(b > 0, g, best_g)
+    return reference.dual_value(cost, a, b, f, g, EPSILON)
 
 
 @pytest.mark.parametrize("debias", [True, False])
@@ -107,11 +139,12 @@ def test_backward_scales_and_is_not_disturbed_by_a_step() -> None:
     torch.testing.assert_close(x.grad, -3 * gradient, rtol=1e-12, atol=0)
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
-    "of", [lambda loss: loss, torch.square, lambda loss: 2 * loss], ids=["itself", "square", "2"]
+    ("of", "inner"),
+    [(torch.square, torch.exp), (lambda loss: loss, lambda x: x)],
+    ids=["functions", "themselves"],
 )
-@pytest.mark.parametrize("inner", [lambda x: x, lambda x: x.exp()], ids=["leaf", "function"])
 def test_second_derivatives_by_others_are_refused(
     of: Callable[[Tensor], Tensor], inner: Callable[[Tensor], Tensor]
 ) -> None:
@@ -165,38 +198,14 @@ def test_a_cloud_is_at_rest_at_itself(copied: bool) -> None:
     assert float(x.grad.abs().max()) < 1e-12
 
 
-def test_descent_moves_one_cloud_onto_the_other() -> None:
-    x, y = leaf(cloud(40, 0, dtype=torch.float32)), cloud(30, 1, shift=2.0, dtype=torch.float32)
-    losses = []
-    for _ in range(5):
-        loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON)
-        losses.append(loss.item())
-        (gradient,) = torch.autograd.grad(loss, x)
-        # With lambda_x = 1/2 a full step n * gradient moves each point to its image.
-        x = leaf(x.detach() - 0.5 * 40 * gradient)
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.05 * losses[0]
-
-
-def test_learned_masses_turn_to_the_points_that_are_near() -> None:
-    """Half of x lies at the target, half far away."""
-    x = torch.cat((cloud(10, 0), cloud(10, 0, shift=3.0)))
-    logits = leaf(torch.zeros(20, dtype=torch.float64))
-    optimizer = torch.optim.Adam([logits], lr=0.3)
-    for _ in range(20):
-        optimizer.zero_grad()
-        otdd.sinkhorn_loss(x, cloud(10, 0), logits.softmax(0), epsilon=EPSILON).backward()
-        optimizer.step()
-    assert float(logits.detach().softmax(0)[:10].sum()) > 0.95
-
-
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_gradients_come_in_the_type_of_the_input(dtype: torch.dtype) -> None:
     x, y = leaf(cloud(9, 0, dtype=dtype)), cloud(7, 1, dtype=dtype)
     exact = leaf(x.detach().double())
     loss = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, options=otdd.Converged(1e-5))
     loss.backward()
-    otdd.sinkhorn_loss(exact, y.double(), epsilon=EPSILON, options=EXACT).backward()
+    otdd.sinkhorn_loss(exact, y.double(), epsilon=EPSILON, options=otdd.Converged(1e-7)).backward()
     assert loss.dtype == torch.float32
     assert x.grad is not None
     assert x.grad.dtype == dtype
@@ -222,7 +231,6 @@ def test_a_loss_scale_saves_small_half_precision_gradients() -> None:
 @pytest.mark.parametrize(("precision", "scale"), [("fast", 1.0), ("high", 1e6)])
 def test_kernels_give_the_same_gradients(precision: str, scale: float) -> None:
     """In `fast` a plan is applied to matrices of 11 bits, in `high` of 22."""
-    tolerance = {"fast": 2e-3, "high": 1e-4}[precision]
     exact, found = (
         {
             "x": leaf(scale * cloud(9, 0)),
@@ -233,15 +241,15 @@ def test_kernels_give_the_same_gradients(precision: str, scale: float) -> None:
         }
         for _ in range(2)
     )
-    more: dict[str, Any] = {"epsilon": EPSILON * scale**2, **LABELS}
+    more: dict[str, Any] = {"epsilon": 4 * EPSILON * scale**2, **LABELS}
     otdd.sinkhorn_loss(**exact, **more, options=EXACT).backward()
     compute = otdd.ComputeOptions(device="cpu", backend="triton", precision=precision)
     options = otdd.Converged(2e-5)
     otdd.sinkhorn_loss(**found, **more, options=options, compute=compute).backward()
+    most = {"fast": 2e-3, "high": 1e-4}[precision]
     for name, value in found.items():
-        gradient = exact[name].grad
-        size = float(gradient.abs().max())
-        torch.testing.assert_close(value.grad, gradient, rtol=0, atol=tolerance * size)
+        off = value.grad - exact[name].grad
+        assert float(off.abs().max()) <= most * float(exact[name].grad.abs().max()), name
 
 
 def test_strides_do_not_matter() -> None:

@@ -49,17 +49,17 @@ def solved(
     return matrix_route.solve_recorded_matrix(given, epsilon, Converged(), **other)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("kind", ["float32", "float16", "transposed", "strided", "negative"])
-@pytest.mark.parametrize(("n", "m"), [(18, 13), (5, 33)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "n", "m"),
+    [("negative float16", 18, 13), ("transposed", 18, 13), ("strided", 5, 33)],
+)
 def test_terms_are_proved(kind: str, n: int, m: int) -> None:
     costs, a, b = drawn(n, m)
     costs = {
-        "float32": lambda: costs,
-        "float16": lambda: costs.half(),
+        "negative float16": lambda: (costs - 10).half(),
         "transposed": lambda: costs.T.contiguous().T,
         "strided": lambda: costs.repeat_interleave(2, 1)[:, ::2],
-        "negative": lambda: costs - 10,
     }[kind]()
     term = solved(costs, a, b, 0.2)
     assert term is not None
@@ -77,15 +77,18 @@ def test_terms_are_proved(kind: str, n: int, m: int) -> None:
 
 @pytest.mark.slow
 def test_a_room_serves_another_matrix_of_its_size() -> None:
-    first, again = (solved(*drawn(18, 13), 0.3) for _ in range(2))
+    first = solved(*drawn(18, 13), 0.3)
     assert first is not None
-    assert again is not None
     other = solved(*drawn(20, 15, seed=1), 0.3)
     assert other is not None
     assert abs(other.value - first.value) > 1e-3
     back = solved(*drawn(18, 13), 0.3)
     assert back is not None
-    assert back.bounds == first.bounds == again.bounds
+    assert back.bounds == first.bounds
+    # A start is taken.
+    again = solved(*drawn(18, 13), 0.3, start={"xy": back.g})
+    assert again is not None
+    assert again.iterations < back.iterations
 
 
 def test_what_recordings_read_of_a_matrix() -> None:
@@ -144,32 +147,14 @@ def test_potentials_of_points_without_mass(turned: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_the_transpose_swaps_potentials(layout: str) -> None:
+def test_the_transpose_swaps_potentials() -> None:
+    """Of the same memory, by the same steps."""
     costs, a, b = drawn(18, 13)
-    one = solved(costs, a, b, 0.2)
-    transposed = costs.T if layout == "rows" else costs.T.contiguous()
-    other = solved(transposed, b, a, 0.2)
+    one, other = solved(costs, a, b, 0.2), solved(costs.T, b, a, 0.2)
     assert one is not None
     assert other is not None
-    assert (len(other.f), len(other.g)) == (13, 18)
-    plan = reference.plan(costs.double(), a.double(), b.double(), one.f.cpu(), one.g.cpu(), 0.2)
-    same = reference.plan(costs.double(), a.double(), b.double(), other.g.cpu(), other.f.cpu(), 0.2)
-    assert float((plan - same).abs().sum()) < 3e-3
-    # Of the same memory, by the same steps.
-    assert layout == "columns" or torch.equal(one.f, other.g)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_start_is_taken(turned: bool) -> None:
-    costs, a, b = drawn(18, 13)
-    costs = costs.T.contiguous().T if turned else costs
-    first = solved(costs, a, b, 0.1)
-    assert first is not None
-    again = solved(costs, a, b, 0.1, start={"xy": first.g})
-    assert again is not None
-    assert again.iterations < first.iterations
+    assert torch.equal(one.f, other.g)
+    assert torch.equal(one.g, other.f)
 
 
 @pytest.mark.slow
@@ -193,10 +178,6 @@ def test_a_solve_that_is_not_done_goes_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert again is not None
     assert term.converged
     assert again.bounds == term.bounds
-    rows = a > 0
-    masses = a.double()[rows] / a.double().sum(), b.double() / b.double().sum()
-    truth, *_ = reference.entropic_transport(costs.double()[rows], *masses, 0.05)
-    assert term.bounds[0] <= truth <= term.bounds[1]
 
 
 @pytest.mark.slow

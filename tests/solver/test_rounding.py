@@ -22,7 +22,7 @@ DIMS = (1, 3, 30, 300)
 def operators(seed: int, *, own: bool) -> tuple[StreamedOperator, StreamedOperator]:
     """The cost of random labelled clouds, or of one with itself, in float32 and in float64."""
     draw = torch.Generator().manual_seed(seed)
-    n, m = torch.randint(2, 60, (2,), generator=draw).tolist()
+    n, m = torch.randint(2, 40, (2,), generator=draw).tolist()
     d = DIMS[seed % len(DIMS)]
     x, y = torch.randn(n, d, generator=draw), torch.randn(m, d, generator=draw)
     a, b = (torch.rand(size, generator=draw).double() + 0.01 for size in (n, m))
@@ -47,7 +47,7 @@ def operators(seed: int, *, own: bool) -> tuple[StreamedOperator, StreamedOperat
 @pytest.mark.parametrize("relative_epsilon", [2e-3, 0.3])
 def test_cross_terms(relative_epsilon: float) -> None:
     refusals = Refusals("too tight")
-    for seed in range(40):
+    for seed in range(8):
         single, double = operators(seed, own=False)
         epsilon = relative_epsilon * single.costs.mean
         term = refusals.outcome(
@@ -65,9 +65,9 @@ def test_cross_terms(relative_epsilon: float) -> None:
 def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:
     """Between two clouds of a unit's width, one of which has a point far away, of little mass."""
     draw = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(300, 3, generator=draw), torch.randn(150, 3, generator=draw)
+    x, y = torch.randn(90, 3, generator=draw), torch.randn(50, 3, generator=draw)
     y[0] = far
-    a, b = torch.ones(300, dtype=torch.float64), torch.ones(150, dtype=torch.float64)
+    a, b = torch.ones(90, dtype=torch.float64), torch.ones(50, dtype=torch.float64)
     b[0] = mass
     labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
     return LabelledCost(
@@ -83,11 +83,11 @@ def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("relative_epsilon", [1e-2, 1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("relative_epsilon", [1e-2, 1e-5])
 def test_a_far_point_of_little_mass(relative_epsilon: float) -> None:
     """Its costs, rounded, are off by more than those of all others."""
-    cases = [(1e3, 1.0), (1e5, 1e-2), (1e5, 1e-4), (1e6, 1e-4)] * 2
-    for seed, far, mass in (*((k, *case) for k, case in enumerate(cases)), (34, 1e4, 1e-5)):
+    cases = [(1e3, 1.0), (1e5, 1e-2), (1e5, 1e-4), (1e6, 1e-4), (1e4, 1e-5)]
+    for seed, (far, mass) in enumerate(cases):
         cost = with_a_far_point(seed, far, mass)
         epsilon = relative_epsilon * cost.mean_cost
         # In float64, one that no rounding spoils.
@@ -117,9 +117,9 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("epsilon", [0.5, 1.0, 20.0])
-def test_self_terms(epsilon: float) -> None:
-    for seed in range(30):
+@pytest.mark.parametrize(("epsilon", "count"), [(0.5, 8), (1.0, 20), (20.0, 10)])
+def test_self_terms(epsilon: float, count: int) -> None:
+    for seed in range(count):
         single, double = operators(seed, own=True)
         term = solve_symmetric(single, epsilon, Converged(1e-3, max_iterations=20))
         again = certify_self(double, term.f, epsilon)

@@ -74,7 +74,7 @@ def cloud(size: int, seed: int) -> otdd.LabeledSamples:
 def test_a_new_schedule_is_a_type_that_every_entry_takes(tmp_path):
     pair = cloud(11, 0), cloud(7, 1)
     truth = otdd.dataset_distance(*pair, epsilon=2.0, solver=otdd.Converged(1e-5))
-    found = otdd.dataset_distance(*pair, epsilon=2.0, solver=Sweeps(updates=200))
+    found = otdd.dataset_distance(*pair, epsilon=2.0, solver=Sweeps(updates=40))
     assert found.converged
     assert found.bounds[0] <= truth.bounds[1]
     assert truth.bounds[0] <= found.bounds[1]
@@ -85,12 +85,12 @@ def test_a_new_schedule_is_a_type_that_every_entry_takes(tmp_path):
         rough = otdd.dataset_distance(*pair, epsilon=0.01, solver=Sweeps(updates=1))
     assert not rough.converged
     loss = otdd.sinkhorn_loss(
-        pair[0].features, pair[1].features, epsilon=2.0, options=Sweeps(updates=200)
+        pair[0].features, pair[1].features, epsilon=2.0, options=Sweeps(updates=40)
     )
     assert float(loss) > 0
-    flown = otdd.gradient_flow(*pair, otdd.Flow(1), epsilon=2.0, solver=Sweeps(updates=200))
+    flown = otdd.gradient_flow(*pair, otdd.Flow(1), epsilon=2.0, solver=Sweeps(updates=40))
     assert flown.settings["solver.schedule"] == "sweeps"
-    assert flown.settings["solver.updates"] == 200
+    assert flown.settings["solver.updates"] == 40
 
 
 def test_parameters_that_all_share_and_those_of_one_are_checked():

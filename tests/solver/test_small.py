@@ -109,11 +109,9 @@ def assert_proved(found: dict[str, TransportTerm], given: Problem, *, debias: bo
 @pytest.mark.parametrize(
     ("epsilon", "labels", "weights", "debias", "ground"),
     [
-        (1.0, True, False, True, "sqeuclidean"),
-        (0.1, False, True, True, "sqeuclidean"),
-        (0.1, True, True, False, "sqeuclidean"),
-        (0.1, True, False, True, "cosine"),
-        (100.0, False, False, True, "inner"),
+        (0.3, True, True, False, "sqeuclidean"),
+        (0.3, True, False, True, "cosine"),
+        (100.0, False, True, True, "inner"),
     ],
 )
 def test_terms_are_proved(
@@ -123,9 +121,8 @@ def test_terms_are_proved(
     y = side(13, 1, labels=labels)
     given = problem(x, y, epsilon, ground=ground, debias=debias)
     found = solved(given, debias=debias)
-    assert_proved(
-        found, problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground), debias=debias
-    )
+    other = problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground)
+    assert_proved(found, other, debias=debias)
 
 
 @pytest.mark.slow
@@ -140,17 +137,10 @@ def test_what_stood_there_before_changes_nothing() -> None:
         assert torch.equal(term.f, again[name].f)
         assert torch.equal(term.g, again[name].g)
         assert (term.value, term.bounds) == (again[name].value, again[name].bounds)
-
-
-@pytest.mark.slow
-def test_potentials_to_start_from_are_taken() -> None:
-    given = problem(side(12, 0), side(9, 1), 0.1)
-    first = solved(given)
-    start = {name: term.g for name, term in first.items()}
-    again = solved(given, start=start)
-    assert first["xy"].iterations > 10
-    assert all(term.iterations <= 3 for term in again.values())
-    assert_proved(again, problem(side(12, 0), side(9, 1), 0.1, ComputeOptions("cpu")))
+    # Potentials to start from are taken.
+    warm = solved(given, start={name: term.g for name, term in fresh.items()})
+    assert fresh["xy"].iterations > 3 >= max(term.iterations for term in warm.values())
+    assert_proved(warm, problem(side(9, 2), side(8, 3), 0.5, ComputeOptions("cpu")))
 
 
 @pytest.mark.slow
@@ -180,8 +170,7 @@ def test_what_rounding_hides_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("labels", [False, True])
-@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize(("labels", "debias"), [(False, True), (True, False)])
 def test_gradients_by_points(labels: bool, debias: bool) -> None:
     x, y = side(18, 0, labels=labels, weights=True), side(13, 1, labels=labels)
     given = problem(x, y, 0.5, debias=debias)
@@ -205,19 +194,20 @@ def test_gradients_by_points(labels: bool, debias: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_table_that_is_not_symmetric_is_left_to_who_names_it() -> None:
-    given = problem(side(18, 0), side(13, 1), 0.5)
+def test_what_is_to_be_refused_is_left_to_who_names_it() -> None:
+    """A table that is not symmetric, and costs that overflow."""
+    given = problem(side(8, 0), side(5, 1), 0.5)
     given.table[0, 1] += 0.5
     assert solved(given) is None
     assert solved(given, debias=False) is not None
+    x, y = (LabeledSamples(torch.tensor([[0.0], [far]]), None, ()) for far in (3e19, 1.0))
+    assert solved(Problem.between(x, y, 1.0, None, GroundCost(), IN_TRITON)) is None
 
 
-@pytest.mark.parametrize(
-    ("count", "room"), [(1, 16), (16, 16), (17, 32), (100, 112), (1000, 1024), (5000, 5120)]
-)
-def test_rooms_are_a_little_larger_than_what_they_hold(count: int, room: int) -> None:
-    assert route.padded(count) == room
-    assert route.padded(room) == room
+def test_rooms_are_a_little_larger_than_what_they_hold() -> None:
+    rooms = {1: 16, 16: 16, 17: 32, 100: 112, 1000: 1024, 5000: 5120}
+    assert {count: route.padded(count) for count in rooms} == rooms
+    assert [route.padded(room) for room in rooms.values()] == list(rooms.values())
 
 
 def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +254,6 @@ def test_a_table_between_points_without_labels_counts() -> None:
         assert math.isclose(found[name].value, none[name].value + more, rel_tol=1e-5)
 
 
-@pytest.mark.slow
-def test_costs_that_overflow_are_left_to_who_says_so() -> None:
-    x, y = (LabeledSamples(torch.tensor([[0.0], [far]]), None, ()) for far in (3e19, 1.0))
-    assert solved(Problem.between(x, y, 1.0, None, GroundCost(), IN_TRITON)) is None
-
-
 class Asked(TorchDispatchMode):
     """What would wait for the device, or could not be recorded at all."""
 
@@ -285,10 +269,7 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("labels", [False, True])
-def test_nothing_that_is_recorded_asks_the_device(
-    labels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_that_is_recorded_asks_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording of what does would fail, and only on a GPU."""
     launched: list[str] = []
     plain = Recorded.run
@@ -299,7 +280,7 @@ def test_nothing_that_is_recorded_asks_the_device(
             plain(self, launch)
 
     monkeypatch.setattr(Recorded, "run", run)
-    x, y = side(12, 0, labels=labels, weights=True), side(9, 1, labels=labels)
+    x, y = side(12, 0, weights=True), side(9, 1)
     solved(problem(x, y, 0.5), pulled={0: list, 1: list})
     assert {"_prepare", "_iterate", "_certify", "_pull"} <= set(launched)
 

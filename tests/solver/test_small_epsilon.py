@@ -19,7 +19,7 @@ from otdd_flash.solver.term.certificate import Certificate
 from otdd_flash.solver.term.result import TransportTerm
 
 # Over the mean cost.
-EPSILONS = (1.0, 0.3, 0.1, 0.03, 0.01, 1e-3, 1e-4)
+EPSILONS = (1.0, 0.1, 0.01, 1e-3, 1e-4)
 
 
 def labelled(source: LabeledSamples, target: LabeledSamples) -> Problem:
@@ -28,13 +28,12 @@ def labelled(source: LabeledSamples, target: LabeledSamples) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def digits() -> Problem:
-    """Two halves of the digits, 300 samples each, one half rotated."""
-    pixels = otdd.extractors.pixels()
-    return labelled(
-        otdd.embed(otdd.load("digits", max_samples=300, split="train"), pixels),
-        otdd.embed(otdd.load("digits", max_samples=300, split="test", rotate=30.0), pixels),
-    )
+def clouds() -> Problem:
+    """Labelled clouds of 60 points each."""
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(60) % 3
+    x, y = (torch.randn(60, 8, generator=draw) + labels[:, None] + shift for shift in (0, 1))
+    return labelled(*(LabeledSamples(side, labels, tuple("abc")) for side in (x, y)))
 
 
 def mean_cost(problem: Problem) -> float:
@@ -76,55 +75,64 @@ def check_descent(problem: Problem, precision: str, options: otdd.Converged) -> 
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("precision", ["fast", "high", "double"])
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("fast", otdd.Converged(1e-2)),
+        ("double", otdd.Converged(1e-2)),
+        # A width can be asked for at any epsilon, and the default tolerance gives way to rounding.
+        ("high", otdd.Converged(bound_width=5e-3)),
+        ("fast", otdd.Converged()),
+    ],
+)
 def test_epsilon_falls_to_a_ten_thousandth_of_the_mean_cost(
-    digits: Problem, precision: str
+    clouds: Problem, precision: str, options: otdd.Converged
 ) -> None:
-    check_descent(digits, precision, otdd.Converged(1e-2))
+    check_descent(clouds, precision, options)
 
 
-@pytest.mark.slow(after=1)
 @pytest.mark.parametrize("precision", ["fast", "high"])
-def test_a_width_can_be_asked_for_at_any_epsilon(digits: Problem, precision: str) -> None:
-    check_descent(digits, precision, otdd.Converged(bound_width=5e-3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fast", "high"])
-def test_the_default_tolerance_gives_way_to_rounding(digits: Problem, precision: str) -> None:
-    check_descent(digits, precision, otdd.Converged())
-    found = solve(digits, 1e-4 * mean_cost(digits), precision, otdd.Converged())
+def test_the_default_tolerance_gives_way_to_rounding(clouds: Problem, precision: str) -> None:
+    found = solve(clouds, 1e-4 * mean_cost(clouds), precision, otdd.Converged())
     assert found.stopped_by == "rounding"
     assert found.tolerance is not None
     assert 1e-3 < found.marginal_error <= found.tolerance < 5e-3
     f, g, epsilon = found.xy.f, found.xy.g, found.xy.epsilon
-    size = float(digits.source.masses @ f.abs().double() + digits.target.masses @ g.abs().double())
-    floor = 2.0**-24 * ((size + 2 * mean_cost(digits)) / epsilon + 1)
+    size = float(clouds.source.masses @ f.abs().double() + clouds.target.masses @ g.abs().double())
+    floor = 2.0**-24 * ((size + 2 * mean_cost(clouds)) / epsilon + 1)
     assert found.xy.tolerance == pytest.approx(2 * floor, rel=1e-4)
 
 
 def test_above_the_reach_of_rounding_the_default_tolerance_is_a_thousandth(
-    digits: Problem,
+    clouds: Problem,
 ) -> None:
-    for relative, precision in ((1e-3, "fast"), (1e-4, "double")):
-        found = solve(digits, relative * mean_cost(digits), precision, otdd.Converged())
-        assert (found.stopped_by, found.tolerance) == ("tolerance", 1e-3)
+    for relative, precision in ((3e-3, "fast"), (1e-4, "double")):
+        found = solve(clouds, relative * mean_cost(clouds), precision, otdd.Converged())
+        assert (found.stopped_by, found.tolerance) == ("tolerance", 1e-3), precision
         assert found.marginal_error <= 1e-3
 
 
-def test_where_rounding_leaves_no_marginals_the_default_is_refused_too(digits: Problem) -> None:
-    with pytest.raises(InputError, match=r"too small for float32.*precision=double"):
-        solve(digits, 1e-6 * mean_cost(digits), "high", otdd.Converged())
+TOO_SMALL = r"^epsilon=.* is too small for float32.*; raise epsilon .* or set precision=double$"
+TOO_TIGHT = r"too tight for float32.*precision=double"
 
 
-@pytest.mark.parametrize("options", [{}, {"tolerance": 1.0}, {"bound_width": 0.01}])
-def test_an_epsilon_that_leaves_nothing_of_the_plan_is_refused(
-    digits: Problem, options: dict[str, float]
+@pytest.mark.parametrize(
+    ("relative", "precision", "options", "message"),
+    [
+        # Where rounding leaves no marginals, and nothing of the plan.
+        (1e-6, "high", {}, r"too small for float32.*precision=double"),
+        (1e-8, "high", {}, TOO_SMALL),
+        (1e-13, "high", {"tolerance": 1.0}, TOO_SMALL),
+        (1e-8, "fast", {"bound_width": 0.01}, TOO_SMALL),
+        (1e-4, "fast", {"tolerance": 1e-3}, TOO_TIGHT),
+        (1e-4, "high", {"tolerance": 1e-3}, TOO_TIGHT),
+    ],
+)
+def test_what_float32_does_not_reach_is_refused_with_a_way_out(
+    clouds: Problem, relative: float, precision: str, options: dict[str, float], message: str
 ) -> None:
-    message = r"^epsilon=.* is too small for float32.*; raise epsilon .* or set precision=double$"
-    for relative in (1e-8, 1e-13):
-        with pytest.raises(InputError, match=message):
-            solve(digits, relative * mean_cost(digits), "high", otdd.Converged(**options))
+    with pytest.raises(InputError, match=message):
+        solve(clouds, relative * mean_cost(clouds), precision, otdd.Converged(**options))
 
 
 @pytest.mark.parametrize(
@@ -180,23 +188,14 @@ def test_a_plan_whose_mass_overflows_by_rounding_is_refused() -> None:
         otdd.sinkhorn(x, far, epsilon=0.02, options=options, compute=otdd.ComputeOptions("cpu"))
 
 
-def test_a_tolerance_out_of_reach_of_float32_is_refused_with_a_way_out(digits: Problem) -> None:
-    mean = mean_cost(digits)
-    for precision in ("fast", "high"):
-        with pytest.raises(InputError, match=r"too tight for float32.*precision=double"):
-            solve(digits, 1e-4 * mean, precision, otdd.Converged(1e-3))
-    assert solve(digits, 1e-4 * mean, "double", otdd.Converged(1e-3)).converged
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fast", "high"])
-def test_real_images_from_large_to_small_epsilon(real_data: Path, precision: str) -> None:
+def test_real_images_from_large_to_small_epsilon(real_data: Path) -> None:
     pixels = otdd.extractors.pixels(size=28)
     sides = (
-        otdd.embed(otdd.load(name, root=real_data, max_samples=1000), pixels)
+        otdd.embed(otdd.load(name, root=real_data, max_samples=500), pixels)
         for name in ("mnist", "usps")
     )
-    check_descent(labelled(*sides), precision, otdd.Converged(1e-2))
+    check_descent(labelled(*sides), "high", otdd.Converged(1e-2))
 
 
 @pytest.mark.parametrize(("error", "reason"), [(9e-4, "tolerance"), (1.1e-3, "rounding")])

@@ -5,25 +5,69 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import reference
 import torch
-from gradient_cases import ALL, EPSILON, POINTS, Point, assert_same
 from live_bytes import LiveBytes
 from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.operators import blocked, host_points, request
 from otdd_flash.operators.blocked import BlockedOperator
+from otdd_flash.operators.ground import GroundCost
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.term_gradient import cross_gradient, self_gradient
+from otdd_flash.solver.term_gradient import Needs, cross_gradient, self_gradient
 
 HELD = otdd.ComputeOptions("cpu", precision="double")
 STREAMED = replace(HELD, memory_budget=1)
+EPSILON = 2.0
+ALL: Needs = frozenset({"x", "y", "a", "b", "classes", "lambda_x", "lambda_y"})
+
+
+class Point(NamedTuple):
+    """All inputs of a divergence, float64."""
+
+    x: Tensor
+    y: Tensor
+    a: Tensor
+    b: Tensor
+    table: Tensor
+    labels_x: Tensor
+    labels_y: Tensor
+    lambda_x: Tensor
+    lambda_y: Tensor
+
+    def cost(self) -> Tensor:
+        first = int(self.labels_x.max()) + 1
+        block = self.lambda_y * self.table[:first, first:]
+        squares = (self.x[:, None, :] - self.y[None, :, :]).square().sum(2)
+        return self.lambda_x * squares + block[self.labels_x][:, self.labels_y]
+
+    def problem(self) -> Problem:
+        sides = (
+            otdd.LabeledSamples(x, labels, tuple(map(str, range(int(labels.max()) + 1))), masses)
+            for x, labels, masses in (
+                (self.x, self.labels_x, self.a),
+                (self.y, self.labels_y, self.b),
+            )
+        )
+        weights = GroundCost(float(self.lambda_x), float(self.lambda_y))
+        return Problem.between(*sides, EPSILON, self.table, weights, HELD)
+
+
+def point_of(lambda_y: float = 0.4) -> Point:
+    """Of 13 and 9 points in three dimensions, of three classes and of two."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 3, generator=draw).double() for n in (13, 9))
+    a, b = (torch.rand(n, generator=draw).double() + 0.2 for n in (13, 9))
+    table = torch.rand(5, 5, generator=draw).double()
+    weights = (torch.tensor(weight, dtype=torch.float64) for weight in (0.6, lambda_y))
+    labels = torch.arange(13) % 3, torch.arange(9) % 2
+    return Point(x, y + 0.5, a / a.sum(), b / b.sum(), table + table.T, *labels, *weights)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +102,7 @@ def term_at(f: Tensor, g: Tensor) -> TransportTerm:
 
 def dense_gradient(point: Point, f: Tensor, g: Tensor) -> dict[str, Tensor]:
     """The formulas of `solver.gradient` of a dense plan, where all masses are positive."""
-    cost, a, b = point.cost("xy"), point.a, point.b
+    cost, a, b = point.cost(), point.a, point.b
     plan = reference.plan(cost, a, b, f, g, EPSILON)
     r, c = plan.sum(1), plan.sum(0)
     squares = torch.cdist(point.x, point.y).square()
@@ -78,9 +122,9 @@ def dense_gradient(point: Point, f: Tensor, g: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["odd sizes", "one class", "no class term"])
-def test_gradients_are_those_of_the_dense_plan(name: str, tmp_path: Path) -> None:
-    point = POINTS[name]
+@pytest.mark.parametrize("lambda_y", [0.4, 0.0])
+def test_gradients_are_those_of_the_dense_plan(lambda_y: float, tmp_path: Path) -> None:
+    point = point_of(lambda_y)
     draw = torch.Generator().manual_seed(1)
     f, g = (torch.randn(len(side), generator=draw).double() for side in (point.a, point.b))
     problem = streamed(tmp_path, point.problem())
@@ -95,7 +139,7 @@ def test_gradients_are_those_of_the_dense_plan(name: str, tmp_path: Path) -> Non
 
 
 def test_self_gradients_are_those_of_held_points(tmp_path: Path) -> None:
-    point = POINTS["odd sizes"]
+    point = point_of()
     f = torch.randn(len(point.a), generator=torch.Generator().manual_seed(1)).double()
     held = point.problem()
     needs = ALL - {"y", "b"}
@@ -104,13 +148,17 @@ def test_self_gradients_are_those_of_held_points(tmp_path: Path) -> None:
         for problem in (streamed(tmp_path, held), held)
     )
     for key in needs:
-        assert_same(key, one[key], other[key], 1e-11)
+        # Those of masses are the same up to a constant.
+        first, second = (
+            each - each.mean() if key == "a" else each for each in (one[key], other[key])
+        )
+        torch.testing.assert_close(first, second, rtol=1e-11, atol=1e-11)
 
 
 def datasets() -> list[otdd.LabeledSamples]:
     draw = torch.Generator().manual_seed(0)
     sides = []
-    for name, size, classes in (("one", 43, 3), ("two", 31, 4), ("three", 27, 2)):
+    for name, size, classes in (("one", 23, 3), ("two", 19, 4), ("three", 17, 2)):
         labels = torch.arange(size) % classes
         points = torch.randn(size, 3, generator=draw).double() + labels[:, None]
         weights = torch.rand(size, generator=draw)
@@ -128,7 +176,7 @@ def both_ways(work: Callable[..., Any], folder: Path, count: int = 2) -> tuple[A
 
 def test_maps_and_contributions_are_those_of_held_points(tmp_path: Path) -> None:
     def work(sides: Any, compute: otdd.ComputeOptions) -> list[Tensor]:
-        found = otdd.dataset_distance(*sides, epsilon=0.5, compute=compute)
+        found = otdd.dataset_distance(*sides, epsilon=2.0, compute=compute)
         assert (found.streamed is None) == (compute is HELD)
         values = found.contributions()
         assert values.through_classes
@@ -140,10 +188,7 @@ def test_maps_and_contributions_are_those_of_held_points(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "minibatch"),
-    [("features", None), ("attached", 16), ("features", 16), ("attached", None)],
-)
+@pytest.mark.parametrize(("mode", "minibatch"), [("features", None), ("attached", 16)])
 def test_flows_are_those_of_held_points(mode: str, minibatch: int | None, tmp_path: Path) -> None:
     def work(sides: Any, compute: otdd.ComputeOptions) -> otdd.FlowResult:
         stepping = otdd.Stepping(0.5, minibatch=minibatch)
@@ -157,6 +202,11 @@ def test_flows_are_those_of_held_points(mode: str, minibatch: int | None, tmp_pa
 
     one, other = both_ways(work, tmp_path)
     assert "points streamed in blocks" in one.ran_on
+    # Flows of Gaussians hold their target.
+    joint = otdd.Flow(1, mode="joint")
+    target = in_files(tmp_path, *datasets()[:2])[1]
+    held = otdd.gradient_flow(datasets()[0], target, joint, epsilon=0.5, compute=STREAMED)
+    assert "streamed in blocks" not in held.ran_on
     assert "streamed in blocks" not in other.ran_on
     assert one.after.divergence == pytest.approx(other.after.divergence, rel=1e-6)
     moved = (other.samples.features - datasets()[0].features).abs().max()
@@ -165,19 +215,13 @@ def test_flows_are_those_of_held_points(mode: str, minibatch: int | None, tmp_pa
     )
 
 
-def test_flows_of_gaussians_hold_their_target(tmp_path: Path) -> None:
-    _, target = in_files(tmp_path, *datasets()[:2])
-    moves = otdd.Flow(1, mode="joint")
-    found = otdd.gradient_flow(datasets()[0], target, moves, epsilon=0.5, compute=STREAMED)
-    assert "streamed in blocks" not in found.ran_on
-
-
-@pytest.mark.parametrize("pairs_fit", [False, True])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("pairs_fit", [True, False])
 def test_pairwise_distances_are_those_of_held_points(
     pairs_fit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, held = in_files(tmp_path, *datasets()), datasets()
-    settings: dict[str, Any] = {"epsilon": 0.7}
+    settings: dict[str, Any] = {"epsilon": 2.0}
     other = otdd.pairwise_distances(held, compute=HELD, **settings)
     asked: list[tuple[int, bool]] = []
     streaming = request._streaming
@@ -207,7 +251,7 @@ def test_a_loss_streams_its_points_once(tmp_path: Path, monkeypatch: pytest.Monk
 
     def loss(compute: otdd.ComputeOptions) -> tuple[Tensor, Tensor, Tensor]:
         x, y = (side.features.clone().requires_grad_() for side in sides)
-        return otdd.sinkhorn_loss(x, y, epsilon=0.5, compute=compute), x, y
+        return otdd.sinkhorn_loss(x, y, epsilon=2.0, compute=compute), x, y
 
     value, x, y = loss(HELD)
     expected = torch.autograd.grad(value, (x, y))

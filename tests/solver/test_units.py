@@ -7,28 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from derivative_cases import DEVICE, drawn, solve_by
+from pairwise import named, pairwise
 from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, NotConvergedWarning
-from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.solver import direct
 from otdd_flash.solver.units import largest
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Their squares are 0 and infinite, as those of what they multiply.
-POWERS = [-1000, -540, 540, 1000]
-# Of float32, in which products of small ones with a plan leave no digit.
-POWERS_SINGLE = [-120, 120]
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=draw, dtype=torch.float64).to(DEVICE)
+# Squares of 2^-540 and 2^540 are 0 and infinite, as those of what they multiply. In float32
+# products of small ones with a plan leave no digit.
+CASES = {
+    **{f"double {k}": (torch.float64, "double", k) for k in (-1000, -540, 540, 1000)},
+    **{f"single {k}": (torch.float32, "fast", k) for k in (-120, 120)},
+    # Points in float64 and a plan in float32.
+    **{f"mixed {k}": (torch.float64, "fast", k) for k in (-400, 400)},
+}
+Case = tuple[torch.dtype, str, int]
 
 
 def clouds(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return drawn(30, 3, seed=1).to(dtype), (drawn(20, 3, seed=2) + 0.3).to(dtype)
+    x, y = drawn(30, 3, seed=1), drawn(20, 3, seed=2) + 0.3
+    return x.to(DEVICE, dtype), y.to(DEVICE, dtype)
 
 
 def times_power(values: Tensor, power: int) -> Tensor:
@@ -37,89 +37,71 @@ def times_power(values: Tensor, power: int) -> Tensor:
     return values.double() * 2.0**half * 2.0 ** (power - half)
 
 
-def settings(dtype: torch.dtype) -> dict[str, Any]:
-    double = dtype == torch.float64
+def settings(precision: str) -> dict[str, Any]:
     return {
-        "epsilon": 1.0,
-        "cg": CGOptions(1e-10 if double else 1e-5),
-        "options": Converged(1e-10 if double else 1e-4),
-        "compute": otdd.ComputeOptions(DEVICE, precision="double" if double else "fast"),
+        "epsilon": 2.0,
+        "cg": CGOptions(1e-10 if precision == "double" else 1e-5),
+        "options": Converged(1e-4),
+        "compute": otdd.ComputeOptions(DEVICE, precision=precision),
     }
 
 
-def result_of(function: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What is differentiated, and by what."""
+def assert_linear(found: Tensor, one: Tensor, power: int, precision: str) -> None:
+    expected = one.double()
+    error = (times_power(found, -power) - expected).abs().max() / expected.abs().max()
+    assert float(error) <= (1e-12 if precision == "double" else 1e-5)
+
+
+def differentiated(function: str, dtype: torch.dtype, precision: str) -> tuple[Tensor, Tensor]:
+    """What has a gradient, and by what."""
     x, y = clouds(dtype)
+    options = settings(precision)
+    if function == "sinkhorn_loss":
+        del options["cg"]
+        x.requires_grad_()
+        loss = otdd.sinkhorn_loss(x, y, **options)
+        return torch.autograd.grad(loss, x, create_graph=True)[0], x
     given = (torch.cdist(x, y).square(),) if function == "matrix_plan" else (x, y)
     moving = given[0].requires_grad_()
-    found = getattr(otdd, function)(*given, **settings(dtype))
+    found = getattr(otdd, function)(*given, **options)
     return (found if isinstance(found, Tensor) else found[0]), moving
 
 
-@pytest.fixture(params=["decomposed", "iterations"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "iterations":
-        monkeypatch.setattr(direct, "MOST_POINTS", 0)
-
-
-CASES = [
-    *((torch.float64, power) for power in POWERS),
-    *((torch.float32, power) for power in POWERS_SINGLE),
-]
-
-
-def assert_linear(found: Tensor, one: Tensor, power: int, most: float | None = None) -> None:
-    expected = one.double()
-    error = (times_power(found, -power) - expected).abs().max() / expected.abs().max()
-    assert float(error) <= (most or (1e-12 if one.dtype == torch.float64 else 1e-5))
-
-
-@pytest.mark.parametrize(("dtype", "power"), CASES)
-@pytest.mark.parametrize("function", ["sinkhorn_potentials", "transport_map", "matrix_plan"])
-def test_cotangents(function: str, dtype: torch.dtype, power: int) -> None:
-    result, moving = result_of(function, dtype)
+@pytest.mark.slow(after=11)
+@pairwise(
+    case=named(CASES),
+    function=["sinkhorn_potentials", "transport_map", "matrix_plan", "sinkhorn_loss"],
+    way=["streamed", "iterations", "decomposed"],
+)
+def test_cotangents(case: Case, function: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gradients, and of the second pass of a loss."""
+    solve_by(way, monkeypatch)
+    dtype, precision, power = case
+    result, moving = differentiated(function, dtype, precision)
     cotangent = drawn(*result.shape, seed=3).to(result)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", NotConvergedWarning)
+        # The loss asks for more than a plan in float32 gives points in float64.
+        unmet = "ignore" if function == "sinkhorn_loss" else "error"
+        warnings.simplefilter(unmet, NotConvergedWarning)
         one, found = (
             torch.autograd.grad(result, moving, along.to(result), retain_graph=True)[0]
             for along in (cotangent, times_power(cotangent, power))
         )
-    assert_linear(found, one, power)
+    assert_linear(found, one, power, precision)
 
 
-@pytest.mark.parametrize("power", [-400, 400])
-@pytest.mark.parametrize("function", ["sinkhorn_potentials", "transport_map", "sinkhorn_hessian"])
-def test_what_the_type_of_a_plan_does_not_hold(
-    function: str, power: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Points in float64 and a plan in float32, of more points than are held."""
-    monkeypatch.setattr(direct, "MOST_POINTS", 0)
-    monkeypatch.setattr(StoredOperator, "_prepared_plan", lambda *_: None)
-    x, y = clouds(torch.float64)
-    x.requires_grad_(function != "sinkhorn_hessian")
-    found = getattr(otdd, function)(x, y, **settings(torch.float32))
-
-    def asked(along: Tensor) -> Tensor:
-        if isinstance(found, otdd.SinkhornHessian):
-            return found.product(along).values
-        result = found if isinstance(found, Tensor) else found[0]
-        return torch.autograd.grad(result, x, along, retain_graph=True)[0]
-
-    along = drawn(30, 3, seed=3)[..., 0 if function == "sinkhorn_potentials" else slice(None)]
-    assert_linear(asked(times_power(along, power)), asked(along), power, 1e-5)
-
-
-@pytest.mark.parametrize(("dtype", "power"), CASES)
-@pytest.mark.parametrize("debias", [False, True])
-def test_directions(dtype: torch.dtype, power: int, debias: bool) -> None:
+@pytest.mark.slow(after=6)
+@pairwise(case=named(CASES), way=["streamed", "iterations", "decomposed"], debias=[True, False])
+def test_directions(case: Case, way: str, debias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by itself, and of 0 there is nothing."""
-    hessian = otdd.sinkhorn_hessian(*clouds(dtype), debias=debias, **settings(dtype))
-    v = drawn(30, 3, seed=3).to(dtype)
+    solve_by(way, monkeypatch)
+    dtype, precision, power = case
+    hessian = otdd.sinkhorn_hessian(*clouds(dtype), debias=debias, **settings(precision))
+    v = drawn(30, 3, seed=3).to(DEVICE, dtype)
     found = hessian.product(torch.stack((v, times_power(v, power).to(dtype), 0 * v)))
     assert bool(found.converged.all())
     one, other, none = found.values
-    assert_linear(other, one, power)
+    assert_linear(other, one, power, precision)
     assert not none.any()
     # Without overflow of the square.
     if abs(power) < 500:
@@ -128,34 +110,21 @@ def test_directions(dtype: torch.dtype, power: int, debias: bool) -> None:
         assert of_none == 0
 
 
-@pytest.mark.parametrize(("dtype", "power"), CASES)
-def test_second_passes_of_autograd(dtype: torch.dtype, power: int) -> None:
-    x, y = clouds(dtype)
-    x.requires_grad_()
-    options = {key: part for key, part in settings(dtype).items() if key != "cg"}
-    loss = otdd.sinkhorn_loss(x, y, **options)
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    v = drawn(30, 3, seed=3).to(dtype)
-    one, found = (
-        torch.autograd.grad(gradient, x, along.to(dtype), retain_graph=True)[0]
-        for along in (v, times_power(v, power))
-    )
-    assert_linear(found, one, power)
-
-
-@pytest.mark.parametrize("power", [-500, 500])
-def test_values_of_a_map(power: int) -> None:
+@pytest.mark.parametrize(("power", "way"), [(-500, "decomposed"), (500, "iterations")])
+def test_values_of_a_map(power: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right-hand sides of the size of the values."""
+    solve_by(way, monkeypatch)
     x, y = clouds(torch.float64)
     x.requires_grad_()
-    cotangent = drawn(30, 3, seed=3)
     one, found = (
         torch.autograd.grad(
-            otdd.transport_map(x, y, values=values, **settings(torch.float64)), x, cotangent
+            otdd.transport_map(x, y, values=values, **settings("double")),
+            x,
+            drawn(30, 3, seed=3).to(DEVICE),
         )[0]
         for values in (y, times_power(y, power))
     )
-    assert_linear(found, one, power)
+    assert_linear(found, one, power, "double")
 
 
 def test_the_largest() -> None:

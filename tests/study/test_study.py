@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import naming
 from small_tasks import QUICK, small_study, small_task, small_tasks
 
 import otdd_flash as otdd
@@ -64,6 +65,16 @@ def test_all_units_are_done_and_every_ordered_pair_has_its_rows(result):
     assert [tuple(row.values()) for row in content["pairs"]] == [tuple(r) for r in result.pairs()]
     assert len(content["transfers"]) == len(result.transfers())
     assert content["settings"] == json.loads(json.dumps(result.setup.to_dict()))
+    # Sliced distances and those of Fréchet are those of their functions.
+    tasks = [task.train for task in result.setup.tasks]
+    sliced = otdd.sliced_distances(tasks, projections=60, device="cpu")
+    rows = {(row.measure, row.source, row.target): row for row in result.pairs()}
+    for i, j in combinations(range(4), 2):
+        row = rows["sliced", tasks[j].name, tasks[i].name]
+        assert row.value == float(sliced.values[i, j])
+        assert row.root == pytest.approx(float(sliced.roots[i, j]))
+        frechet = rows["frechet", tasks[i].name, tasks[j].name]
+        assert frechet.value == frechet_distance(tasks[i], tasks[j])
 
 
 def test_the_table_has_a_row_an_ordered_pair_with_gains_and_measures(result):
@@ -123,10 +134,10 @@ def correlations(result):
     return {(row.measure, row.statistic): row for row in result.correlations()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("measure", "values", "why"),
     [
-        ("h_score", 9 + NOISE, "the same for all pairs"),
         ("h_score", BY_TARGET + NOISE, "the same for all sources of a target"),
         ("otce", np.abs(NOISE), "the same for all pairs"),
         ("leep", NOISE, "the same for all pairs"),
@@ -218,7 +229,7 @@ def test_degenerate_numbers_say_why_there_is_no_correlation_or_gain(result):
         (
             2,
             {
-                "labels": otdd.labels.Sinkhorn(epsilon=0.5),
+                "labels": otdd.labels.Sinkhorn(epsilon=2.0),
                 "cost": otdd.GroundCost(1.0, 0.2, "cosine"),
             },
         ),
@@ -248,18 +259,7 @@ def test_distances_are_those_of_dataset_distance_to_the_last_bit(tmp_path, count
         assert rows["otce", other.name, one.name].value == conditional_entropy(coupling.T)
 
 
-def test_sliced_and_frechet_are_those_of_their_functions(result):
-    tasks = [task.train for task in result.setup.tasks]
-    sliced = otdd.sliced_distances(tasks, projections=60, device="cpu")
-    rows = {(row.measure, row.source, row.target): row for row in result.pairs()}
-    for i, j in combinations(range(4), 2):
-        row = rows["sliced", tasks[j].name, tasks[i].name]
-        assert row.value == float(sliced.values[i, j])
-        assert row.root == pytest.approx(float(sliced.roots[i, j]))
-        frechet = rows["frechet", tasks[i].name, tasks[j].name]
-        assert frechet.value == frechet_distance(tasks[i], tasks[j])
-
-
+@pytest.mark.slow
 def test_on_resumption_no_finished_unit_is_computed_again(tmp_path, monkeypatch):
     counted = []
     compute = work.compute
@@ -297,7 +297,7 @@ def test_targets_see_the_rows_of_their_seed_and_the_baseline_the_same(result):
         assert torch.equal(weights[0], weights[2])
 
 
-def test_a_frozen_body_stays_and_a_free_one_moves():
+def test_a_frozen_body_stays_a_free_one_moves_and_images_get_one_of_lenets_size():
     samples = small_task(0)[0]
     data = samples.features, samples.labels, QUICK
     for frozen in (True, False):
@@ -310,9 +310,6 @@ def test_a_frozen_body_stays_and_a_free_one_moves():
         assert not torch.equal(head, network.head.weight)
         moved = [not torch.equal(*both) for both in zip(before, body.parameters(), strict=True)]
         assert moved == [not frozen] * len(moved)
-
-
-def test_images_get_a_network_of_lenets_size():
     for shape in ((1, 8, 8), (1, 28, 28), (3, 5, 4), (1, 16, 16)):
         dim = math.prod(shape)
         body = build_body(otdd.Transfer(image_shape=shape), dim, 0)
@@ -326,6 +323,7 @@ def own_network(dim, shape):
     return torch.nn.Linear(dim, 5)
 
 
+@pytest.mark.slow
 def test_a_network_of_ones_own(tmp_path):
     runs = {"seeds": 1, "target_samples": 6, "source_epochs": 1, "min_target_steps": 2}
     transfer = otdd.Transfer(**runs, network=own_network)
@@ -335,18 +333,13 @@ def test_a_network_of_ones_own(tmp_path):
     # By its path it is the same.
     by_path = otdd.Transfer(**runs, network=f"{__name__}:own_network").to_dict()
     assert by_path == transfer.to_dict()
-    no_module = otdd.Transfer(network=lambda dim, shape: 3)
+    bad, none = otdd.Transfer(network="math:no"), otdd.Transfer(network=lambda dim, shape: 3)
+    one = "one row per input"
     for message, call in (
-        (
-            r"transfer\.network=math:no",
-            lambda: small_study(transfer=otdd.Transfer(network="math:no")).run("nowhere"),
-        ),
-        ("network must return a torch module, got int", lambda: build_body(no_module, 4, 0)),
-        ("one row per input", lambda: build_head(torch.nn.Flatten(0), 4, 2, 0)),
-        (
-            r"unknown transfer\.protocol 'all'; .*finetune, head",
-            lambda: otdd.Transfer(protocol="all"),
-        ),
+        (r"transfer\.network=math:no", lambda: small_study(transfer=bad).run("nowhere")),
+        ("network must return a torch module, got int", lambda: build_body(none, 4, 0)),
+        (one, lambda: build_head(torch.nn.Flatten(0), 4, 2, 0)),
+        (r"unknown transfer\.protocol 'all'; .*finetune", lambda: otdd.Transfer(protocol="all")),
     ):
         with pytest.raises(InputError, match=message):
             call()
@@ -446,6 +439,7 @@ def test_a_folder_is_a_studys_own(tmp_path):
     assert earlier.run(tmp_path / "c", resume=True).complete
 
 
+@pytest.mark.slow
 def test_what_is_auto_is_kept(tmp_path):
     study = small_study(**DISTANCES, compute=None)
     study.run(tmp_path, workers=1, threads=None)
@@ -498,13 +492,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("tasks", "settings", "message"), CASES)
-def test_bad_input_ends_in_a_sentence(tmp_path, tasks, settings, message):
-    given = {"transfer": QUICK, "projections": 4, **settings}
-    if "transfer" in settings or "wide" in tasks or len(tasks) < 4:
-        given = {"measures": ["frechet"], **given}
-    with pytest.raises(InputError, match=message):
-        otdd.Study(tasks, **given).run(tmp_path)
+def test_bad_input_ends_in_a_sentence(tmp_path):
+    for tasks, settings, message in CASES:
+        given = {"transfer": QUICK, "projections": 4, **settings}
+        if "transfer" in settings or "wide" in tasks or len(tasks) < 4:
+            given = {"measures": ["frechet"], **given}
+        with naming(message), pytest.raises(InputError, match=message):
+            otdd.Study(tasks, **given).run(tmp_path)
     assert not list(tmp_path.glob("units/*"))
 
 
@@ -516,7 +510,7 @@ def test_test_rows_that_were_trained_on_are_said():
         as_tasks(tasks, min_class_size=None, families=None, transfer=True)
 
 
-KILLS = 6
+KILLS = 4
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ SHAPES = [(60, 5, 3), (33, 40, 4), (40, 1, 2), (100, 84, 10)]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "apart"),
-    [((40, 1, 2), 0.5), ((60, 5, 3), 0.0), ((33, 40, 4), 0.5), ((100, 84, 10), 3.0)],
+    [((40, 1, 2), 0.5), ((60, 5, 3), 0.0), ((33, 40, 4), 0.5)],
 )
 def test_logme_is_the_largest_evidence_of_dense_gaussians(shape, apart):
     from scipy.optimize import minimize
@@ -45,7 +45,7 @@ def test_logme_is_the_largest_evidence_of_dense_gaussians(shape, apart):
     best = []
     for c in range(shape[2]):
         y = (labels == c).double()
-        starts = [(a, b) for a in (-4.0, 0.0, 6.0, 12.0) for b in (0.0, 4.0)]
+        starts = [(a, 0.0) for a in (-4.0, 0.0, 6.0, 12.0)]
         ends = [
             minimize(
                 lambda logs, y=y: -log_evidence(features, y, *np.exp(logs)),
@@ -61,36 +61,23 @@ def test_logme_is_the_largest_evidence_of_dense_gaussians(shape, apart):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_h_score_is_that_of_inverse_covariances(shape):
+def test_h_score_and_leep_are_those_of_inverse_covariances_and_of_loops(shape):
+    n, sources, _ = shape
     features, labels = rows(*shape, apart=1.0)
-    assert h_score(features, labels) == pytest.approx(
-        h_score_by_inverse(features, labels), rel=1e-6
-    )
+    expected = h_score_by_inverse(features, labels)
+    assert h_score(features, labels) == pytest.approx(expected, rel=1e-6)
+    theta = torch.randn(n, sources + 1, dtype=torch.float64).softmax(1)
+    assert leep(theta, labels) == pytest.approx(leep_by_loops(theta, labels), rel=1e-9)
 
 
-def test_h_score_leaves_constant_and_repeated_features_out():
+def test_perfect_constant_and_repeated_features_have_their_scores():
     features, labels = rows(60, 5, 3, apart=1.0)
     more = torch.cat((features, features[:, :2] * 3, torch.ones(60, 2)), 1)
     assert h_score(more, labels) == pytest.approx(h_score(features, labels), rel=1e-9)
     assert h_score(torch.ones(6, 2), torch.arange(6) % 2) == 0
-
-
-def test_h_score_of_perfect_features_is_the_number_of_classes_less_1():
+    # The number of classes less 1.
     labels = torch.arange(40) % 4
     assert h_score(torch.nn.functional.one_hot(labels).double(), labels) == pytest.approx(3)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_leep_is_the_mean_log_of_loops(shape):
-    n, sources, classes = shape
-    theta = torch.randn(n, sources + 1, dtype=torch.float64).softmax(1)
-    labels = torch.arange(n) % classes
-    expected = leep_by_loops(theta, labels)
-    assert leep(theta, labels) == pytest.approx(expected, rel=1e-9)
-
-
-def test_leep_of_source_classes_that_are_the_targets_is_0():
-    labels = torch.arange(12) % 3
     assert leep(torch.nn.functional.one_hot(labels, 5), labels) == pytest.approx(0, abs=1e-15)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 import pytest
@@ -53,25 +53,19 @@ def value(statistic, table):
     return float(statistic(table.measure[None], table.gains, table.present[None])[0])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_correlations_over_pairs_are_those_of_scipy(seed):
+@pytest.mark.parametrize("seed", range(2))
+def test_correlations_over_pairs_are_those_of_scipy_also_of_many_masks_at_once(seed):
     table = some_table(seed=seed)
     both = table.measure[table.present], table.gains[table.present]
     assert value(pearson, table) == pytest.approx(stats.pearsonr(*both).statistic, abs=1e-12)
     assert value(spearman, table) == pytest.approx(stats.spearmanr(*both).statistic, abs=1e-12)
-    by_target = []
-    for column in range(6):
-        rows = table.present[:, column]
-        if rows.sum() >= 3:
-            by_target.append(
-                stats.spearmanr(table.measure[rows, column], table.gains[rows, column]).statistic
-            )
+    by_target = [
+        stats.spearmanr(table.measure[rows, column], table.gains[rows, column]).statistic
+        for column, rows in enumerate(table.present.T)
+        if rows.sum() >= 3
+    ]
     found = value(spearman_over_sources, table)
     assert found == pytest.approx(np.nanmean(by_target), abs=1e-12)
-
-
-def test_many_masks_at_once_are_each_alone():
-    table = some_table(tasks=7, holes=5)
     masks = table.without_each_unit()
     for statistic in (pearson, spearman, spearman_over_sources, on_all_runs(table)):
         together = statistic(np.broadcast_to(table.measure, masks.shape), table.gains, masks)
@@ -93,7 +87,7 @@ def test_regret_is_what_a_user_loses_by_the_measure():
     assert value(lost, PairTable(np.ones((3, 3)), gains, "abc")) == pytest.approx((1 + 2 + 2.5) / 3)
 
 
-@pytest.mark.parametrize("seeds", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("seeds", [1, 2, 5])
 def test_halves_of_the_seeds_share_no_run_and_their_mean_is_the_gain(seeds):
     generator = np.random.default_rng(seeds)
     errors, alone = generator.integers(5, 90, (4, 4, seeds)), generator.integers(20, 90, (4, seeds))
@@ -109,52 +103,39 @@ def test_halves_of_the_seeds_share_no_run_and_their_mean_is_the_gain(seeds):
         assert (changed[0] ^ changed[1]).all()
 
 
-def simulated_regret(gap, sources, seeds):
-    """The mean over 40,000 targets of the regret of source 0, its error, and that on all runs.
+def picked(runs, gap):
+    """How often source 1 is picked of two by so many runs, a tie counting half."""
+    signs = [*product((-1.0, 1.0), repeat=runs)]
+    means = np.array([np.mean(one) for one in signs])
+    gaps = (means + gap)[:, None] - means
+    return np.mean((gaps > 1e-12) + 0.5 * (np.abs(gaps) <= 1e-12))
 
-    The gain of source 1 is larger by `gap` than that of the others; one run has deviation 1.
-    """
-    generator = np.random.default_rng(0)
-    truth = np.zeros((sources, 40_000, 1))
-    truth[1] = gap
-    runs = 100 - truth - generator.standard_normal((sources, 40_000, seeds))
-    alone = np.full((40_000, seeds), 100.0)
-    mask = np.ones((1, sources, 40_000), dtype=bool)
+
+@pytest.mark.parametrize("seeds", [2, 3])
+@pytest.mark.parametrize("gap", [0.0, 0.5, 1.0])
+def test_a_regret_is_unbiased_for_what_the_source_that_half_of_the_runs_pick_is_worth(gap, seeds):
+    """Over all outcomes of runs that are 1 above or below: of equal sources none wins by luck."""
+    outcomes = np.array([*product((-1.0, 1.0), repeat=2 * seeds)])
+    noise = outcomes.reshape(-1, 2, seeds).transpose(1, 0, 2)
+    truth = np.array([0.0, gap])[:, None, None]
+    # Baselines of 100 errors: a gain is a number of errors.
+    alone, mask = np.full((len(outcomes), seeds), 100.0), np.ones((1, 2, len(outcomes)), bool)
+    runs = 100 - truth - noise
     whole = gains(runs, alone)
     lost = best_gains(mask, *halved_gains(runs, alone))[0] - whole[0]
-    naive = best_gains(mask, whole[None], whole[None])[0] - whole[0]
-    return lost.mean(), lost.std() / 200, naive.mean()
-
-
-@pytest.mark.parametrize("gap", [0.0, 0.5, 2.0])
-def test_a_regret_is_unbiased_for_what_the_source_that_half_of_the_runs_pick_is_worth(gap):
-    """By 40,000 simulated targets with two sources and six seeds, against the closed form."""
-    mean, error, naive = simulated_regret(gap, 2, 6)
-    # Means of three runs differ by gap with deviation sqrt(2 / 3).
-    expected = gap * stats.norm.cdf(gap / math.sqrt(2 / 3))
-    assert abs(mean - expected) < 4 * error
-    # Picked and scored on the same runs: the mean of the larger of 0 and a normal number.
-    deviation = math.sqrt(2 / 6)
-    z = gap / deviation
-    assert naive == pytest.approx(
-        gap * stats.norm.cdf(z) + deviation * stats.norm.pdf(z), abs=4 * error
-    )
-
-
-def test_of_equal_sources_none_wins_by_luck():
-    """By 40,000 simulated targets: ten sources of one worth have no regret."""
-    for seeds in (2, 5):
-        mean, error, naive = simulated_regret(0.0, 10, seeds)
-        assert abs(mean) < 4 * error
-        # The mean of the largest of ten normal numbers.
-        assert naive == pytest.approx(1.5388 / math.sqrt(seeds), abs=4 * error)
+    by_halves = {2: [1, 1], 3: [1, 2]}[seeds]
+    assert lost.mean() == pytest.approx(gap * np.mean([picked(k, gap) for k in by_halves]))
+    # Picked and scored on the same runs: the mean of the larger of both.
+    naive = best_gains(mask, whole[None], whole[None])[0]
+    larger = np.maximum(*(noise.mean(2) + truth[..., 0]))
+    assert naive.mean() == pytest.approx(larger.mean())
+    assert naive.mean() > lost.mean()
 
 
 def regretted(generator, design):
     """Simulated pairs whose gains were measured by five seeds, and the statistic of regrets."""
     table = dyads(generator, design)
     runs = table.gains[..., None] + generator.standard_normal((*table.gains.shape, 5))
-    # Baselines of 100 errors: a gain is a number of errors.
     alone = np.full((len(runs), 5), 100.0)
     measured = replace(table, gains=gains(100 - runs, alone))
     return measured, regret(*halved_gains(100 - runs, alone))
@@ -163,11 +144,11 @@ def regretted(generator, design):
 @pytest.mark.slow
 @pytest.mark.parametrize("design", [Design(5, None, 0.0, 0.6), Design(12, 6, 0.8, 0.6)], ids=str)
 def test_intervals_hold_the_mean_regret_in_90_of_100_simulations(design):
-    """By 200 simulations of 5 tasks, and of 12 in 6 families, for the mean of 800."""
+    """By 100 simulations of 5 tasks, and of 12 in 6 families, for the mean of 400."""
     generator = np.random.default_rng(0)
-    drawn = [regretted(generator, design) for _ in range(800)]
+    drawn = [regretted(generator, design) for _ in range(400)]
     truth = np.mean([value(lost, table) for table, lost in drawn])
-    intervals = [number_interval(replicates(table, lost)) for table, lost in drawn[:200]]
+    intervals = [number_interval(replicates(table, lost)) for table, lost in drawn[:100]]
     assert np.mean([lower <= truth <= upper for _, lower, upper in intervals]) >= 0.9
 
 
@@ -303,14 +284,15 @@ def test_a_unit_is_a_family():
         assert interval == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("families", [list("aabbbc"), list("abcdef")])
+@pytest.mark.slow
+@pytest.mark.parametrize("families", [list("aabbbc"), list("abcde")])
 def test_p_is_the_share_of_all_permutations(families):
-    table = some_table(seed=1)
+    tasks = len(families)
+    table = some_table(tasks, seed=1)
     table = PairTable(table.measure, table.gains, families)
     observed = value(spearman, table)
     hits = tried = 0
-    for order in permutations(range(6)):
+    for order in permutations(range(tasks)):
         if families[0] == families[1] and [families[k] for k in order] != families:
             continue
         moved = PairTable(table.measure[np.ix_(order, order)], table.gains, families)
@@ -319,7 +301,7 @@ def test_p_is_the_share_of_all_permutations(families):
         hits += abs(stats.spearmanr(*both).statistic) >= abs(observed) - 1e-12
         tried += 1
     assert p_value(table, spearman, 0) == hits / tried
-    assert tried == (720 if families[0] != families[1] else 12)
+    assert tried == (120 if families[0] != families[1] else 12)
 
 
 def test_permutations_that_leave_no_pairs_are_not_counted():
@@ -340,21 +322,6 @@ def test_above_seven_tasks_permutations_are_drawn(monkeypatch):
     assert not orders_of(strong.families, 0)[1]
 
 
-def test_given_sizes_a_measure_that_follows_them_has_nothing_left():
-    generator = np.random.default_rng(0)
-    sizes = np.geomspace(500, 1000, 9).round()
-    logs = np.log(sizes)
-    measure = -logs[:, None] - logs[None, :] + 0.1 * generator.standard_normal((9, 9))
-    gains = 10 * (logs[:, None] + logs[None, :]) + generator.standard_normal((9, 9))
-    table = PairTable(measure, gains, [str(k) for k in range(9)])
-    assert value(spearman, table) < -0.8
-    given = partial_spearman(sizes.tolist())
-    assert abs(value(given, table)) < 0.3
-    # What is permuted has the same statistic before it is.
-    freed = freed_of_sizes(table, sizes.tolist())
-    assert value(pearson, freed) == pytest.approx(value(given, table), abs=1e-12)
-
-
 def test_a_partial_correlation_is_that_of_residuals_of_ranks():
     table = some_table(tasks=7, holes=4)
     sizes = [30, 50, 80, 40, 90, 55, 61]
@@ -365,7 +332,17 @@ def test_a_partial_correlation_is_that_of_residuals_of_ranks():
         ranked = stats.rankdata(side[table.present])
         left.append(ranked - design @ np.linalg.solve(design.T @ design, design.T @ ranked))
     expected = stats.pearsonr(*left).statistic
-    assert value(partial_spearman(sizes), table) == pytest.approx(expected, abs=1e-9)
+    given = partial_spearman(sizes)
+    assert value(given, table) == pytest.approx(expected, abs=1e-9)
+    # What is permuted has the same statistic before it is.
+    assert value(pearson, freed_of_sizes(table, sizes)) == pytest.approx(expected, abs=1e-9)
+    # A measure that follows the sizes, as gains do, has nothing left.
+    generator, sizes = np.random.default_rng(0), np.geomspace(500, 1000, 9).round()
+    both = np.log(sizes)[:, None] + np.log(sizes)[None, :]
+    measure = 0.1 * generator.standard_normal((9, 9)) - both
+    follows = PairTable(measure, 10 * both + generator.standard_normal((9, 9)), [*"abcdefghi"])
+    assert value(spearman, follows) < -0.8
+    assert abs(value(partial_spearman(sizes.tolist()), follows)) < 0.3
 
 
 def test_the_ceiling_is_the_correlation_with_gains_without_noise():
@@ -419,32 +396,24 @@ def test_findings_have_a_row_for_everything():
     assert all("5 are needed" in row.note for row in few if row.value and row.measure == "one")
 
 
-# Every pair of values of two settings stands in one of these.
 DESIGNS = [
     Design(12, None, 0.0, 0.6),
-    Design(12, None, 0.5, 0.3),
-    Design(12, None, 0.8, 0.6, symmetric=True),
-    Design(20, None, 0.0, 0.3, symmetric=True),
     Design(20, None, 0.5, 0.6, symmetric=True),
-    Design(20, None, 0.8, 0.3),
-    Design(12, 4, 0.0, 0.6, symmetric=True),
     Design(12, 4, 0.5, 0.6),
     Design(12, 4, 0.8, 0.3, symmetric=True),
-    Design(12, 4, 0.8, 0.6),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("design", DESIGNS, ids=str)
 def test_intervals_hold_the_correlation_in_90_of_100_simulations(design):
-    """By 400 simulations, of which 90% are 4.6 deviations below the 95% that is meant."""
-    rows = coverage(design, 400, seed=0)
+    """By 200 simulations, of which 90% are 3.2 deviations below the 95% that is meant."""
+    rows = coverage(design, 200, seed=0)
     assert min(row["coverage"]["jackknife"] for row in rows) >= 0.9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("families", [None, 4])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("families", "symmetric"), [(None, True), (4, False)])
 def test_simulated_pairs_correlate_by_what_is_taken_for_the_truth(families, symmetric):
     generator, design = np.random.default_rng(0), Design(12, families, 0.6, 0.5, symmetric)
     tables = [dyads(generator, design) for _ in range(4000)]

@@ -85,12 +85,10 @@ def test_units_come_after_what_they_need_and_are_computed_once(tmp_path):
     units = [Sum(1), Sum(2), Alone(1), Sum(1, Sum(2)), Sum(1, Sum(3))]
     assert len({unit.digest for unit in units}) == 5
     assert Sum(1, Sum(2)).digest == Sum(1, Sum(2)).digest
-
-
-def test_threads_are_those_of_the_study_or_one(tmp_path):
+    # Threads are those of the study, or one.
     before = torch.get_num_threads()
-    bench = run([Sum(1), Alone(1)], tmp_path)
-    assert int(bench.found(Sum(1)).tensors["threads"]) == 2
+    bench = run([one, Alone(1)], tmp_path)
+    assert int(bench.found(one).tensors["threads"]) == 2
     assert int(bench.found(Alone(1)).tensors["threads"]) == 1
     assert torch.get_num_threads() == before
 
@@ -111,19 +109,18 @@ def test_a_damaged_unit_is_computed_again_with_a_notice(tmp_path, damage):
         assert run([Sum(2)], tmp_path).found(Sum(2)).facts["total"] == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(InputError("no"), 2), (ConvergenceError("no"), 3), (ValueError("no"), 1)]
-)
-def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path, error, code):
-    failing = Failing(1)
-    failing.error = error
-    run([Sum(7, failing), Sum(8, Sum(7, failing)), Sum(3)], tmp_path)
-    assert computed() == [1, 3]
-    record = Store(tmp_path).failure(failing)
-    assert (record["unit"], record["error"], record["exit_code"]) == ("sum 1", "no", code)
-    assert ("traceback" in record) == (code == 1)
-    with pytest.raises(InputError, match="sum 1 failed: no"):
-        StoredBench(Store(tmp_path), 1).found(failing)
+def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path):
+    for code, error in ((2, InputError("no")), (3, ConvergenceError("no")), (1, ValueError("no"))):
+        failing = Failing(code)
+        failing.error = error
+        run([Sum(7, failing), Sum(8, Sum(7, failing)), Sum(10 * code)], tmp_path)
+        assert computed()[-2:] == [code, 10 * code]
+        record = Store(tmp_path).failure(failing)
+        said = record["unit"], record["error"], record["exit_code"]
+        assert said == (f"sum {code}", "no", code)
+        assert ("traceback" in record) == (code == 1)
+        with pytest.raises(InputError, match=f"sum {code} failed: no"):
+            StoredBench(Store(tmp_path), 1).found(failing)
 
 
 def test_work_ends_between_units_when_asked_to(tmp_path):

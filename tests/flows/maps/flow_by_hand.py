@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.flows.maps import EntropicMap, VelocityField
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.build import CostInputs
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
 
@@ -29,7 +27,7 @@ class HandFlow:
     step_sizes: list[float]
 
     @property
-    def entropic(self) -> EntropicMap:
+    def entropic(self):
         return EntropicMap(self.fields, self.step_sizes)
 
 
@@ -42,7 +40,7 @@ class HeldOut:
     truth: LabeledSamples
 
 
-def class_table(source: LabeledSamples, target: LabeledSamples) -> Tensor:
+def class_table(source, target):
     """W of gaussian classes; 0 without labels."""
     if source.labels is None:
         return torch.zeros(2, 2, dtype=torch.float64)
@@ -50,25 +48,15 @@ def class_table(source: LabeledSamples, target: LabeledSamples) -> Tensor:
     return measure_classes(source, target, metric).full
 
 
-def resolved_epsilon(
-    source: LabeledSamples, target: LabeledSamples, relative: float, cost: otdd.GroundCost
-) -> float:
+def resolved_epsilon(source, target, relative, cost):
     """Epsilon as a multiple of the mean cost."""
     block = class_table(source, target)[: source.class_total, source.class_total :]
     return relative * CostInputs(source, target, block, cost, DOUBLE).labelled.mean_cost
 
 
 def euler_flow(
-    source: LabeledSamples,
-    target: LabeledSamples,
-    *,
-    epsilon: float,
-    steps: int,
-    step_size: float = 0.2,
-    cost: otdd.GroundCost | None = None,
-    compute: otdd.ComputeOptions = DOUBLE,
-    tolerance: float = 1e-6,
-) -> HandFlow:
+    source, target, *, epsilon, steps, step_size=0.2, cost=None, compute=DOUBLE, tolerance=1e-6
+):
     """x <- x - tau (1 / a) dS/dx with the solver's own gradient; W is measured at every step."""
     options = otdd.Converged(tolerance=tolerance)
     particles, fields, solved = source, [], None
@@ -84,12 +72,19 @@ def euler_flow(
     return HandFlow(source, particles, fields, [step_size] * steps)
 
 
-def _potentials(solved: Divergence | None) -> dict[str, Tensor] | None:
+def _potentials(solved):
     return None if solved is None else {name: term.g for name, term in solved.terms.items()}
 
 
-def digits(split: str, count: int, *, rotate: float = 0.0) -> LabeledSamples:
+def digits(split, count, *, rotate=0.0):
     """Bundled digits as float64 vectors (count, 64) of values in [0, 1]."""
     loaded = otdd.load("digits", split=split, max_samples=count, rotate=rotate)
     samples = otdd.embed(loaded, otdd.extractors.pixels())
     return replace(samples, features=samples.features.double())
+
+
+def blobs(n, seed, *, shift=0.0):
+    """n normal points of four dimensions, in two classes."""
+    draw = torch.Generator().manual_seed(seed)
+    points = torch.randn(n, 4, generator=draw, dtype=torch.float64) + shift
+    return LabeledSamples(points, torch.arange(n) % 2, ("a", "b"))

@@ -7,7 +7,7 @@ import math
 import pytest
 import reference
 import torch
-from attained import assert_nearly_attained
+from test_engine_evidence import assert_nearly_attained
 from torch import Tensor
 
 from otdd_flash.engine.evidence.primal import (
@@ -24,8 +24,8 @@ from otdd_flash.engine.evidence.primal import (
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.matrix import MatrixOperator
 
-SIZES = [(1, 1), (1, 7), (7, 1), (33, 20)]
-EPSILONS = [0.02, 0.5, 20.0]
+SIZES = [(1, 1), (1, 7), (33, 20)]
+EPSILONS = [0.02, 20.0]
 
 
 def draw_cost(n: int, m: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,9 +100,8 @@ def test_a_filled_plan(size: tuple[int, int], epsilon: float) -> None:
     assert value >= primal_value(cost, a, b, plan + filling, epsilon) - 1e-12
 
 
+@pytest.mark.parametrize(("size", "scale"), [(1, 1.0), (2, 0.01), (33, 0.01), (33, 1.0)])
 @pytest.mark.parametrize("epsilon", EPSILONS)
-@pytest.mark.parametrize("size", [1, 2, 33])
-@pytest.mark.parametrize("scale", [0.01, 1.0])
 def test_a_balanced_plan(size: int, epsilon: float, scale: float) -> None:
     cost, a, _ = draw_cost(size, size, seed=size)
     cost = cost + cost.T
@@ -124,8 +123,8 @@ def test_a_balanced_plan(size: int, epsilon: float, scale: float) -> None:
     torch.testing.assert_close(value, primal_value(cost, a, a, balanced, epsilon))
 
 
-@pytest.mark.parametrize("epsilon", EPSILONS)
-def test_a_balanced_plan_of_sums_known_to_an_interval(epsilon: float) -> None:
+def test_a_balanced_plan_of_sums_known_to_an_interval() -> None:
+    epsilon = 0.5
     cost, a, _ = draw_cost(33, 33, seed=1)
     cost = cost + cost.T
     f = torch.sin(torch.arange(33).double()) / 10
@@ -157,53 +156,20 @@ def test_the_interval_of_a_diagonal() -> None:
         torch.testing.assert_close(end, (1 + sign * 0.125) * rows - entries)
 
 
-def test_a_balanced_plan_is_off_in_the_second_order() -> None:
-    cost, a, _ = draw_cost(20, 20, seed=0)
-    cost = (cost + cost.T).fill_diagonal_(0)
-    truth, f, g = reference.entropic_transport(cost, a, a, 0.2)
-    operator, excess = MatrixOperator(cost, a, a), []
-    for scale in (1e-3, 1e-2):
-        moved = (f + g) / 2 + scale * torch.sin(torch.arange(20).double())
-        moved = moved - 0.1 * reference.plan(cost, a, a, moved, moved, 0.2).sum().log()
-        rows = reference.plan(cost, a, a, moved, moved, 0.2).sum(1)
-        diagonal = reference.plan(cost, a, a, moved, moved, 0.2).diagonal()
-        sums = RowSums(rows - diagonal, rows - diagonal)
-        excess.append(float(balanced_value(operator, moved, sums, 0.2)) - truth)
-    assert 80 < excess[1] / excess[0] < 120
-
-
-def separable(epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
-    """A cost p_i + q_j, whose optimal plan is the product at any epsilon, p, q and its value."""
-    _, a, b = draw_cost(9, 6, seed=3)
-    p, q = torch.linspace(0.5, 2, 9).double(), torch.linspace(1, 3, 6).double()
-    truth, _, _ = reference.entropic_transport(p[:, None] + q, a, b, epsilon)
-    return p, q, p[:, None] + q, a, b, truth
-
-
 @pytest.mark.parametrize("epsilon", EPSILONS)
-@pytest.mark.parametrize("kept", [1.0, 0.9, 0.5, 0.01])
+@pytest.mark.parametrize("kept", [1.0, 0.5, 0.01])
 def test_a_filled_plan_is_attained_where_the_product_is_optimal(
     epsilon: float, kept: float
 ) -> None:
-    """Whatever share of the product is filled up with the product."""
-    p, q, cost, a, b, truth = separable(epsilon)
+    """Of a cost p_i + q_j; whatever share of the product is filled up with the product."""
+    _, a, b = draw_cost(9, 6, seed=3)
+    p, q = torch.linspace(0.5, 2, 9).double(), torch.linspace(1, 3, 6).double()
+    cost = p[:, None] + q
+    truth, _, _ = reference.entropic_transport(cost, a, b, epsilon)
     f = p + epsilon * math.log(kept)
     operator = MatrixOperator(cost, a, b)
     found = filled(operator, (f, q), (kept * a, kept * b), epsilon)
     assert_nearly_attained(truth, found, 1 - 1e-9)
-
-
-@pytest.mark.parametrize("epsilon", EPSILONS)
-def test_a_balanced_plan_is_attained_at_the_optimum(epsilon: float) -> None:
-    cost, a, _ = draw_cost(20, 20, seed=0)
-    cost = cost + cost.T
-    truth, f, g = reference.entropic_transport(cost, a, a, epsilon)
-    f = (f + g) / 2
-    plan = reference.plan(cost, a, a, f, f, epsilon)
-    outside = plan.sum(1) - plan.diagonal()
-    operator = MatrixOperator(cost, a, a)
-    found = balanced_value(operator, f, RowSums(outside, outside), epsilon)
-    assert abs(float(found) - truth) <= 1e-9 * (1 + truth)
 
 
 def test_a_balanced_plan_is_attained_by_points_far_apart_at_any_potential() -> None:
@@ -261,7 +227,7 @@ def test_the_slack_of_a_filled_plan() -> None:
 def test_the_slack_of_a_filled_plan_holds(epsilon: float) -> None:
     """Of optimal plans, of which nothing is missing: there logarithms are the steepest."""
     relative = 1e-4
-    for seed in range(20):
+    for seed in range(4):
         cost, a, b = draw_cost(7, 5, seed=seed)
         truth, f, g = reference.entropic_transport(cost, a, b, epsilon)
         operator = MatrixOperator(cost, a, b)
@@ -273,4 +239,4 @@ def test_the_slack_of_a_filled_plan_holds(epsilon: float) -> None:
         found = filled(operator, (f, g), (rows, columns), epsilon)
         size = a @ torch.where(a > 0, f, 0).abs() + b @ torch.where(b > 0, g, 0).abs()
         spread = torch.tensor(operator.costs.spread)
-        assert abs(float(found) - truth) <= filled_slack(relative, size, spread, epsilon)
+        assert abs(float(found) - truth) <= filled_slack(relative, size, spread, epsilon), seed
