@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from otdd_flash.files.json_file import write_json
+from otdd_flash.files.atomic import write_json
 from otdd_flash.version import __version__
 
 RESULTS = Path(__file__).parent / "results"

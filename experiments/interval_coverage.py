@@ -39,26 +39,27 @@ import otdd_flash as otdd
 from experiments.dense_distances import Sides, class_table, costs, distances, moments
 from experiments.environment import RESULTS, environment, write_result
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling.draws import subsample
+from otdd_flash.sampling.comparison import subsample
 from otdd_flash.sampling.subsampling import (
     DEFAULT_FRACTION,
     MOST_EXCESS,
     deviation_interval,
     sampling_rate,
 )
-from otdd_flash.sliced.distances import chunk_distances, prepare
-from otdd_flash.sliced.draws import DRAWS_PER_CHUNK, Draws, draw_chunk
+from otdd_flash.sliced.distances import DRAWS_PER_CHUNK, Draws, chunk_distances, draw_chunk, prepare
 from otdd_flash.sliced.result import LEAST_DRAWS, intervals
 from otdd_flash.sliced.tails import tail_excess
-from otdd_flash.study.statistics.jackknife import (
+from otdd_flash.study.statistics.statistics import (
     LEVEL,
+    PairTable,
     Replicates,
+    Statistic,
     correlation_interval,
     fisher,
+    pearson,
     replicates,
+    spearman,
 )
-from otdd_flash.study.statistics.pairs import PairTable
-from otdd_flash.study.statistics.statistics import Statistic, pearson, spearman
 
 NAME = "interval_coverage"
 # Tasks, and families if they are the units.

@@ -16,7 +16,7 @@ import timm
 import torch
 from torch import Tensor
 
-from otdd_flash.extractors.timm_shapes import TABLE, shapes_digest
+from otdd_flash.extractors.checkpoint import TABLE, shapes_digest
 
 Shapes = Iterable[Sequence[int]]
 

@@ -35,18 +35,22 @@ import numpy as np
 from hydra import compose, initialize_config_module
 
 from experiments.environment import RESULTS, environment, write_result
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
-from otdd_flash.commands.study import StudySettings, study_of
-from otdd_flash.commands.tasks import load_tasks
-from otdd_flash.files.json_file import write_json
+from otdd_flash.commands.study import StudySettings, load_tasks, study_of
+from otdd_flash.files.atomic import write_json
 from otdd_flash.report.figures.page import INK, SOURCE_COLOR, new_figure, save_picture
 from otdd_flash.report.study.writing import write_study_report
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import StudyResult
-from otdd_flash.study.statistics.jackknife import correlation_interval, replicates
-from otdd_flash.study.statistics.pairs import Mask, PairTable
-from otdd_flash.study.statistics.statistics import regret, spearman
+from otdd_flash.study.statistics.statistics import (
+    Mask,
+    PairTable,
+    correlation_interval,
+    regret,
+    replicates,
+    spearman,
+)
 from otdd_flash.study.study import Study
 
 TARGET_SAMPLES, EPSILON_RELATIVE = 100, 0.01

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from otdd_flash.solver.transport_map import transport_map
     from otdd_flash.study.result import StudyResult
     from otdd_flash.study.study import Study
-    from otdd_flash.study.transfer.settings import Transfer
+    from otdd_flash.study.transfer.networks import Transfer
 
 __all__ = [
     "CGOptions",
@@ -182,7 +182,7 @@ _HOMES = {
     "Stepping": "otdd_flash.flows.stepping",
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
-    "Transfer": "otdd_flash.study.transfer.settings",
+    "Transfer": "otdd_flash.study.transfer.networks",
     "SinkhornHessian": "otdd_flash.solver.hessian",
     "SlicedResult": "otdd_flash.sliced.result",
     "SmallPlans": "otdd_flash.batched.small_plans",

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 def job(config: DictConfig) -> int:
     """Carry out one job and return its exit code."""
     # Imported here: help is shown without what computes.
-    from otdd_flash.commands.progress import importing
+    from otdd_flash.commands.messages import importing
 
     with importing():
         from otdd_flash.commands.adapt import adapt
-        from otdd_flash.commands.runner import run_job
+        from otdd_flash.commands.outcome import run_job
 
     return run_job(adapt, config)
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from otdd_flash.arguments.comparisons import DATASET_DISTANCE
 from otdd_flash.checks import takes
-from otdd_flash.content_mark import Unchanged
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import shared_since, sharing_from_here
 from otdd_flash.eager import computes
+from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import (
     ClassDistances,
     Given,

@@ -17,7 +17,7 @@ from torch import Tensor
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError
-from otdd_flash.files.json_file import json_content, write_json
+from otdd_flash.files.atomic import json_content, write_json
 from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
 from otdd_flash.files.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
 from otdd_flash.files.written_by import (
@@ -30,12 +30,12 @@ from otdd_flash.files.written_by import (
 from otdd_flash.labels import JointClassDistances
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, listing
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.term.result import largest_tolerance
-from otdd_flash.table_columns import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

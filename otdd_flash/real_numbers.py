@@ -22,8 +22,14 @@ from torch import Tensor
 from otdd_flash.checks import check_numbers, shown
 from otdd_flash.errors import InputError
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
-from otdd_flash.raw_labels import is_missing, of_integers, rows_shown
-from otdd_flash.table_columns import Column, columns_of, is_complete
+from otdd_flash.raw_labels import (
+    Column,
+    columns_of,
+    is_complete,
+    is_missing,
+    of_integers,
+    rows_shown,
+)
 
 # float32 and float64 hold every integer up to these.
 LARGEST_INTEGER, LARGEST_IN_DOUBLE = 1 << 24, 1 << 53

@@ -15,14 +15,14 @@ from torch import Tensor
 from otdd_flash.arguments.comparisons import LOAD_RESULT
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
-from otdd_flash.content_mark import Unchanged
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.files.json_file import json_content
+from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
+from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
 from otdd_flash.operators.build import (
@@ -34,6 +34,7 @@ from otdd_flash.operators.build import (
 )
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
+from otdd_flash.raw_labels import frame_of
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
@@ -42,7 +43,6 @@ from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.table_columns import frame_of
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ class DistanceResult:
         Raises:
             InputError: a dataset was changed in place since, or the plan's device is not here.
         """
-        from otdd_flash.report.distance.writing import plot_distance
+        from otdd_flash.report.distance import plot_distance
 
         return plot_distance(self)
 

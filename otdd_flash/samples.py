@@ -17,22 +17,21 @@ from torch import Tensor
 from otdd_flash.arguments import values
 from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
 from otdd_flash.checks import check_fields, takes
-from otdd_flash.content_mark import Mark, mark_of
 from otdd_flash.devices import moved
 from otdd_flash.eager import check_transforms, own_settings, untraced
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
-from otdd_flash.fingerprint import fingerprint
+from otdd_flash.fingerprint import Mark, fingerprint, mark_of
 from otdd_flash.raw_labels import (
     check_unrounded,
     encode_labels,
     missing_rows,
+    names_of_columns,
     one_label_a_row,
     rows_shown,
 )
 from otdd_flash.real_numbers import dense, in_double, in_floating_point, real_tensor
 from otdd_flash.shown import display
-from otdd_flash.table_columns import names_of_columns
 
 # Bytes of features that are compared together.
 BLOCK_BYTES = 1 << 24

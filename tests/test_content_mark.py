@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.content_mark import mark_of, mark_of_tensors
 from otdd_flash.errors import InputError
+from otdd_flash.fingerprint import mark_of, mark_of_tensors
 
 KINDS = np.arange(12) % 3
 

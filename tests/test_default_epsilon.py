@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 
 import otdd_flash as otdd
-from otdd_flash.report.distance.console import summary_table
-from otdd_flash.report.flow.console import flow_table
+from otdd_flash.report.distance import summary_table
+from otdd_flash.report.flow.writing import flow_table
 from otdd_flash.report.pairwise import pairwise_table
-from otdd_flash.report.study.console import study_table
+from otdd_flash.report.study.writing import study_table
 
 DRAW = np.random.default_rng(7)
 # Of different sizes, scales and places, so that every pair has a mean cost of its own.

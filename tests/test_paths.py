@@ -13,7 +13,7 @@ from otdd_flash.checks import path
 from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
 from otdd_flash.data.writing import write_npz
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.report.distance.writing import write_report
+from otdd_flash.report.distance import write_report
 from otdd_flash.report.study.writing import write_study_report
 from tests.refusals import naming
 

@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy
 
 import otdd_flash as otdd
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.extractors.checkpoint import seeded_weights
 from otdd_flash.extractors.network import Network, forward_images
-from otdd_flash.extractors.random_weights import seeded_weights
 
 SEED = 0
 BATCH = 512

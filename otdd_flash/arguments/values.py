@@ -60,8 +60,8 @@ SCHEDULE_CLASS = "otdd_flash.solver.schedules.base.Schedule"
 STEPPING_CLASS = "otdd_flash.flows.stepping.Stepping"
 FLOW_CLASS = "otdd_flash.flows.flow.Flow"
 CALLBACKS_CLASS = "otdd_flash.flows.flow.Callbacks"
-FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.base.WeightedFunctional"
-TRANSFER_CLASS = "otdd_flash.study.transfer.settings.Transfer"
+FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.build.WeightedFunctional"
+TRANSFER_CLASS = "otdd_flash.study.transfer.networks.Transfer"
 CHECKPOINTS_CLASS = "otdd_flash.flows.checkpoint.Checkpoints"
 
 positive = number("be positive and finite", lambda value: 0 < value < math.inf)

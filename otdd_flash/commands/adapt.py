@@ -10,9 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.commands.interrupts import interrupts_noted
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
 from otdd_flash.commands.settings import (
     ComparisonSettings,
     DatasetPairSettings,
@@ -26,7 +24,7 @@ from otdd_flash.commands.tracked import track_flow
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.differentiable import differentiable
-from otdd_flash.files.json_file import write_json
+from otdd_flash.files.atomic import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.flow import Callbacks, Flow
@@ -34,9 +32,8 @@ from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.report.figures.drawing import Report, write_each
-from otdd_flash.report.flow.console import flow_table
-from otdd_flash.report.flow.writing import write_flow_report
+from otdd_flash.report.figures.page import Report, write_each
+from otdd_flash.report.flow.writing import flow_table, write_flow_report
 from otdd_flash.shown import interval
 
 logger = logging.getLogger("otdd_flash.flow")

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from otdd_flash.errors import InputError
-from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.atomic import lock, unlock
 
 LOCK_FILE = ".lock"
 CHECKPOINT = "checkpoint.json"

@@ -1,18 +1,20 @@
-"""The work of `python -m otdd_flash.distance`: one distance, and all about it in a folder."""
+"""The work of `python -m otdd_flash.distance`: one distance, and all about it in a folder.
+
+The sampling error that a command was asked for: checked before the solve, measured after it.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
-from otdd_flash.commands.sampling import check_request, check_sampling, measure_sampling
+from otdd_flash.commands.messages import Phases, Terminal
+from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import (
     ComparisonSettings,
     DatasetPairSettings,
@@ -21,20 +23,21 @@ from otdd_flash.commands.settings import (
     parse,
     recorded,
 )
-from otdd_flash.commands.sides import prepare_sides
+from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.commands.tracked import track_distance
 from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
-from otdd_flash.files.json_file import write_json
+from otdd_flash.files.atomic import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
-from otdd_flash.labels import ClassDistances, Given, NoLabels, Sinkhorn
+from otdd_flash.labels import ClassDistances, Given, LabelMetric, NoLabels, Sinkhorn
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.report.distance.console import summary_table
-from otdd_flash.report.distance.contributions import write_contributions
-from otdd_flash.report.distance.nearest_classes import nearest_table
-from otdd_flash.report.distance.writing import write_report
-from otdd_flash.report.figures.drawing import Report, write_each
+from otdd_flash.report.contributions import write_contributions
+from otdd_flash.report.distance import nearest_table, summary_table, write_report
+from otdd_flash.report.figures.page import Report, write_each
 from otdd_flash.result import DistanceResult
+from otdd_flash.sampling import noise_floor, subsample_interval
+from otdd_flash.sampling.halves import check_halves
+from otdd_flash.sampling.subsampling import check_count, check_subsamples
 from otdd_flash.shown import interval
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -238,3 +241,67 @@ def _class_distance_gap(table: ClassDistances) -> float | None:
     if table.lower is None or table.upper is None:
         return None
     return float((table.upper - table.lower).max())
+
+
+LEVEL = 0.95
+
+
+def check_request(settings: SamplingSettings) -> None:
+    """Raise an `InputError` for what no data can meet."""
+    if settings.subsample is not None:
+        check_count(settings.subsample, LEVEL)
+    elif settings.subsample_size is not None:
+        raise InputError(
+            f"subsample_size={settings.subsample_size} needs subsample=K, the number of subsamples"
+        )
+
+
+def check_sampling(
+    settings: SamplingSettings, sides: Sides, metric: LabelMetric, min_class_size: int | None
+) -> None:
+    """Raise an `InputError` where these datasets are too small, before they are compared."""
+    rows = (sides.source, sides.target)
+    if settings.subsample is not None:
+        check_subsamples(*rows, settings.subsample_size, metric, min_class_size)
+    if settings.noise_floor:
+        check_halves(*rows, metric, min_class_size)
+
+
+def measure_sampling(
+    settings: SamplingSettings,
+    result: DistanceResult,
+    phases: Phases,
+    *,
+    seed: int,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """What result.json says of the sampling error, under the names of the settings.
+
+    Args:
+        settings: what was asked for.
+        result: the distance between the whole datasets.
+        phases: gets the phase "sampling".
+        seed: of the draws.
+        **arguments: of `dataset_distance`, where they do not follow from the result.
+    """
+    compute = replace(result.compute, group=leading())
+    arguments |= {"epsilon": result.epsilon, "compute": compute, **asdict(result.cost)}
+    rows = (result.source, result.target)
+    content: dict[str, Any] = {}
+    if settings.subsample is not None:
+        with phases.phase("sampling", "subsamples") as progress:
+            content["subsample"] = subsample_interval(
+                *rows,
+                result.value,
+                count=settings.subsample,
+                size=settings.subsample_size,
+                level=LEVEL,
+                seed=seed,
+                progress=progress,
+                **arguments,
+            ).to_dict()
+    if settings.noise_floor:
+        with phases.phase("sampling", "halves") as progress:
+            floor = noise_floor(*rows, seed=seed, progress=progress, **arguments)
+        content["noise_floor"] = floor.to_dict()
+    return content

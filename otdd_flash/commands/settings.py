@@ -1,19 +1,23 @@
-"""Typed settings of the commands: what Hydra composed, checked against dataclasses."""
+"""Typed settings of the commands: what Hydra composed, checked against dataclasses.
+
+What a key takes, in words, read off the dataclass that the settings become.
+"""
 
 from __future__ import annotations
 
 import secrets
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar, cast
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from otdd_flash.arguments.comparisons import COMPARING
+from otdd_flash.checks import LONGEST_SHOWN
 from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
-from otdd_flash.commands.mistyped import mistyped
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.start import conceal_environment
 from otdd_flash.errors import DataNotice, InputError, choose
@@ -21,9 +25,9 @@ from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.labels import METRICS, LabelMetric, fields_of, metric_named
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.report.class_order import ORDERS
-from otdd_flash.report.figures.drawing import CONTENTS
-from otdd_flash.shown import hidden
+from otdd_flash.report.figures.heat_maps import ORDERS
+from otdd_flash.report.figures.page import CONTENTS
+from otdd_flash.shown import display, hidden
 from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.epsilon import refuse_both
@@ -323,3 +327,55 @@ def _set_apart(plain: Any) -> Any:
         kept = {key: value for key, value in labels.items() if key in known}
         return {**plain, "labels": {**kept, "parameters": more}}
     return plain
+
+
+WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+def mistyped(schema: type, key: str, value: Any) -> InputError | None:
+    """The error for a value that a key does not take; None where the key says nothing of that.
+
+    Args:
+        schema: the dataclass of all settings.
+        key: dotted.
+        value: what was given.
+    """
+    accepted = _accepted(schema, key)
+    if accepted is None:
+        return None
+    return InputError(f"{key} must be {accepted}, got {display(_written(value), LONGEST_SHOWN)}")
+
+
+def _written(value: Any) -> str:
+    """A value as the command line writes it, text in quotes."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _accepted(schema: Any, key: str) -> str | None:
+    for part in key.split("."):
+        optional, kinds = _kinds(schema)
+        hints = get_type_hints(kinds[0]) if is_dataclass(kinds[0]) else {}
+        if part not in hints:
+            return None
+        schema = hints[part]
+    optional, kinds = _kinds(schema)
+    if len(kinds) != 1:
+        return None
+    kind = get_origin(kinds[0]) or kinds[0]
+    words = "a mapping" if is_dataclass(kind) else WORDS.get(kind)
+    return words and (f"{words} or null" if optional else words)
+
+
+def _kinds(hint: Any) -> tuple[bool, list[Any]]:
+    """Whether a type takes None, and what else it takes."""
+    kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+    return NoneType in kinds, [kind for kind in kinds if kind is not NoneType]

@@ -1,11 +1,14 @@
-"""From the settings of both sides to the labelled features that are compared."""
+"""From the settings of both sides to the labelled features that are compared.
+
+Which data a command labels by clusters, as their keys say it: pseudo_labels and k.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,25 +16,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from otdd_flash.commands.clustering import clustered, without_clustering
-from otdd_flash.commands.progress import Phases
+from otdd_flash.arguments.datasets import CLUSTERING
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import DatasetPairSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.pseudo_labels import label_parts
 from otdd_flash.data.registry import load
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
-from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.network import Extractor
 from otdd_flash.extractors.pixel_values import PixelValues
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
 
 # Keys of an extractor's configuration that are arguments of `embed`.
 EMBEDDING = ("batch_size", "mixed_precision", "num_workers")
+
+
 OTHER = {"source": "target", "target": "source"}
+
+
 # What an extractor imports when it is built, which takes seconds.
 LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "text": "sentence_transformers"}
+
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +228,33 @@ def _subset(
     order = np.argsort(loaded.rows, kind="stable")
     positions = order[np.searchsorted(loaded.rows, chosen.rows, sorter=order)]
     return samples.take(torch.from_numpy(positions), subset_hash=chosen.subset_hash)
+
+
+KEYS = ("pseudo_labels", "k")
+
+
+def without_clustering(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a dataset that `load` takes, the others checked.
+
+    Raises:
+        InputError: no such way of labelling, or a number of clusters that nothing asks for.
+    """
+    method, k = (CLUSTERING[key](key, node.get(key)) for key in KEYS)
+    if k is not None and method is None:
+        raise InputError(f"k={k} needs pseudo_labels=kmeans, which makes so many clusters")
+    return {key: value for key, value in node.items() if key not in KEYS}
+
+
+def clustered(
+    parts: Sequence[LabeledSamples], node: Mapping[str, Any], k: int | None, seed: int
+) -> list[LabeledSamples]:
+    """Parts of one dataset with the labels that its keys ask for: the clusters of the first part.
+
+    Raises:
+        InputError: clusters are asked for, and `k` is None or out of its range.
+    """
+    if node.get("pseudo_labels") is None:
+        return list(parts)
+    if k is None:
+        raise InputError("pseudo_labels needs k=K, the number of clusters")
+    return label_parts(parts, k, seed)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases, Terminal
 from otdd_flash.commands.settings import LogSettings
 from otdd_flash.errors import DataNotice, MissingFileNotice
 from otdd_flash.integrations.tensorboard import EVENTS
@@ -29,7 +28,7 @@ from otdd_flash.integrations.tracking import (
     track,
     unfollowed,
 )
-from otdd_flash.report.figures.drawing import Report
+from otdd_flash.report.figures.page import Report
 from otdd_flash.shown import display
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.data.array_inputs import as_inputs
-from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.data.table import find_weights, read_table
 from otdd_flash.errors import InputError

@@ -1,16 +1,20 @@
-"""A labelled dataset as it was read: raw inputs, class indices, optional weights."""
+"""A labelled dataset as it was read: raw inputs, class indices, optional weights.
+
+A sequence whose items are read when they are asked for.
+
+Arrays as inputs: vectors or images, by their shape.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 from otdd_flash.raw_labels import (
     check_one_dimensional,
@@ -20,7 +24,14 @@ from otdd_flash.raw_labels import (
     raw_values,
     without_fractions,
 )
-from otdd_flash.real_numbers import in_double, real_tensor
+from otdd_flash.real_numbers import (
+    LARGEST_INTEGER,
+    check_integers,
+    exact_array,
+    in_double,
+    largest_integer,
+    real_tensor,
+)
 from otdd_flash.samples import check_masses
 
 Modality = Literal["image", "text", "array"]
@@ -252,3 +263,108 @@ def _known(values: NDArray[Any] | None) -> NDArray[Any]:
 
 def _hash_of(rows: NDArray[np.int64]) -> str:
     return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
+
+
+class LazyItems(Sequence[Any]):
+    """Items fetched one at a time by row number; a slice gives a list.
+
+    Args:
+        fetch: reads the item at one row.
+        rows: (n,) the rows of which this sequence consists, in order.
+        files: the file behind each row number, where every item is one file.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[int], Any],
+        rows: NDArray[np.int64],
+        files: Sequence[str] | None = None,
+    ) -> None:
+        self._fetch = fetch
+        self._rows = rows
+        self._files = files
+
+    @property
+    def paths(self) -> list[str] | None:
+        """The n files of the items, or None where items are not files."""
+        if self._files is None:
+            return None
+        return [self._files[row] for row in self._rows.tolist()]
+
+    @classmethod
+    def chain(cls, parts: Sequence[Sequence[Any] | NDArray[Any]]) -> LazyItems:
+        """Several sequences read one after the other."""
+        ends = np.cumsum([len(part) for part in parts])
+        return cls(_Chained(parts, ends), np.arange(int(ends[-1])))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self._fetch(row) for row in self._rows[index].tolist()]
+        return self._fetch(int(self._rows[index]))
+
+    def take(self, rows: NDArray[np.int64]) -> LazyItems:
+        """The items at these positions, still unread."""
+        return LazyItems(self._fetch, self._rows[rows], self._files)
+
+
+@dataclass(frozen=True)
+class _Chained:
+    """Reads the items of several sequences, of which each ends before `ends`."""
+
+    parts: Sequence[Sequence[Any] | NDArray[Any]]
+    ends: NDArray[np.int64]
+
+    def __call__(self, row: int) -> Any:
+        part = int(np.searchsorted(self.ends, row, side="right"))
+        start = 0 if part == 0 else int(self.ends[part - 1])
+        return self.parts[part][row - start]
+
+
+CHANNELS = (1, 3, 4)
+
+
+def as_inputs(values: NDArray[Any], where: str) -> tuple[NDArray[Any], Modality]:
+    """Vectors (n, d) as modality "array", images (n, h, w) or (n, h, w, c) as "image".
+
+    Images of uint8, uint16, bool and floats stay as they are, as their type says what is white;
+    those of other integers become uint8 within 0 to 255. Vectors of integers that float32 does not
+    hold become float64, which has to hold them.
+
+    Args:
+        values: numbers.
+        where: the file and key, for the message.
+
+    Raises:
+        InputError: the values are not numbers, have another shape or would be rounded.
+    """
+    values = exact_array(what := f"{where}: inputs", values)
+    if values.dtype.kind not in "fiub":
+        raise InputError(f"{where}: inputs must be numbers, got {values.dtype}")
+    if values.ndim == 2:
+        large = largest_integer(values) > LARGEST_INTEGER
+        return in_double(what, real_tensor(what, values)).numpy() if large else values, "array"
+    if values.ndim == 3 or (values.ndim == 4 and values.shape[3] in CHANNELS):
+        check_integers(where, values)
+        return _as_pixels(values), "image"
+    raise InputError(
+        f"{where}: inputs must have shape (n, d), or (n, h, w) or (n, h, w, c) with {CHANNELS} "
+        f"channels last for images; got {values.shape}"
+    )
+
+
+def _as_pixels(values: NDArray[Any]) -> NDArray[Any]:
+    kind, size = values.dtype.kind, values.dtype.itemsize
+    if kind in "fb" or (kind == "u" and size <= 2) or values.size == 0:
+        return values
+    if values.min() < 0 or values.max() > 255:
+        return values.astype(np.float32)
+    return values.astype(np.uint8)

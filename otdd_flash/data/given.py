@@ -45,22 +45,27 @@ from otdd_flash.arguments.values import (
     holds_items,
 )
 from otdd_flash.checks import is_a, shown
-from otdd_flash.data.array_inputs import CHANNELS, as_inputs
-from otdd_flash.data.dataset import LabeledDataset, Modality, join_inputs, take_inputs
+from otdd_flash.data.dataset import (
+    CHANNELS,
+    LabeledDataset,
+    LazyItems,
+    Modality,
+    as_inputs,
+    join_inputs,
+    take_inputs,
+)
 from otdd_flash.data.hugging_face import labeled_table
 from otdd_flash.data.images import plain_item
-from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
 from otdd_flash.data.torchvision_class import known_labels, stored_images
 from otdd_flash.distributed.ranks import Progress
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, prefixed, warn
 from otdd_flash.importing import user_code
-from otdd_flash.raw_labels import raw_values, without_fractions
+from otdd_flash.raw_labels import names_of_columns, raw_values, without_fractions
 from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
 from otdd_flash.samples import LabeledSamples, SamplesOrArrays
 from otdd_flash.shown import listing
-from otdd_flash.table_columns import names_of_columns
 
 if TYPE_CHECKING:
     import datasets

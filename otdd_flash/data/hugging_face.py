@@ -15,17 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.checks import shown
-from otdd_flash.data.array_inputs import as_inputs
-from otdd_flash.data.columns import choose_columns
-from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.dataset import LabeledDataset, LazyItems, as_inputs
 from otdd_flash.data.images import open_image, plain_image, rgb_image
-from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
-from otdd_flash.data.table import check_rounded_text, check_spelled
+from otdd_flash.data.table import check_rounded_text, check_spelled, choose_columns
 from otdd_flash.errors import InputError
 from otdd_flash.offline import ALLOW, is_address, network
+from otdd_flash.raw_labels import columns_of
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, side_by_side
-from otdd_flash.table_columns import columns_of
 
 FILE_FORMATS = {
     ".parquet": "parquet",

@@ -1,4 +1,7 @@
-"""IDX files, the format that MNIST was published in, gzipped or not."""
+"""IDX files, the format that MNIST was published in, gzipped or not.
+
+USPS: postal digits, 16 x 16, from torchvision's archive or from IDX files.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.data.array_inputs import as_inputs
-from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.dataset import LabeledDataset, as_inputs, concatenate
 from otdd_flash.data.request import Request, reading
+from otdd_flash.data.torchvision_class import read_class
 from otdd_flash.errors import InputError
 
 # The third byte of the magic number names the element type; all are stored big-endian.
@@ -67,3 +70,47 @@ def _decode(content: bytes, path: Path) -> NDArray[Any]:
         )
     values = np.frombuffer(content, dtype, offset=header).reshape(shape)
     return values.astype(dtype.newbyteorder("="))
+
+
+ARCHIVES = {"train": "usps.bz2", "test": "usps.t.bz2"}
+
+
+STEMS = {"train": "train", "test": "t10k"}
+
+
+def read_usps(request: Request) -> LabeledDataset:
+    """Read the digits as uint8 images (n, 16, 16).
+
+    `root/usps.bz2` (and usps.t.bz2 for the test part) is read through torchvision where it is
+    there; else the IDX files in `root/USPS/raw`, gzipped or not.
+
+    Raises:
+        InputError: neither is there and downloading is not allowed, or a file is damaged.
+    """
+    parts = request.parts()
+    archives = all((request.root / ARCHIVES[part]).exists() for part in parts)
+    files = [[_idx_file(request, part, kind) for kind in ("images", "labels")] for part in parts]
+    if archives or (request.download and not all(path.exists() for pair in files for path in pair)):
+        return read_class(request, "USPS", class_names=[str(digit) for digit in range(10)])
+    datasets = [_read_pair(request, images, labels) for images, labels in files]
+    return concatenate(datasets, request.title)
+
+
+def _read_pair(request: Request, images: Path, labels: Path) -> LabeledDataset:
+    for path in (images, labels):
+        if not path.exists():
+            raise request.missing(f"{request.root.absolute() / ARCHIVES['train']}, and no {path}")
+    return LabeledDataset.from_raw(
+        read_idx(images),
+        read_idx(labels),
+        class_names=[str(digit) for digit in range(10)],
+        modality="image",
+        name=request.title,
+    )
+
+
+def _idx_file(request: Request, part: str, kind: str) -> Path:
+    rank = 3 if kind == "images" else 1
+    plain = request.root.absolute() / "USPS" / "raw" / f"{STEMS[part]}-{kind}-idx{rank}-ubyte"
+    packed = plain.with_name(f"{plain.name}.gz")
+    return packed if packed.exists() and not plain.exists() else plain

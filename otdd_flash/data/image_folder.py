@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.dataset import LabeledDataset, LazyItems
 from otdd_flash.data.images import extensions, open_image
-from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import DataNotice, InputError, warn
 

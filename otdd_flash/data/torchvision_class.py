@@ -1,4 +1,7 @@
-"""Any labelled image dataset of torchvision.datasets, by class name."""
+"""Any labelled image dataset of torchvision.datasets, by class name.
+
+MNIST and Fashion-MNIST through torchvision's own classes.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otdd_flash.data.array_inputs import CHANNELS
-from otdd_flash.data.dataset import LabeledDataset, concatenate
+from otdd_flash.data.dataset import CHANNELS, LabeledDataset, LazyItems, concatenate
 from otdd_flash.data.images import open_image, plain_item
-from otdd_flash.data.lazy_items import LazyItems
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError, choose
 from otdd_flash.offline import network
 
 # Classes that unpickle files of any content. CIFAR10 and CIFAR100 compare MD5 sums before.
 UNPICKLING = ("LSUN", "LSUNClass")
+
 
 # The base of the other classes, which has no items.
 ABSTRACT = "VisionDataset"
@@ -225,3 +227,13 @@ def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
     if values.ndim == 4 and values.shape[3] not in CHANNELS:
         return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
     return values
+
+
+def read_mnist(request: Request) -> LabeledDataset:
+    """Read handwritten digits from `root/MNIST/raw` as uint8 images (n, 28, 28)."""
+    return read_class(request, "MNIST", class_names=[str(digit) for digit in range(10)])
+
+
+def read_fashion_mnist(request: Request) -> LabeledDataset:
+    """Read clothing from `root/FashionMNIST/raw` as uint8 images (n, 28, 28)."""
+    return read_class(request, "FashionMNIST")

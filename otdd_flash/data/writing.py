@@ -17,7 +17,7 @@ from otdd_flash.checks import takes
 from otdd_flash.data.hugging_face import without_progress_bars
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing_folder
-from otdd_flash.files.npz_file import write_arrays
+from otdd_flash.files.tensor_file import write_arrays
 from otdd_flash.samples import LabeledSamples
 
 ImageShape = tuple[int, int, int]

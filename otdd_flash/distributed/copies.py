@@ -11,8 +11,8 @@ import weakref
 
 from torch import Tensor
 
-from otdd_flash.content_mark import Mark, mark_of_tensors
 from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.fingerprint import Mark, mark_of_tensors
 
 
 class Copied:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from otdd_flash.arguments.transport import LED
 from otdd_flash.checks import takes
-from otdd_flash.content_mark import Mark
 from otdd_flash.distributed.exchange import Exchange, others_heard
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
+from otdd_flash.fingerprint import Mark
 from otdd_flash.version import __version__
 
 if TYPE_CHECKING:

@@ -10,20 +10,15 @@ One that an installed package adds is found here by its name, `otdd.extractors.t
 from functools import partial
 from typing import Any
 
-from otdd_flash.extractors.base import Extractor
-from otdd_flash.extractors.efficientnet import efficientnet_lite0
 from otdd_flash.extractors.embedding import embed
 from otdd_flash.extractors.imported_function import from_callable
+from otdd_flash.extractors.linear_maps import reduce_pca, standardize
 from otdd_flash.extractors.module_features import from_module
-from otdd_flash.extractors.pixel_values import pixels
-from otdd_flash.extractors.projection import reduce_pca
-from otdd_flash.extractors.raw_vectors import identity
+from otdd_flash.extractors.network import Extractor
+from otdd_flash.extractors.pixel_values import identity, pixels
 from otdd_flash.extractors.registry import FACTORIES, build_extractor
-from otdd_flash.extractors.sentence_embedding import text
-from otdd_flash.extractors.standardization import standardize
-from otdd_flash.extractors.timm_models import timm
-from otdd_flash.extractors.torchvision_models import torchvision
-from otdd_flash.extractors.word_embedding import wordllama
+from otdd_flash.extractors.sentence_embedding import text, wordllama
+from otdd_flash.extractors.vision_models import efficientnet_lite0, timm, torchvision
 
 __all__ = [
     "Extractor",

@@ -1,26 +1,46 @@
-"""Weights from a checkpoint file into a network without a head, and nothing left to chance."""
+"""Weights from a checkpoint file into a network without a head, and nothing left to chance.
+
+Which models of timm have tensors of given shapes, without building its 1,400 models.
+
+`timm_shapes.json` holds for every model of timm 1.0.31 without its classifier a digest of its
+tensors' shapes, whatever their names and order; `experiments.timm_shapes` writes it. Digests of
+shapes are added, so that a classifier, whose number of classes is anybody's, can be taken off a
+checkpoint's. What is found is built and compared before it is named, since timm changes.
+
+Networks without trained weights: allowed, reproducible, and said aloud.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Size, Tensor, nn
 
-from otdd_flash.errors import InputError
-from otdd_flash.extractors.timm_shapes import models_like
-from otdd_flash.files.tensor_file import DamagedFileError
-from otdd_flash.files.torch_file import load_torch_file
+from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.files.tensor_file import DamagedFileError, load_torch_file
 
 # How training scripts wrap the weights: under a key, or with a prefix on every name.
 WRAPPERS = ("state_dict", "model")
+
+
 PREFIXES = ("module.", "_orig_mod.")
+
+
 NAMED = 3
+
+
 # Models of timm that are built to see whether a checkpoint fits them, a second each.
 BUILT = 8
+
+
 GIVE_ANOTHER = "it is damaged, or no checkpoint: give an undamaged .pt, .pth or .safetensors file"
 
 
@@ -161,3 +181,71 @@ def _mismatches(
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+
+
+TABLE = Path(__file__).with_name("timm_shapes.json")
+
+
+MODULUS = 1 << 64
+
+
+def shapes_digest(shapes: Iterable[Size | tuple[int, ...]]) -> int:
+    """Return the sum of the digests of shapes, without those of numbers such as batch counters."""
+    return sum(_digest(tuple(shape)) for shape in shapes if len(shape)) % MODULUS
+
+
+def models_like(state: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield models whose tensors have the shapes of a checkpoint's but for its classifier.
+
+    Yields:
+        Name and module, on the device meta and without its classifier.
+    """
+    import timm
+
+    table: dict[str, str] = json.loads(TABLE.read_text(encoding="utf-8"))
+    for digest in _without_classifier(state):
+        for name in table.get(f"{digest:016x}", "").split():
+            if not timm.is_model(name):
+                continue
+            with torch.device("meta"):
+                module = timm.create_model(name, num_classes=0)
+            if shapes_digest(t.shape for t in module.state_dict().values()) == digest:
+                yield name, module
+
+
+def _without_classifier(state: Mapping[str, Tensor]) -> list[int]:
+    """Return digests of a checkpoint's shapes, whole and without what may be its classifier."""
+    whole = shapes_digest(tensor.shape for tensor in state.values())
+    digests = [whole]
+    for tensor in state.values():
+        # A layer (k, d), as a convolution (k, d, 1, 1) too, with a bias (k,) or without.
+        if tensor.ndim < 2 or tensor.shape[2:].numel() > 1:
+            continue
+        for head in ([tensor.shape], [tensor.shape, tensor.shape[:1]]):
+            # Distilled transformers have two.
+            digests += [(whole - count * shapes_digest(head)) % MODULUS for count in (1, 2)]
+    return list(dict.fromkeys(digests))
+
+
+def _digest(shape: tuple[int, ...]) -> int:
+    return int.from_bytes(hashlib.sha256(repr(shape).encode()).digest()[:8], "little")
+
+
+@contextmanager
+def seeded_weights(seed: int) -> Iterator[None]:
+    """Initialise weights from `seed`; torch's own generator is afterwards as it was.
+
+    Modules initialise themselves from the global CPU generator: there is no other way to seed them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def notice_random_features(model: str, seed: int, trained: str) -> None:
+    """Warn that `model` was not trained; `trained` is the setting that would give weights."""
+    warn(
+        f"{model} has random weights (seed {seed}), so its features are random; for trained ones "
+        f"give {trained} or extractor.checkpoint=FILE",
+        DataNotice,
+    )

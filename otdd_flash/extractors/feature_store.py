@@ -25,8 +25,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import features_file
-from otdd_flash.files.json_file import write_json
-from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.files.written_by import (
     STAMP,
     LaterFormatError,

@@ -1,4 +1,7 @@
-"""A neural network as an extractor: preparation of one input, then batches through the network."""
+"""A neural network as an extractor: preparation of one input, then batches through the network.
+
+What a feature extractor is: a callable from a batch of raw inputs to a feature matrix.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +20,32 @@ from otdd_flash.data.images import plain_item
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.shown import display
+
+
+@runtime_checkable
+class Extractor(Protocol):
+    """Turns a batch of b raw inputs into features (b, d).
+
+    Attributes:
+        key: identifies the features that the extractor gives: its name, parameters and weights.
+        modalities: which kinds of input it takes, among "image", "text" and "array".
+        cacheable: whether the features cost enough to keep on disk; `key` must then be exact.
+    """
+
+    @property
+    def key(self) -> str:
+        """Equal for two extractors only if they give equal features."""
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """The kinds of input."""
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether features are kept on disk."""
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Features (b, d) of an array with leading dimension b, or of a list of b items."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,15 +12,11 @@ from torch import Tensor
 from otdd_flash.checks import shown, takes
 from otdd_flash.checks import text as text_name
 from otdd_flash.errors import InputError
-from otdd_flash.extractors.base import Extractor
-from otdd_flash.extractors.efficientnet import efficientnet_lite0
 from otdd_flash.extractors.imported_function import from_callable
-from otdd_flash.extractors.pixel_values import pixels
-from otdd_flash.extractors.raw_vectors import identity
-from otdd_flash.extractors.sentence_embedding import text
-from otdd_flash.extractors.timm_models import timm
-from otdd_flash.extractors.torchvision_models import torchvision
-from otdd_flash.extractors.word_embedding import wordllama
+from otdd_flash.extractors.network import Extractor
+from otdd_flash.extractors.pixel_values import identity, pixels
+from otdd_flash.extractors.sentence_embedding import text, wordllama
+from otdd_flash.extractors.vision_models import efficientnet_lite0, timm, torchvision
 from otdd_flash.plugins import Registry, blamed_on
 
 _OWN: dict[str, Callable[..., Extractor]] = {

@@ -1,9 +1,21 @@
-"""The text extractor: sentence embeddings by sentence-transformers (extra `text`)."""
+"""The text extractor: sentence embeddings by sentence-transformers (extra `text`).
+
+The wordllama extractor: texts as means of word vectors that an installed package holds.
+
+The package `wordllama` (19 MB, MIT, extra `text`) holds a table of 256 numbers a token, distilled
+from large language models, and their tokenizer. Both files are read from where it is installed, and
+its own code is not run: that configures logging for the whole process, and version 0.4 looks for
+its tokenizer in the wrong folder and then asks a hub.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from otdd_flash.arguments.datasets import EXTRACTORS
@@ -76,3 +88,78 @@ def encode(module: nn.Module, texts: list[str]) -> Tensor:
     )
     assert isinstance(features, Tensor)
     return features
+
+
+WEIGHTS = Path("weights", "l2_supercat_256.safetensors")
+
+
+TOKENIZER = Path("tokenizers", "l2_supercat_tokenizer_config.json")
+
+
+TABLE = "embedding.weight"
+
+
+class WordVectors(nn.Module):
+    """The mean of the vectors of a text's tokens; zeros for a text without any.
+
+    Args:
+        table: (tokens, d), a vector per token.
+        tokenizer: a `tokenizers.Tokenizer`, whose numbers are rows of the table.
+    """
+
+    def __init__(self, table: Tensor, tokenizer: Any) -> None:
+        super().__init__()
+        self.vectors = nn.EmbeddingBag.from_pretrained(table.float(), mode="mean")
+        self.tokenizer = tokenizer
+
+    def forward(self, texts: list[str]) -> Tensor:
+        """Embed b texts, (b, d)."""
+        tokens = [one.ids for one in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+        starts = torch.tensor([0, *map(len, tokens[:-1])]).cumsum(0)
+        device = self.vectors.weight.device
+        # Long even where no text has a token.
+        numbers = torch.tensor([number for one in tokens for number in one], dtype=torch.long)
+        vectors: Tensor = self.vectors(numbers.to(device), starts.to(device))
+        return vectors
+
+
+def wordllama() -> Network:
+    """Make WordLlama's word vectors an extractor of one vector per text (b, 256).
+
+    A text is the mean of its tokens' vectors, whatever their order; it is not normalised. The
+    weights come with the extra `text` and nothing is fetched. It needs no GPU: a processor embeds
+    thousands of texts a second.
+
+    Raises:
+        InputError: wordllama is not installed, or its version holds other files.
+    """
+    spec = find_spec("wordllama")
+    if spec is None or spec.submodule_search_locations is None:
+        raise InputError("the wordllama extractor needs wordllama: pip install 'otdd-flash[text]'")
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer
+
+    folder, release = Path(next(iter(spec.submodule_search_locations))), version("wordllama")
+    for file in (WEIGHTS, TOKENIZER):
+        if not (folder / file).is_file():
+            raise InputError(
+                f"wordllama {release} in {folder} holds no {file}; install it again, or another "
+                "version: pip install 'wordllama>=0.3'"
+            )
+    table = load_file(folder / WEIGHTS)[TABLE]
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    # The mean is over all tokens of a text, and over no others.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return Network(
+        description=f"wordllama {release} {WEIGHTS.stem}",
+        module=WordVectors(table, tokenizer).eval(),
+        modalities=frozenset({"text"}),
+        prepare=whole_text,
+        forward=_embed,
+    )
+
+
+def _embed(module: nn.Module, texts: list[str]) -> Tensor:
+    vectors: Tensor = module(texts)
+    return vectors

@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.features.pieces import Matrix, Piece
+from otdd_flash.features.feature_file import Matrix, Piece
 
 TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
 

@@ -1,14 +1,22 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all.
+
+Locks that a process holds on files (flock), so that a killed one leaves none behind.
+
+Strict JSON, written whole or not at all.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from otdd_flash.errors import InputError
 
@@ -100,3 +108,106 @@ def cannot_write(path: Path, error: OSError) -> InputError:
 def _beside(path: Path, ending: str) -> Path:
     """A hidden name in the same folder that nothing else has."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{ending}")
+
+
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+def lock(path: Path) -> int | None:
+    """Lock a file, made if it does not exist, for this process.
+
+    Returns:
+        The descriptor that holds the lock, for `unlock`; None where another process has it.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    while True:
+        # Not through a link, which would make a file elsewhere.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o644)
+        if not _taken(descriptor):
+            os.close(descriptor)
+            return None
+        # Its last holder may have removed the file just before: such a lock keeps nobody out.
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        os.close(descriptor)
+
+
+def unlock(path: Path, descriptor: int) -> None:
+    """Let others have a file that this process locked, and remove it."""
+    # While it is held: nobody else can have locked this very file.
+    with suppress(OSError):
+        path.unlink()
+    os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    """Whether nobody else has the lock; where there are no locks, nobody has."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks.
+        return True
+    return True
+
+
+def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Write `data` as indented JSON in its own order, ending with a newline.
+
+    Paths become text; numpy scalars and 0-d tensors become numbers, 1-d ones lists.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON cannot hold; the message names its key.
+        TypeError: a value has no JSON form; the message names its key.
+        InputError: the file cannot be written.
+    """
+    text = json.dumps(_plain(data, ""), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def json_content(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `data` in JSON's own types, as `write_json` writes it.
+
+    A number that is not finite, which JSON cannot hold, becomes None.
+
+    Raises:
+        TypeError: a value has no JSON form; the message names its key.
+    """
+    content: dict[str, Any] = _plain(data, "", finite=False)
+    return content
+
+
+def _plain(value: Any, where: str, *, finite: bool = True) -> Any:
+    """`value` in JSON's own types; `where` is its dotted key for messages.
+
+    Where numbers must be `finite`, one that is not raises; else it becomes None.
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        if finite:
+            raise ValueError(f"{where or 'the value'} is {value}, which JSON cannot hold")
+        return None
+    if isinstance(value, Mapping):
+        return {
+            str(key): _plain(item, f"{where}.{key}".strip("."), finite=finite)
+            for key, item in value.items()
+        }
+    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, bytes):
+        items = sorted(value) if isinstance(value, (set, frozenset)) else value
+        return [_plain(item, f"{where}[{i}]", finite=finite) for i, item in enumerate(items)]
+    if isinstance(value, PurePath):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), where, finite=finite)
+    raise TypeError(f"{where or 'the value'} is a {type(value).__name__}, which has no JSON form")

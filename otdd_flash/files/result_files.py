@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.files.json_file import write_json
+from otdd_flash.files.atomic import write_json
 from otdd_flash.files.tensor_file import (
     DamagedFileError,
     read_tensors,

@@ -2,6 +2,13 @@
 
 Results, maps and cached tensors are kept in this form; what torch alone can hold is in
 `torch_file`. A bit that flipped on a disk is found instead of computed with.
+
+Files of `torch.save`, read without running code and only if they are whole.
+
+They are zip archives with a CRC-32 of every part, which torch writes and does not check: weights
+and states with a flipped bit load without a word. Python's zip reader checks them.
+
+Tables of class distances as npz files, written whole or not at all.
 """
 
 from __future__ import annotations
@@ -9,15 +16,18 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, uint8
 
-from otdd_flash.errors import DataNotice
+from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.atomic import replacing
-from otdd_flash.files.written_by import STAMP, check_format
+from otdd_flash.files.written_by import STAMP, VERSION_KEY, check_format
 
 CHECKSUM = "checksum"
 
@@ -136,3 +146,93 @@ def _texts(content: bytes) -> dict[str, str]:
     length = int.from_bytes(content[:8], "little")
     texts: dict[str, str] = json.loads(content[8 : 8 + length]).get("__metadata__", {})
     return texts
+
+
+def load_torch_file(path: Path) -> Any:
+    """The content of a file, on the CPU, as far as torch restores it without running code.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+        DamagedFileError: a part does not match its checksum.
+        Exception: the file holds something else; of any kind, as torch and pickle raise it. Its
+            message may advise to run the code that a file holds, so it is not for users.
+    """
+    # One open file: another writer may rename a new one to its place meanwhile.
+    with path.open("rb") as file:
+        _check_parts(file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _check_parts(file: BinaryIO) -> None:
+    """Hold all parts against their checksums, where there are any.
+
+    Files before torch 1.6 were no archives, and torch can be told to leave checksums out.
+    """
+    if not zipfile.is_zipfile(file):
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if not any(part.CRC for part in archive.infolist()):
+                return
+            damaged = archive.testzip()
+    except OSError:
+        raise
+    except Exception as error:
+        # A flipped bit of a header arrives in many forms.
+        raise DamagedFileError(str(error)) from error
+    if damaged is not None:
+        raise DamagedFileError(f"the checksum of its part {damaged} does not match")
+
+
+def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:
+    """Write named arrays; tensors, numbers and texts become NumPy's.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    # Through a handle, because numpy appends .npz to a path of any other ending.
+    with replacing(path) as partial, partial.open("wb") as file:
+        content: dict[str, Any] = {key: np.asarray(value) for key, value in arrays.items()}
+        np.savez(file, **content)
+
+
+def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[str, Any]:
+    """All arrays of an npz file, by name.
+
+    Args:
+        path: the file.
+        needed: names that it has to have.
+        writer: what writes such files, for messages.
+
+    Raises:
+        InputError: the file is missing or unreadable, lacks an array, or a later version wrote it.
+    """
+    expected = f"class distances are an npz with arrays {_enumerated(needed)}, as {writer} writes"
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise InputError(f"{path} holds a single array; {expected}")
+        with archive:
+            arrays = {key: archive[key] for key in archive.files}
+    except FileNotFoundError:
+        raise InputError(f"no class distances at {path}: there is no such file") from None
+    except InputError:
+        raise
+    except Exception as error:
+        # NumPy and its zip reader raise anything on damaged bytes.
+        raise InputError(f"cannot read class distances from {path} ({error}); {expected}") from None
+    if VERSION_KEY in arrays:
+        # Else another program wrote it, with what keys it likes.
+        check_format(path, {key: arrays[key] for key in STAMP if key in arrays})
+    missing = [key for key in needed if key not in arrays]
+    if missing:
+        raise InputError(
+            f"{path} has no array {', '.join(missing)} (it holds: "
+            f"{', '.join(arrays) or 'nothing'}); {expected}"
+        )
+    return arrays
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]

@@ -3,6 +3,15 @@
 A checkpoint is a manifest, `checkpoint.json`, and the files in `checkpoint/` that it names, with
 their checksums: one a rank, with the rows that the rank owns. The manifest takes its place when all
 of them are on the disk, so that a process killed at any moment leaves the one before.
+
+Nests of containers, numbers, texts and tensors, as JSON and tensors by name.
+
+Reading one runs no code: of classes, only those of `TYPES` are made.
+
+Files of a checkpoint, one a rank, with the rows of the particles that the rank owns.
+
+The name says which rows of all particles they are. The file of rank 0 holds beside them what is of
+no row.
 """
 
 from __future__ import annotations
@@ -12,37 +21,219 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from otdd_flash.arguments.flows import CHECKPOINTS
 from otdd_flash.checks import check_fields
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.files.atomic import cannot_write, reach_disk
-from otdd_flash.files.locks import lock, unlock
-from otdd_flash.files.tensor_file import DamagedFileError
+from otdd_flash.files.atomic import cannot_write, lock, reach_disk, unlock
+from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
 from otdd_flash.files.written_by import FORMAT, FORMAT_KEY, check_format, other_version
 from otdd_flash.fingerprint import VERSION
-from otdd_flash.flows.nest import put_together, taken_apart
-from otdd_flash.flows.shard import NAMES, Shard, Write, read_shards, write_alone
+from otdd_flash.flows.history import Moment, StepRecord
+from otdd_flash.labels import ClassDistances
 from otdd_flash.solver.term.epsilon import once_default
+from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.version import __version__
 
+# What the state of a flow holds beside tensors, numbers, texts and containers. Files have these
+# names, which stay where a class is renamed, and the names of its fields.
+TYPES: dict[str, Any] = {
+    "ClassDistances": ClassDistances,
+    "Moment": Moment,
+    "StepRecord": StepRecord,
+    "TransportTerm": TransportTerm,
+}
+
+
 MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
+
+
 # What earlier versions wrote.
 EARLIER = "checkpoint.pt"
+
+
 # Of a manifest, before it takes its place: beside it, as the folder may be on another disk.
 NEXT = "checkpoint.json.partial"
+
 
 # Parameters of a choice, which only another choice lacks: that has a key of its own.
 PARAMETERS = ("labels.", "solver.")
 
+
 START_AGAIN = "leave flow.resume out to start again"
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON gives them back."""
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=repr))
+    return plain
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _check_seen(folder: Path, shard: Shard) -> None:
+    """Refuse a folder that is another one for every rank."""
+    path = folder / shard.file
+    if not path.exists() or path.stat().st_size != shard.bytes:
+        raise InputError(
+            f"{path}, which another process wrote, is not seen by rank 0; give a hydra.run.dir "
+            "that all machines share"
+        )
+
+
+# The tensor that holds the JSON: texts of a safetensors file are bounded in length.
+OUTLINE = "outline.json"
+
+
+def taken_apart(nest: Any) -> dict[str, Tensor]:
+    """Tensors by their place in a nest, and its outline as bytes of JSON, a tensor too."""
+    tensors: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+
+    def outline(part: Any, place: str) -> Any:
+        match part:
+            case None | bool() | int() | float() | str():
+                return part
+            case Tensor():
+                # Two places may share a tensor, as the potentials of a self term do.
+                name = names.setdefault(id(part), place)
+                tensors[name] = part
+                return {"tensor": name, "on_cpu": part.device.type == "cpu"}
+            case Mapping():
+                found = [[key, outline(each, f"{place}.{key}")] for key, each in part.items()]
+                return {"dict": found}
+        for name, kind in TYPES.items():
+            if type(part) is kind:
+                held = _fields(part)
+                return {name: {key: outline(each, f"{place}.{key}") for key, each in held.items()}}
+        found = [outline(each, f"{place}.{row}") for row, each in enumerate(part)]
+        return {"tuple" if isinstance(part, tuple) else "list": found}
+
+    text = json.dumps(outline(nest, "state")).encode()
+    return {**tensors, OUTLINE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+
+def put_together(tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    """The nest that was taken apart, with tensors on `device`, or on the CPU if they were there.
+
+    Raises:
+        LookupError, TypeError, ValueError: these are no parts of a nest.
+    """
+
+    def nest(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        if "tensor" in part:
+            tensor = tensors[part["tensor"]]
+            return tensor if part["on_cpu"] else tensor.to(device)
+        ((kind, held),) = part.items()
+        match kind:
+            case "dict":
+                return {key: nest(each) for key, each in held}
+            case "tuple":
+                return tuple(map(nest, held))
+            case "list":
+                return [*map(nest, held)]
+        return TYPES[kind](**{key: nest(each) for key, each in held.items()})
+
+    return nest(json.loads(tensors[OUTLINE].numpy().tobytes()))
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    if is_dataclass(part):
+        return {field.name: getattr(part, field.name) for field in fields(part)}
+    return dict(part._asdict())
+
+
+# What the names of files are like, step-STEP.WRITE.rank-RANK.rows-FIRST-LAST.safetensors.
+NAMES = "step-*.*.rows-*-*.safetensors"
+
+
+# The first part of the names of tensors that hold rows.
+ROWS = "rows"
+
+
+# What is kept of the rows of a variable beside their momenta and the like: where they are.
+VALUE = "value"
+
+
+# Tensors by variable, then by what of it.
+Parts = Mapping[str, Mapping[str, Tensor]]
+
+
+class Shard(NamedTuple):
+    """What a manifest says of one file.
+
+    Attributes:
+        file: its name.
+        rows: of every variable, [first, last + 1] of the rows that it holds.
+        bytes: its size.
+        checksum: SHA-256 of its tensors.
+    """
+
+    file: str
+    rows: dict[str, list[int]]
+    bytes: int
+    checksum: str
+
+
+# write(folder, stem, tensors): shards of all rows, these tensors beside them.
+Write = Callable[[Path, str, Mapping[str, Tensor]], list[Shard]]
+
+
+def write_shard(
+    folder: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    rows: Mapping[str, slice] | None = None,
+    parts: Parts | None = None,
+) -> Shard:
+    """Write some tensors and the rows that a process owns, and make them reach the disk.
+
+    Args:
+        folder: where, made by rank 0.
+        name: what the file's name begins with.
+        tensors: what is of no row, by name.
+        rows: of every variable, those that are owned.
+        parts: what is kept of them, (rows, ...).
+
+    Raises:
+        InputError: the file cannot be written, or this process does not see the folder.
+    """
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder}, which rank 0 has made, is not there; give a hydra.run.dir that all "
+            "machines share"
+        )
+    owned = {variable: [part.start, part.stop] for variable, part in (rows or {}).items()}
+    first, last = owned.get("points", (0, 0))
+    path = folder / f"{name}.rows-{first}-{last}.safetensors"
+    of_rows = {
+        f"{ROWS}.{variable}.{key}": tensor
+        for variable, held in (parts or {}).items()
+        for key, tensor in held.items()
+    }
+    try:
+        checksum = save_tensors(path, {**tensors, **of_rows}, {})
+        reach_disk(path)
+        return Shard(path.name, owned, path.stat().st_size, checksum)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def write_alone(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
+    """Write what is of no row, where there are no rows."""
+    return [write_shard(folder, stem, tensors)]
 
 
 @dataclass(frozen=True)
@@ -249,21 +440,52 @@ class Checkpoints:
         reach_disk(self.folder)
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON gives them back."""
-    plain: dict[str, Any] = json.loads(json.dumps(settings, default=repr))
-    return plain
+def read_shards(folder: Path, shards: Sequence[Shard]) -> tuple[dict[str, Tensor], Parts]:
+    """What is of no row, and all rows of every variable, one below the other.
+
+    Raises:
+        DamagedFileError: a file is not what was written; the message names it.
+        LookupError, ValueError: these are no shards of one checkpoint.
+    """
+    tensors: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, list[tuple[list[int], Tensor]]]] = {}
+    for shard in shards:
+        path = folder / shard.file
+        if path.parent != folder:
+            raise ValueError(f"{shard.file} is of another folder")
+        for name, tensor in _read(path, shard).items():
+            if not name.startswith(f"{ROWS}."):
+                tensors[name] = tensor
+                continue
+            _, variable, key = name.split(".", 2)
+            found = parts.setdefault(variable, {}).setdefault(key, [])
+            found.append((shard.rows[variable], tensor))
+    return tensors, {
+        variable: {key: _joined(found) for key, found in held.items()}
+        for variable, held in parts.items()
+    }
 
 
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _read(path: Path, shard: Shard) -> dict[str, Tensor]:
+    try:
+        stored = read_tensors(path)
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read ({error.strerror or error})") from error
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{path} is damaged") from error
+    if stored.checksum != shard.checksum:
+        raise DamagedFileError(f"{path} is damaged")
+    return stored.tensors
 
 
-def _check_seen(folder: Path, shard: Shard) -> None:
-    """Refuse a folder that is another one for every rank."""
-    path = folder / shard.file
-    if not path.exists() or path.stat().st_size != shard.bytes:
-        raise InputError(
-            f"{path}, which another process wrote, is not seen by rank 0; give a hydra.run.dir "
-            "that all machines share"
-        )
+def _joined(found: list[tuple[list[int], Tensor]]) -> Tensor:
+    """Parts in the order of their rows, each of which is in one."""
+    found = sorted(found, key=lambda each: each[0])
+    end = 0
+    for (first, last), part in found:
+        if first != end or last != first + len(part):
+            raise ValueError(f"rows {first} to {last} do not follow {end}")
+        end = last
+    return torch.cat([part for _, part in found])

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from otdd_flash.labels import Gaussian, LabelMetric
 from otdd_flash.labels.classes import pool
-from otdd_flash.labels.covariance_factors import reduced_factors
-from otdd_flash.labels.fidelity import fidelities
+from otdd_flash.labels.gaussian import fidelities, reduced_factors
 from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
 from otdd_flash.labels.pairs import Progress, all_pairs, symmetric_table
 from otdd_flash.samples import LabeledSamples

@@ -23,8 +23,7 @@ from otdd_flash.flows.functionals import noise_temperature
 from otdd_flash.flows.history import Moment, Recorder, StepRecord, Trajectory
 from otdd_flash.flows.modes import Mode
 from otdd_flash.flows.space import FeatureSpace
-from otdd_flash.flows.stepper import Stepper
-from otdd_flash.flows.stepping import Draw, generator
+from otdd_flash.flows.stepping import Draw, Stepper, generator
 from otdd_flash.samples import all_finite
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from torch import Tensor
 from otdd_flash.arguments.flows import PLOT_FLOW
 from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import takes
-from otdd_flash.content_mark import Unchanged
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, choose
-from otdd_flash.files.json_file import json_content
+from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
+from otdd_flash.fingerprint import Unchanged
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
 from otdd_flash.flows.maps.entropic import VelocityField
@@ -25,10 +25,10 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.many import class_names
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED
-from otdd_flash.table_columns import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -3,6 +3,10 @@
 dx_i / dt = -(1 / a_i) dF / dx_i,      F = S_epsilon(x, target) + sum_k w_k F_k(x)
 
 after Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in Probability Space.
+
+Both sides of a flow on the CPU, for its result, copied from a GPU while that takes the steps.
+
+New memory takes longer to get than to fill, so what the end needs is got here too.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,15 +27,14 @@ from torch import Tensor
 
 from otdd_flash.arguments.flows import GRADIENT_FLOW, GRADIENT_FLOW_ELSEWHERE
 from otdd_flash.checks import takes
-from otdd_flash.content_mark import Unchanged
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.fingerprint import Unchanged
 from otdd_flash.flows.checkpoint import Checkpoints
-from otdd_flash.flows.departure import on_host, ready
 from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions
 from otdd_flash.flows.functionals import build_functionals
@@ -59,6 +63,7 @@ from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 
 logger = logging.getLogger(__name__)
+
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
@@ -251,3 +256,40 @@ def report_convergence(
             compute.dtype,
         )
         warn(message, NotConvergedWarning)
+
+
+class OnHost(NamedTuple):
+    """What a result needs on the CPU.
+
+    Attributes:
+        points: the particles as they begin.
+        goal: what they move towards.
+        room: (n, p) for the particles as they end; None where they are on the CPU.
+    """
+
+    points: LabeledSamples
+    goal: LabeledSamples
+    room: Tensor | None
+
+
+def ready(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event after all work issued to a GPU so far; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def on_host(points: LabeledSamples, goal: LabeledSamples, begin: torch.cuda.Event | None) -> OnHost:
+    """Copy both sides to the CPU, in a thread of its own beside the steps.
+
+    Args:
+        points: the particles as they begin, which no step changes.
+        goal: what they move towards.
+        begin: of `ready`, when both were there.
+    """
+    if begin is None:
+        return OnHost(points.to("cpu"), goal.to("cpu"), None)
+    stream = torch.cuda.Stream(points.features.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        stream.wait_event(begin)
+        began, aim = points.to("cpu"), goal.to("cpu")
+    # Copied, as what is only allocated is got when it is written to.
+    return OnHost(began, aim, began.features.detach().clone())

@@ -2,15 +2,29 @@
 
 Velocities v are gradients divided by masses, so that plain descent, the default, is the explicit
 Euler step x <- x - tau v of the flow, whatever the number of particles.
+
+Steps of a flow, taken by all processes that there are, each with its rows.
+
+A rank is sent what its rows move by, and rank 0 gathers the rows where they are then. Where an
+evaluation has had the points copied to every rank, all gather them, and the copies follow.
+
+The rows of a flow's variables that one process owns, and moves.
+
+Optimisers of `Stepping` move every number by its own gradients alone, so that rows can be moved
+apart: rank r has rows `share(n)` of a variable of n rows, and what the optimiser remembers of them.
+One process alone has all.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +32,11 @@ from torch import Tensor
 
 from otdd_flash.arguments.flows import STEPPING
 from otdd_flash.checks import check_fields
+from otdd_flash.distributed.copies import Copied
+from otdd_flash.distributed.ranks import Dealt, Ranks
 from otdd_flash.errors import InputError, choose
+from otdd_flash.flows.checkpoint import VALUE, Parts, Shard, write_shard
+from otdd_flash.flows.divergence import Batch
 
 # Learning rate at step k of T, as a multiple of the first.
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
@@ -27,8 +45,11 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "linear": lambda k, total: 1 - k / total,
     "cosine": lambda k, total: (1 + math.cos(math.pi * k / total)) / 2,
 }
+
+
 # Of these, the ones that depend on T.
 TO_THE_END = ("linear", "cosine")
+
 
 # Optimisers that want a closure or sparse gradients, or move rows by what other rows do.
 UNSUITABLE = ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")
@@ -143,3 +164,315 @@ def generator(seed: int, step: int, purpose: int) -> torch.Generator:
     # A large odd factor sends neighbouring seeds, steps and purposes far from one another.
     mixed = (seed * 1_000_003 + step) * 1_000_003 + purpose
     return torch.Generator().manual_seed(mixed % 2**63)
+
+
+class Stepper:
+    """Moves the variables of a flow, in place.
+
+    Args:
+        variables: (n, ...) by name; the points under "points".
+        stepping: how.
+        total: steps of the whole flow, which some schedules end with.
+        temperature: w of an entropy functional w * int rho log rho, 0 for none.
+        before_box: told of the points that a step has led to, before the box takes them back.
+        ranks: that own the rows, led by this process; None if it is alone.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, Tensor],
+        stepping: Stepping,
+        total: int,
+        temperature: float,
+        before_box: Callable[[Tensor], None] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._variables, self._stepping, self._total = dict(variables), stepping, total
+        self._temperature, self._before_box, self._ranks = temperature, before_box, ranks
+        counts = {name: len(tensor) for name, tensor in variables.items()}
+        self._copied: Copied | None = None
+        if ranks is None:
+            self._own = Rows(None, stepping, variables, counts)
+            return
+        self._number = ranks.number()
+        weakref.finalize(self, ranks.drop, self._number)
+        self._copied = Copied(ranks, variables["points"], self)
+        self._own = ranks.order(
+            _own, self._number, stepping, counts, *self._of_own(*variables.values())
+        )
+
+    def step(
+        self,
+        velocities: Mapping[str, Tensor],
+        step: int,
+        draw: torch.Generator,
+        batch: Batch | None = None,
+    ) -> None:
+        """Take step `step` along -velocities, spread the batch by entropy, return to the box."""
+        size = self._stepping.step_size_at(step, self._total)
+        points, noise, spread = self._variables["points"], None, 0.0
+        if self._temperature > 0:
+            spread = math.sqrt(2 * self._temperature * size)
+            noise = normal_like(points, draw)
+            noise = noise if batch is None else batch.only(noise)
+            (noise,) = self._of_own(noise)
+        against = (velocities[name].to(part) for name, part in self._variables.items())
+        self._moved("step", size, spread, noise, *self._of_own(*against))
+        if (box := self._stepping.box) is not None:
+            if self._before_box is not None:
+                self._before_box(points)
+            self._clamp(*box)
+
+    def undo(self) -> None:
+        self._moved("undo")
+
+    def others(self) -> dict[str, dict[str, Any]]:
+        return self._own.others()
+
+    def write(self, folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
+        """Write a shard on every rank, these tensors into that of rank 0.
+
+        Raises:
+            InputError: one cannot be written.
+        """
+        self._own.beside = tensors
+        try:
+            found: list[Shard] = self._all("write", folder.resolve(), stem)
+        finally:
+            self._own.beside = {}
+        return found
+
+    def restore(self, rows: Parts, others: Mapping[str, Any]) -> None:
+        """Go on from what was written: rows of all variables, and what `others` gave."""
+        names = [(variable, key) for variable, held in rows.items() for key in held]
+        tensors = (rows[variable][key].to(self._variables[variable]) for variable, key in names)
+        self._all("restore", names, others, *self._of_own(*tensors))
+        for variable, tensor in self._variables.items():
+            tensor.copy_(rows[variable][VALUE])
+
+    def _all(self, method: str, *arguments: Any) -> Any:
+        """Have every rank call a method of its rows."""
+        if self._ranks is None:
+            return getattr(self._own, method)(*arguments)
+        return self._ranks.order(_call, self._number, method, *arguments)
+
+    def _moved(self, method: str, *arguments: Any) -> None:
+        """Have every rank move its rows by a method, and take over where they are then."""
+        if self._ranks is None:
+            getattr(self._own, method)(*arguments)
+            return
+        with self._copies_follow() as copy:
+            whole = self._ranks.order(_moved, self._number, copy, method, *arguments)
+            for name, tensor in whole.items():
+                self._variables[name].copy_(tensor)
+
+    def _clamp(self, low: float, high: float) -> None:
+        if self._ranks is None:
+            self._own.clamp(low, high)
+            return
+        with self._copies_follow() as copy:
+            self._ranks.order(_clamped, self._number, copy, low, high)
+            self._variables["points"].clamp_(low, high)
+
+    @contextmanager
+    def _copies_follow(self) -> Iterator[int | None]:
+        """Change the points, and their copies alike, by the number that is yielded if any."""
+        assert self._copied is not None
+        copy = self._copied.number
+        yield copy
+        if copy is not None:
+            self._copied.mark_equal()
+
+    def _of_own(self, *whole: Tensor) -> tuple[Any, ...]:
+        """Tensors of all rows, as arguments of which every rank gets its own rows."""
+        return whole if self._ranks is None else tuple(map(Dealt, whole))
+
+
+def _own(
+    ranks: Ranks, number: int, stepping: Stepping, counts: Mapping[str, int], *own: Tensor
+) -> Rows:
+    rows = Rows(ranks, stepping, dict(zip(counts, own, strict=True)), counts)
+    ranks.held[number] = rows
+    return rows
+
+
+def _call(ranks: Ranks, number: int, method: str, *arguments: Any) -> Any:
+    return getattr(ranks.held[number], method)(*arguments)
+
+
+def _moved(
+    ranks: Ranks, number: int, copy: int | None, method: str, *arguments: Any
+) -> dict[str, Tensor]:
+    """All rows after a method has moved them; a copy of the points follows."""
+    rows: Rows = ranks.held[number]
+    getattr(rows, method)(*arguments)
+    whole = rows.whole()
+    if copy is not None and ranks.rank > 0:
+        ranks.held[copy].copy_(whole["points"])
+    return whole
+
+
+def _clamped(ranks: Ranks, number: int, copy: int | None, low: float, high: float) -> None:
+    """Take points back into a box, and a copy of them all."""
+    ranks.held[number].clamp(low, high)
+    if copy is not None and ranks.rank > 0:
+        ranks.held[copy].clamp_(low, high)
+
+
+class Rows:
+    """Rows of variables, with an optimiser.
+
+    Args:
+        ranks: of which this process is one; None if it is alone.
+        stepping: how they move.
+        own: by name, the rows of every variable that this process owns; they are moved in place.
+        counts: of all rows, by name.
+
+    Attributes:
+        beside: what `write` writes beside the rows, by name.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks | None,
+        stepping: Stepping,
+        own: Mapping[str, Tensor],
+        counts: Mapping[str, int],
+    ) -> None:
+        self._ranks, self._counts = ranks, dict(counts)
+        self._parameters = {
+            name: torch.nn.Parameter(rows, requires_grad=False) for name, rows in own.items()
+        }
+        self._optimizer = stepping.build([*self._parameters.values()])
+        self._good: Any = None
+        self.beside: Mapping[str, Tensor] = {}
+
+    def step(self, size: float, spread: float, noise: Tensor | None, *against: Tensor) -> None:
+        """Move against velocities, and remember where the rows were.
+
+        Args:
+            size: time tau of the step.
+            spread: multiple of the noise that is added to the points.
+            noise: of the own points, or None.
+            *against: velocities of the own rows of every variable.
+        """
+        self._good = copied(self._state(), self._good)
+        for group in self._optimizer.param_groups:
+            group["lr"] = size
+        for parameter, velocity in zip(self._parameters.values(), against, strict=True):
+            parameter.grad = velocity
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if noise is not None:
+            self._parameters["points"].data.add_(noise, alpha=spread)
+
+    def clamp(self, low: float, high: float) -> None:
+        self._parameters["points"].data.clamp_(low, high)
+
+    def undo(self) -> None:
+        for parameter in self._parameters.values():
+            if parameter.is_cuda:
+                # What was copied has arrived.
+                torch.cuda.current_stream(parameter.device).synchronize()
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self._good["variables"][name])
+        self._optimizer.load_state_dict(self._good["optimizer"])
+
+    def whole(self) -> dict[str, Tensor]:
+        """All rows of every variable, gathered by all ranks together."""
+        ranks = self._ranks
+        assert ranks is not None
+        return {
+            name: ranks.gathered(parameter.data, self._counts[name])
+            for name, parameter in self._parameters.items()
+        }
+
+    def write(self, folder: Path, stem: str) -> list[Shard]:
+        """Write a shard on every rank; return what there is to say of all of them.
+
+        Raises:
+            InputError: one cannot be written.
+        """
+        ranks = self._ranks
+        name = f"{stem}.rank-{0 if ranks is None else ranks.rank}"
+        shares = {variable: self._share(variable) for variable in self._parameters}
+
+        def own() -> Shard:
+            return write_shard(folder, name, self.beside, shares, self._kept(of_rows=True))
+
+        return [own()] if ranks is None else ranks.all_gathered_objects(ranks.together(own))
+
+    def restore(
+        self, names: Sequence[tuple[str, str]], others: Mapping[str, Any], *tensors: Tensor
+    ) -> None:
+        """Go on from what was written.
+
+        Args:
+            names: of what is kept of rows: the variable, and what of it.
+            others: what the optimiser keeps of no row, by variable.
+            *tensors: the own rows of each of `names`.
+        """
+        kept = {name: dict(others.get(name, {})) for name in self._parameters}
+        for (variable, key), tensor in zip(names, tensors, strict=True):
+            if key == VALUE:
+                self._parameters[variable].data.copy_(tensor)
+            else:
+                kept[variable][key] = tensor.clone()
+        state = {place: held for place, held in enumerate(kept.values()) if held}
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        # That has given numbers, such as NAdam's product, the type of the rows.
+        for name, parameter in self._parameters.items():
+            held = self._optimizer.state[parameter]
+            held |= {
+                key: held[key].to(part.dtype)
+                for key, part in others.get(name, {}).items()
+                if isinstance(part, Tensor)
+            }
+
+    def others(self) -> dict[str, dict[str, Any]]:
+        """What the optimiser keeps that is of no row, such as its count of steps, by variable."""
+        return self._kept(of_rows=False)
+
+    def _kept(self, *, of_rows: bool) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for name, parameter in self._parameters.items():
+            held = {VALUE: parameter.data, **self._optimizer.state.get(parameter, {})}
+            found[name] = {
+                key: part
+                for key, part in held.items()
+                if of_rows == (isinstance(part, Tensor) and part.shape == parameter.shape)
+            }
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        variables = {name: parameter.data for name, parameter in self._parameters.items()}
+        return {"variables": variables, "optimizer": self._optimizer.state_dict()}
+
+    def _share(self, name: str) -> slice:
+        count = self._counts[name]
+        return slice(0, count) if self._ranks is None else self._ranks.share(count)
+
+
+def copied(state: Any, into: Any = None) -> Any:
+    """A nest of containers with CPU copies of its tensors, which arrive in the order of the stream.
+
+    Args:
+        state: the nest.
+        into: an earlier copy, whose memory is used again where it fits: memory that a GPU can
+            write to at full speed takes long to get.
+    """
+    match state:
+        case Tensor():
+            fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (
+                state.shape,
+                state.dtype,
+            )
+            if not fits:
+                into = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+            # The step that follows waits for it on the device, where the host need not.
+            return into.copy_(state.detach(), non_blocking=True)
+        case dict():
+            known = into if isinstance(into, dict) else {}
+            return {key: copied(part, known.get(key)) for key, part in state.items()}
+    return state

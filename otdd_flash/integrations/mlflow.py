@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.atomic import lock, unlock
 from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment, folder_of
 
 if TYPE_CHECKING:

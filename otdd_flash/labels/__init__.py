@@ -9,7 +9,14 @@ their means and covariances; `gaussian`, `exact` and `sinkhorn_pairs` each measu
 W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x is.
 """
 
-from otdd_flash.labels.many import JointClassDistances, class_distances, settled_metric
+from otdd_flash.labels.many import (
+    JointClassDistances,
+    class_distances,
+    drop_small_classes,
+    measure_classes,
+    notice_single_samples,
+    settled_metric,
+)
 from otdd_flash.labels.metrics import (
     METRICS,
     Exact,
@@ -26,9 +33,7 @@ from otdd_flash.labels.metrics import (
     metric_named,
     metric_of,
 )
-from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
-from otdd_flash.labels.two import measure_classes
 
 __all__ = [
     "METRICS",

@@ -4,22 +4,72 @@ W_ij = ||m_i - m_j||^2 + tr S_i + tr S_j - 2 tr (S_i^1/2 S_j S_i^1/2)^1/2
 
 for class means m and covariances S; `covariance_factors` and `fidelity` say how. Everything is
 float64, whatever the points are.
+
+tr (S_i^1/2 S_j S_i^1/2)^1/2 of pairs of covariances, from factors S = F^T F, in batches.
+
+It is the nuclear norm of F_i F_j^T: with polar decompositions F = U S^1/2 that product is
+U_i (S_i^1/2 S_j^1/2) U_j^T, whose singular values are those of S_i^1/2 S_j^1/2. No matrix square
+root is taken, and rank-deficient classes are nothing special.
+
+The gradient in F_i is P F_j, and in F_j it is P^T F_i, with P the polar factor of F_i F_j^T. Where
+the product loses rank the norm has a kink, and P leaves the lost directions out.
+
+A polar factor takes three times as long as a norm, and is computed only for pairs that show in a
+gradient: of the masses that optimal transport moves between many classes, most are 0 to rounding.
+
+Covariances as small factors: F (r, d) with F^T F = S and r near the rank that S can have.
+
+Where a class has no more samples than features that vary, F holds its scaled centred points. Else F
+is triangular, of the QR decomposition of the points: Householder's on the CPU, and on a GPU, where
+its narrow panels are slow, three passes of shifted Cholesky QR (Fukaya et al. 2020, "Shifted
+Cholesky QR for computing the QR factorization of ill-conditioned matrices").
+
+Both are as good as the points. A factor of S itself, by Cholesky or eigenvectors, has half the
+digits of small singular values: it puts errors of 1e-8 of the traces into distances from a class
+whose covariance is singular, against 1e-15 here. One pass of shifted Cholesky QR is such a factor;
+the singular values it cannot see are taken up by the next pass, in units of the shift's root.
+
+Nuclear norms and polar factors of batches of float64 matrices.
+
+||M||_* is the sum of M's singular values s, and <M, U> with the polar factor U = sum u v^T over the
+non-zero ones, which is also its gradient.
+
+On the CPU both come from LAPACK's SVD. On a GPU, where an SVD is slow and matrix products are not,
+U comes from a scaled Newton-Schulz iteration: from X = M / ||M||_F,
+
+    X <- 3/2 (a X) - 1/2 (a X) (a X)^T (a X),
+
+which moves every singular value x to 3/2 a x - 1/2 (a x)^3 and keeps the vectors. If all x lie in
+[l, 1], then a^2 = 3 / (1 + l + l^2) brings them closest to 1 (Chen & Chow 2014, "A stable scaling
+of Newton-Schulz for improving the sign function computation of a Hermitian matrix"): small ones
+grow by 2.6 a step. Their bound on a keeps a large x from being moved near 0, where rounding would
+spoil its vectors. The steps are the same for every matrix: those for l = `NEGLIGIBLE`.
+
+A singular value s whose x has come to y <= 1 counts s y in <M, U>: the result is never above the
+norm but for rounding, and below it by a share of at most min(rows, columns) NEGLIGIBLE, wherever
+the singular values lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.covariance_factors import reduced_factors
-from otdd_flash.labels.fidelity import fidelities
-from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
-from otdd_flash.labels.pair_chunks import used_classes
+from otdd_flash.labels.moments import (
+    class_means,
+    covariance_factor,
+    squared_gaps,
+    standard_deviations,
+)
+from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks, used_classes
 from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.solver.known_gradient import OnceDifferentiable
 
 
 class ClassMoments(NamedTuple):
@@ -120,3 +170,315 @@ def diagonal_gaussian_table(
         return torch.zeros(0, dtype=torch.float64, device=pairs.device)
     deviations = standard_deviations(clouds, unbiased)
     return squared_gaps(class_means(clouds), pairs) + squared_gaps(deviations, pairs)
+
+
+# Of all products of a chunk together: enough to keep a GPU busy.
+FILLING_ENTRIES = 3 * 2**21
+
+
+def fidelities(
+    factors: Sequence[Tensor], pairs: Tensor, progress: Progress | None = None
+) -> Tensor:
+    """Nuclear norms (P,) of F_i F_j^T, differentiable in the factors.
+
+    Args:
+        factors: V matrices (r_c, d) float64.
+        pairs: (P, 2) int64, P >= 1, on any device, which orders them.
+        progress: called with the number of pairs done and their total; for the gradient again, with
+            those that show in it.
+    """
+    rows = torch.tensor([factor.shape[0] for factor in factors])
+    stacks, places = _stacked(factors, rows)
+    rows, places = rows.to(pairs.device), places.to(pairs.device)
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, len(pairs))
+
+    device = factors[0].device
+    order, values = [], []
+    for (fewer, more), positions, chosen in _groups_of_equal_shape(rows, pairs):
+        local = places[chosen].to(device)
+        order.append(positions)
+        values.append(_Fidelities.apply(stacks[fewer], stacks[more], local, report, progress))
+    back = torch.argsort(torch.cat(order))
+    found = torch.cat(values)[back.to(device)]
+    return _InGradients.apply(found, factors, pairs.to(device)) if found.requires_grad else found
+
+
+def _stacked(factors: Sequence[Tensor], rows: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+    """Factors of r rows as one (k, r, d) for every r, and the place of every class in its own."""
+    stacks = {}
+    places = torch.empty_like(rows)
+    for count in torch.unique(rows).tolist():
+        members = torch.nonzero(rows == count).squeeze(1)
+        stacks[count] = torch.stack([factors[index] for index in members.tolist()])
+        places[members] = torch.arange(len(members))
+    return stacks, places
+
+
+def _groups_of_equal_shape(
+    rows: Tensor, pairs: Tensor
+) -> Iterator[tuple[tuple[int, int], Tensor, Tensor]]:
+    """For every two numbers of rows: the positions of their pairs, and these, fewer rows first.
+
+    The number of groups depends on the sizes of classes, not on how many there are.
+    """
+    swap = rows[pairs[:, 0]] > rows[pairs[:, 1]]
+    pairs = torch.where(swap.unsqueeze(1), pairs.flip(1), pairs)
+    fewer, more = rows[pairs].unbind(1)
+    base = int(rows.max()) + 1
+    keys, inverse, counts = torch.unique(
+        fewer * base + more, return_inverse=True, return_counts=True
+    )
+    groups = torch.split(torch.argsort(inverse, stable=True), counts.tolist())
+    for key, positions in zip(keys.tolist(), groups, strict=True):
+        yield divmod(key, base), positions, pairs[positions]
+
+
+class _InGradients(torch.autograd.Function):
+    """Values (P,) of pairs of factors, whose gradient is 0 where nobody could see it.
+
+    A pair of weight w adds w P F_j to the gradient in F_i, at most |w| ||F_j||. Where that is lost
+    in the rounding of another pair's share, for both factors, the weight becomes 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, factors: Sequence[Tensor], pairs: Tensor) -> Tensor:
+        norms = torch.stack([torch.linalg.matrix_norm(factor) for factor in factors])
+        moving = torch.tensor([factor.requires_grad for factor in factors], device=norms.device)
+        ctx.save_for_backward(norms, moving, pairs)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None, None]:
+        norms, moving, pairs = ctx.saved_tensors
+        mine, theirs = torch.cat((pairs, pairs.flip(1))).unbind(1)
+        added = weights.detach().abs().repeat(2) * norms[theirs] * moving[mine]
+        most = torch.zeros_like(norms).scatter_reduce(0, mine, added, "amax")
+        seen = (added > UNIT_ROUNDOFF * most[mine]).reshape(2, -1).any(0)
+        return torch.where(seen, weights, 0.0), None, None
+
+
+class _Fidelities(torch.autograd.Function):
+    """||F_i G_j||_* for F (k, r, d), G (l, s, d) and indices (P, 2) of their matrices.
+
+    Only F and G are kept for the gradient; products and polar factors live for one chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        left: Tensor,
+        right: Tensor,
+        pairs: Tensor,
+        report: Callable[[int], None],
+        progress: Progress | None,
+    ) -> Tensor:
+        ctx.save_for_backward(left, right, pairs)
+        ctx.progress = progress
+        values = left.new_empty(len(pairs))
+        start = 0
+        for count, chunk in equal_chunks(pairs, _chunk_size(left, right)):
+            first, second = chunk.unbind(1)
+            products = left.index_select(0, first) @ right.index_select(0, second).mT
+            if not by_products(products):
+                # LAPACK goes from matrix to matrix, and copies need not be decomposed.
+                products = products[:count]
+            values[start : start + count] = nuclear_norms(products)[:count]
+            start += count
+            report(count)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        left, right, pairs = ctx.saved_tensors
+        with torch.no_grad():
+            by_left, by_right = _Fidelities._gradients(left, right, pairs, gradient, ctx.progress)
+        # Of create_graph=True.
+        if torch.is_grad_enabled():
+            by_left, by_right = (
+                cast(Tensor, OnceDifferentiable.apply(part, gradient, left, right))
+                for part in (by_left, by_right)
+            )
+        return by_left, by_right, None, None, None
+
+    @staticmethod
+    def _gradients(
+        left: Tensor, right: Tensor, pairs: Tensor, gradient: Tensor, progress: Progress | None
+    ) -> tuple[Tensor, Tensor]:
+        """Differentiate sum gradient_p norm_p (P,) by F (k, r, d) and by G (l, s, d)."""
+        gradient_left, gradient_right = torch.zeros_like(left), torch.zeros_like(right)
+        done, shown = 0, gradient != 0
+        pairs, gradient = pairs[shown], gradient[shown]
+        size = _chunk_size(left, right)
+        for chunk, weights in zip(
+            torch.split(pairs, size), torch.split(gradient, size), strict=True
+        ):
+            first, second = chunk.unbind(1)
+            ours, theirs = left.index_select(0, first), right.index_select(0, second)
+            polar = polar_factors(ours @ theirs.mT) * weights.reshape(-1, 1, 1)
+            gradient_left.index_add_(0, first, polar @ theirs)
+            gradient_right.index_add_(0, second, polar.mT @ ours)
+            done += len(chunk)
+            if progress is not None:
+                progress(done, len(pairs))
+        return gradient_left, gradient_right
+
+
+def _chunk_size(left: Tensor, right: Tensor) -> int:
+    rows, more_rows, dim = left.shape[1], right.shape[1], left.shape[2]
+    # The two factors, and the product with what its decomposition needs beside it.
+    size = chunk_size((rows + more_rows) * dim + 3 * rows * more_rows, left.device)
+    # A few large products fill a GPU, and what is filled up with copies is computed too.
+    return min(size, max(1, FILLING_ENTRIES // (rows * more_rows))) if left.is_cuda else size
+
+
+UNIT_ROUNDOFF = 2.0**-53
+
+
+def reduced_factors(clouds: Sequence[ClassCloud], unbiased: bool) -> tuple[list[Tensor], Tensor]:
+    """Factors (r_c, d) of all covariances and their traces (V,), differentiable in the points.
+
+    The gradient of a factor is right for functions of its covariance, which do not change when the
+    factor is multiplied by an orthogonal matrix from the left.
+    """
+    factors, traces = [], []
+    varying = [_varying(cloud) for cloud in clouds]
+    # In one transfer, and not one for each class.
+    counts: list[int] = torch.stack([features.sum() for features in varying]).tolist()
+    for cloud, features, count in zip(clouds, varying, counts, strict=True):
+        factor = covariance_factor(cloud, unbiased)
+        traces.append(factor.square().sum())
+        if len(cloud) > count:
+            factor = _Triangle.apply(factor, torch.nonzero(features).squeeze(1))
+        missing = padded_rows(factor.shape[0]) - factor.shape[0]
+        factors.append(torch.nn.functional.pad(factor, (0, 0, 0, missing)))
+    return factors, torch.stack(traces)
+
+
+def padded_rows(rows: int) -> int:
+    """Rows with zeros below, so that classes of similar sizes share their batches.
+
+    Multiples of 4 also align every matrix of a batch alike, on which LAPACK's rounding depends.
+    """
+    step = 1 << min(4, max(2, rows.bit_length() - 4))
+    return max(step, -(-rows // step) * step)
+
+
+def cholesky_qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Q (n, c) and R (c, c) with Q R = A for (n, c) float64, n >= c, by products and Cholesky.
+
+    R^T R is A^T A to rounding. Q is orthonormal on the range of A, and small on the rest.
+    """
+    columns = matrix.shape[1]
+    # The rounding of a product of unit columns, with room.
+    shift = 100 * columns * UNIT_ROUNDOFF
+    norms = torch.linalg.vector_norm(matrix, dim=0)
+    q = matrix / torch.where(norms > 0, norms, 1.0)
+    r = torch.diag(norms)
+    for _ in range(3):
+        gram = q.mT @ q
+        gram.diagonal().add_(shift)
+        step = torch.linalg.cholesky(gram, upper=True)
+        q = torch.linalg.solve_triangular(step, q, upper=True, left=False)
+        r = step @ r
+    # R^T R has grown by the shifts of the last two passes, in units of A^T A; the first pass's
+    # counts only as the product of all three, far below rounding.
+    return q, r / (1 + shift + shift**2) ** 0.5
+
+
+def _varying(cloud: ClassCloud) -> Tensor:
+    """Which features (d,) differ within the class; others (the border of an image) add no rank."""
+    points = cloud.points.detach()
+    return points.amax(0) > points.amin(0)
+
+
+class _Triangle(torch.autograd.Function):
+    """R (c, d) of the QR decomposition of A's (n, d) non-zero columns, zeros in the others.
+
+    With A = Q R and a function of R^T R, whose gradient in R is R T for some T, the gradient in A
+    is A T = Q R T: Q times the gradient in R.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, columns: Tensor) -> Tensor:
+        dense = matrix[:, columns]
+        needs_q = ctx.needs_input_grad[0]
+        if by_products(dense):
+            q, r = cholesky_qr(dense)
+        else:
+            q, r = torch.linalg.qr(dense, mode="reduced" if needs_q else "r")
+        if needs_q:
+            ctx.save_for_backward(q, matrix)
+        triangle = matrix.new_zeros(len(columns), matrix.shape[1])
+        triangle[:, columns] = r
+        return triangle
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        q, matrix = ctx.saved_tensors
+        by_matrix = q @ gradient.detach()
+        # Of create_graph=True.
+        if torch.is_grad_enabled():
+            by_matrix = cast(Tensor, OnceDifferentiable.apply(by_matrix, gradient, matrix))
+        return by_matrix, None
+
+
+# Singular values below this share of the Frobenius norm count as zero: no digits of theirs are
+# left in a product that was rounded to float64.
+NEGLIGIBLE = 1e-13
+
+
+# At this scale the largest singular value, 1, moves to 0.1 (Chen & Chow).
+LARGEST_SCALE = 1.69770248526
+
+
+def nuclear_norms(matrices: Tensor) -> Tensor:
+    """Sums of the singular values of (B, r, c) float64, as (B,)."""
+    if by_products(matrices):
+        return (matrices * iterated_polar_factors(matrices)).sum((-2, -1))
+    values: Tensor = torch.linalg.svdvals(matrices)
+    return values.sum(-1)
+
+
+def polar_factors(matrices: Tensor) -> Tensor:
+    """U (B, r, c) of M = U (M^T M)^1/2, from the singular values that are not negligible."""
+    if by_products(matrices):
+        return iterated_polar_factors(matrices)
+    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    floor = NEGLIGIBLE * torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+    factors: Tensor = (left * (values > floor).unsqueeze(-2)) @ right
+    return factors
+
+
+def by_products(matrices: Tensor) -> bool:
+    """Whether matrix products are the fast way to decompositions on this device."""
+    return matrices.is_cuda
+
+
+def iterated_polar_factors(matrices: Tensor) -> Tensor:
+    """As `polar_factors`, by matrix products only; negligible singular values count in part."""
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return iterated_polar_factors(matrices.mT).mT
+    norms = torch.linalg.matrix_norm(matrices, keepdim=True)
+    factors = matrices / torch.where(norms > 0, norms, 1.0)
+    for scale in newton_schulz_scales():
+        gram = factors @ factors.mT
+        factors = torch.baddbmm(factors, gram, factors, beta=1.5 * scale, alpha=-0.5 * scale**3)
+    return factors
+
+
+@cache
+def newton_schulz_scales() -> tuple[float, ...]:
+    """The scale a of every step from [NEGLIGIBLE, 1] to 1."""
+    scales = []
+    lower = NEGLIGIBLE
+    while lower < 1 - 1e-14:
+        scale = min(LARGEST_SCALE, math.sqrt(3 / (1 + lower + lower**2)))
+        lower *= scale * (3 - (scale * lower) ** 2) / 2
+        scales.append(scale)
+    return tuple(scales)

@@ -1,11 +1,21 @@
-"""Class-to-class distances W over the classes of several datasets, measured once."""
+"""Class-to-class distances W over the classes of several datasets, measured once.
+
+Class-to-class distances W of two datasets.
+
+Drop the classes that hold too few samples.
+
+Distances between the classes of one dataset and those of another, and no others.
+
+A table over many datasets consists of such blocks, which can be measured one by one: a distance is
+the same to the last bit whatever other pairs are measured beside it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +28,8 @@ from otdd_flash.checks import takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import moved
 from otdd_flash.eager import computes
-from otdd_flash.errors import InputError
-from otdd_flash.files.npz_file import read_arrays, write_arrays
+from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.files.tensor_file import read_arrays, write_arrays
 from otdd_flash.files.written_by import STAMP
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
@@ -33,14 +43,14 @@ from otdd_flash.labels.metrics import (
 )
 from otdd_flash.labels.metrics.given import measures_nothing
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
-from otdd_flash.labels.small_classes import drop_small_classes, notice_single_samples
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.operators.build import points_of
 from otdd_flash.operators.float64_rows import squared_distances, weighted_mean
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.host_points import Streaming
 from otdd_flash.real_numbers import in_double, real_tensor
-from otdd_flash.samples import LabeledSamples, check_squares
+from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_squares
+from otdd_flash.shown import display, listing
 from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE
 
 UNLABELLED_CLASS = "all"
@@ -336,3 +346,164 @@ def _bounded(found: PairDistances) -> tuple[Tensor, ...]:
     if torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values):
         return (found.values,)
     return tuple(found)
+
+
+def measure_classes(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    metric: LabelMetric,
+    *,
+    statistics: tuple[LabeledSamples, LabeledSamples] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> ClassDistances:
+    """Distances between all classes of two datasets.
+
+    Args:
+        source: the dataset whose classes are the table's first Vx.
+        target: the dataset whose classes are its last Vy.
+        metric: how to measure.
+        statistics: take the points of the classes from these (source, target) instead, such as the
+            whole datasets of which `source` and `target` are subsets; classes are matched by name.
+        cache_dir: keep distances in a database in this folder, by the classes' content, and do not
+            measure again what it holds; None keeps none.
+        progress: called with the number of class pairs done and their total.
+
+    Returns:
+        Squared distances with the datasets' class names; symmetric, the diagonals zero.
+
+    Raises:
+        InputError: labels are missing, a class is too small or too large for the method, or the
+            given table is about other classes.
+    """
+    if isinstance(metric, NoLabels):
+        statistics = None
+    else:
+        for samples in (source, target):
+            if samples.labels is None:
+                raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+    if isinstance(metric, Given):
+        return metric.read().named_for(class_names(source), class_names(target))
+    if statistics is not None:
+        source, target = (
+            _matched(whole, samples)
+            for whole, samples in zip(statistics, (source, target), strict=True)
+        )
+    joint = measure_all([source, target], metric, cache_dir=cache_dir, progress=progress)
+    return joint.between(0, 1)
+
+
+def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
+    """`whole` with the classes of `samples` only, in their order."""
+    if whole.labels is None:
+        raise InputError(f"{whole.name} has no labels; {HOW_TO_LABEL}")
+    if whole.class_names == samples.class_names:
+        return whole
+    missing = [name for name in samples.class_names if name not in whole.class_names]
+    if missing:
+        raise InputError(
+            f"class statistics come from {whole.name}, which has no class {', '.join(missing)} of "
+            f"{samples.name} (it has: {listing(whole.class_names)})"
+        )
+    return whole.keep_classes([whole.class_names.index(name) for name in samples.class_names])
+
+
+# How many classes a notice names.
+SHOWN = 8
+
+
+def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetric) -> None:
+    """Say which classes of one sample count as points although the metric takes covariances.
+
+    Warns:
+        DataNotice: once for all of them.
+    """
+    if not metric.single_samples_are_points:
+        return
+    single = []
+    for samples in datasets:
+        if samples.labels is None:
+            continue
+        weighed = samples.labels[samples.masses > 0]
+        counted = torch.bincount(weighed, minlength=len(samples.class_names)).tolist()
+        names = zip(samples.class_names, counted, strict=True)
+        single += [
+            f"{display(repr(name))} of {display(samples.name)}"
+            for name, count in names
+            if count == 1
+        ]
+    if single:
+        shown = ", ".join(single[:SHOWN]) + f" and {len(single) - SHOWN} more" * (
+            len(single) > SHOWN
+        )
+        warn(
+            f"classes of one sample are points, with covariance 0: {shown}; min_class_size=2 drops "
+            "them",
+            DataNotice,
+        )
+
+
+def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledSamples:
+    """Keep the classes with at least `minimum` samples of positive weight (None: at least one).
+
+    Classes without any sample go silently, others with a `DataNotice` that names them. Unlabelled
+    samples are returned as they are.
+
+    Raises:
+        InputError: `minimum` is below 1, or no class is left.
+    """
+    if minimum is not None and minimum < 1:
+        raise InputError(f"min_class_size must be at least 1, got {minimum}")
+    if samples.labels is None:
+        return samples
+    needed = minimum or 1
+    count = len(samples.class_names)
+    present = samples.class_counts.tolist()
+    counted = torch.bincount(samples.labels[samples.masses > 0], minlength=count).tolist()
+    keep = [c for c in range(count) if counted[c] >= needed]
+    dropped = [c for c in range(count) if present[c] > 0 and counted[c] < needed]
+    listing = ", ".join(f"{display(samples.class_names[c])} ({counted[c]})" for c in dropped)
+    if not keep:
+        raise InputError(
+            f"min_class_size={needed} leaves no class of {samples.name}: all have fewer samples of "
+            f"positive weight, {listing}; lower it, or take more samples"
+        )
+    if dropped:
+        warn(
+            f"dropped classes of {samples.name} with fewer than {needed} samples of positive "
+            f"weight: {listing}",
+            DataNotice,
+        )
+    return samples if len(keep) == count else samples.keep_classes(keep)
+
+
+def class_block(
+    first: LabeledSamples,
+    second: LabeledSamples,
+    metric: LabelMetric,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> PairDistances:
+    """Squared distances (V_1, V_2) between the classes of two datasets, with bounds, on the CPU.
+
+    Args:
+        first: a dataset in which every class has samples of positive weight.
+        second: another one, or the same object for the block of a dataset with itself.
+        metric: how to measure; any but `Given`.
+        cache_dir: as for `measure_pairs`.
+
+    Raises:
+        InputError: labels are missing, or a class is too small or too large for the method.
+    """
+    shape = first.class_total, second.class_total
+    if isinstance(metric, NoLabels):
+        return PairDistances.exactly(torch.zeros(shape))
+    same = first is second
+    clouds, _ = pool([first] if same else [first, second])
+    distinct, index = merge_identical(clouds)
+    rows, columns = index[: shape[0]], index[-shape[1] :]
+    wanted = {(max(pair), min(pair)) for pair in product(rows, columns) if pair[0] != pair[1]}
+    pairs = torch.tensor(sorted(wanted), dtype=torch.int64).reshape(-1, 2)
+    found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir)
+    tables = (symmetric_table(part, pairs, len(distinct)) for part in found)
+    return PairDistances(*(table[rows][:, columns].cpu() for table in tables))

@@ -5,27 +5,54 @@ Interpolating between optimal transport and MMD using Sinkhorn divergences). Sub
 terms OT_eps(i, i) puts a class at distance 0 from itself; each self term is solved once, however
 many pairs its class is in. The self terms of all classes are solved side by side, and then all
 pairs; `transport_terms` does both. A point has one potential for each class it is compared with.
+
+OT_epsilon between many pairs of classes, as segmented problems.
+
+On a CUDA device Triton kernels iterate all pairs at once in float32; what float32 cannot bring to
+the tolerance, and everything on other devices, is solved in float64 in PyTorch. Which way a pair
+goes follows from its own classes, so its numbers do not depend on the pairs beside it.
+
+OT_epsilon between many pairs of classes in float64, in PyTorch.
+
+Pairs of similar sizes are padded to one shape, their costs stored and updated together. Only a pair
+with too many costs to store is solved alone, on costs that are computed again in every pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from otdd_flash.devices import check_triton
+from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.run import Finished, SegmentTerms
-from otdd_flash.errors import NotConvergedWarning, warn
-from otdd_flash.labels.classes import ClassCloud, merge_identical
-from otdd_flash.labels.pair_chunks import named_classes
+from otdd_flash.engine.segments import WeightedPoints
+from otdd_flash.errors import InputError, NotConvergedWarning, warn
+from otdd_flash.labels.classes import ClassCloud, masses_of, merge_identical
+from otdd_flash.labels.pair_chunks import named_classes, used_classes
 from otdd_flash.labels.pairs import PairDistances, Progress
-from otdd_flash.labels.transport_terms import TermSolver
+from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
+from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
+from otdd_flash.solver.term.alternating import solve_alternating
 from otdd_flash.solver.term.epsilon import epsilon_given_as
+from otdd_flash.solver.term.symmetric import solve_symmetric
+from otdd_flash.solver.term.tolerance import rounded_away
+
+if TYPE_CHECKING:
+    from otdd_flash.operators.class_pool import ClassPool
+
 
 # Of classes and pairs that stopped early, so many are named.
 SHOWN = 5
+
+
 # Pairs that are solved at once: what is made of their list takes some 200 bytes each.
 MOST_PAIRS = 1 << 24
 
@@ -173,3 +200,159 @@ def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: 
 def _name(clouds: Sequence[ClassCloud], i: int, j: int) -> str:
     """Name the term between two classes in messages."""
     return clouds[i].name if i == j else f"{clouds[i].name} against {clouds[j].name}"
+
+
+class TermSolver:
+    """Solves the terms OT_epsilon between V classes, cost ||x - y||^2.
+
+    Args:
+        clouds: the classes.
+        epsilon: regularisation, in units of ||.||^2.
+        options: when a solve stops.
+    """
+
+    def __init__(self, clouds: Sequence[ClassCloud], epsilon: float, options: Converged) -> None:
+        self._clouds, self._epsilon, self._options = clouds, epsilon, options
+        self._pool: ClassPool | None = None
+        if kernels_run_on(clouds[0].points.device):
+            from otdd_flash.operators.class_pool import ClassPool
+
+            points = (cloud.points.detach() for cloud in clouds)
+            self._pool = ClassPool(list(map(WeightedPoints, points, masses_of(clouds))))
+
+    def solve(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
+        """The terms of P pairs.
+
+        Args:
+            pairs: (P, 2) int64, where the points are; all of them are of a class with itself, or
+                none is.
+            finished: told how many more pairs are done.
+
+        Returns:
+            (P,) float64 each, where the points are.
+
+        Raises:
+            InputError: rounding alone exceeds the tolerance even in float64.
+        """
+        if self._pool is None:
+            terms = self._in_float64(pairs, finished)
+        else:
+            from otdd_flash.labels.kernel_terms import solve_in_kernels
+
+            terms = solve_in_kernels(self._pool, pairs, self._epsilon, self._options, finished)
+            left = torch.nonzero(self._out_of_reach(terms)).squeeze(1)
+            if len(left):
+                for known, new in zip(terms, self._in_float64(pairs[left]), strict=True):
+                    known[left] = new
+        # What all of its error is called rounding of could do no better; the others never can.
+        stalled = (terms.rounding == terms.marginal_error) & (terms.marginal_error < MOST_ERROR)
+        lost = self._out_of_reach(terms) & ~stalled
+        if bool(lost.any()):
+            floor = float(terms.rounding[lost].max())
+            tolerance = self._options.asked_tolerance
+            raise rounded_away(2 * floor, self._epsilon, torch.float64, enough=tolerance)
+        return terms
+
+    def _in_float64(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
+        # Of thousands of classes, few pairs may be left to it.
+        used, local = used_classes(self._clouds, pairs)
+        classes = [WeightedPoints(cloud.points.detach(), cloud.masses) for cloud in used]
+        return solve_in_float64(classes, local, self._epsilon, self._options, finished)
+
+    def _out_of_reach(self, terms: SegmentTerms) -> Tensor:
+        """Terms (P,) that rounding alone keeps from the tolerance."""
+        tolerance = self._options.asked_tolerance
+        return (terms.marginal_error > tolerance) & (2 * terms.rounding > tolerance)
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether Triton kernels can run on a device."""
+    if device.type != "cuda":
+        return False
+    try:
+        check_triton(device)
+    except InputError:
+        return False
+    return True
+
+
+# Costs of one pair that are stored at most: 2.3 GiB with exponentials and scratch space.
+MOST_STORED = 100_000_000
+
+
+# Costs of pairs that are updated together.
+GROUP = 1 << 23
+
+
+def solve_in_float64(
+    classes: Sequence[WeightedPoints],
+    pairs: Tensor,
+    epsilon: float,
+    options: Converged,
+    finished: Finished | None = None,
+) -> SegmentTerms:
+    """The terms of P pairs; arguments as for `TermSolver`."""
+    solve = solve_self_terms if bool((pairs[:, 0] == pairs[:, 1]).all()) else solve_cross_terms
+    device = classes[0].points.device
+    out = torch.zeros((len(SegmentTerms._fields), len(pairs)), dtype=torch.float64, device=device)
+    indices = pairs.tolist()
+    for shape, members in _groups([len(cloud.points) for cloud in classes], indices):
+        sides = [(classes[indices[p][0]], classes[indices[p][1]]) for p in members]
+        if shape[0] * shape[1] > MOST_STORED:
+            terms = _solve_streamed(*sides[0], epsilon, options)
+            if finished is not None:
+                finished(1)
+        else:
+            terms = solve(StoredSegments(sides, shape), epsilon, options, finished)
+        out[:, members] = torch.stack(terms).to(device)
+    return SegmentTerms(*out)
+
+
+def padded_size(size: int) -> int:
+    """The length to which a class of `size` points is padded.
+
+    Multiples of 16 up to 128; from there on, four lengths to every power of two, less than a
+    quarter more than the size.
+    """
+    step = max(SIZE_STEP, 1 << max(0, (size - 1).bit_length() - 3))
+    return -(-size // step) * step
+
+
+def _groups(
+    sizes: Sequence[int], pairs: Sequence[Sequence[int]]
+) -> Iterator[tuple[tuple[int, int], list[int]]]:
+    """Positions of pairs that are solved together, with the shape of their costs."""
+    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for position, (i, j) in enumerate(pairs):
+        by_shape[padded_size(sizes[i]), padded_size(sizes[j])].append(position)
+    for shape, members in by_shape.items():
+        costs = shape[0] * shape[1]
+        together = 1 if costs > MOST_STORED else max(1, GROUP // costs)
+        for first in range(0, len(members), together):
+            yield shape, members[first : first + together]
+
+
+def _solve_streamed(
+    rows: WeightedPoints, columns: WeightedPoints, epsilon: float, options: Converged
+) -> SegmentTerms:
+    """The term of one pair of any size."""
+    labels = [
+        torch.zeros(len(side.points), dtype=torch.int64, device=side.points.device)
+        for side in (rows, columns)
+    ]
+    cost = LabelledCost(
+        rows.points,
+        columns.points,
+        rows.masses,
+        columns.masses,
+        labels_x=labels[0],
+        labels_y=labels[0 if rows is columns else 1],
+        class_costs=rows.masses.new_zeros(1, 1),
+        lambda_x=1.0,
+    )
+    operator = StreamedOperator(cost, torch.float64)
+    solve = solve_symmetric if rows is columns else solve_alternating
+    term = solve(operator, epsilon, options)
+    rounding = term.marginal_error if term.stopped_by == "rounding" else 0.0
+    numbers = (term.value, *term.bounds, term.marginal_error, rounding, float(term.iterations))
+    return SegmentTerms(*torch.tensor(numbers, dtype=torch.float64).unsqueeze(1))

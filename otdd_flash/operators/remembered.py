@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from otdd_flash.content_mark import Mark, mark_of_tensors
+from otdd_flash.fingerprint import Mark, mark_of_tensors
 from otdd_flash.samples import LabeledSamples
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from otdd_flash.content_mark import mark_of
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.feature_file import FeatureFile
 from otdd_flash.features.file_features import FileFeatures, features_of
+from otdd_flash.fingerprint import mark_of
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.block_tiles import BlockOperator
 from otdd_flash.operators.block_tiles import Build as BlockBuild

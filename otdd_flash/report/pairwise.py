@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 from otdd_flash.arguments.values import FOLDER
 from otdd_flash.checks import takes
 from otdd_flash.errors import choose
-from otdd_flash.report.class_order import ORDERS, class_orders
-from otdd_flash.report.class_pictures import draw_joint_class_distances
 from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
-from otdd_flash.report.distance.heat_maps import heat_map
-from otdd_flash.report.figures.drawing import Report, Writers, write_each
-from otdd_flash.report.figures.fonts import notice_missing_glyphs
-from otdd_flash.report.figures.page import INK, figure_of
+from otdd_flash.report.figures.class_pictures import draw_joint_class_distances
+from otdd_flash.report.figures.heat_maps import ORDERS, class_orders, heat_map
+from otdd_flash.report.figures.page import (
+    INK,
+    Report,
+    Writers,
+    figure_of,
+    notice_missing_glyphs,
+    write_each,
+)
 from otdd_flash.shown import NOT_SAMPLED, epsilon_shown, interval, shorten
 
 if TYPE_CHECKING:

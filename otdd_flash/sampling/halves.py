@@ -20,8 +20,13 @@ from otdd_flash.errors import InputError
 from otdd_flash.labels import LabelMetric
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling.comparison import Comparison, drawable
-from otdd_flash.sampling.draws import PER_CLASS, most_per_half, two_halves
+from otdd_flash.sampling.comparison import (
+    PER_CLASS,
+    Comparison,
+    drawable,
+    most_per_half,
+    two_halves,
+)
 
 # progress(distances computed, their total).
 Progress = Callable[[int, int], None]

@@ -44,8 +44,7 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.labels import LabelMetric
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling.comparison import Comparison, drawable
-from otdd_flash.sampling.draws import least_rows, subsample
+from otdd_flash.sampling.comparison import Comparison, drawable, least_rows, subsample
 from otdd_flash.sliced.tails import rows_excess
 from otdd_flash.solver.divergence import Divergence
 

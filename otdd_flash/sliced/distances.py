@@ -4,14 +4,40 @@
 
 after Nguyen et al. 2025, Lightspeed geometric dataset distance via sliced optimal transport. Every
 dataset is projected and sorted once per draw, and a pair then costs a subtraction.
+
+A labelled dataset as sorted numbers on a line, one list per draw.
+
+    z_i = psi_0 theta.x_i + sum_{k=1..5} psi_k M_k(class of x_i)
+    M_k(c) = weighted mean over class c of (theta.x)^l_k / l_k!
+
+in float64. Powers are built up by multiplication, p^l / l! = (p^(l - 1) / (l - 1)!) (p / l), up to
+the largest order drawn; the classes' means of every order are one matrix product each.
+
+W_2^2 between numbers on a line: the integral of squared differences of quantile functions.
+
+    W_2^2 = int_0^1 (F^-1(t) - G^-1(t))^2 dt
+
+Both quantile functions are steps, so the integral is a sum over the steps of both together. With
+equal masses those steps are the same for every draw and are found once, in integers.
+
+The random draws of a sliced distance, which all datasets share.
+
+A draw consists of a direction theta, uniform on the unit sphere of the features, weights psi,
+uniform on the unit sphere of 1 + 5 dimensions, and orders l_1 to l_5 of moments, l_i from the
+Poisson distribution of rate i without 0 (Nguyen et al. 2025, Lightspeed geometric dataset distance
+via sliced optimal transport). Draws come in chunks with a generator each: draw number k is the same
+however many there are, and any chunk can be had without the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.arguments.comparisons import SLICED_DISTANCES
@@ -20,18 +46,19 @@ from otdd_flash.data.given import Samples
 from otdd_flash.devices import resolve_device
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.eager import computes
+from otdd_flash.errors import InputError
 from otdd_flash.labels.many import as_datasets, distinct_names
-from otdd_flash.samples import LabeledSamples, check_squares
-from otdd_flash.sliced.draws import Draws, draw_all
-from otdd_flash.sliced.numbers import Projected
-from otdd_flash.sliced.quantiles import squared_distances
+from otdd_flash.samples import HOW_TO_LABEL, HOW_TO_SCALE, LabeledSamples, check_squares
 from otdd_flash.sliced.result import SlicedResult
 
 # progress(draws done, their total).
 Progress = Callable[[int, int], None]
 
+
 # Of everything that is held for the draws under way.
 WORK_BYTES = 2**29
+
+
 # Matrices of draws by rows that one dataset's sort holds at once, in float64.
 BUFFERS = 6
 
@@ -110,3 +137,219 @@ def chunk_distances(datasets: Sequence[Projected], draws: Draws) -> Tensor:
         pairs = [squared_distances(x, y) for x, y in combinations(numbers, 2)]
         parts.append(torch.stack(pairs).cpu())
     return torch.cat(parts, 1)
+
+
+# Rows that are cast to float64 together.
+ROWS_AT_ONCE = 4096
+
+
+class SortedNumbers(NamedTuple):
+    """What a dataset is along C draws.
+
+    Attributes:
+        values: (C, n) float64, each row ascending.
+        masses: (C, n) of the same order, float64; None where all are equal.
+    """
+
+    values: Tensor
+    masses: Tensor | None
+
+
+class Projected:
+    """A dataset prepared for draws: rows of positive weight, and their shares of their classes.
+
+    Args:
+        samples: labelled, on the device that computes.
+
+    Raises:
+        InputError: there are no labels.
+    """
+
+    def __init__(self, samples: LabeledSamples) -> None:
+        if samples.labels is None:
+            raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+        masses = samples.masses
+        if samples.weights is not None and not bool((masses > 0).all()):
+            samples = samples.take((masses > 0).nonzero().squeeze(1))
+            masses = samples.masses
+        assert samples.labels is not None
+        self.name, self.features, self.labels = samples.name, samples.features, samples.labels
+        self.masses = None if bool((masses == masses[0]).all()) else masses
+        one_hot = torch.nn.functional.one_hot(samples.labels, samples.class_total).double()
+        weighted = one_hot * masses.unsqueeze(1)
+        # A class without rows is nobody's.
+        self._shares = weighted / weighted.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def along(self, draws: Draws) -> SortedNumbers:
+        """The numbers along some draws, on the same device.
+
+        Raises:
+            InputError: powers of the projections overflow float64.
+        """
+        projections = self._project(draws.directions)
+        moments = self._moments(projections, draws.orders)
+        by_class = (draws.weights[:, 1:, None] * moments).sum(1)
+        projections.mul_(draws.weights[:, :1]).add_(by_class[:, self.labels])
+        if not bool(torch.isfinite(projections).all()):
+            raise InputError(
+                f"powers of the features of {self.name} overflow float64 in a sliced distance; "
+                f"{HOW_TO_SCALE}"
+            )
+        values, order = projections.sort(1)
+        return SortedNumbers(values, None if self.masses is None else self.masses[order])
+
+    def _project(self, directions: Tensor) -> Tensor:
+        """theta.x (C, n) float64."""
+        found = directions.new_empty(len(directions), len(self))
+        for start in range(0, len(self), ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            found[:, rows] = directions @ self.features[rows].double().T
+        return found
+
+    def _moments(self, projections: Tensor, orders: Tensor) -> Tensor:
+        """M_k of every class, (C, MOMENTS, V)."""
+        count = self._shares.shape[1]
+        moments = projections.new_zeros(*orders.shape, count)
+        power = torch.ones_like(projections)
+        for order in range(1, int(orders.max()) + 1):
+            power.mul_(projections).div_(order)
+            means = power @ self._shares
+            moments += (orders == order).unsqueeze(2) * means.unsqueeze(1)
+        return moments
+
+
+class Steps(NamedTuple):
+    """Where two quantile functions are constant together.
+
+    Attributes:
+        rows: (S,) or (C, S) which of the n sorted numbers holds on each step.
+        columns: which of the m holds.
+        widths: of the steps, float64, summing to 1.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    widths: Tensor
+
+
+def squared_distances(x: SortedNumbers, y: SortedNumbers) -> Tensor:
+    """W_2^2 (C,) between the numbers x (C, n) and y (C, m) of C draws."""
+    equal = x.masses is None and y.masses is None
+    if equal and x.values.shape == y.values.shape:
+        return (x.values - y.values).square_().mean(1)
+    if equal:
+        steps = equal_steps(x.values.shape[1], y.values.shape[1], x.values.device)
+        gaps = x.values[:, steps.rows] - y.values[:, steps.columns]
+        return gaps.square_() @ steps.widths
+    steps = weighted_steps(_masses(x), _masses(y))
+    gaps = x.values.gather(1, steps.rows) - y.values.gather(1, steps.columns)
+    return gaps.square_().mul_(steps.widths).sum(1)
+
+
+def equal_steps(n: int, m: int, device: torch.device) -> Steps:
+    """Steps between n and m equal masses; their ends are i / n and j / m, compared as i m, j n."""
+    each = [torch.arange(1, size + 1, device=device) for size in (n, m)]
+    ends = torch.unique(torch.cat((each[0] * m, each[1] * n)))
+    # A step that ends at e lies in the mass whose end is the first from e on.
+    rows, columns = (ends + m - 1) // m - 1, (ends + n - 1) // n - 1
+    widths = ends.diff(prepend=ends.new_zeros(1)).double() / (n * m)
+    return Steps(rows, columns, widths)
+
+
+def weighted_steps(a: Tensor, b: Tensor) -> Steps:
+    """Steps between masses a (C, n) and b (C, m), each in the order of its numbers."""
+    ends_a, ends_b = a.cumsum(1), b.cumsum(1)
+    # Both sums are 1 but for rounding; from here on they are.
+    ends_a, ends_b = ends_a / ends_a[:, -1:], ends_b / ends_b[:, -1:]
+    ends = torch.cat((ends_a, ends_b), 1).sort(1).values
+    widths = ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))
+    rows, columns = (
+        torch.searchsorted(side.contiguous(), ends).clamp_max(side.shape[1] - 1)
+        for side in (ends_a, ends_b)
+    )
+    return Steps(rows, columns, widths)
+
+
+def _masses(numbers: SortedNumbers) -> Tensor:
+    if numbers.masses is not None:
+        return numbers.masses
+    return torch.full_like(numbers.values, 1 / numbers.values.shape[1])
+
+
+MOMENTS = 5
+
+
+DRAWS_PER_CHUNK = 500
+
+
+# Of rate 5, a larger one has probability 2e-32.
+LARGEST_ORDER = 40
+
+
+class Draws(NamedTuple):
+    """C draws for features of d dimensions, on the CPU.
+
+    Attributes:
+        directions: theta (C, d) float64, rows of length 1.
+        weights: psi (C, 1 + MOMENTS) float64, rows of length 1.
+        orders: l (C, MOMENTS) int64, at least 1.
+    """
+
+    directions: Tensor
+    weights: Tensor
+    orders: Tensor
+
+    def part(self, start: int, end: int) -> Draws:
+        return Draws(*(part[start:end] for part in self))
+
+    def to(self, device: torch.device) -> Draws:
+        return Draws(*(part.to(device) for part in self))
+
+
+def chunks_of(projections: int) -> range:
+    """The numbers of the chunks that hold so many draws."""
+    return range(-(-projections // DRAWS_PER_CHUNK))
+
+
+def draws_in(chunk: int, projections: int) -> int:
+    """How many draws a chunk holds."""
+    return min(DRAWS_PER_CHUNK, projections - chunk * DRAWS_PER_CHUNK)
+
+
+def draw_chunk(chunk: int, projections: int, dim: int, seed: int) -> Draws:
+    """The draws of one chunk; the last chunk of `projections` may hold fewer than the others."""
+    generator = np.random.default_rng([seed, chunk])
+    directions = _on_sphere(generator, dim)
+    weights = _on_sphere(generator, 1 + MOMENTS)
+    orders = _positive_poisson(generator)
+    draws = Draws(*(torch.from_numpy(part) for part in (directions, weights, orders)))
+    return draws.part(0, draws_in(chunk, projections))
+
+
+def draw_all(projections: int, dim: int, seed: int) -> Iterator[Draws]:
+    """All chunks, one after the other."""
+    for chunk in chunks_of(projections):
+        yield draw_chunk(chunk, projections, dim, seed)
+
+
+def _on_sphere(generator: np.random.Generator, dim: int) -> NDArray[np.float64]:
+    normal = generator.standard_normal((DRAWS_PER_CHUNK, dim))
+    lengths = np.linalg.norm(normal, axis=1, keepdims=True)
+    return np.asarray(normal / lengths)
+
+
+def _positive_poisson(generator: np.random.Generator) -> NDArray[np.int64]:
+    """Column i - 1 is Poisson(i) given that it is not 0, by inversion of the distribution."""
+    from scipy.stats import poisson
+
+    uniform = generator.random((DRAWS_PER_CHUNK, MOMENTS))
+    orders = np.empty((DRAWS_PER_CHUNK, MOMENTS), dtype=np.int64)
+    for place in range(MOMENTS):
+        below = poisson.cdf(np.arange(LARGEST_ORDER), place + 1)
+        level = below[0] + (1 - below[0]) * uniform[:, place]
+        # The first order whose probability of at most itself reaches the level, and not 0.
+        orders[:, place] = np.searchsorted(below[1:], level) + 1
+    return orders

@@ -24,10 +24,10 @@ from scipy.stats import t
 from torch import Tensor
 
 from otdd_flash.errors import DataNotice, warn
-from otdd_flash.files.json_file import json_content
+from otdd_flash.files.atomic import json_content
+from otdd_flash.raw_labels import frame_of
 from otdd_flash.shown import listing
 from otdd_flash.sliced.tails import tail_excess
-from otdd_flash.table_columns import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

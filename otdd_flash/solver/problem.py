@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from otdd_flash.content_mark import Mark, mark_of, mark_of_tensors
 from otdd_flash.errors import InputError
+from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.content_mark import mark_of_tensors
 from otdd_flash.eager import check_transforms, own_settings
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
+from otdd_flash.fingerprint import mark_of_tensors
 from otdd_flash.solver.known_gradient import OnceDifferentiable
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import Solution

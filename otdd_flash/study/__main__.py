@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 def job(config: DictConfig) -> int:
     """Carry out one job and return its exit code."""
     # Imported here: help is shown without what computes.
-    from otdd_flash.commands.progress import importing
+    from otdd_flash.commands.messages import importing
 
     with importing():
-        from otdd_flash.commands.runner import run_job
+        from otdd_flash.commands.outcome import run_job
         from otdd_flash.commands.study import study
 
     return run_job(study, config)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from otdd_flash.errors import InputError
-from otdd_flash.files.json_file import write_json
-from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.files.written_by import other_version
 from otdd_flash.solver.term.epsilon import once_default
 

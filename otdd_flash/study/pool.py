@@ -1,4 +1,9 @@
-"""Several processes of one machine on the units of a study."""
+"""Several processes of one machine on the units of a study.
+
+Where units of a study are computed: what is in memory, and what other units came to.
+
+All units of a study, in the order in which they can be computed.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,29 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from otdd_flash.errors import InputError
-from otdd_flash.study.bench import StoredBench
+from otdd_flash.plugins import blamed_on
+from otdd_flash.study.measures import measures_named
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.study_units import study_units
-from otdd_flash.study.units.store import Store
-from otdd_flash.study.units.unit import Unit
-from otdd_flash.study.units.work import Progress, Shard, Stop, work_through
+from otdd_flash.study.transfer.training import transfer_units
+from otdd_flash.study.transport import Epsilon, Term
+from otdd_flash.study.units import (
+    Content,
+    Progress,
+    Shard,
+    Stop,
+    Store,
+    Unit,
+    compute,
+    in_order,
+    work_through,
+)
 
 # Between two looks at how far the workers are.
 SECONDS_APART = 0.5
@@ -107,3 +123,56 @@ def _watched(
         ended.set()
         watcher.join()
         flag.unlink(missing_ok=True)
+
+
+T = TypeVar("T")
+
+
+class StoredBench:
+    """A bench over a store; a unit whose file is damaged or gone is computed again.
+
+    Args:
+        store: the contents of units.
+        threads: of units that are not `one_thread`.
+    """
+
+    def __init__(self, store: Store, threads: int) -> None:
+        self._store, self._threads = store, threads
+        self._kept: dict[str, Any] = {}
+
+    def found(self, unit: Unit) -> Content:
+        """The content of a unit.
+
+        Raises:
+            InputError: it had to be computed again, and failed.
+        """
+        content = self._store.get(unit) or compute(unit, self, self._store, self._threads)
+        if content is None:
+            failure = self._store.failure(unit) or {}
+            raise InputError(f"{unit.title} failed: {failure.get('error', 'for no known reason')}")
+        return content
+
+    def known(self, unit: Unit) -> Content | None:
+        return self.found(unit) if self._store.done(unit) else None
+
+    def cached(self, name: str, make: Callable[[], T]) -> T:
+        if name not in self._kept:
+            self._kept[name] = make()
+        kept: T = self._kept[name]
+        return kept
+
+
+def study_units(setup: Setup) -> list[Unit]:
+    """List the units of a study's measures, and of its transfer runs."""
+    settings = setup.settings
+    with_transfer = settings.transfer is not None
+    measures = measures_named(settings.measures, transfer=with_transfer)
+    units: list[Unit] = []
+    for measure in measures:
+        with blamed_on(measure, f"measure {measure.name}"):
+            units += measure.units(setup)
+    if any(isinstance(unit, Term) for unit in in_order(units)):
+        units.append(Epsilon(setup))
+    if with_transfer:
+        units += transfer_units(setup)
+    return in_order(units)

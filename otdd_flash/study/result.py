@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from otdd_flash.errors import NotConvergedWarning, choose, warn
-from otdd_flash.files.json_file import json_content
+from otdd_flash.files.atomic import json_content
 from otdd_flash.plugins import blamed_on
+from otdd_flash.raw_labels import frame_of
 from otdd_flash.shown import display, epsilon_shown, sentence
-from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
+from otdd_flash.study.pool import StoredBench
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.statistics.choices import Choice, choices
-from otdd_flash.study.statistics.findings import Finding, findings
-from otdd_flash.study.statistics.pairs import Numbers, PairTable, levelled
-from otdd_flash.study.transfer.gains import FEWEST_ERRORS, gain_errors, gains, halved_gains
-from otdd_flash.study.transfer.units import TargetRun
-from otdd_flash.study.transport.classes import Epsilon
-from otdd_flash.study.transport.terms import Term
-from otdd_flash.study.units.store import Store
-from otdd_flash.study.units.unit import Unit
-from otdd_flash.table_columns import frame_of
+from otdd_flash.study.statistics.findings import Choice, Finding, choices, findings
+from otdd_flash.study.statistics.statistics import Numbers, PairTable, levelled
+from otdd_flash.study.transfer.training import (
+    FEWEST_ERRORS,
+    TargetRun,
+    gain_errors,
+    gains,
+    halved_gains,
+)
+from otdd_flash.study.transport import Epsilon, Term
+from otdd_flash.study.units import Store, Unit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

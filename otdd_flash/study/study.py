@@ -39,19 +39,13 @@ from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE, refuse_both
-from otdd_flash.study.bench import StoredBench
 from otdd_flash.study.folder import enter
 from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
-from otdd_flash.study.pool import work_in_processes
+from otdd_flash.study.pool import StoredBench, study_units, work_in_processes
 from otdd_flash.study.result import StudyResult, gather
-from otdd_flash.study.settings import Settings
-from otdd_flash.study.setup import Setup
-from otdd_flash.study.study_units import study_units
-from otdd_flash.study.task import Given, Task, as_tasks, read_datasets
-from otdd_flash.study.transfer.networks import build_body, build_head
-from otdd_flash.study.transfer.settings import Transfer
-from otdd_flash.study.units.store import Store
-from otdd_flash.study.units.work import Progress, Shard, Stop, work_through
+from otdd_flash.study.setup import Given, Settings, Setup, Task, as_tasks, read_datasets
+from otdd_flash.study.transfer.networks import Transfer, build_body, build_head
+from otdd_flash.study.units import Progress, Shard, Stop, Store, work_through
 
 DEFAULT_TRANSFER = Transfer()
 

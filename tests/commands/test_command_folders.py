@@ -14,7 +14,7 @@ import pytest
 
 from otdd_flash.commands.claims import LOCK_FILE, claim, release_all
 from otdd_flash.errors import InputError
-from otdd_flash.files import locks
+from otdd_flash.files import atomic as locks
 
 KEEP = "overwrite=false"
 

@@ -164,10 +164,10 @@ def test_a_missing_picture_is_code_4_with_a_result(command, summary, monkeypatch
     def refuse(path, *_):
         raise InputError(f"cannot write {path}: No space left on device")
 
-    writing = "otdd_flash.report.distance.writing.projection"
+    writing = "otdd_flash.report.distance.projection"
     monkeypatch.setattr(writing, lambda *_: refuse("projection.png"))
     if full:
-        monkeypatch.setattr("otdd_flash.commands.runner.write_json", refuse)
+        monkeypatch.setattr("otdd_flash.commands.outcome.write_json", refuse)
     assert command("-m", "epsilon=1,2").code == 4
     assert [float(row["epsilon"]) for row in summary()] == [1, 2]
     assert [bool(row["value"]) for row in summary()] == [True, True]

@@ -15,7 +15,7 @@ import pytest
 
 from otdd_flash import DistanceResult
 from otdd_flash.commands import compare
-from otdd_flash.report.distance import writing
+from otdd_flash.report import distance as writing
 
 TABLES = {"class_coupling.csv", "class_distances.csv", "nearest_classes.csv", "result.json"}
 PICTURES = {"class_coupling.png", "class_distances.png", "projection.png"}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash.commands import adapt, compare, messages, progress
+from otdd_flash.commands import adapt, compare, messages
+from otdd_flash.commands import messages as progress
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -17,7 +17,7 @@ from otdd_flash.commands import adapt
 from otdd_flash.commands.adapt import FlowSettings
 from otdd_flash.commands.settings import parse
 from otdd_flash.flow import main as flow_main
-from otdd_flash.flows.stepper import Stepper
+from otdd_flash.flows.stepping import Stepper
 from otdd_flash.report.flow import writing as flow_writing
 
 TABLES = {"adapted.npz", "adapted", "metrics.csv", "trajectory.npz", "result.json"}

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.messages import Phases
 from otdd_flash.commands.settings import parse
-from otdd_flash.commands.study import StudySettings
-from otdd_flash.commands.tasks import OWN, load_tasks
+from otdd_flash.commands.study import OWN, StudySettings, load_tasks
 from otdd_flash.data.registry import known_options
 from otdd_flash.report.study import writing
 from otdd_flash.study.__main__ import main
 from otdd_flash.study.measures import MEASURES
-from otdd_flash.study.transfer.units import TrainedSource
+from otdd_flash.study.transfer.training import TrainedSource
 
 TASKS = ", ".join(
     f"{{name: blobs, samples: 60, num_classes: 3, spread: 1.5, seed: {k}, as: b{k}}}"

@@ -13,7 +13,7 @@ import otdd_flash as otdd
 from otdd_flash.data import LabeledDataset, load
 from otdd_flash.data.images import extensions, open_image
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.extractors.input_hash import inputs_hash
+from otdd_flash.extractors.embedding import inputs_hash
 
 RANDOM = np.random.default_rng(0)
 SIZE = (6, 8)
@@ -388,7 +388,7 @@ def test_features_of_another_decoder_or_transparency_are_not_served(tmp_path, mo
     _save(tmp_path, "L", "png")
     before = inputs_hash(load("image_folder", path=str(tmp_path)))
     assert inputs_hash(load("image_folder", path=str(tmp_path))) == before
-    monkeypatch.setattr("otdd_flash.extractors.input_hash.DECODING", 1)
+    monkeypatch.setattr("otdd_flash.extractors.embedding.DECODING", 1)
     assert inputs_hash(load("image_folder", path=str(tmp_path))) != before
     # The same indices and palette, of which another one is transparent.
     hashes = set()

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otdd_flash.data import with_pseudo_labels
-from otdd_flash.data.dataset import LabeledDataset, concatenate
-from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.data.dataset import LabeledDataset, LazyItems, concatenate
 from otdd_flash.data.pseudo_labels import label_parts
 from otdd_flash.data.subset import stratified_rows, subset
 from otdd_flash.errors import DataNotice, InputError

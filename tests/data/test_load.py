@@ -106,7 +106,7 @@ def test_every_source_has_a_file_whose_keys_are_the_options_of_load():
 
 @pytest.mark.slow
 def test_keys_of_commands_reach_load(tmp_path):
-    from otdd_flash.commands.clustering import without_clustering
+    from otdd_flash.commands.sides import without_clustering
 
     # By default disjoint halves, one of them rotated.
     config = _compose("max_samples=100")

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from otdd_flash.data import load
-from otdd_flash.data.lazy_items import LazyItems
+from otdd_flash.data.dataset import LazyItems
 from otdd_flash.errors import DataNotice, InputError
 
 

@@ -9,9 +9,8 @@ from PIL import Image
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import from_callable, identity, pixels, timm, torchvision
-from otdd_flash.extractors.differentiable import differentiable
+from otdd_flash.extractors.differentiable import differentiable, tensor_preparation
 from otdd_flash.extractors.network import Network
-from otdd_flash.extractors.tensor_preparation import tensor_preparation
 
 pytestmark = pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 

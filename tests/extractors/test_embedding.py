@@ -15,7 +15,7 @@ from torch import nn
 from otdd_flash.data import load
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import embed, from_callable, identity, pixels
-from otdd_flash.extractors.input_hash import inputs_hash
+from otdd_flash.extractors.embedding import inputs_hash
 from otdd_flash.extractors.network import Network
 from otdd_flash.files.tensor_file import read_tensors, save_tensors
 

@@ -14,7 +14,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.extractors import embed, feature_store, from_callable, identity, pixels
 from otdd_flash.extractors.network import Network
 from otdd_flash.features.file_features import FileFeatures
-from otdd_flash.files.locks import lock, unlock
+from otdd_flash.files.atomic import lock, unlock
 
 
 class Failing:

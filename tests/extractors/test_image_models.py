@@ -9,7 +9,7 @@ from PIL import Image
 
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, timm, torchvision
-from otdd_flash.extractors.base import Extractor
+from otdd_flash.extractors.network import Extractor
 
 # Small ones of each kind: a convolutional network and a transformer of timm, and of torchvision.
 CASES = [(timm, "test_resnet"), (timm, "test_vit"), (torchvision, "shufflenet_v2_x0_5")]
@@ -141,7 +141,7 @@ def test_named_weights_bring_their_transforms(monkeypatch):
 def test_torchvision_heads_are_removed_wherever_they_stand():
     from torchvision.models import get_model
 
-    from otdd_flash.extractors.torchvision_models import remove_head
+    from otdd_flash.extractors.vision_models import remove_head
 
     heads = {"squeezenet1_1": 512, "mobilenet_v3_small": 1024, "vit_b_32": 768, "vgg11": 4096}
     for model, d in heads.items():

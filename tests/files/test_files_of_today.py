@@ -3,18 +3,18 @@
 tests/fixtures holds a file of every kind that the package keeps; `python -m tests.fixtures.write`
 writes them anew. They depend on these names, which a change of the code has to translate:
 
-- Checkpoints (`otdd_flash.flows.checkpoint`): the names in `otdd_flash.flows.nest.TYPES` and the
-  fields of `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.history.Moment` and `StepRecord`,
-  and `otdd_flash.solver.term.result.TransportTerm`; the keys of `state` of `otdd_flash.flows.loop`,
+- Checkpoints (`otdd_flash.flows.checkpoint`): the names in its `TYPES` and the fields of
+  `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.history.Moment` and `StepRecord`, and
+  `otdd_flash.solver.term.result.TransportTerm`; the keys of `state` of `otdd_flash.flows.loop`,
   `.evaluation`, `.stepper`, `.modes` and of its recorder; the state names of torch's optimizers;
-  the fields of `otdd_flash.flows.shard.Shard`. Their settings, which must be those of now, have the
-  fields of `otdd_flash.flows.stepping.Stepping`, `otdd_flash.operators.ground.GroundCost`,
+  the fields of `otdd_flash.flows.checkpoint.Shard`. Their settings, which must be those of now,
+  have the fields of `otdd_flash.flows.stepping.Stepping`, `otdd_flash.operators.ground.GroundCost`,
   `otdd_flash.solver.schedules.converged.Converged` and of the metric in `otdd_flash.labels`.
 - Results: keys of `to_dict` of `otdd_flash.result.DistanceResult`, `.flows.result.FlowResult`,
   `.pairwise_result.PairwiseResult`, `.solver.matrix.result.MatrixTransport` and of
   `.solver.divergence.Divergence`; fields of `TransportTerm`, `StepRecord`, `Moment`, `GroundCost`,
   `otdd_flash.operators.build.ComputeOptions` and `otdd_flash.operators.sharing.Shared`.
-- Maps: layers of `otdd_flash.flows.maps.training.build_network` by their places.
+- Maps: layers of `otdd_flash.flows.maps.residual.build_network` by their places.
 - Class distances: fields of `otdd_flash.labels.ClassDistances` and `JointClassDistances`.
 - Caches of class distances: the name of the file, and the text that `recipe` of a metric in
   `otdd_flash.labels.metrics` returns. Numbers are found whatever the version of torch or Python is.
@@ -148,7 +148,7 @@ def test_fixtures_hold_every_class_and_field_of_checkpoints() -> None:
     for path in (FOLDER / "checkpoints").rglob("*.safetensors"):
         if ".rank-0." in path.name:
             look(json.loads(load_file(path)["outline.json"].numpy().tobytes()))
-    from otdd_flash.flows import nest
+    from otdd_flash.flows import checkpoint as nest
 
     assert found.keys() == nest.TYPES.keys()
     for name, kind in nest.TYPES.items():

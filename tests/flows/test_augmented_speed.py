@@ -12,8 +12,8 @@ import otdd_flash as otdd
 from otdd_flash.flows import gaussians as gaussians_file
 from otdd_flash.flows import loop
 from otdd_flash.flows.modes import jointly_driven
-from otdd_flash.labels import fidelity
-from otdd_flash.labels.fidelity import fidelities
+from otdd_flash.labels import gaussian as fidelity
+from otdd_flash.labels.gaussian import fidelities
 from otdd_flash.labels.pairs import all_pairs
 
 

@@ -10,7 +10,7 @@ from small_flows import CPU, names, shards
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows import nest
+from otdd_flash.flows import checkpoint as nest
 
 
 def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch):

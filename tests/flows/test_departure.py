@@ -7,7 +7,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.flows import run
-from otdd_flash.flows.departure import on_host, ready
+from otdd_flash.flows.run import on_host, ready
 
 GPU = torch.device("cuda")
 

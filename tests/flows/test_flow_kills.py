@@ -12,7 +12,7 @@ from small_flows import blobs, flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows import shard
+from otdd_flash.flows import checkpoint as shard
 
 pytestmark = pytest.mark.slow
 

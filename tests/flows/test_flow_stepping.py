@@ -10,11 +10,9 @@ from small_flows import DOUBLE, blobs, flow, mode_of, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.flows.checkpoint import put_together, read_shards, taken_apart
 from otdd_flash.flows.divergence import Batch
-from otdd_flash.flows.nest import put_together, taken_apart
-from otdd_flash.flows.shard import read_shards
-from otdd_flash.flows.stepper import Stepper
-from otdd_flash.flows.stepping import Stepping, generator, optimizers
+from otdd_flash.flows.stepping import Stepper, Stepping, generator, optimizers
 
 # Of optimisers that keep more with them than without.
 MORE = {

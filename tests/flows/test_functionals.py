@@ -12,13 +12,12 @@ from otdd_flash.errors import InputError
 from otdd_flash.flows.functionals import (
     WeightedFunctional,
     build_functionals,
-    class_repulsion,
     noise_temperature,
     value_and_velocity,
 )
-from otdd_flash.flows.functionals.base import Entropy
-from otdd_flash.flows.functionals.class_repulsion import ClassRepulsion
-from otdd_flash.flows.functionals.potentials import Norm
+from otdd_flash.flows.functionals import potentials as class_repulsion
+from otdd_flash.flows.functionals.build import Entropy
+from otdd_flash.flows.functionals.potentials import ClassRepulsion, Norm
 from otdd_flash.samples import LabeledSamples
 
 MATRIX = torch.linspace(-1, 2, 10, dtype=torch.float64).reshape(2, 5)

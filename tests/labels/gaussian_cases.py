@@ -11,7 +11,9 @@ import pytest
 import scipy.linalg
 import torch
 
-from otdd_flash.labels import covariance_factors, fidelity, nuclear_norm
+from otdd_flash.labels import gaussian as covariance_factors
+from otdd_flash.labels import gaussian as fidelity
+from otdd_flash.labels import gaussian as nuclear_norm
 from otdd_flash.labels.classes import ClassCloud
 
 ROUTES = ("lapack", "products")

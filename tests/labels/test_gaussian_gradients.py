@@ -11,7 +11,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.labels import pair_chunks
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_distances, gaussian_table
-from otdd_flash.labels.moment_distances import mean_table, upper_bound_table
+from otdd_flash.labels.moments import mean_table, upper_bound_table
 from otdd_flash.labels.pairs import all_pairs
 
 TABLES = {

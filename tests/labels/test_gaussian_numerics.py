@@ -7,11 +7,12 @@ import pytest
 import torch
 from gaussian_cases import ROUTES, decomposing_by, every_route, exact_nuclear_norm
 
-from otdd_flash.labels.covariance_factors import cholesky_qr, padded_rows
-from otdd_flash.labels.nuclear_norm import (
+from otdd_flash.labels.gaussian import (
     NEGLIGIBLE,
+    cholesky_qr,
     newton_schulz_scales,
     nuclear_norms,
+    padded_rows,
     polar_factors,
 )
 

@@ -13,7 +13,7 @@ from otdd_flash.labels.gaussian import (
     diagonal_gaussian_distances,
     gaussian_distances,
 )
-from otdd_flash.labels.moment_distances import mean_distances, upper_bound_distances
+from otdd_flash.labels.moments import mean_distances, upper_bound_distances
 from otdd_flash.labels.pairs import all_pairs
 
 METHODS = {

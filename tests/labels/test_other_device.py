@@ -10,9 +10,9 @@ from other_device import OTHER, OtherDevice
 from sinkhorn_cases import make_clouds, moved
 
 import otdd_flash as otdd
-from otdd_flash.labels import by_ranks, kernel_terms, transport_terms
-from otdd_flash.labels.blocks import class_block
-from otdd_flash.labels.many import measure_all
+from otdd_flash.labels import by_ranks, kernel_terms
+from otdd_flash.labels import sinkhorn_pairs as transport_terms
+from otdd_flash.labels.many import class_block, measure_all
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.solver.segmented import SegmentTerms

@@ -17,15 +17,8 @@ import pytest
 import torch
 
 from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.labels import (
-    Exact,
-    Gaussian,
-    Sinkhorn,
-    exact,
-    measure_classes,
-    measuring,
-    pair_database,
-)
+from otdd_flash.labels import Exact, Gaussian, Sinkhorn, exact, measure_classes, measuring
+from otdd_flash.labels import pair_cache as pair_database
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.many import class_distances
 from otdd_flash.labels.pair_cache import FILE, PairCache

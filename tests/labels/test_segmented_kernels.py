@@ -7,7 +7,8 @@ import torch
 from sinkhorn_cases import make_clouds, moved
 
 from otdd_flash.engine.segments import WeightedPoints
-from otdd_flash.labels import kernel_terms, transport_terms
+from otdd_flash.labels import kernel_terms
+from otdd_flash.labels import sinkhorn_pairs as transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.operators.class_pool import ClassPool

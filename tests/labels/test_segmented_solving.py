@@ -9,7 +9,7 @@ from sinkhorn_cases import cost_of, make_clouds
 
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels.pairs import all_pairs
-from otdd_flash.labels.stored_terms import solve_in_float64
+from otdd_flash.labels.sinkhorn_pairs import solve_in_float64
 from otdd_flash.operators import anchored_segments, segment_tiles, stored_segments
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored_segments import StoredSegments

@@ -9,7 +9,7 @@ import torch
 
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels.kernel_terms import solve_in_kernels
-from otdd_flash.labels.stored_terms import solve_in_float64
+from otdd_flash.labels.sinkhorn_pairs import solve_in_float64
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.solver.schedules.converged import Converged
 

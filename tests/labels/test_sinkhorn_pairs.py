@@ -9,7 +9,8 @@ import torch
 from sinkhorn_cases import make_clouds, table_of
 
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.labels import sinkhorn_pairs, stored_terms
+from otdd_flash.labels import sinkhorn_pairs
+from otdd_flash.labels import sinkhorn_pairs as stored_terms
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances
 from otdd_flash.labels.pairs import all_pairs

@@ -13,11 +13,12 @@ from sinkhorn_cases import make_clouds
 
 from otdd_flash.errors import InputError
 from otdd_flash.kernels.segments.step import SMALL
-from otdd_flash.labels import kernel_terms, stored_terms, transport_terms
+from otdd_flash.labels import kernel_terms
+from otdd_flash.labels import sinkhorn_pairs as stored_terms
+from otdd_flash.labels import sinkhorn_pairs as transport_terms
 from otdd_flash.labels.classes import masses_of
 from otdd_flash.labels.pairs import all_pairs
-from otdd_flash.labels.stored_terms import _groups, padded_size
-from otdd_flash.labels.transport_terms import TermSolver, kernels_run_on
+from otdd_flash.labels.sinkhorn_pairs import TermSolver, _groups, kernels_run_on, padded_size
 from otdd_flash.operators.kernel_segments import bytes_of
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import SegmentTerms

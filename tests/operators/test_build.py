@@ -9,7 +9,7 @@ import torch
 
 from otdd_flash import samples
 from otdd_flash.errors import InputError
-from otdd_flash.labels.transport_terms import kernels_run_on
+from otdd_flash.labels.sinkhorn_pairs import kernels_run_on
 from otdd_flash.operators import build, memory
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, build_operator, operator_bytes

@@ -41,8 +41,8 @@ IMPORTED = (
     "otdd_flash.otdd",
     "otdd_flash.commands.compare",
     "otdd_flash.commands.adapt",
-    "otdd_flash.commands.heartbeat",
-    "otdd_flash.commands.runner",
+    "otdd_flash.commands.ranks",
+    "otdd_flash.commands.outcome",
 )
 
 

@@ -19,8 +19,8 @@ import torch
 from forked_torchrun import Started
 from torch.distributed import HashStore
 
-from otdd_flash.commands import heartbeat
-from otdd_flash.commands.heartbeat import Heartbeat
+from otdd_flash.commands import ranks as heartbeat
+from otdd_flash.commands.ranks import Heartbeat
 
 INTERVAL, LIMIT = 0.02, 0.5
 
@@ -218,7 +218,7 @@ def test_rank_0_ends_the_others_with_its_code(monkeypatch: pytest.MonkeyPatch) -
 
 
 SHORT = """
-from otdd_flash.commands import heartbeat
+from otdd_flash.commands import ranks as heartbeat
 heartbeat.INTERVAL, heartbeat.LIMIT = 0.2, 3.0
 from otdd_flash.flow import main, run_command
 run_command(main)

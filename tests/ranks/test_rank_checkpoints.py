@@ -18,9 +18,9 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
-from otdd_flash.flows import checkpoint, shard
-from otdd_flash.flows.stepper import Stepper
-from otdd_flash.flows.stepping import Stepping, generator, optimizers
+from otdd_flash.flows import checkpoint
+from otdd_flash.flows import checkpoint as shard
+from otdd_flash.flows.stepping import Stepper, Stepping, generator, optimizers
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -203,7 +203,7 @@ def elsewhere(folder: str, made: bool) -> Any:
         return real(place, *arguments)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("otdd_flash.flows.rows.write_shard", write)
+        patched.setattr("otdd_flash.flows.stepping.write_shard", write)
         return lead(flow, folder, 2, "momentum")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-DRAWING = ("distance.contributions", "distance.heat_maps", "distance.projections")
+DRAWING = ("contributions", "distance", "figures.heat_maps")
 DRAWING += ("flow.images", "flow.objective", "flow.paths", "sweep")
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from otdd_flash.report.class_order import class_orders
+from otdd_flash.report.figures.heat_maps import class_orders
 
 
 def line(positions):

@@ -4,7 +4,7 @@ import random
 
 from rich.console import Console
 
-from otdd_flash.report.distance.console import summary_table
+from otdd_flash.report.distance import summary_table
 from otdd_flash.shown import interval
 
 SUMMARY = {

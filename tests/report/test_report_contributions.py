@@ -8,7 +8,7 @@ import torch
 from picture_checks import check_on_page
 
 import otdd_flash as otdd
-from otdd_flash.report.distance.contributions import write_contributions
+from otdd_flash.report.contributions import write_contributions
 
 IMAGES = (3, 2, 2)
 

@@ -9,8 +9,8 @@ from flow_report_cases import record, straight_flow
 from picture_checks import check_on_page
 
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.report.flow.metrics import write_metrics_csv
 from otdd_flash.report.flow.objective import draw_objective, logarithmic
+from otdd_flash.report.flow.writing import write_metrics_csv
 
 
 def band(axes):

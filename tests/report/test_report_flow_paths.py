@@ -8,10 +8,14 @@ import torch
 from flow_report_cases import Flow, blobs, straight_flow
 from picture_checks import check_apart, check_on_page
 
-from otdd_flash.report.figures.principal_plane import fit_plane
-from otdd_flash.report.flow.class_paths import MOST_CLASSES, MOST_LINES
-from otdd_flash.report.flow.particles import evenly, evenly_over_classes
-from otdd_flash.report.flow.paths import draw_paths
+from otdd_flash.report.figures.planes import fit_plane
+from otdd_flash.report.flow.paths import (
+    MOST_CLASSES,
+    MOST_LINES,
+    draw_paths,
+    evenly,
+    evenly_over_classes,
+)
 
 
 def draw(flow, path=None, seed=0):

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from otdd_flash.errors import DataNotice
-from otdd_flash.report.figures import fonts
+from otdd_flash.report.figures import page as fonts
 from otdd_flash.report.figures.page import measure, name_style, new_figure, save_picture
 
 # Inner Mongolian and cuneiform, which the test's fonts lack; Greek and Arabic, which they have.

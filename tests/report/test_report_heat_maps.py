@@ -8,19 +8,19 @@ import pytest
 import torch
 from picture_checks import check_apart, check_on_page
 
-from otdd_flash.report.class_pictures import (
+from otdd_flash.report.figures import heat_maps
+from otdd_flash.report.figures.class_pictures import (
     draw_class_coupling,
     draw_class_distances,
     draw_joint_class_distances,
 )
-from otdd_flash.report.distance import heat_maps
-from otdd_flash.report.figures.axis_names import spaced_ticks
-from otdd_flash.report.figures.brackets import place_names
-from otdd_flash.report.figures.cell_numbers import (
+from otdd_flash.report.figures.heat_maps import (
     cell_texts,
     ink_on,
+    place_names,
     power_of_ten,
     relative_luminance,
+    spaced_ticks,
     with_unit,
 )
 from otdd_flash.report.figures.page import DPI, fit, measure, new_figure

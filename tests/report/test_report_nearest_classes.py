@@ -6,7 +6,7 @@ import io
 from rich.console import Console
 
 from otdd_flash.labels.table import NearestClass
-from otdd_flash.report.distance.nearest_classes import MOST_ROWS, nearest_table, write_nearest_csv
+from otdd_flash.report.distance import MOST_ROWS, nearest_table, write_nearest_csv
 
 
 def rows(sources, targets):

@@ -13,7 +13,7 @@ from rich.console import Console
 from otdd_flash.errors import IncompleteError, InputError, MissingFileNotice
 from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.report import pairwise as pairwise_report
-from otdd_flash.report.distance.heat_maps import NOTE_POINTS
+from otdd_flash.report.figures.heat_maps import NOTE_POINTS
 from otdd_flash.report.pairwise import pairwise_table, rows_text, write_pairwise_report
 from otdd_flash.samples import LabeledSamples
 

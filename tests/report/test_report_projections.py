@@ -5,11 +5,10 @@ import pytest
 import torch
 from picture_checks import check_apart, check_on_page
 
-from otdd_flash.report.distance import projections
-from otdd_flash.report.distance.class_moves import Move, strongest_moves
-from otdd_flash.report.distance.projections import projection
-from otdd_flash.report.figures.label_placement import RADII, place_labels
-from otdd_flash.report.figures.principal_plane import fit_plane
+from otdd_flash.report import distance as projections
+from otdd_flash.report.distance import Move, projection, strongest_moves
+from otdd_flash.report.figures.planes import fit_plane
+from otdd_flash.report.figures.point_names import RADII, place_labels
 from otdd_flash.samples import LabeledSamples
 
 

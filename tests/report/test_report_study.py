@@ -12,11 +12,14 @@ from rich.console import Console
 from small_tasks import small_study
 
 from otdd_flash.report.study import pictures
-from otdd_flash.report.study.console import study_table
-from otdd_flash.report.study.page import write_page
+from otdd_flash.report.study.page import (
+    choice_sentences,
+    difference_sentences,
+    measured_text,
+    write_page,
+)
 from otdd_flash.report.study.pictures import draw_measure, task_order
-from otdd_flash.report.study.sentences import choice_sentences, difference_sentences, measured_text
-from otdd_flash.report.study.writing import FILES, TABLES, write_study_report
+from otdd_flash.report.study.writing import FILES, TABLES, study_table, write_study_report
 from otdd_flash.study.measures.base import Reading
 
 

@@ -15,10 +15,9 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.errors import InputError, MissingFileNotice
 from otdd_flash.labels.table import NearestClass
-from otdd_flash.report.distance import writing
-from otdd_flash.report.distance.nearest_classes import write_nearest_csv
-from otdd_flash.report.distance.writing import write_report
-from otdd_flash.report.figures import fonts
+from otdd_flash.report import distance as writing
+from otdd_flash.report.distance import write_nearest_csv, write_report
+from otdd_flash.report.figures import page as fonts
 from otdd_flash.report.flow.writing import write_flow_report
 from otdd_flash.samples import LabeledSamples
 

@@ -14,7 +14,7 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling import comparison, noise_floor, subsample_interval
-from otdd_flash.sampling.draws import least_rows, most_per_half, subsample, two_halves
+from otdd_flash.sampling.comparison import least_rows, most_per_half, subsample, two_halves
 from otdd_flash.sliced.tails import tail_excess
 from otdd_flash.solver.schedules.converged import Converged
 

@@ -15,8 +15,7 @@ from scipy import stats
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.sliced import distances
-from otdd_flash.sliced.draws import DRAWS_PER_CHUNK, MOMENTS, draw_all, draw_chunk
-from otdd_flash.sliced.quantiles import equal_steps
+from otdd_flash.sliced.distances import DRAWS_PER_CHUNK, MOMENTS, draw_all, draw_chunk, equal_steps
 from otdd_flash.sliced.result import intervals
 
 

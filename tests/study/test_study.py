@@ -21,17 +21,15 @@ from small_tasks import QUICK, small_study, small_task, small_tasks
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.report.study.writing import TABLES, write_study_report
-from otdd_flash.study import bench as benches
 from otdd_flash.study import pool
+from otdd_flash.study import pool as benches
+from otdd_flash.study import units as work
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.measures.base import Reading
-from otdd_flash.study.measures.frechet import frechet_distance
-from otdd_flash.study.measures.otce import conditional_entropy
-from otdd_flash.study.task import as_tasks
+from otdd_flash.study.measures.distances import conditional_entropy, frechet_distance
+from otdd_flash.study.setup import as_tasks
 from otdd_flash.study.transfer.networks import Network, build_body, build_head
-from otdd_flash.study.transfer.training import train
-from otdd_flash.study.transfer.units import TargetRun, TrainedSource, target_rows
-from otdd_flash.study.units import work
+from otdd_flash.study.transfer.training import TargetRun, TrainedSource, target_rows, train
 
 DISTANCES = {"measures": ["frechet"], "transfer": None}
 
@@ -149,7 +147,7 @@ def test_a_measure_that_chooses_no_source_has_no_correlation(
 ):
     from rich.console import Console
 
-    from otdd_flash.report.study.console import study_table
+    from otdd_flash.report.study.writing import study_table
 
     flat = measured(result, knn=LEVELS, **{measure: values})
     found = correlations(flat)
@@ -460,7 +458,7 @@ def test_a_unit_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
 
     study = small_study(measures=["frechet", "knn"])
     with monkeypatch.context() as patch:
-        patch.setattr("otdd_flash.study.transfer.units.TrainedSource.compute", fails)
+        patch.setattr("otdd_flash.study.transfer.training.TrainedSource.compute", fails)
         result = study.run(tmp_path, threads=1)
     assert not result.complete
     assert len(result.failures) == 8

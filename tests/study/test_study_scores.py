@@ -14,12 +14,8 @@ from reference import (
 )
 
 import otdd_flash as otdd
-from otdd_flash.study.measures.frechet import frechet_distance
-from otdd_flash.study.measures.h_score import h_score
-from otdd_flash.study.measures.knn import knn_accuracy
-from otdd_flash.study.measures.leep import leep
-from otdd_flash.study.measures.logme import log_maximum_evidence
-from otdd_flash.study.measures.otce import conditional_entropy
+from otdd_flash.study.measures.distances import conditional_entropy, frechet_distance
+from otdd_flash.study.measures.network import h_score, knn_accuracy, leep, log_maximum_evidence
 
 
 def rows(n, d, classes, *, apart, seed=0):

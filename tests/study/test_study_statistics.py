@@ -9,28 +9,29 @@ import pytest
 from scipy import stats
 
 from experiments.interval_coverage import Design, coverage, dyads, truth_of
-from otdd_flash.study.statistics import permutation
-from otdd_flash.study.statistics.ceiling import ceiling, disjoint_pairs
-from otdd_flash.study.statistics.choices import choices
-from otdd_flash.study.statistics.findings import findings
-from otdd_flash.study.statistics.jackknife import (
+from otdd_flash.study.statistics import statistics as permutation
+from otdd_flash.study.statistics.findings import choices, findings
+from otdd_flash.study.statistics.statistics import (
+    PairTable,
     Replicates,
+    best_gains,
+    ceiling,
     correlation_interval,
     difference_interval,
+    disjoint_pairs,
+    freed_of_sizes,
+    levelled,
     number_interval,
-    replicates,
-)
-from otdd_flash.study.statistics.pairs import PairTable, levelled
-from otdd_flash.study.statistics.partial import freed_of_sizes, partial_spearman
-from otdd_flash.study.statistics.permutation import orders_of, p_value
-from otdd_flash.study.statistics.statistics import (
-    best_gains,
+    orders_of,
+    p_value,
+    partial_spearman,
     pearson,
     regret,
+    replicates,
     spearman,
     spearman_over_sources,
 )
-from otdd_flash.study.transfer.gains import gain_errors, gains, halved_gains
+from otdd_flash.study.transfer.training import gain_errors, gains, halved_gains
 
 
 def some_table(tasks=6, *, holes=3, seed=0):

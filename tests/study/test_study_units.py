@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError
-from otdd_flash.study.bench import StoredBench
-from otdd_flash.study.units.store import Store
-from otdd_flash.study.units.unit import Content, Unit
-from otdd_flash.study.units.work import Shard, in_order, work_through
+from otdd_flash.study.pool import StoredBench
+from otdd_flash.study.units import Content, Shard, Store, Unit, in_order, work_through
 
 
 class Sum(Unit):

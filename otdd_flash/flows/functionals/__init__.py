@@ -14,13 +14,13 @@ and any function of the user's. `build_functionals` reads them from a configurat
 `value_and_velocity` evaluates them, `noise_temperature` says how much noise a step adds.
 """
 
-from otdd_flash.flows.functionals.base import (
+from otdd_flash.flows.functionals.build import (
     Functional,
     WeightedFunctional,
+    build_functionals,
     noise_temperature,
     value_and_velocity,
 )
-from otdd_flash.flows.functionals.build import build_functionals
 
 __all__ = [
     "Functional",

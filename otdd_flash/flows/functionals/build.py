@@ -1,33 +1,30 @@
-"""Functionals by the names and parameters that configurations give them."""
+"""Functionals by the names and parameters that configurations give them.
+
+Functionals of a labelled, weighted cloud, their weights, and how they move particles.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
 
 from otdd_flash.errors import InputError, choose, prefixed
-from otdd_flash.flows.functionals.base import Entropy, Functional, WeightedFunctional
-from otdd_flash.flows.functionals.class_repulsion import ClassRepulsion
 from otdd_flash.flows.functionals.potentials import (
     AffineNorm,
+    ClassRepulsion,
     CoordinateCollapse,
     HyperplaneMargin,
     Norm,
+    as_number,
 )
-from otdd_flash.importing import import_callable
+from otdd_flash.importing import import_callable, user_code
 from otdd_flash.samples import LabeledSamples
-
-# Called with the starting particles and the parameters by name.
-FACTORIES: dict[str, Callable[..., Functional | Entropy]] = {
-    "norm": Norm.configured,
-    "affine_norm": AffineNorm.configured,
-    "hyperplane_margin": HyperplaneMargin.configured,
-    "coordinate_collapse": CoordinateCollapse.configured,
-    "class_repulsion": ClassRepulsion.configured,
-    "entropy": lambda start: Entropy(),
-}
 
 
 def build_functionals(
@@ -111,3 +108,141 @@ def _imported(path: str, parameters: Mapping[str, Any]) -> Functional:
             "configuration as a keyword"
         ) from None
     return cast(Functional, partial(function, **parameters))
+
+
+class Functional(Protocol):
+    """A number that depends on where the particles are, differentiable in `points` by autograd."""
+
+    def __call__(self, points: Tensor, labels: Tensor | None, masses: Tensor) -> Tensor:
+        """The 0-dim value.
+
+        Args:
+            points: (n, d) particles.
+            labels: (n,) int64 class indices, or None for unlabelled particles.
+            masses: (n,) float64, summing to 1.
+        """
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """F(rho) = int rho log rho, which spreads particles.
+
+    Particles have no density, so it has neither value nor gradient here. Its flow is diffusion:
+    with weight w, a step of size tau adds sqrt(2 w tau) N(0, I) to every particle (Langevin;
+    Jordan, Kinderlehrer & Otto 1998, The variational formulation of the Fokker-Planck equation).
+    """
+
+
+# Called with the starting particles and the parameters by name.
+FACTORIES: dict[str, Callable[..., Functional | Entropy]] = {
+    "norm": Norm.configured,
+    "affine_norm": AffineNorm.configured,
+    "hyperplane_margin": HyperplaneMargin.configured,
+    "coordinate_collapse": CoordinateCollapse.configured,
+    "class_repulsion": ClassRepulsion.configured,
+    "entropy": lambda start: Entropy(),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedFunctional:
+    """One term w_k F_k of the objective.
+
+    Attributes:
+        name: what reports call it.
+        weight: w_k, finite. A negative weight turns the term around: potentials repel, classes
+            attract. Most potentials are then unbounded below and particles may run away.
+        function: F_k; `Entropy` stands for the noise that takes its place.
+
+    Raises:
+        InputError: the weight is not finite, or that of the entropy is negative.
+    """
+
+    name: str
+    weight: float
+    function: Functional | Entropy
+
+    def __post_init__(self) -> None:
+        weight = as_number(f"the weight of functional {self.name}", self.weight)
+        if isinstance(self.function, Entropy) and weight < 0:
+            raise InputError(
+                f"the weight of {self.name} must not be negative, got {self.weight}: noise can "
+                "only spread particles"
+            )
+
+
+def noise_temperature(functionals: Iterable[WeightedFunctional]) -> float:
+    """The sum w of the weights of entropies: a step of size tau adds sqrt(2 w tau) N(0, I)."""
+    return sum((term.weight for term in functionals if isinstance(term.function, Entropy)), 0.0)
+
+
+def value_and_velocity(
+    functionals: Sequence[WeightedFunctional],
+    points: Tensor,
+    labels: Tensor | None,
+    masses: Tensor,
+) -> tuple[dict[str, float], Tensor]:
+    """What functionals add to the objective of a flow, and to its gradient.
+
+    Args:
+        functionals: the terms w_k F_k, with distinct names; entropies are skipped.
+        points: (n, d) particles.
+        labels: (n,) int64 class indices, or None.
+        masses: a (n,) float64, summing to 1.
+
+    Returns:
+        w_k F_k(x) by name, and (1 / a_i) d(sum_k w_k F_k) / dx_i (n, d) in the type of `points`;
+        particles without mass get 0. The flow moves against it.
+
+    Raises:
+        InputError: a functional does not return a finite 0-dim tensor with a finite gradient, or
+            two have one name.
+    """
+    terms = [term for term in functionals if not isinstance(term.function, Entropy)]
+    if len({term.name for term in terms}) < len(terms):
+        raise InputError(f"functionals must have distinct names, got {[t.name for t in terms]}")
+    values: dict[str, float] = {}
+    total = torch.zeros_like(points, requires_grad=False)
+    particles = points.detach().requires_grad_()
+    for term in terms:
+        value, gradient = _differentiate(term, particles, labels, masses)
+        values[term.name] = term.weight * value
+        total.add_(gradient, alpha=term.weight)
+    inverse = torch.where(masses > 0, 1 / masses, 0.0)
+    return values, total.mul_(inverse[:, None].to(total))
+
+
+def _differentiate(
+    term: WeightedFunctional, particles: Tensor, labels: Tensor | None, masses: Tensor
+) -> tuple[float, Tensor]:
+    """F_k and dF_k / dx (n, d)."""
+    assert not isinstance(term.function, Entropy)
+    with torch.enable_grad():
+        with user_code(f"functional {term.name}"):
+            # The flow keeps its masses, and a function may change what it is given.
+            value = term.function(particles, labels, masses.clone())
+        _check(term.name, value)
+        with user_code(f"the gradient of functional {term.name}"):
+            (gradient,) = torch.autograd.grad(value, particles, allow_unused=True)
+    if gradient is None:
+        raise InputError(f"functional {term.name} does not depend on points; autograd finds no way")
+    if not bool(torch.isfinite(gradient).all()):
+        raise InputError(
+            f"the gradient of functional {term.name} is not finite at "
+            f"{int((~torch.isfinite(gradient)).any(1).sum())} of {len(gradient)} particles"
+        )
+    return float(value.detach()), gradient
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise unless the value is what `Functional` promises."""
+    if not isinstance(value, Tensor) or value.ndim != 0:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"functional {name} must return a 0-dim tensor, got {got}")
+    if not bool(torch.isfinite(value)):
+        raise InputError(f"functional {name} is {float(value.detach())}; it must be finite")
+    if not value.requires_grad:
+        raise InputError(
+            f"functional {name} returns a tensor without gradient; compute it from points by torch "
+            "operations, without detach, item or numpy"
+        )

@@ -1,19 +1,31 @@
-"""Potential energies: every particle falls by itself, in a field of its place and class."""
+"""Potential energies: every particle falls by itself, in a field of its place and class.
+
+The interaction energy: points of different classes repel each other.
+
+Parameters of functionals: numbers, vectors and matrices, given as they are or as files.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.checks import path
+from otdd_flash.data.arrays import read_npy
+from otdd_flash.data.request import reading
 from otdd_flash.errors import InputError
-from otdd_flash.flows.functionals.arrays import as_number, as_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
+from otdd_flash.solver.known_gradient import KnownGradient
 
 
 class Potential(ABC):
@@ -202,3 +214,169 @@ def _signs(given: Any, start: LabeledSamples) -> Tensor:
             raise InputError(f"the sign of class {name} must be 1 or -1, got {sign!r}")
         signs[start.class_names.index(str(name))] = sign
     return signs
+
+
+# Pairs of points at once: 64 MB in float32.
+TILE = 2**24
+
+
+# Points whose distances give the automatic radius, and the seed that draws them.
+SAMPLED = 1024
+
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class ClassRepulsion:
+    """F(x) = sum_ij a_i a_j k_ij with k_ij = 1[l_i != l_j] exp(-||x_i - x_j||^2 / (2 s^2)).
+
+    Work is O(n^2 d); memory is that of n points and of one tile of pairs. The gradient
+
+        dF / dx_i = -(2 a_i / s^2) sum_j a_j k_ij (x_i - x_j)
+
+    is computed together with the value, so autograd keeps no pairs either.
+
+    Attributes:
+        radius: s, in units of the points. Pairs far beyond it do not feel each other.
+    """
+
+    radius: float
+
+    @classmethod
+    def configured(cls, start: LabeledSamples, radius: float | None = None) -> ClassRepulsion:
+        """Build it with the given radius, or `median_radius` of the starting points.
+
+        Raises:
+            InputError: unlabelled particles, a radius that is not positive, or none to be found.
+        """
+        if start.labels is None:
+            raise InputError("needs labelled particles: only different classes repel each other")
+        if radius is None:
+            return cls(median_radius(start))
+        if as_number("radius", radius) <= 0:
+            raise InputError(f"radius must be positive, got {radius}")
+        return cls(float(radius))
+
+    def __call__(self, points: Tensor, labels: Tensor | None, masses: Tensor) -> Tensor:
+        """The energy, 0-dim float64.
+
+        Raises:
+            InputError: the particles have no labels.
+        """
+        if labels is None:
+            raise InputError("class_repulsion needs labelled particles")
+        with torch.no_grad():
+            value, gradient = _value_and_gradient(points, labels, masses, self.radius)
+        return cast(Tensor, KnownGradient.apply(value, (gradient,), None, points))
+
+
+def median_radius(start: LabeledSamples) -> float:
+    """The median distance between points of different classes, whatever their masses.
+
+    Over 1,024 of the points that have mass, drawn by a fixed seed: the same for the same points.
+
+    Raises:
+        InputError: no two of them differ in class, or most such pairs coincide.
+    """
+    assert start.labels is not None
+    present = torch.nonzero(start.masses.cpu() > 0).squeeze(1)
+    generator = torch.Generator().manual_seed(SEED)
+    rows = present[torch.randperm(len(present), generator=generator)[:SAMPLED]]
+    rows = rows.to(start.features.device)
+    points, labels = start.features[rows].double(), start.labels[rows]
+    distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = distances[labels[:, None] != labels]
+    if len(apart) == 0:
+        raise InputError(
+            f"no two of {len(rows)} starting points differ in class; give radius=NUMBER, or leave "
+            "class_repulsion out"
+        )
+    radius = float(apart.median())
+    if radius == 0:
+        raise InputError("most points of different classes coincide; give radius=NUMBER")
+    return radius
+
+
+def _value_and_gradient(
+    points: Tensor, labels: Tensor, masses: Tensor, radius: float
+) -> tuple[Tensor, Tensor]:
+    """F and dF / dx (n, d), in tiles of rows against all points."""
+    # Centred, so that the scalar products below do not cancel far from the origin.
+    z = (points - points.mean(0)) / radius
+    halves = z.square().sum(1) / 2
+    weights = masses.to(z)
+    value = torch.zeros((), dtype=torch.float64, device=points.device)
+    gradient = torch.empty_like(z)
+    rows = max(1, TILE // len(z))
+    for start in range(0, len(z), rows):
+        tile = slice(start, start + rows)
+        # a_j exp(-|z_i - z_j|^2 / 2), in place: a tile is the largest thing here.
+        kernel = (z[tile] @ z.T).sub_(halves[tile, None]).sub_(halves).clamp_(max=0).exp_()
+        kernel.masked_fill_(labels[tile, None] == labels, 0).mul_(weights)
+        felt = kernel.sum(1)
+        value += masses[tile] @ felt.double()
+        differences = felt[:, None] * z[tile] - kernel @ z
+        gradient[tile] = (-2 / radius) * weights[tile, None] * differences
+    return value, gradient
+
+
+def as_number(name: str, value: Any, *, least: float = -math.inf) -> float:
+    """A finite number, at least `least`.
+
+    Raises:
+        InputError: it is none; the message names the parameter.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < least:
+        bound = "" if least == -math.inf else f" and at least {least:g}"
+        raise InputError(f"{name} must be a finite number{bound}, got {value!r}")
+    return float(value)
+
+
+def as_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
+    """A float64 tensor on the CPU from (nested lists of) numbers, an array, or a file.
+
+    Args:
+        name: the parameter; also the key in an npz file that holds several arrays.
+        value: the numbers, or the path of a .npy or .npz file.
+        shape: that it must have; None is any length from 1.
+
+    Raises:
+        InputError: the file cannot be read, the shape is another or a value is not finite.
+    """
+    given = _read(name, Path(path(name, value))) if isinstance(value, str | Path) else value
+    try:
+        # Of a list, as_tensor alone would make float32.
+        tensor = torch.as_tensor(given, dtype=torch.float64).detach().to("cpu", copy=True)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"{name} must be numbers or a file of them, got {given!r}") from None
+    fits = tensor.ndim == len(shape) and all(
+        length == wanted if wanted is not None else length > 0
+        for length, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if length is None else str(length) for length in shape)
+        raise InputError(f"{name} must have shape ({wanted}), got {tuple(tensor.shape)}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise InputError(f"{name} holds NaN or infinite values")
+    return tensor
+
+
+def _read(name: str, file: Path) -> NDArray[Any]:
+    match file.suffix.lower():
+        case ".npy":
+            return np.array(read_npy(file))
+        case ".npz":
+            return _read_npz(name, file)
+    raise InputError(f"{name} must be numbers or a .npy or .npz file, got {str(file)!r}")
+
+
+def _read_npz(name: str, file: Path) -> NDArray[Any]:
+    with reading(file), np.load(file, allow_pickle=False) as archive:
+        key = archive.files[0] if len(archive.files) == 1 else name
+        if key not in archive.files:
+            raise InputError(
+                f"{file} has no key {name!r} for {name}; its keys are: {', '.join(archive.files)}"
+            )
+        return np.asarray(archive[key])

@@ -5,9 +5,8 @@ particle; `residual` is a network trained on where the particles began and ended
 `base` says what a map is, and how far one is from the flow that had the points inside.
 """
 
-from otdd_flash.flows.maps.base import FlowMap, relative_error
 from otdd_flash.flows.maps.entropic import EntropicMap, VelocityField
-from otdd_flash.flows.maps.nearest import NearestParticleMap
+from otdd_flash.flows.maps.nearest import FlowMap, NearestParticleMap, relative_error
 from otdd_flash.flows.maps.residual import ResidualMap
 
 __all__ = [

@@ -41,8 +41,7 @@ from torch import Tensor
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.flows.maps.base import check_dimension
-from otdd_flash.flows.maps.nearest import in_classes_of
+from otdd_flash.flows.maps.nearest import check_dimension, in_classes_of
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import GroundCost

@@ -29,7 +29,7 @@ from otdd_flash.labels.gaussian import (
 )
 from otdd_flash.labels.many import class_names
 from otdd_flash.labels.measuring import measure_pairs
-from otdd_flash.labels.moment_distances import mean_table
+from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.term_gradient import Needs

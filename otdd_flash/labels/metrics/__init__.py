@@ -7,14 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from otdd_flash.labels.metrics.base import LabelMetric
-from otdd_flash.labels.metrics.exact import Exact
-from otdd_flash.labels.metrics.function import PairFunction
-from otdd_flash.labels.metrics.gaussian import Gaussian
-from otdd_flash.labels.metrics.given import Given
-from otdd_flash.labels.metrics.means import Means
-from otdd_flash.labels.metrics.none import NoLabels
-from otdd_flash.labels.metrics.sinkhorn import Sinkhorn
-from otdd_flash.labels.metrics.upper_bound import UpperBound
+from otdd_flash.labels.metrics.builtin import Exact, Gaussian, Means, NoLabels, Sinkhorn, UpperBound
+from otdd_flash.labels.metrics.given import Given, PairFunction
 from otdd_flash.plugins import Registry, blamed_on
 
 __all__ = [

@@ -18,9 +18,8 @@ from torch import Tensor
 from otdd_flash.data.writing import ImageShape, eight_bit_images
 from otdd_flash.files.atomic import replacing
 from otdd_flash.flows.history import Trajectory
-from otdd_flash.report.figures.fonts import font_file
-from otdd_flash.report.figures.page import TARGET_COLOR, fit
-from otdd_flash.report.flow.particles import evenly, evenly_over_classes
+from otdd_flash.report.figures.page import TARGET_COLOR, fit, font_file
+from otdd_flash.report.flow.paths import evenly, evenly_over_classes
 from otdd_flash.samples import LabeledSamples
 
 MOST_A_SIDE, MOST_FRAMES = 8, 60

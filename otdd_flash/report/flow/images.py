@@ -23,7 +23,7 @@ from otdd_flash.report.figures.page import (
     new_figure,
     save_picture,
 )
-from otdd_flash.report.flow.particles import evenly, evenly_over_classes
+from otdd_flash.report.flow.paths import evenly, evenly_over_classes
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import shorten
 

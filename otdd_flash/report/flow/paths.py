@@ -1,34 +1,38 @@
-"""The paths that particles of a flow took, in the plane in which they and their target spread."""
+"""The paths that particles of a flow took, in the plane in which they and their target spread.
+
+The particles of a flow, class by class: the paths that are drawn, and the mean of each class.
+
+Which of many particles and steps a picture shows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.report.figures.page import INK, save_picture
-from otdd_flash.report.figures.plane_frame import (
+from otdd_flash.report.figures.planes import (
+    PrincipalPlane,
+    ProjectedSide,
     axis_name,
+    fit_plane,
     name_axes,
     new_page,
     plane_frame,
+    rows_with_mass,
+    side_of,
     write_legend,
     write_title,
 )
 from otdd_flash.report.figures.point_names import PointName, draw_names
-from otdd_flash.report.figures.principal_plane import fit_plane
-from otdd_flash.report.figures.projection_sides import ProjectedSide, rows_with_mass, side_of
-from otdd_flash.report.flow.class_paths import (
-    Array,
-    ClassPaths,
-    against_steps,
-    class_paths,
-)
-from otdd_flash.report.flow.particles import evenly
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import shorten
 
@@ -36,12 +40,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+
 ROWS_FITTED = 5000
+
+
 TARGET_GREY, TARGET_INK = "0.72", "0.35"
+
+
 STEPS_HEIGHT = 4.6  # inches
+
+
 LONGEST_DATASET = 60
+
+
 # With more classes of the target, their names would cover those of the particles.
 MOST_TARGET_NAMES = 12
+
+
 # Of the means, as far as names have to avoid them.
 CORNERS = 10
 
@@ -190,3 +205,124 @@ def _explain(
         Line2D([], [], color=TARGET_INK, marker="^", linestyle="none"),
     ]
     write_legend(figure, axes, handles, texts)
+
+
+Array = NDArray[np.float64]
+
+
+# Beyond these a picture can no longer be read.
+MOST_LINES, MOST_CLASSES = 120, 20
+
+
+# After Tol's muted scheme, told apart with every common colour blindness; light ones are darkened.
+CLASS_COLORS = (
+    "#332288",
+    "#CC6677",
+    "#117733",
+    "#4499DD",
+    "#999933",
+    "#AA4499",
+    "#44AA99",
+    "#882255",
+    "#DDAA33",
+    "#000000",
+)
+
+
+@dataclass(frozen=True)
+class ClassPaths:
+    """One class of particles: `lines` (k, s, 2) of some of them, `mean` (s, 2) of all kept ones."""
+
+    name: str
+    color: str
+    lines: Array
+    mean: Array
+
+
+def class_paths(
+    source: LabeledSamples, trajectory: Trajectory, plane: PrincipalPlane
+) -> list[ClassPaths]:
+    """The paths in the plane of the at most 20 classes of most mass, heaviest first.
+
+    Args:
+        source: the particles before the first step, whose classes count; unlabelled ones are one
+            class without a name.
+        trajectory: where some of them were.
+        plane: to project to.
+    """
+    s, k, d = trajectory.points.shape
+    places = plane.project(trajectory.points.reshape(s * k, d)).numpy().reshape(s, k, 2)
+    rows = trajectory.rows.cpu()
+    masses = source.masses.cpu()[rows].numpy()
+    if not masses.any():
+        masses = np.ones(k)
+    index = np.zeros(k, np.int64) if source.labels is None else source.labels.cpu()[rows].numpy()
+    totals = np.bincount(index, masses)
+    heaviest = [c for c in np.argsort(-totals, kind="stable")[:MOST_CLASSES] if totals[c] > 0]
+    kept = np.flatnonzero(np.isin(index, heaviest) & (masses > 0))
+    drawn = kept[evenly_over_classes(torch.from_numpy(index[kept]), len(kept), MOST_LINES)]
+    names = source.class_names or ("",)
+    return [
+        ClassPaths(
+            name=names[c],
+            color=CLASS_COLORS[c % len(CLASS_COLORS)],
+            lines=places[:, drawn[index[drawn] == c]].swapaxes(0, 1),
+            mean=np.average(places[:, index == c], axis=1, weights=masses[index == c]),
+        )
+        for c in heaviest
+    ]
+
+
+def against_steps(
+    classes: Sequence[ClassPaths], goal: ProjectedSide | None, steps: Tensor
+) -> tuple[list[ClassPaths], ProjectedSide | None]:
+    """Take the step as first coordinate, and the first coordinate as second.
+
+    The target stands a little after the last step.
+    """
+    times = steps.double().numpy()
+    moved = [
+        replace(paths, lines=_turned(paths.lines, times), mean=_turned(paths.mean, times))
+        for paths in classes
+    ]
+    if goal is None:
+        return moved, None
+    after = times[-1:] + 0.06 * max(times[-1] - times[0], 1.0)
+    points, centroids = _turned(goal.points, after), _turned(goal.centroids, after)
+    return moved, replace(goal, points=points, centroids=centroids)
+
+
+def _turned(places: Array, times: Array) -> Array:
+    return np.stack([np.broadcast_to(times, places.shape[:-1]), places[..., 0]], axis=-1)
+
+
+Indices = NDArray[np.int64]
+
+
+def evenly(total: int, count: int) -> Indices:
+    """At most `count` of 0 ... total - 1, evenly apart; the first and, with two, the last."""
+    places: Indices = np.linspace(0, total - 1, min(total, count)).round().astype(np.int64)
+    return places
+
+
+def evenly_over_classes(labels: Tensor | None, total: int, count: int) -> Indices:
+    """At most `count` of `total` particles, class after class, as many of each as there are.
+
+    Args:
+        labels: (total,) class indices, or None for particles of one class.
+        total: how many particles there are.
+        count: how many to choose; with fewer than classes, some classes evenly apart.
+    """
+    if labels is None:
+        return evenly(total, count)
+    index = labels.cpu().numpy()
+    members = [np.flatnonzero(index == label) for label in np.unique(index)]
+    members = [members[k] for k in evenly(len(members), count)]
+    sizes = np.array([len(rows) for rows in members])
+    quotas = np.zeros_like(sizes)
+    while quotas.sum() < min(count, sizes.sum()):
+        # One more for each class that has one, the first classes first.
+        open_classes = np.flatnonzero(quotas < sizes)
+        quotas[open_classes[: count - quotas.sum()]] += 1
+    chosen = [rows[evenly(len(rows), q)] for rows, q in zip(members, quotas, strict=True)]
+    return np.concatenate(chosen)

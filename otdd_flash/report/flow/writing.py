@@ -1,7 +1,13 @@
-"""All files of one flow, in one directory."""
+"""All files of one flow, in one directory.
+
+The short table that the flow command prints.
+
+metrics.csv: what a flow recorded of each step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +20,27 @@ from otdd_flash.data.writing import (
     write_npz,
 )
 from otdd_flash.errors import choose
-from otdd_flash.files.npz_file import write_arrays
-from otdd_flash.flows.history import Trajectory
+from otdd_flash.files.tensor_file import write_arrays
+from otdd_flash.flows.history import StepRecord, Trajectory
 from otdd_flash.flows.result import FlowResult
-from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, write_each
-from otdd_flash.report.figures.fonts import notice_missing_glyphs
-from otdd_flash.report.figures.page import figure_of
+from otdd_flash.report.csv_tables import write_table_csv
+from otdd_flash.report.figures.page import (
+    CONTENTS,
+    Report,
+    Writers,
+    figure_of,
+    notice_missing_glyphs,
+    write_each,
+)
 from otdd_flash.report.flow.animation import write_animation
 from otdd_flash.report.flow.images import draw_images
-from otdd_flash.report.flow.metrics import write_metrics_csv
 from otdd_flash.report.flow.objective import draw_objective
 from otdd_flash.report.flow.paths import draw_paths
+from otdd_flash.shown import bounded, display, epsilon_shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.table import Table
 
 
 @takes(FOLDER)
@@ -131,3 +144,89 @@ def _write_trajectory(trajectory: Trajectory, path: Path) -> None:
     if trajectory.labels is not None:
         arrays["labels"] = trajectory.labels.cpu()
     write_arrays(path, arrays)
+
+
+def flow_table(summary: Mapping[str, Any]) -> Table:
+    """The essentials of a flow's result.json in two columns.
+
+    Args:
+        summary: the content of result.json.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"{display(summary['source'])} → {display(summary['target'])}"
+    table = Table(show_header=False, title=Text(title, style="table.title"), title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    start = summary["start"]
+    table.add_row("distance before", bounded(start["value"], *start["bounds"]))
+    table.add_row("distance after", bounded(summary["value"], *summary["bounds"]))
+    if not summary["converged"]:
+        table.add_row(
+            "NOT CONVERGED",
+            "in every step; only solver bounds can be trusted",
+            style="bold red",
+        )
+    for name, text in _details(summary):
+        table.add_row(name, Text(text))
+    return table
+
+
+def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    settings, seconds = summary["settings"], summary["seconds"]
+    spent = ", ".join(f"{phase} {took:.2f}" for phase, took in seconds.items())
+    details = [
+        (
+            "sampling error",
+            "not measured; of the distance before, otdd_flash.distance with subsample=50 gives an "
+            "interval",
+        ),
+        ("mode", str(settings["flow.mode"])),
+        ("steps", f"{summary['steps']}, stopped by {summary['stopped_by']}"),
+        ("step", f"{settings['flow.optimizer']}, {settings['flow.step_size']:g}"),
+    ]
+    if seen := _seen_by_steps(summary):
+        details.append(("steps saw", seen))
+    if settings["flow.functionals"]:
+        objective = summary["objective"]
+        details.append(("objective", f"{objective['start']:.5g} → {objective['end']:.5g}"))
+    return [
+        *details,
+        ("epsilon", epsilon_shown(summary["epsilon"], summary.get("mean_cost"))),
+        ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} coordinates"),
+        ("class distances", _class_distances(settings)),
+        ("marginal error", f"{summary['marginal_error']:.2g}"),
+        ("seconds", f"{sum(seconds.values()):.2f} ({spent})"),
+        ("computed on", f"{summary['ran_on']}, {summary['compute']['precision']}"),
+    ]
+
+
+def _seen_by_steps(summary: Mapping[str, Any]) -> str:
+    """What steps saw instead of all points in their places; "" where that is what they saw."""
+    sizes = [record["estimated_on"] for record in summary["history"] if record.get("estimated_on")]
+    if not sizes:
+        return ""
+    noise = summary["settings"]["flow.noise"]
+    moved = f", moved by noise of {noise:g}" if noise else ""
+    return f"{sizes[0]:,} points{moved}: their distances are estimates on {sizes[0]:,} points"
+
+
+def _class_distances(settings: Mapping[str, Any]) -> str:
+    method = str(settings["labels.method"])
+    if (epsilon := settings.get("labels.epsilon")) is not None:
+        method += f", epsilon {epsilon:.6g}"
+    if settings["flow.mode"] not in ("joint", "augmented"):
+        return method
+    return f"{method}, of classes that moved beside the points"
+
+
+def write_metrics_csv(history: Sequence[StepRecord], path: str | Path) -> None:
+    """Write one line per record; a functional that a record lacks is an empty cell.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    rows = [record.row() for record in history]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    write_table_csv(path, columns, ([row.get(column) for column in columns] for row in rows))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from otdd_flash.report.class_order import class_orders
-from otdd_flash.report.distance.heat_maps import heat_map
+from otdd_flash.report.figures.heat_maps import class_orders, heat_map
 from otdd_flash.report.figures.page import (
     INK,
     SOURCE_COLOR,
@@ -25,7 +24,7 @@ from otdd_flash.report.pairwise import bounds_text, rows_text
 from otdd_flash.shown import epsilon_shown, shorten
 from otdd_flash.study.measures import MEASURES, Reading
 from otdd_flash.study.result import StudyResult
-from otdd_flash.study.statistics.pairs import Numbers
+from otdd_flash.study.statistics.statistics import Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

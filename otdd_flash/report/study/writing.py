@@ -1,35 +1,61 @@
-"""All files of a study beside its units: csv files, pictures and the page."""
+"""All files of a study beside its units: csv files, pictures and the page.
+
+The table that a command prints of a study: what choosing sources by its measure costs.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from otdd_flash.arguments.values import FOLDER
 from otdd_flash.checks import takes
 from otdd_flash.errors import InputError, choose
 from otdd_flash.report.csv_tables import write_table_csv
-from otdd_flash.report.figures.drawing import CONTENTS, Report, Writers, wanted, write_each
-from otdd_flash.report.figures.fonts import notice_missing_glyphs
-from otdd_flash.report.figures.page import figure_of
-from otdd_flash.report.study.page import write_page
+from otdd_flash.report.figures.page import (
+    CONTENTS,
+    Report,
+    Writers,
+    figure_of,
+    notice_missing_glyphs,
+    wanted,
+    write_each,
+)
+from otdd_flash.report.study.page import (
+    measured_text,
+    not_sampled,
+    one_decimal,
+    saturated_measures,
+    write_page,
+)
 from otdd_flash.report.study.pictures import draw_gains, draw_gains_against, draw_measure
-from otdd_flash.report.study.sentences import saturated_measures
+from otdd_flash.shown import shorten
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import MeasuredPair, StudyResult, TransferredPair
-from otdd_flash.study.statistics.choices import Choice
-from otdd_flash.study.statistics.findings import Finding
+from otdd_flash.study.statistics.findings import Choice, Finding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.table import Table
+
 
 Writer = Callable[[Path], object]
 
+
 PAGE = "report.html"
+
+
 TABLES = ("choices.csv", "pairs.csv", "transfer.csv", "correlations.csv")
+
+
 PICTURES = ("distances.png", "gains.png", "gains_against_*.png")
+
+
 # Patterns of all that is written beside study.json and units: measures may be of other packages.
 FILES = (*TABLES, *PICTURES, PAGE)
 
@@ -59,7 +85,7 @@ def write_study_report(
     choose("report", content, CONTENTS)
     directory = Path(directory)
     contents: tuple[tuple[Sequence[str], Callable[[], Sequence[Sequence[object]]]], ...] = (
-        (Choice._fields, partial(_choices, result)),
+        (Choice._fields, partial(_choice_rows, result)),
         (MeasuredPair._fields, result.pairs),
         (TransferredPair._fields, result.transfers),
         (Finding._fields, result.correlations),
@@ -117,7 +143,7 @@ def _distance(known: Sequence[str]) -> str | None:
     return next((name for name in known if MEASURES[name].nearer < 0), None)
 
 
-def _choices(result: StudyResult) -> list[tuple[object, ...]]:
+def _choice_rows(result: StudyResult) -> list[tuple[object, ...]]:
     """The choices of all measures, with and without sources of the target's own family."""
     return [
         tuple("; ".join(part) if isinstance(part, tuple) else part for part in row)
@@ -150,3 +176,78 @@ def _pictures(result: StudyResult, directory: Path) -> dict[Path, tuple[str, Wri
         caption = f"{MEASURES[near].title} between all tasks"
         found[directory / "distances.png"] = caption, partial(draw_measure, result, near)
     return found
+
+
+LONGEST_NAME = 24
+
+
+MOST_ROWS = 20
+
+
+def study_table(result: StudyResult) -> Table:
+    """Make a table of one line per target if sources can be chosen, else one per pair of tasks."""
+    rows = result.choices()
+    table = _choices_table(result, rows) if rows else _pairs(result)
+    said = [part for part in (table.caption, result.epsilon_text()) if part]
+    table.caption, table.caption_justify = "\n".join(map(str, said)) or None, "left"
+    return table
+
+
+def _choices_table(result: StudyResult, rows: Sequence[Choice]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    measure = rows[0].measure
+    late = not all(one.converged for one in result.readings[measure].values())
+    seeds = result.alone.shape[-1]
+    table = Table(title=f"{len(result.names)} tasks, {seeds} seeds", title_justify="left")
+    by = f"chosen by {measure}" + (" NOT CONVERGED" if late else "")
+    for column in ("target", "best source", "gain, %", by, "regret", "random", "largest"):
+        table.add_column(column)
+    for row in rows:
+        error = "" if row.gain_error is None else f" ± {row.gain_error:.1f}"
+        tied = f", {len(row.tied)} tied" if row.tied else ""
+        chosen = " = ".join(shorten(name, LONGEST_NAME) for name in row.chosen[:2])
+        chosen = "any" if len(row.chosen) == row.sources else chosen
+        names = (shorten(row.target, LONGEST_NAME), shorten(row.best, LONGEST_NAME) + tied, chosen)
+        target, best, chosen_text = map(Text, names)
+        table.add_row(
+            target,
+            best,
+            f"{one_decimal(row.gain)}{error}",
+            chosen_text,
+            *map(one_decimal, (row.regret, row.random_regret, row.largest_regret)),
+            style="bold red" if late else "",
+        )
+    table.add_section()
+    means = np.array([(row.regret, row.random_regret, row.largest_regret) for row in rows]).mean(0)
+    table.add_row("mean", "", "", "", *map(one_decimal, means))
+    table.caption = "regrets in points of gain"
+    table.caption_justify = "left"
+    return table
+
+
+def _pairs(result: StudyResult) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{len(result.names)} tasks", title_justify="left")
+    for column in ("measure", "source", "target", "value"):
+        table.add_column(column)
+    places, names = list(result.readings), list(result.names)
+    scores = {name: result.oriented(name) for name in places}
+
+    def key(row: MeasuredPair) -> tuple[int, float]:
+        score = scores[row.measure][names.index(row.source), names.index(row.target)]
+        return places.index(row.measure), math.inf if math.isnan(score) else -score
+
+    rows = sorted(result.pairs(), key=key)
+    for row in rows[:MOST_ROWS]:
+        value = measured_text(row.measure, row)
+        both = (Text(shorten(name, LONGEST_NAME)) for name in (row.source, row.target))
+        late = "" if row.converged else " NOT CONVERGED"
+        table.add_row(row.measure, *both, value + late, style="" if row.converged else "bold red")
+    more = [f"{len(rows) - MOST_ROWS} more rows in pairs.csv"] if len(rows) > MOST_ROWS else []
+    table.caption = "\n".join([*more, *not_sampled(result)])
+    table.caption_justify = "left"
+    return table

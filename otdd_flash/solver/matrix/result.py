@@ -17,7 +17,7 @@ from otdd_flash.arguments.values import FILE
 from otdd_flash.checks import shown, takes
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.files.json_file import json_content
+from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks

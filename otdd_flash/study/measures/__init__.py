@@ -8,16 +8,9 @@ from typing import Any
 
 from otdd_flash.errors import InputError
 from otdd_flash.plugins import Registry, blamed_on
-from otdd_flash.study.measures.base import Measure, Reading
-from otdd_flash.study.measures.frechet import Frechet
-from otdd_flash.study.measures.h_score import HScore
-from otdd_flash.study.measures.knn import Knn
-from otdd_flash.study.measures.leep import Leep
-from otdd_flash.study.measures.logme import LogMe
-from otdd_flash.study.measures.otce import Otce
-from otdd_flash.study.measures.otdd import Otdd
-from otdd_flash.study.measures.pairs import PairMeasure
-from otdd_flash.study.measures.sliced import Sliced
+from otdd_flash.study.measures.base import Measure, PairMeasure, Reading
+from otdd_flash.study.measures.distances import Frechet, Otce, Otdd, Sliced
+from otdd_flash.study.measures.network import HScore, Knn, Leep, LogMe
 
 __all__ = [
     "MEASURES",

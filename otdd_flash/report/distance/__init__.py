@@ -1,1 +1,0 @@
-"""The report of one distance: `writing` draws everything, the others a file or a table each."""
