@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def job(config: DictConfig) -> int:
     """Carry out one job and return its exit code."""
     # Imported here: help is shown without what computes.
-    from otdd_flash.commands.messages import importing
+    from otdd_flash.commands.progress import importing
 
     with importing():
         from otdd_flash.commands.adapt import adapt

@@ -10,7 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
+from otdd_flash.commands.interrupts import interrupts_noted
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import (
     ComparisonSettings,
     DatasetPairSettings,

@@ -13,7 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.commands.messages import Phases, Terminal
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import (
     ComparisonSettings,

@@ -1,40 +1,19 @@
-"""The messages of a command: errors, warnings, notices and log records.
-
-Progress of a command: a line per phase on a terminal, elsewhere lines of text.
-
-Without a terminal there is one line when a stage begins, and then one a minute at the most. The
-seconds of these lines, of the tables and of result.json are of one clock, which starts with the
-command, in a multirun with each job.
-
-Ctrl-C as a request to end well, and a second one as an order.
-"""
+"""The messages of a command: errors, warnings, notices and log records."""
 
 from __future__ import annotations
 
 import logging
-import math
-import signal
-import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.text import Text
 
-from otdd_flash.commands.start import dispensable, job_under_way
 from otdd_flash.errors import DataNotice, InputError, MissingFileNotice, NotConvergedWarning
 from otdd_flash.shown import display, sentence
-
-if TYPE_CHECKING:
-    from otdd_flash.flows.history import StepRecord
-    from otdd_flash.solver.schedules.base import Schedule
 
 
 class Terminal(Console):
@@ -61,10 +40,7 @@ def _safe(text: str) -> str:
 # Messages go to stderr, so that stdout holds the result only.
 messages = Terminal(stderr=True)
 
-
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-
 STYLES = {"debug": "dim", "info": "dim", "warning": "yellow"}
 
 
@@ -130,211 +106,3 @@ def show_warning(message: Warning | str, category: type[Warning], *where: Any, *
             say("notice", message, "yellow")
         case _:
             say(category.__name__, message, "dim")
-
-
-# Between two lines of text of one stage.
-SECONDS_APART = 60.0
-
-
-# How far back the speed of what is counted is measured.
-SPEED_SECONDS = 600.0
-
-
-class Phases:
-    """Shows what a command is doing and measures how long each phase takes.
-
-    Attributes:
-        seconds: wall time of every finished phase of the job, by name.
-    """
-
-    def __init__(self) -> None:
-        self._job = job_under_way()
-        self.seconds = self._job.seconds
-        self._last_line = -math.inf
-        # By task, what a solve may still take; of what is counted the bars know it.
-        self._rest: dict[TaskID, float] = {}
-        self._bars = Progress(
-            # Of ASCII characters if the encoding lacks others.
-            SpinnerColumn("line" if messages.options.ascii_only else "dots"),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[note]}", markup=False),
-            TimeElapsedColumn(),
-            console=messages,
-            transient=True,
-            disable=not messages.is_interactive,
-            get_time=time.perf_counter,
-            speed_estimate_period=SPEED_SECONDS,
-        )
-
-    def __enter__(self) -> Phases:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def all_seconds(self, parts: dict[str, float]) -> dict[str, float]:
-        """Return where the seconds of the job went until now: imports, the given parts, the rest.
-
-        Args:
-            parts: phases by name, in the order of the data's way.
-        """
-        imports = {name: self.seconds[name] for name in ("import",) if name in self.seconds}
-        spent = time.perf_counter() - self._job.started
-        other = max(spent - sum(imports.values()) - sum(parts.values()), 0.0)
-        return {**imports, **parts, "other": other}
-
-    @contextmanager
-    def phase(self, name: str, title: str) -> Iterator[Callable[[int, int], None]]:
-        """Run a phase, which reports (done, total); phases of one name add up their seconds."""
-        task = self._bars.add_task(display(title), total=None, note="")
-        self._say()
-        started = time.perf_counter()
-        try:
-            yield lambda done, total: self._update(
-                task, completed=done, total=total, note=f"{done:,} of {total:,}"
-            )
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-            self._bars.remove_task(task)
-
-    @contextmanager
-    def counting(self, title: str) -> Iterator[Callable[[int, int], None]]:
-        """Show a part of a phase from its first to its last report of (done, total)."""
-        task = self._bars.add_task(title, total=None, visible=False, note="")
-        begun = False
-
-        def report(done: int, total: int) -> None:
-            nonlocal begun
-            begins, begun = not begun and done < total, True
-            note = f"{done:,} of {total:,}"
-            self._update(task, completed=done, total=total, note=note, visible=done < total)
-            if begins:
-                self._say()
-
-        try:
-            yield report
-        finally:
-            self._bars.remove_task(task)
-
-    @contextmanager
-    def flowing(self, steps: int) -> Iterator[Callable[[StepRecord], None]]:
-        """Show the steps of a flow: how many, and the objective so far."""
-        task = self._bars.add_task("flowing", total=steps, note="")
-        self._say()
-        try:
-            yield lambda record: self._update(
-                task,
-                completed=record.step,
-                note=f"step {record.step:,} of {steps:,}: {record.described}",
-            )
-        finally:
-            self._bars.remove_task(task)
-
-    @contextmanager
-    def solving(self, title: str, options: Schedule) -> Iterator[Callable[[str, int, float], None]]:
-        """Show the solver's progress: term, iteration and marginal error."""
-        from otdd_flash.solver.schedules.converged import Converged
-
-        alone = not self._bars.tasks
-        task = self._bars.add_task(title, total=None, note="")
-        if alone:
-            self._say()
-        to_width = isinstance(options, Converged) and options.bound_width is not None
-        goal = "" if to_width else f" (to {options.asked_tolerance:.0e})"
-        solved = ""
-        errors: list[tuple[float, float]] = []
-
-        def report(term: str, iteration: int, error: float) -> None:
-            nonlocal solved, errors
-            if term != solved:
-                solved, errors = term, []
-            errors.append((time.perf_counter(), error))
-            self._rest[task] = math.nan if to_width else _rest(errors, options.asked_tolerance)
-            self._update(task, note=f"{term} {iteration:,}: marginal error {error:.1e}{goal}")
-
-        try:
-            yield report
-        finally:
-            self._rest.pop(task, None)
-            self._bars.remove_task(task)
-
-    def _update(self, task: TaskID, **fields: Any) -> None:
-        self._bars.update(task, **fields)
-        if time.perf_counter() - self._last_line >= SECONDS_APART:
-            self._say()
-
-    def _say(self) -> None:
-        """Write a line of what is done now, where no terminal shows it."""
-        if messages.is_interactive:
-            return
-        self._last_line = time.perf_counter()
-        with dispensable():
-            say("progress", f"{self._last_line - self._job.started:.0f} s, {self._line()}", "dim")
-
-    def _line(self) -> str:
-        parts = []
-        for task in self._bars.tasks:
-            if task.visible:
-                part = f"{task.description} {task.fields['note']}".strip()
-                left = self._rest.get(task.id, task.time_remaining) or math.nan
-                # Of what is done nothing is left, and NaN is not positive either.
-                parts.append(f"{part}, {_duration(left)} left at this rate" if left > 0 else part)
-        return "; ".join(parts)
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Name what a job imports, which takes seconds the first time, while it does so."""
-    with Phases() as phases:
-        if "torch" in sys.modules:
-            yield
-            return
-        with phases.phase("import", "importing torch"):
-            import torch  # noqa: F401
-        with phases.phase("import", "importing scipy and otdd_flash"):
-            yield
-
-
-def _rest(errors: list[tuple[float, float]], goal: float) -> float:
-    """How many seconds a solve may still take, from (time, error) so far; NaN if nothing tells.
-
-    The logarithm of the error falls about evenly, more slowly towards the end: what it did in the
-    last half of the time goes on.
-    """
-    now, error = errors[-1]
-    half = (errors[0][0] + now) / 2
-    then, before = next(entry for entry in reversed(errors) if entry[0] <= half)
-    if not (0 < goal < error < before < math.inf) or now <= then:
-        return math.nan
-    return (now - then) * math.log(error / goal) / math.log(before / error)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(round(seconds), 1)} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-@contextmanager
-def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C was pressed; pressed twice, it interrupts."""
-    if threading.current_thread() is not threading.main_thread():
-        # Only the main thread receives signals.
-        yield lambda: False
-        return
-    pressed = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-        say("notice", "ending after this step; Ctrl-C again ends at once", "yellow")
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

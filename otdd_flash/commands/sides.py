@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from otdd_flash.arguments.datasets import CLUSTERING
-from otdd_flash.commands.messages import Phases
+from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import DatasetPairSettings, RuntimeSettings
 from otdd_flash.data.dataset import LabeledDataset

@@ -20,7 +20,9 @@ from omegaconf import DictConfig
 from otdd_flash.arguments.values import count
 from otdd_flash.checks import optional
 from otdd_flash.commands.exit_codes import BAD_INPUT, DEFECT, NOT_CONVERGED
-from otdd_flash.commands.messages import Phases, Terminal, interrupts_noted
+from otdd_flash.commands.interrupts import interrupts_noted
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import (
     ComparisonSettings,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from otdd_flash.commands.messages import Phases, Terminal
+from otdd_flash.commands.messages import Terminal
+from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.settings import LogSettings
 from otdd_flash.errors import DataNotice, MissingFileNotice
 from otdd_flash.integrations.tensorboard import EVENTS

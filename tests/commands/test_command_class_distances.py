@@ -105,7 +105,7 @@ def test_nearest_classes_are_printed_and_written_in_the_order_that_is_asked_for(
 def test_a_bar_lasts_from_the_first_report_to_the_last(monkeypatch):
     from rich.console import Console
 
-    from otdd_flash.commands import messages as progress
+    from otdd_flash.commands import progress
 
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
     monkeypatch.setattr(progress, "messages", terminal)

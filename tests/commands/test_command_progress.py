@@ -8,9 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from otdd_flash.commands import messages, start
-from otdd_flash.commands import messages as progress
-from otdd_flash.commands.messages import Phases
+from otdd_flash.commands import messages, progress, start
+from otdd_flash.commands.progress import Phases
 from otdd_flash.solver.schedules.converged import Converged
 
 

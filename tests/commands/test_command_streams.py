@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash.commands import adapt, compare, messages
-from otdd_flash.commands import messages as progress
+from otdd_flash.commands import adapt, compare, messages, progress
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

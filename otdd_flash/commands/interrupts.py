@@ -1,0 +1,34 @@
+"""Ctrl-C as a request to end well, and a second one as an order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from otdd_flash.commands.messages import say
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether Ctrl-C was pressed; pressed twice, it interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread receives signals.
+        yield lambda: False
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        say("notice", "ending after this step; Ctrl-C again ends at once", "yellow")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
