@@ -1,4 +1,4 @@
-"""The vocabulary of declarations: what an argument may be, said once and checked at the boundary.
+"""Checks of single arguments, the vocabulary of `otdd_flash.arguments`.
 
 A check is called with the argument's name and what was given for it. It returns what goes on, or
 raises an `InputError` of one sentence: the name, what is accepted, what was given. Numbers of any
@@ -10,104 +10,30 @@ them. Classes are named, not imported, so that declarations cost nothing and kno
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from otdd_flash.errors import InputError, choose
 from otdd_flash.shown import display
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 Check = Callable[[str, Any], Any]
-Declaration = Mapping[str, Check]
 
 LONGEST_SHOWN = 60
 
-# Keywords without a default, and what to give.
-REQUIRED = {
-    "epsilon": "give epsilon=VALUE, the regularisation in units of the cost, such as 0.01 times "
-    "its mean"
-}
-
-
-def takes(
-    declaration: Declaration, prefix: str = "", elsewhere: Mapping[str, str] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check the arguments of a function, those left to their defaults excepted.
-
-    Args:
-        declaration: checks by parameter; further keywords go on as they are.
-        prefix: what messages put before a parameter's name, such as `extractor.`.
-        elsewhere: keywords that are fields of an options argument, and how they are written there.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-
-        @wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError:
-                for name in kwargs:
-                    if elsewhere and name in elsewhere:
-                        raise InputError(
-                            f"{function.__name__} takes no {name}: write {elsewhere[name]}"
-                        ) from None
-                if missing := _missing(signature, kwargs):
-                    raise InputError(f"{function.__name__} {missing}") from None
-                # Too many arguments, or too few: Python's own words name the function as well.
-                return function(*args, **kwargs)
-            for name, value in bound.arguments.items():
-                if name in declaration:
-                    bound.arguments[name] = declaration[name](f"{prefix}{name}", value)
-            return function(*bound.args, **bound.kwargs)
-
-        return checked
-
-    return decorate
-
-
-def _missing(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
-    """Say which keyword that has no default is missing, "" for none, and what to give."""
-    known = signature.parameters
-    if "epsilon_relative" in given and "epsilon" in known and "epsilon_relative" not in known:
-        return f"takes no epsilon_relative: {REQUIRED['epsilon']}"
-    for name, parameter in known.items():
-        required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-        if required and name not in given:
-            return f"needs {name}: {REQUIRED.get(name, f'give {name}=...')}"
-    return ""
-
-
-def check_fields(options: object, declaration: Declaration, prefix: str = "") -> None:
-    """Check the fields of a frozen dataclass, and keep what the checks return.
-
-    Args:
-        options: the instance, in its `__post_init__`.
-        declaration: checks by field.
-        prefix: what messages put before a field's name, such as `solver.`.
-    """
-    for name, check in declaration.items():
-        object.__setattr__(options, name, check(f"{prefix}{name}", getattr(options, name)))
-
 
 def refused(name: str, accepted: str, value: object) -> InputError:
-    """The error for an argument that is not what it must be."""
+    """Return the error for an argument that is not what it must be."""
     return InputError(f"{name} must {accepted}, got {shown(value)}")
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: in full where it is short, else what it is."""
+    """Return a value as messages show it: in full if it is short, else its type and size."""
     if value is None or isinstance(value, bool | numbers.Number | str | os.PathLike):
         return display(repr(value) if isinstance(value, str) else str(value), LONGEST_SHOWN)
     kind = type(value).__qualname__
@@ -118,7 +44,7 @@ def shown(value: object) -> str:
 
 
 def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
-    """A real number that is `allowed`; `accepted` says which are, after `must`."""
+    """Make a check for real numbers that are `allowed`; messages say `must {accepted}`."""
 
     def check(name: str, value: Any) -> float:
         value = _item(value)
@@ -140,7 +66,7 @@ def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
 
 
 def integer(at_least: int | None = 1, below: int | None = None) -> Check:
-    """An integer in [at_least, below)."""
+    """Make a check for integers in [at_least, below)."""
 
     def check(name: str, value: Any) -> int:
         value = _item(value)
@@ -157,7 +83,7 @@ def integer(at_least: int | None = 1, below: int | None = None) -> Check:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, and no text that means one of them."""
+    """Accept True or False, and no text that means one of them."""
     value = _item(value)
     if not isinstance(value, bool):
         raise refused(name, "be true or false", value)
@@ -165,7 +91,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(*known: str) -> Check:
-    """One of some names."""
+    """Make a check for one of some names."""
 
     def check(name: str, value: Any) -> str:
         return choose(name, text(name, value), known)
@@ -174,7 +100,7 @@ def choice(*known: str) -> Check:
 
 
 def text(name: str, value: Any) -> str:
-    """A string."""
+    """Accept a string."""
     if not isinstance(value, str):
         raise refused(name, "be text", value)
     return value
@@ -201,21 +127,21 @@ def path(name: str, value: Any) -> Any:
 
 
 def word(name: str, value: Any) -> str:
-    """Return text that is not empty."""
+    """Accept text that is not empty."""
     if not text(name, value).strip():
         raise InputError(f"{name} must not be empty, got {value!r}; leave it out instead")
     return str(value)
 
 
 def function(name: str, value: Any) -> Any:
-    """Anything that can be called."""
+    """Accept a callable."""
     if not callable(value):
         raise refused(name, "be a function", value)
     return value
 
 
 def mapping(accepted: str = "be a mapping") -> Check:
-    """Values by name."""
+    """Make a check for mappings."""
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -226,14 +152,14 @@ def mapping(accepted: str = "be a mapping") -> Check:
 
 
 def names(name: str, value: Any) -> tuple[str, ...]:
-    """Several names: a sequence that is no text, whose items become text."""
+    """Accept a sequence of names, but no text; its items become text."""
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
         raise refused(name, "be a sequence of names", value)
     return tuple(map(str, value))
 
 
 def array(shape: str) -> Check:
-    """Numbers in an array, a tensor or nested lists of one; `shape` is said in messages."""
+    """Make a check for arrays, tensors and nested lists of numbers; messages say `shape`."""
 
     def check(name: str, value: Any) -> Any:
         if not _is_array(value):
@@ -244,7 +170,7 @@ def array(shape: str) -> Check:
 
 
 def tensor(shape: str) -> Check:
-    """A torch tensor, and not what could become one: gradients have to find their way back."""
+    """Make a check for tensors. An array is refused: its gradient would have nowhere to go."""
 
     def check(name: str, value: Any) -> Any:
         if not is_a(value, "torch.Tensor"):
@@ -281,7 +207,7 @@ def check_numbers(name: str, given: Any) -> None:
 
 
 def tensors(shape: str) -> Check:
-    """Accept a list of tensors of one kind, or one tensor with a dimension more."""
+    """Make a check for lists of tensors, or one tensor with a dimension more."""
     accepted = f"be a list of tensors {shape}, or one with a dimension more"
 
     def check(name: str, value: Any) -> Any:
@@ -296,7 +222,7 @@ def tensors(shape: str) -> Check:
 
 
 def instance(accepted: str, *kinds: str) -> Check:
-    """An object of one of some classes, named as `package.module.Class` where they are defined."""
+    """Make a check for objects of classes, named as `package.module.Class` where defined."""
 
     def check(name: str, value: Any) -> Any:
         if not is_a(value, *kinds):
@@ -307,22 +233,22 @@ def instance(accepted: str, *kinds: str) -> Check:
 
 
 def is_a(value: object, *kinds: str) -> bool:
-    """Whether a value's class, or one that it derives from, has one of these full names."""
+    """Return whether a value's class, or a base of it, has one of these full names."""
     return any(f"{base.__module__}.{base.__qualname__}" in kinds for base in type(value).__mro__)
 
 
 def called(setting: str, check: Check) -> Check:
-    """Check under the name that a setting of the commands has."""
+    """Make a check that names the setting of the commands in its messages."""
     return lambda name, value: check(setting, value)
 
 
 def optional(check: Check) -> Check:
-    """None, or what another check takes."""
+    """Make a check that accepts None, and what another check accepts."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def sequence(check: Check, length: int | None = None) -> Check:
-    """Items that all pass a check, as many as `length` says, in a list or a tuple."""
+    """Make a check for lists and tuples of `length` items that all pass a check."""
     several = "be a list" if length is None else f"be a list of {length}"
 
     def check_all(name: str, value: Any) -> Sequence[Any]:
@@ -336,7 +262,7 @@ def sequence(check: Check, length: int | None = None) -> Check:
 
 
 def _item(value: Any) -> Any:
-    """The number in a NumPy scalar or a 0-dim array, for which Python's own is as good.
+    """Return the Python number of a NumPy scalar or a 0-dim array, and other values as they are.
 
     A tensor that requires a gradient stays one, and is refused: its gradient would be lost.
     """

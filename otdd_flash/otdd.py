@@ -13,8 +13,7 @@ import os
 import time
 from dataclasses import replace
 
-from otdd_flash.arguments.comparisons import DATASET_DISTANCE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import shared_since, sharing_from_here
 from otdd_flash.eager import computes
@@ -49,20 +48,20 @@ logger = logging.getLogger(__name__)
 
 @computes
 @takes_shards("source", "target")
-@takes(DATASET_DISTANCE)
+@takes()
 def dataset_distance(
     source: Samples,
     target: Samples,
     *,
-    epsilon: float | None = None,
-    epsilon_relative: float | None = None,
+    epsilon: Positive | None = None,
+    epsilon_relative: Positive | None = None,
     labels: Labels = "gaussian",
     class_distances: ClassDistances | None = None,
     class_statistics: tuple[LabeledSamples, LabeledSamples] | None = None,
-    min_class_size: int | None = None,
-    lambda_x: float = 0.5,
-    lambda_y: float = 0.5,
-    ground: str = "sqeuclidean",
+    min_class_size: Count | None = None,
+    lambda_x: NotNegative = 0.5,
+    lambda_y: NotNegative = 0.5,
+    ground: Ground = "sqeuclidean",
     debias: bool = True,
     solver: Schedule | None = None,
     compute: Compute | None = None,

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from otdd_flash.arguments.comparisons import PAIRWISE_DISTANCES
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.eager import computes
@@ -45,18 +44,18 @@ from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, set
 
 
 @computes
-@takes(PAIRWISE_DISTANCES)
+@takes()
 def pairwise_distances(
     datasets: Sequence[Samples],
     *,
-    epsilon: float | None = None,
-    epsilon_relative: float | None = None,
+    epsilon: Positive | None = None,
+    epsilon_relative: Positive | None = None,
     labels: Labels = "gaussian",
     class_distances: JointClassDistances | None = None,
-    min_class_size: int | None = None,
-    lambda_x: float = 0.5,
-    lambda_y: float = 0.5,
-    ground: str = "sqeuclidean",
+    min_class_size: Count | None = None,
+    lambda_x: NotNegative = 0.5,
+    lambda_y: NotNegative = 0.5,
+    ground: Ground = "sqeuclidean",
     solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.values import FILE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content, write_json
 from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
@@ -179,7 +178,7 @@ class PairwiseResult:
 
         return plot_distances(self, order)
 
-    @takes(FILE)
+    @takes()
     def save(self, path: str | Path) -> Path:
         """Write the directory `path`: result.json, and W as class_distances.npz.
 
@@ -199,7 +198,7 @@ class PairwiseResult:
         return path
 
     @classmethod
-    @takes(FILE)
+    @takes()
     def load(cls, path: str | Path) -> PairwiseResult:
         """Read what `save` wrote.
 

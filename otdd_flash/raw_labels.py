@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.arguments.values import HF_COLUMN
+from otdd_flash.arguments import HF_COLUMN
 from otdd_flash.checks import is_a
 from otdd_flash.errors import InputError
 

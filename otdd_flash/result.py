@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.comparisons import LOAD_RESULT
-from otdd_flash.arguments.values import FILE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.contributions import Contributions, contributions_of
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
@@ -315,7 +313,7 @@ class DistanceResult:
 
         return plot_distance(self)
 
-    @takes(FILE)
+    @takes()
     def save(self, path: str | Path, **more: Any) -> Path:
         """Write the directory `path`: result.json to read, result.safetensors with everything.
 
@@ -333,7 +331,7 @@ class DistanceResult:
         return path
 
     @classmethod
-    @takes(LOAD_RESULT)
+    @takes()
     def load(cls, path: str | Path, compute: Compute | None = None) -> DistanceResult:
         """Read what `save` wrote.
 

@@ -14,9 +14,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from otdd_flash.arguments import values
-from otdd_flash.arguments.datasets import KEEP_CLASSES, LABELED_SAMPLES, TAKE
-from otdd_flash.checks import check_fields, takes
+from otdd_flash.arguments import Index, Positive, check_fields, takes
+from otdd_flash.checks import array
 from otdd_flash.devices import moved
 from otdd_flash.eager import check_transforms, own_settings, untraced
 from otdd_flash.errors import InputError, prefixed
@@ -73,7 +72,7 @@ class LabeledSamples:
     weights: Tensor | None = None
     name: str = field(default="samples", kw_only=True)
     subset_hash: str | None = field(default=None, kw_only=True)
-    mass: float = field(default=1.0, kw_only=True)
+    mass: Positive = field(default=1.0, kw_only=True)
     feature_names: tuple[str, ...] | None = field(default=None, kw_only=True)
 
     @untraced
@@ -87,7 +86,7 @@ class LabeledSamples:
     def _prepare(self) -> None:
         if self.labels is None:
             object.__setattr__(self, "class_names", ())
-        check_fields(self, LABELED_SAMPLES)
+        check_fields(self)
         columns = names_of_columns(self.features)
         features = _as_features(self.features)
         # A column of lists holds several features.
@@ -218,8 +217,8 @@ class LabeledSamples:
         changed: dict[str, Any] = {"features": self.features.detach()} | copied
         return replace(self, **changed)
 
-    @takes({"device": values.device})
-    def to(self, device: torch.device | str) -> LabeledSamples:
+    @takes()
+    def to(self, device: str | torch.device) -> LabeledSamples:
         """Return the samples on a device; themselves if they are there, as a tensor does."""
         try:
             place = torch.device(device)
@@ -244,7 +243,7 @@ class LabeledSamples:
         features.check()
         return features[rows].to(torch.promote_types(features.dtype, torch.float32))
 
-    @takes(TAKE)
+    @takes(rows=array("of row numbers"))
     def take(self, rows: Tensor, *, subset_hash: str | None = None) -> LabeledSamples:
         """Return the samples at the given row indices; weights are renormalised."""
         return replace(
@@ -255,8 +254,8 @@ class LabeledSamples:
             weights=None if self.weights is None else self.weights[rows],
         )
 
-    @takes(KEEP_CLASSES)
-    def keep_classes(self, keep: Sequence[int]) -> LabeledSamples:
+    @takes()
+    def keep_classes(self, keep: Sequence[Index]) -> LabeledSamples:
         """Keep the samples of these classes, which are renumbered in the given order.
 
         Where these are all samples, as where a class has none, features stay where they are: in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import DOUBLY_STOCHASTIC
+from otdd_flash.arguments import BatchedGradient, Count, Positive, takes, traced_tensor
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.checking import (
     MOST_UNROLLED,
@@ -13,7 +13,6 @@ from otdd_flash.batched.checking import (
     check_type,
     placement,
 )
-from otdd_flash.checks import takes
 from otdd_flash.eager import check_transforms
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
@@ -22,15 +21,15 @@ from otdd_flash.operators.build import Compute
 ITERATIONS = 20
 
 
-@takes(DOUBLY_STOCHASTIC)
+@takes(logits=traced_tensor("(..., n, n)"))
 def doubly_stochastic(
     logits: Tensor,
     *,
-    iterations: int | None = None,
-    tolerance: float | None = None,
-    max_iterations: int = 1000,
-    temperature: float | Tensor = 1.0,
-    gradient: str = "unrolled",
+    iterations: Count | None = None,
+    tolerance: Positive | None = None,
+    max_iterations: Count = 1000,
+    temperature: Positive | Tensor = 1.0,
+    gradient: BatchedGradient = "unrolled",
     compute: Compute | None = None,
 ) -> Tensor:
     """R = diag(exp(u)) exp(logits / temperature) diag(exp(v)) with sums of 1, for autograd.

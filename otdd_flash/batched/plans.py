@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import SINKHORN_PLANS
+from otdd_flash.arguments import BatchedGradient, Count, MarginalError, Positive, takes
 from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.small_plans import SmallPlans, Solved
-from otdd_flash.checks import takes
+from otdd_flash.checks import optional, tensor
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
@@ -19,16 +19,21 @@ SUM_SLACK = 1e-4
 
 
 @computes
-@takes(SINKHORN_PLANS)
+@takes(
+    costs=tensor("(B, n, m)"),
+    a=optional(tensor("(n,) or (B, n)")),
+    b=optional(tensor("(m,) or (B, m)")),
+    sizes=optional(tensor("(B, 2)")),
+)
 def sinkhorn_plans(
     costs: Tensor,
     a: Tensor | None = None,
     b: Tensor | None = None,
     *,
-    epsilon: float | Tensor,
-    tolerance: float = 1e-3,
-    max_iterations: int = 1000,
-    gradient: str = "implicit",
+    epsilon: Positive | Tensor,
+    tolerance: MarginalError = 1e-3,
+    max_iterations: Count = 1000,
+    gradient: BatchedGradient = "implicit",
     sizes: Tensor | None = None,
     compute: Compute | None = None,
 ) -> SmallPlans:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from otdd_flash.arguments.comparisons import COMPARING
+from otdd_flash.arguments import Count, Positive, check_fields
 from otdd_flash.checks import LONGEST_SHOWN
 from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
 from otdd_flash.commands.ranks import leading
@@ -163,15 +163,14 @@ class ComparisonSettings:
     lambda_x: float
     lambda_y: float
     ground: str
-    epsilon: float | None
-    epsilon_relative: float | None
-    min_class_size: int | None
+    epsilon: Positive | None
+    epsilon_relative: Positive | None
+    min_class_size: Count | None
     solver: SolverSettings
 
     def check(self) -> None:
         """Raise an `InputError` for numbers that no data can meet."""
-        for name in ("epsilon", "epsilon_relative", "min_class_size"):
-            COMPARING[name](name, getattr(self, name))
+        check_fields(self)
         refuse_both(self.epsilon, self.epsilon_relative)
 
     def cost(self) -> GroundCost:

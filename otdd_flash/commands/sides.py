@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from otdd_flash.arguments.datasets import CLUSTERING
+from otdd_flash.arguments import count
+from otdd_flash.checks import choice, optional
 from otdd_flash.commands.progress import Phases
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.settings import DatasetPairSettings, RuntimeSettings
@@ -239,7 +240,8 @@ def without_clustering(node: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: no such way of labelling, or a number of clusters that nothing asks for.
     """
-    method, k = (CLUSTERING[key](key, node.get(key)) for key in KEYS)
+    method = optional(choice("kmeans"))("pseudo_labels", node.get("pseudo_labels"))
+    k = optional(count)("k", node.get("k"))
     if k is not None and method is None:
         raise InputError(f"k={k} needs pseudo_labels=kmeans, which makes so many clusters")
     return {key: value for key, value in node.items() if key not in KEYS}

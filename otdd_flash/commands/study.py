@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from otdd_flash.arguments.values import count
+from otdd_flash.arguments import count
 from otdd_flash.checks import optional
 from otdd_flash.commands.exit_codes import BAD_INPUT, DEFECT, NOT_CONVERGED
 from otdd_flash.commands.interrupts import interrupts_noted

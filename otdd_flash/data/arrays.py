@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otdd_flash.arguments import Word
 from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.data.table import find_weights, read_table
@@ -19,10 +20,10 @@ from otdd_flash.shown import listing
 def read_arrays(
     request: Request,
     *,
-    path: str | None = None,
-    labels_path: str | None = None,
+    path: str | Path | None = None,
+    labels_path: str | Path | None = None,
     features: str | Sequence[str] | None = None,
-    label: str | None = None,
+    label: Word | None = None,
     drop_unlabelled: bool = False,
 ) -> LabeledDataset:
     """Read vectors (n, d) or images (n, h, w[, c]), with labels and weights where there are any.

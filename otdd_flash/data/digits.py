@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otdd_flash.arguments import Count, Finite, NotNegative
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.request import Request
 from otdd_flash.data.subset import stratified_rows
@@ -22,7 +23,7 @@ SPLIT_SEED = 0
 DARKEST = 16
 
 
-def read_digits(request: Request, *, rotate: float = 0.0) -> LabeledDataset:
+def read_digits(request: Request, *, rotate: Finite = 0.0) -> LabeledDataset:
     """Read the digits as uint8 images (n, 8, 8) with values 0 to 255.
 
     `train` and `test` are two disjoint halves with equal class proportions.
@@ -65,10 +66,10 @@ def _rotated(images: NDArray[Any], degrees: float) -> NDArray[np.uint8]:
 def read_blobs(
     request: Request,
     *,
-    samples: int = 500,
-    dim: int = 2,
-    num_classes: int = 5,
-    spread: float = 0.2,
+    samples: Count = 500,
+    dim: Count = 2,
+    num_classes: Count = 5,
+    spread: NotNegative = 0.2,
 ) -> LabeledDataset:
     """Draw float32 vectors (samples, dim) in classes of equal size.
 

@@ -38,12 +38,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from otdd_flash.arguments.values import (
-    HF_DATASET_CLASS,
-    HF_STREAM_CLASS,
-    LOADER_CLASS,
-    holds_items,
-)
+from otdd_flash.arguments import HF_DATASET_CLASS, HF_STREAM_CLASS, LOADER_CLASS, holds_items
 from otdd_flash.checks import is_a, shown
 from otdd_flash.data.dataset import (
     CHANNELS,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otdd_flash.arguments import Word
 from otdd_flash.checks import shown
 from otdd_flash.data.dataset import LabeledDataset, LazyItems, as_inputs
 from otdd_flash.data.images import open_image, plain_image, rgb_image
@@ -38,10 +39,10 @@ TEXT_FORMATS = ("csv", "json")
 def read_hugging_face(
     request: Request,
     *,
-    path: str | None = None,
-    config: str | None = None,
+    path: str | Path | None = None,
+    config: Word | None = None,
     input: str | Sequence[str] | None = None,
-    label: str | None = None,
+    label: Word | None = None,
     drop_unlabelled: bool = False,
 ) -> LabeledDataset:
     """Read images, texts or numbers with labels from a Hugging Face dataset.

@@ -24,7 +24,7 @@ ELEMENT_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
 def read_idx_pair(
-    request: Request, *, images: str | None = None, labels: str | None = None
+    request: Request, *, images: str | Path | None = None, labels: str | Path | None = None
 ) -> LabeledDataset:
     """Read a pair of IDX files.
 

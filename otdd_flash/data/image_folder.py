@@ -18,7 +18,7 @@ from otdd_flash.errors import DataNotice, InputError, warn
 SPLITS = ("train", "training", "test", "testing", "val", "valid", "validation", "dev")
 
 
-def read_image_folder(request: Request, *, path: str | None = None) -> LabeledDataset:
+def read_image_folder(request: Request, *, path: str | Path | None = None) -> LabeledDataset:
     """Read `path/CLASS/**/*.png` (and other image types), or `path/SPLIT/CLASS/**` if there is one.
 
     Images are decoded when they are asked for, as images of PIL in the modes L, RGB, I;16 or F (see

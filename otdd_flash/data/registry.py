@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from otdd_flash.arguments.datasets import LOAD, SOURCE_OPTIONS
-from otdd_flash.checks import path, shown, takes
+from otdd_flash.arguments import Count, Seed, Word, checks_of, classes, takes, weights
+from otdd_flash.checks import optional, path, shown
 from otdd_flash.data.arrays import read_arrays
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.digits import read_blobs, read_digits
@@ -44,14 +44,14 @@ SOURCES: Registry[Callable[..., LabeledDataset]] = Registry(
 
 
 @computes
-@takes(LOAD)
+@takes(classes=optional(classes), weights=optional(weights))
 def load(
     name: str,
     root: str | Path | None = None,
-    split: str | None = "train",
-    max_samples: int | None = None,
+    split: Word | None = "train",
+    max_samples: Count | None = None,
     classes: Sequence[str | int] | str | int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     weights: str | Path | None = None,
     download: bool = False,
     **options: Any,
@@ -114,9 +114,9 @@ def known_options(name: str) -> tuple[str, ...]:
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a source, all of them known and of their types."""
     found, known = {}, known_options(name)
+    checks = checks_of(inspect.signature(SOURCES[name]))
     for option, value in options.items():
         choose(f"option of {name}", option, known)
-        # Readers of other packages check theirs.
-        check = SOURCE_OPTIONS.get(name, {}).get(option)
+        check = checks.get(option)
         found[option] = value if check is None else check(f"{option} of {name}", value)
     return found

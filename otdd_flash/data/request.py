@@ -57,7 +57,7 @@ class Request:
                 "(or the default); name the file that holds the other split instead"
             )
 
-    def locate(self, option: str, path: str | None) -> Path:
+    def locate(self, option: str, path: str | Path | None) -> Path:
         """The file or folder that an option names: as given, or below the root.
 
         Raises:

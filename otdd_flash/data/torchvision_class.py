@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from otdd_flash.arguments import Word
 from otdd_flash.data.dataset import CHANNELS, LabeledDataset, LazyItems, concatenate
 from otdd_flash.data.images import open_image, plain_item
 from otdd_flash.data.request import Request, reading
@@ -30,7 +31,7 @@ ABSTRACT = "VisionDataset"
 
 
 def read_torchvision(
-    request: Request, *, dataset: str | None = None, arguments: Mapping[str, Any] | None = None
+    request: Request, *, dataset: Word | None = None, arguments: Mapping[str, Any] | None = None
 ) -> LabeledDataset:
     """Read one of torchvision's datasets.
 

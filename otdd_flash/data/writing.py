@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from otdd_flash.arguments.values import FILE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.data.hugging_face import without_progress_bars
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing_folder
@@ -25,7 +24,7 @@ ImageShape = tuple[int, int, int]
 DATASET_MARK = "state.json"
 
 
-@takes(FILE)
+@takes()
 def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     """Write samples as an npz file that the source `arrays` reads.
 
@@ -43,7 +42,7 @@ def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     write_arrays(path, arrays)
 
 
-@takes(FILE)
+@takes()
 def write_hugging_face(
     samples: LabeledSamples, path: str | Path, image_shape: ImageShape | None = None
 ) -> None:

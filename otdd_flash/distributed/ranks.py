@@ -18,8 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import LED
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.distributed.exchange import Exchange, others_heard
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
@@ -355,7 +354,7 @@ def shared_since(before: Shared, group: ProcessGroup | Ranks | str | None) -> Sh
     return now._replace(bytes_moved=now.bytes_moved - before.bytes_moved)
 
 
-@takes(LED)
+@takes()
 def led(work: Callable[[Ranks], T], group: ProcessGroup | str | None = None) -> T:
     """Call work(ranks) on rank 0 of a group, with the other processes to share its passes.
 

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from otdd_flash.arguments.datasets import EMBED
-from otdd_flash.checks import shown, takes
+from otdd_flash.arguments import Count, Seed, Word, count, dataset, index, mixed_precision, takes
+from otdd_flash.checks import called, optional, shown
 from otdd_flash.data.dataset import LabeledDataset, LazyItems
 from otdd_flash.data.given import Held, ReadOnce, check_vectors, opened
 from otdd_flash.data.images import DECODING, image_array, plain_item
@@ -62,16 +62,21 @@ SUITABLE = {
 
 
 @computes
-@takes(EMBED)
+@takes(
+    dataset=dataset,
+    batch_size=optional(called("extractor.batch_size", count)),
+    mixed_precision=called("extractor.mixed_precision", mixed_precision),
+    num_workers=called("extractor.num_workers", index),
+)
 def embed(
     dataset: Held | tuple[Array, Array],
     extractor: Extractor | nn.Module | None = None,
     *,
-    max_samples: int | None = None,
-    seed: int = 0,
+    max_samples: Count | None = None,
+    seed: Seed = 0,
     input: str | Sequence[str] | None = None,
-    label: str | None = None,
-    weights: str | None = None,
+    label: Word | None = None,
+    weights: Word | None = None,
     batch_size: int | None = None,
     device: str | torch.device = "auto",
     mixed_precision: bool | Literal["auto"] = "auto",

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.datasets import REDUCE_PCA, STANDARDIZE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Seed, count, takes
+from otdd_flash.checks import called
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.dimensions import check_same_dimension
 from otdd_flash.eager import computes
@@ -27,7 +27,7 @@ HUGE = 1e100
 
 
 @computes
-@takes(STANDARDIZE)
+@takes()
 def standardize(source: Samples, target: Samples) -> tuple[LabeledSamples, LabeledSamples]:
     """Shift and scale every feature to mean 0 and deviation 1 over the n + m rows of both sides.
 
@@ -87,9 +87,9 @@ def _scaled(side: LabeledSamples, unit: Tensor, mean: Tensor, deviation: Tensor)
 
 
 @computes
-@takes(REDUCE_PCA)
+@takes(k=called("extractor.pca", count))
 def reduce_pca(
-    source: Samples, target: Samples, k: int, seed: int
+    source: Samples, target: Samples, k: int, seed: Seed
 ) -> tuple[LabeledSamples, LabeledSamples]:
     """Project on the first k principal components, fitted on the n + m rows of both sides alike.
 

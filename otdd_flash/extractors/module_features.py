@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from otdd_flash.arguments.datasets import EXTRACTORS
-from otdd_flash.checks import refused, shown, takes
+from otdd_flash.arguments import Count, Word, takes
+from otdd_flash.checks import refused, shown
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.content_digest import Unidentified, content_digest
@@ -38,7 +38,7 @@ class ModuleFeatures(Network):
         device: where it runs where `embed` says "auto"; "auto" here too is where its weights are.
     """
 
-    batch_size: int = 256
+    batch_size: Count = 256
     device: str | torch.device = "auto"
 
     @property
@@ -105,13 +105,13 @@ class ModuleFeatures(Network):
         return content_digest((self.module, self.prepare, self.forward))
 
 
-@takes(EXTRACTORS["from_module"])
+@takes()
 def from_module(
     net: nn.Module,
     transform: Callable[[Any], Any] | None = None,
     *,
-    layer: str | None = None,
-    batch_size: int = 256,
+    layer: Word | None = None,
+    batch_size: Count = 256,
     device: str | torch.device = "auto",
 ) -> ModuleFeatures:
     """Make any PyTorch module an extractor of features (b, d).

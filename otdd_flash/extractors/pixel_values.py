@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from otdd_flash.arguments.datasets import EXTRACTORS
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Count, takes
 from otdd_flash.data.images import any_colour, image_array, unit_images
 from otdd_flash.errors import InputError
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
@@ -85,8 +84,8 @@ class PixelValues:
         return self.images(batch).flatten(1)
 
 
-@takes(EXTRACTORS["pixels"], prefix="extractor.")
-def pixels(size: int | None = None, grayscale: bool = False) -> PixelValues:
+@takes(prefix="extractor.")
+def pixels(size: Count | None = None, grayscale: bool = False) -> PixelValues:
     """Make an extractor of the pixel values of images, vectors in [0, 1].
 
     A dataset of grey images has one channel, one of colour images three; where it holds both, grey

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from otdd_flash.checks import shown, takes
-from otdd_flash.checks import text as text_name
+from otdd_flash.arguments import takes
+from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.imported_function import from_callable
 from otdd_flash.extractors.network import Extractor
@@ -42,7 +42,7 @@ FACTORIES: Registry[Callable[..., Extractor]] = Registry(
 OTHER_SETTINGS = ("batch_size", "mixed_precision", "num_workers", "standardize", "pca")
 
 
-@takes({"name": text_name})
+@takes()
 def build_extractor(name: str, **parameters: Any) -> Extractor:
     """The extractor called `name` with its parameters.
 

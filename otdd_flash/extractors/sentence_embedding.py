@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otdd_flash.arguments.datasets import EXTRACTORS
-from otdd_flash.checks import shown, takes
+from otdd_flash.arguments import takes
+from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.network import Network
 from otdd_flash.offline import ALLOW, network
 
 
-@takes(EXTRACTORS["text"], prefix="extractor.")
+@takes(prefix="extractor.")
 def text(model: str, download: bool = False) -> Network:
     """Make a sentence-transformers model an extractor of one vector per text (b, d).
 

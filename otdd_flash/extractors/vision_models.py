@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otdd_flash.arguments.datasets import EXTRACTORS
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Seed, Word, takes
 from otdd_flash.data.images import rgb_image
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import (
@@ -40,12 +39,12 @@ from otdd_flash.extractors.network import Network, forward_images
 from otdd_flash.offline import ALLOW, network
 
 
-@takes(EXTRACTORS["timm"], prefix="extractor.")
+@takes(prefix="extractor.")
 def timm(
     model: str,
     pretrained: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     download: bool = False,
 ) -> Network:
     """Make a timm model without its classifier an extractor of pooled features (b, d).
@@ -154,12 +153,12 @@ def _require_timm(library: Any, model: str) -> None:
 CLASSES = 1000
 
 
-@takes(EXTRACTORS["torchvision"], prefix="extractor.")
+@takes(prefix="extractor.")
 def torchvision(
     model: str,
-    weights: str | None = None,
+    weights: Word | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     download: bool = False,
 ) -> Network:
     """Make a torchvision classification model without its last layer an extractor (b, d).

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.datasets import FEATURES_FILE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Word, takes
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.features.feature_file import FeatureFile
@@ -128,8 +127,8 @@ class ScatteredFeatures(FileFeatures):
 
 
 @computes
-@takes(FEATURES_FILE)
-def features_file(path: str | os.PathLike[str] | Dataset, *, key: str | None = None) -> Tensor:
+@takes()
+def features_file(path: str | os.PathLike[str] | Dataset, *, key: Word | None = None) -> Tensor:
     """Open features (n, d) in files, as a matrix that is read as it is used.
 
     Args:

@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.flows import CHECKPOINTS
-from otdd_flash.checks import check_fields
+from otdd_flash.arguments import check_fields
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.atomic import cannot_write, lock, reach_disk, unlock
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
@@ -255,7 +254,7 @@ class Checkpoints:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, CHECKPOINTS)
+        check_fields(self)
         object.__setattr__(self, "folder", Path(self.folder))
         if self.every < 1:
             raise InputError(f"flow.checkpoint_every must be positive, got {self.every}")

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.flows import CALLBACKS, FLOW
-from otdd_flash.checks import check_fields
+from otdd_flash.arguments import check_fields, functional, seed
+from otdd_flash.checks import called, sequence
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.checkpoint import Checkpoints
@@ -62,7 +62,12 @@ class Flow:
     checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, FLOW, "flow.")
+        check_fields(
+            self,
+            "flow.",
+            functionals=sequence(called("a functional", functional)),
+            seed=called("seed", seed),
+        )
         check_mode(self.mode)
         if self.steps < 1:
             raise InputError(f"flow.steps must be positive, got {self.steps}")
@@ -119,7 +124,7 @@ class Callbacks:
     stop: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, CALLBACKS)
+        check_fields(self)
 
 
 @dataclass(frozen=True, eq=False)

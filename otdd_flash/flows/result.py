@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.flows import PLOT_FLOW
-from otdd_flash.arguments.values import FILE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, choose
 from otdd_flash.files.atomic import json_content
@@ -205,7 +203,7 @@ class FlowResult:
         # Those without a hint are values of functionals.
         return frame_of(rows, {name: hints.get(name, float) for row in rows for name in row})
 
-    @takes(PLOT_FLOW)
+    @takes()
     def plot(self, image_shape: tuple[int, int, int] | None = None) -> Figure:
         """Draw images on their way, or without images how the distance fell.
 
@@ -225,7 +223,7 @@ class FlowResult:
 
         return plot_flow(self, image_shape)
 
-    @takes(FILE)
+    @takes()
     def save(self, path: str | Path, **more: Any) -> Path:
         """Write the directory `path`: result.json to read, result.safetensors with everything.
 
@@ -241,7 +239,7 @@ class FlowResult:
         return path
 
     @classmethod
-    @takes(FILE)
+    @takes()
     def load(cls, path: str | Path) -> FlowResult:
         """Read what `save` wrote.
 

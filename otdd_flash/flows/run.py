@@ -18,15 +18,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.flows import GRADIENT_FLOW, GRADIENT_FLOW_ELSEWHERE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Count, Positive, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
@@ -67,20 +66,27 @@ logger = logging.getLogger(__name__)
 
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
+# Keywords that one may expect of `gradient_flow`, and where they are.
+ELSEWHERE = {
+    **{each.name: f"flow=otdd.Flow({each.name}=...)" for each in fields(Flow)},
+    **{each.name: f"callbacks=otdd.Callbacks({each.name}=...)" for each in fields(Callbacks)},
+    **{key: f"cost=otdd.GroundCost({key}=...)" for key in ("lambda_x", "lambda_y")},
+    "class_distances": "labels=otdd.labels.Given(table)",
+}
 
 
 @computes
 @torch.enable_grad()
-@takes(GRADIENT_FLOW, elsewhere=GRADIENT_FLOW_ELSEWHERE)
+@takes(elsewhere=ELSEWHERE)
 def gradient_flow(
     source: Samples,
     target: Samples,
     flow: Flow | None = None,
     *,
-    epsilon: float | None = None,
-    epsilon_relative: float | None = None,
+    epsilon: Positive | None = None,
+    epsilon_relative: Positive | None = None,
     labels: Labels = "gaussian",
-    min_class_size: int | None = None,
+    min_class_size: Count | None = None,
     cost: GroundCost | None = None,
     solver: Schedule | None = None,
     compute: Compute | None = None,

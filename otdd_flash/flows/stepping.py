@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.flows import STEPPING
-from otdd_flash.checks import check_fields
+from otdd_flash.arguments import check_fields
 from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import Dealt, Ranks
 from otdd_flash.errors import InputError, choose
@@ -84,7 +83,7 @@ class Stepping:
     minibatch: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, STEPPING, "flow.")
+        check_fields(self, "flow.")
         if not 0 < self.step_size < math.inf:
             raise InputError(
                 f"flow.step_size must be positive and finite, got {self.step_size}; 0.1 moves a "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from otdd_flash.arguments.values import count
+from otdd_flash.arguments import count
 from otdd_flash.checks import shown
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.otdd import dataset_distance

@@ -22,9 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.comparisons import BETWEEN, CLASS_DISTANCES
-from otdd_flash.arguments.values import FILE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Count, Ground, Index, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import moved
 from otdd_flash.eager import computes
@@ -87,8 +85,8 @@ class JointClassDistances:
         return (0, *accumulate(len(names) for names in self.class_names))
 
     @computes
-    @takes(BETWEEN)
-    def between(self, first: int, second: int) -> ClassDistances:
+    @takes()
+    def between(self, first: Index, second: Index) -> ClassDistances:
         """Cut out the table of two of the datasets, by their places in the list.
 
         Raises:
@@ -138,7 +136,7 @@ class JointClassDistances:
         )
         return _joint(datasets, self.full[rows][:, rows], *bounds)
 
-    @takes(FILE)
+    @takes()
     def save(self, path: str | Path) -> None:
         """Write an npz with keys full, offsets, datasets, class_names and the version.
 
@@ -159,7 +157,7 @@ class JointClassDistances:
         write_arrays(path, {**known, **STAMP})
 
     @classmethod
-    @takes(FILE)
+    @takes()
     def load(cls, path: str | Path) -> JointClassDistances:
         """Read what `save` wrote.
 
@@ -192,13 +190,13 @@ class JointClassDistances:
 
 
 @computes
-@takes(CLASS_DISTANCES)
+@takes()
 def class_distances(
     datasets: Sequence[Samples],
     labels: Labels = "gaussian",
     *,
-    ground: str = "sqeuclidean",
-    min_class_size: int | None = None,
+    ground: Ground = "sqeuclidean",
+    min_class_size: Count | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> JointClassDistances:

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.comparisons import CLASS_DISTANCES_FIELDS, FROM_FULL
-from otdd_flash.arguments.values import FILE
-from otdd_flash.checks import check_fields, takes
+from otdd_flash.arguments import Count, check_fields, takes
+from otdd_flash.checks import array
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import read_arrays, write_arrays
@@ -73,7 +72,7 @@ class ClassDistances:
     upper: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, CLASS_DISTANCES_FIELDS)
+        check_fields(self)
         for key in ("xx", "xy", "yy"):
             object.__setattr__(self, key, _as_block(key, getattr(self, key)))
         _check_shapes(self.xx, self.xy, self.yy)
@@ -89,11 +88,11 @@ class ClassDistances:
 
     @classmethod
     @computes
-    @takes(FROM_FULL)
+    @takes(full=array("(Vx + Vy, Vx + Vy)"))
     def from_full(
         cls,
         full: Tensor,
-        size_x: int,
+        size_x: Count,
         names_x: Sequence[str] | None = None,
         names_y: Sequence[str] | None = None,
         *,
@@ -165,7 +164,7 @@ class ClassDistances:
                 )
         return replace(self, names_x=tuple(names_x), names_y=tuple(names_y))
 
-    @takes(FILE)
+    @takes()
     def save(self, path: str | Path) -> None:
         """Write an npz with keys xx, xy, yy, where known names and bounds, and the version.
 
@@ -177,7 +176,7 @@ class ClassDistances:
         write_arrays(path, {**known, **STAMP})
 
     @classmethod
-    @takes(FILE)
+    @takes()
     def load(cls, path: str | Path) -> ClassDistances:
         """Read what `save` wrote, or any npz with arrays xx, xy and yy.
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import COMPUTE_OPTIONS
-from otdd_flash.checks import check_fields
+from otdd_flash.arguments import Backend, DeviceName, Precision, check_fields, memory
 from otdd_flash.devices import check_triton, is_amd
 from otdd_flash.distributed.ranks import Ranks, ranks_of
 from otdd_flash.errors import InputError
@@ -60,9 +59,9 @@ class ComputeOptions:
             `otdd.led` gives. None: this process alone.
     """
 
-    device: str = "auto"
-    backend: str = "auto"
-    precision: str = "fast"
+    device: DeviceName = "auto"
+    backend: Backend = "auto"
+    precision: Precision = "fast"
     memory_budget: str | int = "auto"
     group: ProcessGroup | Ranks | str | None = field(default=None, repr=False, compare=False)
 
@@ -71,7 +70,7 @@ class ComputeOptions:
         return self.settings | {"group": None}
 
     def __post_init__(self) -> None:
-        check_fields(self, COMPUTE_OPTIONS)
+        check_fields(self, memory_budget=memory)
         stated_budget(self.memory_budget)
         if self.group is not None and self.device.startswith("cuda:"):
             raise InputError(

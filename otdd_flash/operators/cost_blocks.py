@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import COST_BLOCKS
-from otdd_flash.checks import check_fields, shown
+from otdd_flash.arguments import Count, check_fields
+from otdd_flash.checks import shown
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.real_numbers import in_double, in_one_row
 
@@ -41,12 +41,12 @@ class CostBlocks:
         InputError: a size is not positive, or `block` is no function.
     """
 
-    n: int
-    m: int
+    n: Count
+    m: Count
     block: Callable[[slice, slice], Tensor]
 
     def __post_init__(self) -> None:
-        check_fields(self, COST_BLOCKS, "costs.")
+        check_fields(self, "costs.")
 
 
 class AskedCosts:

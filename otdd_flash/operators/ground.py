@@ -25,8 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import GROUND_COST
-from otdd_flash.checks import check_fields
+from otdd_flash.arguments import Ground, NotNegative, check_fields
 from otdd_flash.errors import InputError
 from otdd_flash.operators.float64_rows import in_float64, squared_norms
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
@@ -61,12 +60,12 @@ class GroundCost:
         InputError: a negative weight, two that are 0, or an unknown ground cost.
     """
 
-    lambda_x: float = 0.5
-    lambda_y: float = 0.5
-    ground: str = "sqeuclidean"
+    lambda_x: NotNegative = 0.5
+    lambda_y: NotNegative = 0.5
+    ground: Ground = "sqeuclidean"
 
     def __post_init__(self) -> None:
-        check_fields(self, GROUND_COST)
+        check_fields(self)
         if self.lambda_x == self.lambda_y == 0:
             raise InputError("lambda_x and lambda_y are both 0, so every cost is 0; raise one")
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.values import FOLDER
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.report.csv_tables import write_table_csv
 from otdd_flash.report.figures.page import (
     INK,
@@ -45,7 +44,7 @@ TITLE_POINTS, NOTE_POINTS = 12.0, 9.0
 LONGEST_NAME = 14
 
 
-@takes(FOLDER)
+@takes()
 def write_contributions(
     source: LabeledSamples,
     values: Tensor,

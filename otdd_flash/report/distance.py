@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.values import FOLDER
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.table import NearestClass
@@ -69,7 +68,7 @@ Names = tuple[tuple[str, ...], tuple[str, ...]]
 Orders = list[list[int]]
 
 
-@takes(FOLDER)
+@takes()
 def write_report(
     result: DistanceResult,
     directory: str | Path,

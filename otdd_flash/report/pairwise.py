@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from otdd_flash.arguments.values import FOLDER
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
 from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
 from otdd_flash.report.figures.class_pictures import draw_joint_class_distances
@@ -55,7 +54,7 @@ def pairwise_table(result: PairwiseResult) -> Table:
     return table
 
 
-@takes(FOLDER)
+@takes()
 def write_pairwise_report(
     result: PairwiseResult, directory: str | Path, *, order: str = "given"
 ) -> Report:

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from otdd_flash.arguments.comparisons import NOISE_FLOOR
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Seed, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -67,12 +66,12 @@ class NoiseFloor:
 
 
 @computes
-@takes(NOISE_FLOOR)
+@takes()
 def noise_floor(
     source: Samples,
     target: Samples,
     *,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: Progress | None = None,
     **settings: Any,
 ) -> NoiseFloor:

@@ -36,8 +36,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
-from otdd_flash.arguments.comparisons import SUBSAMPLE_INTERVAL
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Count, Finite, Seed, Share, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
@@ -94,16 +93,16 @@ class SubsampleInterval:
 
 
 @computes
-@takes(SUBSAMPLE_INTERVAL)
+@takes()
 def subsample_interval(
     source: Samples,
     target: Samples,
-    value: float,
+    value: Finite,
     *,
-    count: int = 50,
-    size: int | None = None,
-    level: float = LEVEL,
-    seed: int = 0,
+    count: Count = 50,
+    size: Count | None = None,
+    level: Share = LEVEL,
+    seed: Seed = 0,
     progress: Progress | None = None,
     **settings: Any,
 ) -> SubsampleInterval:

@@ -40,8 +40,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.arguments.comparisons import SLICED_DISTANCES
-from otdd_flash.checks import takes
+from otdd_flash.arguments import DeviceName, Seed, takes
+from otdd_flash.checks import integer
 from otdd_flash.data.given import Samples
 from otdd_flash.devices import resolve_device
 from otdd_flash.dimensions import check_same_dimension
@@ -64,13 +64,13 @@ BUFFERS = 6
 
 
 @computes
-@takes(SLICED_DISTANCES)
+@takes(projections=integer(at_least=2))
 def sliced_distances(
     datasets: Sequence[Samples],
     *,
     projections: int = 10_000,
-    seed: int = 0,
-    device: str = "auto",
+    seed: Seed = 0,
+    device: DeviceName = "auto",
     progress: Progress | None = None,
 ) -> SlicedResult:
     """Compare several labelled datasets along random draws, each with each.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from otdd_flash.arguments.transport import SINKHORN, SINKHORN_DIVERGENCE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Positive, takes
+from otdd_flash.checks import array, optional
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute, ComputeOptions
@@ -19,12 +19,12 @@ from otdd_flash.solver.term_solves import Potentials
 
 
 @computes
-@takes(SINKHORN)
+@takes(class_table=optional(array("(V_x + V_y, V_x + V_y)")))
 def sinkhorn(
     source: Samples,
     target: Samples,
     *,
-    epsilon: float,
+    epsilon: Positive,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
     options: Schedule | None = None,
@@ -72,12 +72,12 @@ def sinkhorn(
 
 
 @computes
-@takes(SINKHORN_DIVERGENCE)
+@takes(class_table=optional(array("(V_x + V_y, V_x + V_y)")))
 def sinkhorn_divergence(
     source: Samples,
     target: Samples,
     *,
-    epsilon: float,
+    epsilon: Positive,
     class_table: Tensor | None = None,
     cost: GroundCost | None = None,
     options: Schedule | None = None,

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import SINKHORN_HESSIAN
-from otdd_flash.checks import shown, takes
+from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
+from otdd_flash.checks import shown
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs
@@ -32,20 +32,20 @@ USUAL = 1e6
 
 
 @computes
-@takes(SINKHORN_HESSIAN)
+@takes(TENSORS_OF_A_PAIR)
 def sinkhorn_hessian(
     x: Tensor,
     y: Tensor,
     a: Tensor | None = None,
     b: Tensor | None = None,
     *,
-    epsilon: float,
+    epsilon: Positive,
     labels_x: Tensor | None = None,
     labels_y: Tensor | None = None,
     class_table: Tensor | None = None,
-    class_totals: tuple[int, int] | None = None,
-    lambda_x: float = 0.5,
-    lambda_y: float = 0.5,
+    class_totals: tuple[Count, Count] | None = None,
+    lambda_x: NotNegative = 0.5,
+    lambda_y: NotNegative = 0.5,
     debias: bool = True,
     start: Potentials | None = None,
     options: Schedule | None = None,

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import SINKHORN_LOSS
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
+from otdd_flash.checks import optional, tensor
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
@@ -31,21 +31,29 @@ from otdd_flash.solver.term_solves import Potentials
 
 
 @computes
-@takes(SINKHORN_LOSS)
+@takes(
+    x=tensor("(n, d) or (B, n, d)"),
+    y=tensor("(m, d) or (B, m, d)"),
+    a=optional(tensor("(n,) or (B, n)")),
+    b=optional(tensor("(m,) or (B, m)")),
+    labels_x=optional(tensor("(n,) or (B, n)")),
+    labels_y=optional(tensor("(m,) or (B, m)")),
+    class_table=optional(tensor("(V_x + V_y, V_x + V_y)")),
+)
 def sinkhorn_loss(
     x: Tensor,
     y: Tensor,
     a: Tensor | None = None,
     b: Tensor | None = None,
     *,
-    epsilon: float,
+    epsilon: Positive,
     labels_x: Tensor | None = None,
     labels_y: Tensor | None = None,
     class_table: Tensor | None = None,
-    class_totals: tuple[int, int] | None = None,
-    lambda_x: float | Tensor = 0.5,
-    lambda_y: float | Tensor = 0.5,
-    ground: str = "sqeuclidean",
+    class_totals: tuple[Count, Count] | None = None,
+    lambda_x: NotNegative | Tensor = 0.5,
+    lambda_y: NotNegative | Tensor = 0.5,
+    ground: Ground = "sqeuclidean",
     debias: bool = True,
     start: Potentials | None = None,
     options: Schedule | None = None,

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import SINKHORN_LOSSES
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
+from otdd_flash.checks import optional, tensor, tensors
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
@@ -30,21 +30,29 @@ INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 @computes
-@takes(SINKHORN_LOSSES)
+@takes(
+    x=tensors("(n, d)"),
+    y=tensors("(m, d)"),
+    a=optional(tensors("(n,)")),
+    b=optional(tensors("(m,)")),
+    labels_x=optional(tensors("(n,)")),
+    labels_y=optional(tensors("(m,)")),
+    class_table=optional(tensor("(V_x + V_y, V_x + V_y)")),
+)
 def sinkhorn_losses(
     x: Clouds,
     y: Clouds,
     a: Clouds | None = None,
     b: Clouds | None = None,
     *,
-    epsilon: float,
+    epsilon: Positive,
     labels_x: Clouds | None = None,
     labels_y: Clouds | None = None,
     class_table: Tensor | None = None,
-    class_totals: tuple[int, int] | None = None,
-    lambda_x: float | Tensor = 0.5,
-    lambda_y: float | Tensor = 0.5,
-    ground: str = "sqeuclidean",
+    class_totals: tuple[Count, Count] | None = None,
+    lambda_x: NotNegative | Tensor = 0.5,
+    lambda_y: NotNegative | Tensor = 0.5,
+    ground: Ground = "sqeuclidean",
     debias: bool = True,
     options: Schedule | None = None,
     compute: Compute | None = None,

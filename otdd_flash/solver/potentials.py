@@ -22,8 +22,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import SINKHORN_POTENTIALS
-from otdd_flash.checks import takes
+from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
 from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
@@ -43,20 +42,20 @@ from otdd_flash.solver.units import largest
 
 
 @computes
-@takes(SINKHORN_POTENTIALS)
+@takes(TENSORS_OF_A_PAIR)
 def sinkhorn_potentials(
     x: Tensor,
     y: Tensor,
     a: Tensor | None = None,
     b: Tensor | None = None,
     *,
-    epsilon: float,
+    epsilon: Positive,
     labels_x: Tensor | None = None,
     labels_y: Tensor | None = None,
     class_table: Tensor | None = None,
-    class_totals: tuple[int, int] | None = None,
-    lambda_x: float | Tensor = 0.5,
-    lambda_y: float | Tensor = 0.5,
+    class_totals: tuple[Count, Count] | None = None,
+    lambda_x: NotNegative | Tensor = 0.5,
+    lambda_y: NotNegative | Tensor = 0.5,
     start: Potentials | None = None,
     options: Schedule | None = None,
     cg: CGOptions = DEFAULTS,

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import CG_OPTIONS
-from otdd_flash.checks import check_fields
+from otdd_flash.arguments import Count, NotNegative, Share, check_fields
 from otdd_flash.engine.late_reader import LateReader
 from otdd_flash.operators.plan import KeptPlan, Products
 from otdd_flash.solver.conjugate_gradients import (
@@ -74,12 +73,12 @@ class CGOptions:
         InputError: a tolerance outside of (0, 1), no iteration, a negative damping.
     """
 
-    tolerance: float = 1e-5
-    max_iterations: int = 1000
-    damping: float = 0.0
+    tolerance: Share = 1e-5
+    max_iterations: Count = 1000
+    damping: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        check_fields(self, CG_OPTIONS, "cg.")
+        check_fields(self, "cg.")
 
 
 DEFAULTS = CGOptions()

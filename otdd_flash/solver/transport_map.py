@@ -27,8 +27,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import TRANSPORT_MAP
-from otdd_flash.checks import shown, takes
+from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
+from otdd_flash.checks import optional, shown, tensor
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
@@ -54,7 +54,7 @@ from otdd_flash.solver.units import largest
 
 
 @computes
-@takes(TRANSPORT_MAP)
+@takes(TENSORS_OF_A_PAIR, values=optional(tensor("(m, k)")))
 def transport_map(
     x: Tensor,
     y: Tensor,
@@ -62,13 +62,13 @@ def transport_map(
     b: Tensor | None = None,
     *,
     values: Tensor | None = None,
-    epsilon: float,
+    epsilon: Positive,
     labels_x: Tensor | None = None,
     labels_y: Tensor | None = None,
     class_table: Tensor | None = None,
-    class_totals: tuple[int, int] | None = None,
-    lambda_x: float | Tensor = 0.5,
-    lambda_y: float | Tensor = 0.5,
+    class_totals: tuple[Count, Count] | None = None,
+    lambda_x: NotNegative | Tensor = 0.5,
+    lambda_y: NotNegative | Tensor = 0.5,
     start: Potentials | None = None,
     options: Schedule | None = None,
     cg: CGOptions = DEFAULTS,

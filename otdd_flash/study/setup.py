@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from otdd_flash.arguments.values import holds_items, samples
+from otdd_flash.arguments import holds_items, samples
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 from otdd_flash.fingerprint import VERSION

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from otdd_flash.arguments.studies import RUN_STUDY, STUDY
-from otdd_flash.checks import check_fields, takes
+from otdd_flash.arguments import Count, Positive, Seed, Word, check_fields, takes
+from otdd_flash.checks import integer, mapping, optional
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -90,23 +90,28 @@ class Study:
     measures: Sequence[str] | None = None
     transfer: Transfer | None = DEFAULT_TRANSFER
     families: Mapping[str, str] | None = None
-    epsilon: float | None = None
-    epsilon_relative: float | None = None
+    epsilon: Positive | None = None
+    epsilon_relative: Positive | None = None
     labels: Labels = "gaussian"
     cost: GroundCost | None = None
-    min_class_size: int | None = None
+    min_class_size: Count | None = None
     solver: Schedule | None = None
     compute: Compute | None = None
     projections: int = 10_000
-    subsample: int | None = None
-    subsample_size: int | None = None
+    subsample: Count | None = None
+    subsample_size: Count | None = None
     noise_floor: bool = False
-    seed: int = 0
+    seed: Seed = 0
     cache_dir: str | os.PathLike[str] | None = None
-    measure: str | None = None
+    measure: Word | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, STUDY)
+        check_fields(
+            self,
+            tasks=mapping("be a mapping of datasets by name, such as {'mnist': (train, test)}"),
+            families=optional(mapping("be a mapping of families by the names of tasks")),
+            projections=integer(at_least=2),
+        )
         # Once, as a shuffled loader gives other rows the next time.
         object.__setattr__(self, "tasks", read_datasets(self.tasks))
         if self.measures is None:
@@ -130,15 +135,15 @@ class Study:
 
     @computes
     @torch.enable_grad()
-    @takes(RUN_STUDY)
+    @takes()
     def run(
         self,
         folder: str | os.PathLike[str],
         *,
         resume: bool = False,
-        shard: str | None = None,
-        workers: int = 1,
-        threads: int | None = None,
+        shard: Word | None = None,
+        workers: Count = 1,
+        threads: Count | None = None,
         progress: Progress | None = None,
         stop: Stop | None = None,
     ) -> StudyResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ import yaml
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.arguments.values import count
-from otdd_flash.checks import Declaration
+from otdd_flash.arguments import Count
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.solver.schedules import SCHEDULES
@@ -29,9 +27,8 @@ class Sweeps(Schedule):
     """So many plain updates at the final epsilon, as a file of its own would have them."""
 
     name = "sweeps"
-    checks: ClassVar[Declaration] = {"updates": count}
 
-    updates: int = 5
+    updates: Count = 5
 
     def solve_term(
         self,

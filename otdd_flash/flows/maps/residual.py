@@ -18,8 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from otdd_flash.arguments.values import FILE
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -134,7 +133,7 @@ class ResidualMap:
         displacement = torch.cat([self.network(rows) for rows in inputs]) * self.reach
         return replace(samples, features=samples.features + displacement.to(samples.features))
 
-    @takes(FILE)
+    @takes()
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file, whole or not at all.
 
@@ -151,7 +150,7 @@ class ResidualMap:
         return Path(path)
 
     @classmethod
-    @takes(FILE)
+    @takes()
     def load(cls, path: str | Path, *, device: str = "auto") -> ResidualMap:
         """Read what `save` wrote; the map runs on the device.
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from otdd_flash.checks import Declaration, check_fields
+from otdd_flash.arguments import check_fields
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import PairDistances, Progress
 
@@ -32,11 +32,10 @@ class LabelMetric(ABC):
     """
 
     name: ClassVar[str]
-    checks: ClassVar[Declaration] = {}
     fixed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, self.checks, "labels.")
+        check_fields(self, "labels.")
 
     @abstractmethod
     def measure(

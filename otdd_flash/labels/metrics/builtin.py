@@ -15,13 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.values import positive
-from otdd_flash.checks import Declaration, flag, optional
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances, exact_parts
 from otdd_flash.labels.gaussian import diagonal_gaussian_distances, gaussian_distances
@@ -44,7 +41,6 @@ class Gaussian(LabelMetric):
     """
 
     name = "gaussian"
-    checks: ClassVar[Declaration] = {"unbiased": flag, "diagonal": flag}
 
     unbiased: bool = True
     diagonal: bool = False
@@ -102,7 +98,6 @@ class Sinkhorn(LabelMetric):
     """
 
     name = "sinkhorn"
-    checks: ClassVar[Declaration] = {"epsilon": optional(positive), "tolerance": positive}
 
     epsilon: float | None = None
     tolerance: float = 1e-3
@@ -144,7 +139,6 @@ class UpperBound(LabelMetric):
     """
 
     name = "upper_bound"
-    checks: ClassVar[Declaration] = {"unbiased": flag}
 
     unbiased: bool = True
 

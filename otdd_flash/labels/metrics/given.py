@@ -10,14 +10,13 @@ import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from pathlib import Path, PurePath
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.values import TABLE_CLASS
-from otdd_flash.checks import Declaration, instance, optional, path, shown
+from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.importing import user_code
 from otdd_flash.labels.classes import ClassCloud
@@ -38,17 +37,6 @@ class Given(LabelMetric):
     """
 
     name = "given"
-    checks: ClassVar[Declaration] = {
-        "table": optional(
-            lambda name, value: (
-                path(name, value)
-                if isinstance(value, str | PurePath)
-                else instance("be ClassDistances or the path of their npz", TABLE_CLASS)(
-                    name, value
-                )
-            )
-        )
-    }
     fixed = True
 
     table: ClassDistances | str | Path | None = None

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from otdd_flash.arguments.values import FOLDER
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.data.writing import (
     ImageShape,
     check_image_shape,
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-@takes(FOLDER)
+@takes()
 def write_flow_report(
     result: FlowResult,
     directory: str | Path,

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from otdd_flash.arguments.values import FOLDER
-from otdd_flash.checks import takes
+from otdd_flash.arguments import takes
 from otdd_flash.errors import InputError, choose
 from otdd_flash.report.csv_tables import write_table_csv
 from otdd_flash.report.figures.page import (
@@ -60,7 +59,7 @@ PICTURES = ("distances.png", "gains.png", "gains_against_*.png")
 FILES = (*TABLES, *PICTURES, PAGE)
 
 
-@takes(FOLDER)
+@takes()
 def write_study_report(
     result: StudyResult, directory: str | Path, *, content: str = "full"
 ) -> Report:

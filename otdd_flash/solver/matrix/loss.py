@@ -19,8 +19,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import MATRIX_LOSS
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Positive, takes
+from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
@@ -43,13 +43,17 @@ SHARES = {"xy": 1.0, "xx": -0.5, "yy": -0.5}
 
 
 @computes
-@takes(MATRIX_LOSS)
+@takes(
+    a=optional(tensor("(n,)")),
+    b=optional(tensor("(m,)")),
+    self_costs=optional(sequence(tensor("(n, n) or (m, m)"), length=2)),
+)
 def matrix_loss(
     costs: Tensor | CostBlocks,
     a: Tensor | None = None,
     b: Tensor | None = None,
     *,
-    epsilon: float,
+    epsilon: Positive,
     self_costs: Sequence[Tensor] | None = None,
     start: Potentials | None = None,
     options: Schedule | None = None,

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import MATRIX_PLAN
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Positive, takes
+from otdd_flash.checks import optional, tensor
 from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
@@ -42,14 +42,14 @@ Tiles = Callable[[], Iterator[tuple[slice, Tensor]]]
 
 
 @computes
-@takes(MATRIX_PLAN)
+@takes(costs=tensor("(n, m)"), a=optional(tensor("(n,)")), b=optional(tensor("(m,)")))
 def matrix_plan(
     costs: Tensor,
     a: Tensor | None = None,
     b: Tensor | None = None,
     *,
-    epsilon: float | None = None,
-    epsilon_relative: float | None = None,
+    epsilon: Positive | None = None,
+    epsilon_relative: Positive | None = None,
     start: Potentials | None = None,
     options: Schedule | None = None,
     cg: CGOptions = DEFAULTS,

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import APPLY_PLAN, LOAD_MATRIX
-from otdd_flash.arguments.values import FILE
-from otdd_flash.checks import shown, takes
+from otdd_flash.arguments import takes
+from otdd_flash.checks import array, shown
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
@@ -134,7 +133,7 @@ class MatrixTransport:
         return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
 
     @computes
-    @takes(APPLY_PLAN)
+    @takes(values=array("(m, k)"))
     def apply(self, values: Any) -> Tensor:
         """Return P V (n, k) for V (m, k), or (n,) for (m,), in the type of the potentials.
 
@@ -144,7 +143,7 @@ class MatrixTransport:
         return self._applied(values, transposed=False)
 
     @computes
-    @takes(APPLY_PLAN)
+    @takes(values=array("(m, k)"))
     def apply_transposed(self, values: Any) -> Tensor:
         """Return P^T U (m, k) for U (n, k), or (m,) for (n,).
 
@@ -163,7 +162,7 @@ class MatrixTransport:
             total += float(tiles.a[rows] @ paid)
         return total
 
-    @takes(FILE)
+    @takes()
     def save(self, path: str | Path) -> None:
         """Write result.json and result.safetensors: potentials, masses and numbers, not the costs.
 
@@ -186,7 +185,7 @@ class MatrixTransport:
         write_result(Path(path), json_content(summary), {**tensors, "short_rows": self.short_rows})
 
     @classmethod
-    @takes(LOAD_MATRIX)
+    @takes()
     def load(
         cls, path: str | Path, costs: Costs, *, compute: Compute | None = None
     ) -> MatrixTransport:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.transport import MATRIX_TRANSPORT
-from otdd_flash.checks import takes
+from otdd_flash.arguments import Positive, takes
+from otdd_flash.checks import array, optional
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.operators.build import Compute
@@ -29,14 +29,14 @@ INFEASIBLE_ITERATIONS, NAMED = 1, 5
 
 
 @computes
-@takes(MATRIX_TRANSPORT)
+@takes(a=optional(array("(n,)")), b=optional(array("(m,)")))
 def matrix_transport(
     costs: Costs,
     a: Any = None,
     b: Any = None,
     *,
-    epsilon: float | None = None,
-    epsilon_relative: float | None = None,
+    epsilon: Positive | None = None,
+    epsilon_relative: Positive | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
     start: Potentials | None = None,

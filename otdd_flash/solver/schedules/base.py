@@ -8,8 +8,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from otdd_flash.arguments.values import marginal_error
-from otdd_flash.checks import Declaration, check_fields, flag, optional
+from otdd_flash.arguments import MarginalError, check_fields
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.term.result import Progress, TransportTerm
 from otdd_flash.solver.term.tolerance import DEFAULT_TOLERANCE
@@ -21,7 +20,6 @@ class Schedule(ABC):
 
     Attributes:
         name: as `solver.schedule=NAME` and in results.
-        checks: what the fields beside those below may be.
         goes_on: whether a solve may start from given potentials and take terms solved before.
         tolerance: marginal error of a converged term, the larger L1 error of rows and of columns;
             None is 1e-3.
@@ -32,15 +30,13 @@ class Schedule(ABC):
     """
 
     name: ClassVar[str]
-    checks: ClassVar[Declaration] = {}
     goes_on: ClassVar[bool] = True
 
-    tolerance: float | None = None
+    tolerance: MarginalError | None = None
     require_convergence: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        shared: Declaration = {"tolerance": optional(marginal_error), "require_convergence": flag}
-        check_fields(self, {**shared, **self.checks}, "solver.")
+        check_fields(self, "solver.")
 
     @property
     def asked_tolerance(self) -> float:

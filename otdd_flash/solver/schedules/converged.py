@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 from torch import Tensor
 
-from otdd_flash.arguments.values import count, positive
-from otdd_flash.checks import Declaration, optional
+from otdd_flash.arguments import Count, Positive
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.alternating import solve_alternating
@@ -41,15 +40,10 @@ class Converged(Schedule):
     """
 
     name = "converged"
-    checks: ClassVar[Declaration] = {
-        "max_iterations": count,
-        "bound_width": optional(positive),
-        "max_seconds": optional(positive),
-    }
 
-    max_iterations: int = 100_000
-    bound_width: float | None = None
-    max_seconds: float | None = None
+    max_iterations: Count = 100_000
+    bound_width: Positive | None = None
+    max_seconds: Positive | None = None
 
     def for_term(
         self,

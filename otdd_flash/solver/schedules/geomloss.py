@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments.values import positive, share
-from otdd_flash.checks import Declaration, optional
+from otdd_flash.arguments import MarginalError, Positive, Share
 from otdd_flash.errors import InputError
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
@@ -56,13 +55,12 @@ class GeomlossSchedule(Schedule):
     """
 
     name = "geomloss"
-    checks: ClassVar[Declaration] = {"scaling": share, "diameter": optional(positive)}
     # The schedule depends on both clouds, and starts by itself.
     goes_on = False
 
-    tolerance: float | None = field(default=None, kw_only=True)
-    scaling: float = 0.5
-    diameter: float | None = None
+    tolerance: MarginalError | None = field(default=None, kw_only=True)
+    scaling: Share = 0.5
+    diameter: Positive | None = None
 
     def between(self, x: Tensor, y: Tensor) -> Self:
         """Return the schedule with the diameter of both clouds, if none is given."""

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from otdd_flash.arguments.studies import TRANSFER
-from otdd_flash.checks import check_fields
+from otdd_flash.arguments import (
+    Count,
+    Index,
+    NotNegative,
+    Positive,
+    check_fields,
+    count,
+    importable,
+)
+from otdd_flash.checks import optional, sequence
 from otdd_flash.errors import InputError, choose
 from otdd_flash.extractors.checkpoint import seeded_weights
 from otdd_flash.importing import import_callable, user_code
@@ -54,19 +62,24 @@ class Transfer:
     """
 
     protocol: str = "finetune"
-    target_samples: int | None = None
-    seeds: int = 5
-    source_epochs: int = 20
-    target_epochs: int = 10
-    min_target_steps: int = 200
-    batch_size: int = 32
-    learning_rate: float = 1e-3
-    weight_decay: float = 1e-6
+    target_samples: Count | None = None
+    seeds: Count = 5
+    source_epochs: Count = 20
+    target_epochs: Count = 10
+    min_target_steps: Index = 200
+    batch_size: Count = 32
+    learning_rate: Positive = 1e-3
+    weight_decay: NotNegative = 1e-6
     network: str | Callable[..., nn.Module] | None = None
     image_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, TRANSFER, "transfer.")
+        check_fields(
+            self,
+            "transfer.",
+            network=optional(importable),
+            image_shape=optional(sequence(count, length=3)),
+        )
         choose("transfer.protocol", self.protocol, PROTOCOLS)
 
     def target_rows(self, target: LabeledSamples) -> int:

@@ -1,0 +1,484 @@
+"""What arguments may be: annotations that say it, and the checks that they stand for.
+
+`takes` checks the arguments of a public function, `check_fields` the fields of a dataclass of
+options, by their annotations, whose texts are the keys of `ACCEPTED`. So `epsilon: Positive | None`
+is a signature and a declaration. What an annotation does not say, such as the shape of a tensor, is
+declared beside it: `@takes(x=tensor("(n, d)"))`.
+
+Values that have a plain meaning are accepted here and become what they mean where they are read:
+`(features, labels)` for samples, a device's name for `compute`, a method's name for `labels`.
+Nothing here imports torch. A new kind of argument is a check and a line of `ACCEPTED`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from otdd_flash.checks import (
+    Check,
+    array,
+    choice,
+    flag,
+    function,
+    instance,
+    integer,
+    is_a,
+    mapping,
+    names,
+    number,
+    optional,
+    path,
+    refused,
+    sequence,
+    tensor,
+    text,
+    word,
+)
+from otdd_flash.errors import InputError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Keywords without a default, and what to give.
+REQUIRED = {
+    "epsilon": "give epsilon=VALUE, the regularisation in units of the cost, such as 0.01 times "
+    "its mean"
+}
+
+# Numbers and names in a range, which a type cannot say.
+Positive = float
+NotNegative = float
+Finite = float
+Share = float
+MarginalError = float
+Count = int
+Index = int
+Seed = int
+Word = str
+Ground = str
+Backend = str
+Precision = str
+BatchedGradient = str
+DeviceName = str
+
+BACKENDS = ("auto", "torch", "triton")
+PRECISIONS = ("fast", "high", "double")
+BATCHED_GRADIENTS = ("unrolled", "implicit", "none")
+GROUNDS = ("sqeuclidean", "cosine", "inner")
+
+TENSOR_CLASS = "torch.Tensor"
+FAKE_CLASS = "torch._subclasses.fake_tensor.FakeTensor"
+# Where the classes that arguments may be of are defined.
+SAMPLES_CLASS = "otdd_flash.samples.LabeledSamples"
+DATASET_CLASS = "otdd_flash.data.dataset.LabeledDataset"
+TORCH_DATASET_CLASS = "torch.utils.data.dataset.Dataset"
+LOADER_CLASS = "torch.utils.data.dataloader.DataLoader"
+HF_DATASET_CLASS = "datasets.arrow_dataset.Dataset"
+HF_STREAM_CLASS = "datasets.iterable_dataset.IterableDataset"
+# There since version 4 of the library.
+HF_COLUMN = "datasets.arrow_dataset.Column"
+HF_SPLITS_CLASS = "datasets.dataset_dict.DatasetDict"
+HF_STREAM_SPLITS_CLASS = "datasets.dataset_dict.IterableDatasetDict"
+METRIC_CLASS = "otdd_flash.labels.metrics.base.LabelMetric"
+COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
+RANKS_CLASS = "otdd_flash.distributed.ranks.Ranks"
+GROUP_CLASSES = ("torch.distributed.distributed_c10d.ProcessGroup", RANKS_CLASS)
+COST_BLOCKS_CLASS = "otdd_flash.operators.cost_blocks.CostBlocks"
+FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.build.WeightedFunctional"
+# Other classes of arguments: what messages say, and where each is defined.
+OBJECTS = {
+    "LabeledSamples": ("be LabeledSamples", SAMPLES_CLASS),
+    "ClassDistances": (
+        "be ClassDistances, a table of two datasets",
+        "otdd_flash.labels.table.ClassDistances",
+    ),
+    "JointClassDistances": (
+        "be JointClassDistances, which otdd.class_distances([...]) measures",
+        "otdd_flash.labels.many.JointClassDistances",
+    ),
+    "GroundCost": ("be a GroundCost", "otdd_flash.operators.ground.GroundCost"),
+    "Schedule": (
+        "be otdd.Converged() or another schedule",
+        "otdd_flash.solver.schedules.base.Schedule",
+    ),
+    "CGOptions": ("be otdd.CGOptions()", "otdd_flash.solver.schur.CGOptions"),
+    "Flow": ("be an otdd.Flow", "otdd_flash.flows.flow.Flow"),
+    "Stepping": ("be a Stepping", "otdd_flash.flows.stepping.Stepping"),
+    "Callbacks": ("be otdd.Callbacks", "otdd_flash.flows.flow.Callbacks"),
+    "Checkpoints": ("be Checkpoints", "otdd_flash.flows.checkpoint.Checkpoints"),
+    "Transfer": ("be an otdd.Transfer", "otdd_flash.study.transfer.networks.Transfer"),
+    "Ranks": ("be what otdd.led gives", RANKS_CLASS),
+}
+
+positive = number("be positive and finite", lambda value: 0 < value < math.inf)
+not_negative = number("be finite and not negative", lambda value: 0 <= value < math.inf)
+finite = number("be finite", math.isfinite)
+any_number = number("be a number", lambda value: True)
+marginal_error = number("lie in (0, 2), an L1 distance of two masses", lambda value: 0 < value < 2)
+share = number("lie in (0, 1)", lambda value: 0 < value < 1)
+count = integer(at_least=1)
+index = integer(at_least=0)
+seed = integer(at_least=0, below=2**32)
+
+
+def samples(name: str, value: Any) -> Any:
+    """Accept labelled samples, or an object that `otdd_flash.data.given.as_samples` reads."""
+    if is_a(value, SAMPLES_CLASS) or holds_items(value):
+        return value
+    pair = isinstance(value, tuple) and len(value) == 2
+    accepted = (
+        "be LabeledSamples, a dataset of vectors, arrays or tensors (features, labels), or features"
+    )
+    if not pair and not _is_matrix(value):
+        raise _no_dataset(name, accepted, value)
+    if pair and not _is_matrix(value[0]):
+        raise refused(f"{name} must {accepted}; features", "be an array or a tensor", value[0])
+    several = pair and isinstance(value[1], Sequence) and not isinstance(value[1], str | bytes)
+    if pair and not several and not _is_matrix(value[1]):
+        raise refused(
+            f"{name} must {accepted}; labels", "be a list, an array or a tensor", value[1]
+        )
+    return value
+
+
+def dataset(name: str, value: Any) -> Any:
+    """Accept a dataset of raw inputs, or an object that `otdd_flash.data.given.opened` reads."""
+    pair = isinstance(value, tuple) and len(value) == 2
+    if holds_items(value) or (pair and all(_is_matrix(p) or isinstance(p, list) for p in value)):
+        return value
+    if is_a(value, SAMPLES_CLASS):
+        raise InputError(f"{name} has features already, {value!r}; use it as it is")
+    raise _no_dataset(
+        name,
+        "be what otdd.load gives, a dataset or DataLoader of PyTorch, a Hugging Face dataset, or "
+        "arrays (inputs, labels)",
+        value,
+    )
+
+
+def holds_items(value: object) -> bool:
+    """Return whether a value is a dataset of items: of this package, PyTorch or Hugging Face."""
+    if is_a(value, DATASET_CLASS, TORCH_DATASET_CLASS, LOADER_CLASS, *HF_CLASSES):
+        return True
+    if isinstance(value, str | bytes | list | tuple | Mapping) or _is_matrix(value):
+        return False
+    # PyTorch asks no more of a dataset.
+    return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
+
+
+HF_CLASSES = (HF_DATASET_CLASS, HF_STREAM_CLASS)
+
+
+def _is_matrix(value: object) -> bool:
+    """Return whether a value is an array, a tensor, a table, a column or a sparse matrix."""
+    return any(hasattr(value, mark) for mark in ("__array__", "tocsr")) or is_a(value, HF_COLUMN)
+
+
+def _no_dataset(name: str, accepted: str, value: Any) -> InputError:
+    if is_a(value, HF_SPLITS_CLASS, HF_STREAM_SPLITS_CLASS) and value:
+        return InputError(
+            f"{name} holds the splits {', '.join(map(str, value))} of a dataset; choose one, such "
+            f"as {name}[{next(iter(value))!r}]"
+        )
+    return refused(name, accepted, value)
+
+
+def labels(name: str, value: Any) -> Any:
+    """Accept a method of class distances; `metric_of` refuses names that it does not know."""
+    if isinstance(value, type):
+        kind = value.__qualname__
+        raise InputError(f"{name} is the type {kind} and no object of it; write {kind}()")
+    if not isinstance(value, str) and not is_a(value, METRIC_CLASS) and not callable(value):
+        accepted = (
+            "be a name such as gaussian, a metric such as otdd.labels.Gaussian(), or a function of "
+            "the points of two classes"
+        )
+        raise refused(name, accepted, value)
+    return value
+
+
+def device(name: str, value: Any) -> str:
+    """Return the name of a device, or of a `torch.device`."""
+    if is_a(value, "torch.device"):
+        return str(value)
+    if not isinstance(value, str):
+        raise refused(name, "be a device such as auto, cpu or cuda:1", value)
+    return value
+
+
+def compute(name: str, value: Any) -> Any:
+    """Accept `ComputeOptions`, or a device alone."""
+    if is_a(value, COMPUTE_CLASS):
+        return value
+    if isinstance(value, str) or is_a(value, "torch.device"):
+        return device(name, value)
+    raise refused(name, "be ComputeOptions or a device's name", value)
+
+
+def importable(name: str, value: Any) -> Any:
+    """Accept a function, or the `module:function` to import."""
+    if not isinstance(value, str) and not callable(value):
+        raise refused(name, "be a function or module:function", value)
+    return value
+
+
+def scalar(name: str, value: Any) -> Any:
+    """Accept a number that is not negative, or a 0-dim tensor that may need a gradient."""
+    return value if is_a(value, "torch.Tensor") else not_negative(name, value)
+
+
+def positive_scalar(name: str, value: Any) -> Any:
+    """Accept a positive number, or a tensor that may need a gradient."""
+    return value if is_a(value, "torch.Tensor") else positive(name, value)
+
+
+def mixed_precision(name: str, value: Any) -> Any:
+    """Accept true, false or auto."""
+    if isinstance(value, str) and value != "auto":
+        raise refused(name, "be auto, true or false", value)
+    return value if isinstance(value, str) else flag(name, value)
+
+
+def path_or_dataset(name: str, value: Any) -> Any:
+    """Accept a path or a `datasets.Dataset`."""
+    if is_a(value, "datasets.arrow_dataset.Dataset"):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise refused(name, "be a path or a datasets.Dataset", value)
+    return path(name, value)
+
+
+def weights(name: str, value: Any) -> Any:
+    """Accept the path or the name of weights; the numbers themselves go to the samples."""
+    if not isinstance(value, str) and not hasattr(value, "__fspath__"):
+        raise refused(name, "be a column, a key or a .npy file", value)
+    return word(name, str(value))
+
+
+def classes(name: str, value: Any) -> Any:
+    """Accept class names or indices, one or several."""
+    several = value if isinstance(value, list | tuple) else [value]
+    for entry in several:
+        if not isinstance(entry, str):
+            integer(at_least=0)(f"a class in {name}", entry)
+    return value
+
+
+def memory(name: str, value: Any) -> Any:
+    """Accept bytes as a number, as text with a unit, or `auto`."""
+    return value if isinstance(value, str) else integer(at_least=0)(name, value)
+
+
+def group(name: str, value: Any) -> Any:
+    """Accept a process group, whose processes share the work."""
+    if (isinstance(value, str) and value == "world") or is_a(value, *GROUP_CLASSES):
+        return value
+    raise refused(name, 'be a torch.distributed group of this process, "world" or None', value)
+
+
+def traced_tensor(shape: str) -> Check:
+    """Make a check for tensors that also accepts fake ones: traces have shapes, no numbers."""
+    plain = tensor(shape)
+
+    def check(name: str, value: Any) -> Any:
+        fake = is_a(value, FAKE_CLASS) or (is_a(value, TENSOR_CLASS) and value.is_meta)
+        return value if fake else plain(name, value)
+
+    return check
+
+
+def table_or_path(name: str, value: Any) -> Any:
+    """Accept a table of class distances, or the path of its file."""
+    if isinstance(value, str | os.PathLike):
+        return path(name, value)
+    _, table = OBJECTS["ClassDistances"]
+    return instance("be ClassDistances or the path of their npz", table)(name, value)
+
+
+def matrix(name: str, value: Any) -> Any:
+    """Accept a matrix of costs, or a function of its blocks."""
+    if is_a(value, COST_BLOCKS_CLASS):
+        return value
+    return array("(n, m) or otdd.CostBlocks(n, m, block)")(name, value)
+
+
+def matrix_tensor(name: str, value: Any) -> Any:
+    """Accept a tensor of costs or `CostBlocks`: arrays have no gradient."""
+    if is_a(value, COST_BLOCKS_CLASS):
+        return value
+    return tensor("(n, m) or otdd.CostBlocks(n, m, block)")(name, value)
+
+
+def functional(name: str, value: Any) -> Any:
+    """Accept a weighted functional, or what `build_functionals` makes one from."""
+    if not is_a(value, FUNCTIONAL_CLASS) and not isinstance(value, Mapping):
+        raise refused(name, "be a mapping such as {name: norm, weight: 0.1}", value)
+    return value
+
+
+def columns(name: str, value: Any) -> Any:
+    """Accept the name of a column, or several."""
+    if isinstance(value, str):
+        return word(name, value)
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
+        raise refused(name, "be a column or a list of columns", value)
+    if not value:
+        raise InputError(f"{name} must name a column, got []; null takes the usual ones")
+    return value
+
+
+# The arguments of functions of two point clouds with masses and classes.
+TENSORS_OF_A_PAIR: dict[str, Check] = {
+    "x": tensor("(n, d)"),
+    "y": tensor("(m, d)"),
+    "a": optional(tensor("(n,)")),
+    "b": optional(tensor("(m,)")),
+    "labels_x": optional(tensor("(n,)")),
+    "labels_y": optional(tensor("(m,)")),
+    "class_table": optional(tensor("(V_x + V_y, V_x + V_y)")),
+}
+# What annotations stand for, without ` | None`, which is for `check_of`.
+ACCEPTED: dict[str, Check] = {
+    **{kind: instance(accepted, place) for kind, (accepted, place) in OBJECTS.items()},
+    "bool": flag,
+    "int": integer(at_least=None),
+    "float": any_number,
+    "str": text,
+    "Word": word,
+    "Positive": positive,
+    "NotNegative": not_negative,
+    "Finite": finite,
+    "Share": share,
+    "MarginalError": marginal_error,
+    "Count": count,
+    "Index": index,
+    "Seed": seed,
+    "Positive | Tensor": positive_scalar,
+    "NotNegative | Tensor": scalar,
+    "Ground": choice(*GROUNDS),
+    "Backend": choice(*BACKENDS),
+    "Precision": choice(*PRECISIONS),
+    "BatchedGradient": choice(*BATCHED_GRADIENTS),
+    "str | torch.device": device,
+    "DeviceName": device,
+    "Compute": compute,
+    "ProcessGroup | Ranks | str": group,
+    "ProcessGroup | str": group,
+    "Path": path,
+    "str | Path": path,
+    "str | os.PathLike[str]": path,
+    "str | os.PathLike[str] | Dataset": path_or_dataset,
+    "Samples": samples,
+    "Sequence[Samples]": sequence(samples),
+    "tuple[LabeledSamples, LabeledSamples]": sequence(
+        instance(*OBJECTS["LabeledSamples"]), length=2
+    ),
+    "ClassDistances | str | Path": table_or_path,
+    "Labels": labels,
+    "Costs": matrix,
+    "Tensor | CostBlocks": matrix_tensor,
+    "Potentials": mapping("be potentials by term, {'xy': g}"),
+    "Progress": function,
+    "PairProgress": function,
+    "Stop": function,
+    "Mapping[str, Any]": mapping("be a mapping such as {name: value}"),
+    "Sequence[str]": names,
+    "tuple[str, ...]": names,
+    "str | Sequence[str]": columns,
+    "Sequence[Index]": sequence(index),
+    "ImageShape": sequence(count, length=3),
+    "tuple[int, int, int]": sequence(count, length=3),
+    "tuple[Count, Count]": sequence(count, length=2),
+    "tuple[float, float]": sequence(any_number),
+}
+
+
+def check_of(annotation: Any) -> Check | None:
+    """Return the check that an annotation stands for; None if anything goes."""
+    written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    kind = written.removesuffix(" | None")
+    check = function if kind.startswith("Callable[") else ACCEPTED.get(kind)
+    return optional(check) if check and kind != written else check
+
+
+def takes(
+    *shared: Mapping[str, Check],
+    prefix: str = "",
+    elsewhere: Mapping[str, str] | None = None,
+    **declared: Check,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check the arguments of a function, those left to their defaults excepted.
+
+    Args:
+        *shared: checks by parameter, where annotations do not say all, that functions share.
+        prefix: what messages put before a parameter's name, such as `extractor.`.
+        elsewhere: keywords that are fields of an options argument, and how they are written there.
+        **declared: further checks by parameter.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        checks = checks_of(signature)
+        for declaration in (*shared, declared):
+            checks |= declaration
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                for name in kwargs:
+                    if elsewhere and name in elsewhere:
+                        raise InputError(
+                            f"{function.__name__} takes no {name}: write {elsewhere[name]}"
+                        ) from None
+                if missing := _missing(signature, kwargs):
+                    raise InputError(f"{function.__name__} {missing}") from None
+                # Too many arguments, or too few: Python's own words name the function as well.
+                return function(*args, **kwargs)
+            for name, value in bound.arguments.items():
+                if name in checks:
+                    bound.arguments[name] = checks[name](f"{prefix}{name}", value)
+            return function(*bound.args, **bound.kwargs)
+
+        return checked
+
+    return decorate
+
+
+def checks_of(signature: inspect.Signature) -> dict[str, Check]:
+    """Return the checks that the annotations of a signature stand for, by parameter."""
+    stated = {name: check_of(each.annotation) for name, each in signature.parameters.items()}
+    return {name: check for name, check in stated.items() if check}
+
+
+def _missing(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
+    """Say which keyword that has no default is missing, "" for none, and what to give."""
+    known = signature.parameters
+    if "epsilon_relative" in given and "epsilon" in known and "epsilon_relative" not in known:
+        return f"takes no epsilon_relative: {REQUIRED['epsilon']}"
+    for name, parameter in known.items():
+        required = parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        if required and name not in given:
+            return f"needs {name}: {REQUIRED.get(name, f'give {name}=...')}"
+    return ""
+
+
+def check_fields(options: Any, prefix: str = "", **declared: Check) -> None:
+    """Check the fields of a frozen dataclass, and keep what the checks return.
+
+    Args:
+        options: the instance, in its `__post_init__`.
+        prefix: what messages put before a field's name, such as `solver.`.
+        **declared: checks by field, where the annotation does not say all.
+    """
+    for each in dataclasses.fields(options):
+        check, value = declared.get(each.name) or check_of(each.type), getattr(options, each.name)
+        if check and value is not each.default:
+            object.__setattr__(options, each.name, check(f"{prefix}{each.name}", value))
