@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments import Positive
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances, exact_parts
 from otdd_flash.labels.gaussian import diagonal_gaussian_distances, gaussian_distances
@@ -99,8 +100,8 @@ class Sinkhorn(LabelMetric):
 
     name = "sinkhorn"
 
-    epsilon: float | None = None
-    tolerance: float = 1e-3
+    epsilon: Positive | None = None
+    tolerance: Positive = 1e-3
 
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
