@@ -429,7 +429,7 @@ REFUSED = [
 ]
 OPTIONS = [
     ({"tolerance": 1.0}, r"^cg.tolerance must lie in \(0, 1\), got 1.0$"),
-    ({"tolerance": 0.0}, r"^cg.tolerance must be between 0 and 1, got 0.0$"),
+    ({"tolerance": 0.0}, r"^cg.tolerance must lie in \(0, 1\), got 0.0$"),
     ({"max_iterations": 0}, r"^cg.max_iterations must be at least 1, got 0$"),
     ({"damping": -0.1}, r"^cg.damping must be finite and not negative, got -0.1$"),
 ]
