@@ -23,22 +23,6 @@ def test_a_checkpoint_runs_no_code(tmp_path, monkeypatch):
         folder.load({}, CPU)
 
 
-def test_a_state_comes_back_as_it_was_on_the_device_of_now():
-    shared, meta = torch.arange(3.0), torch.device("meta")
-    whole = {"step": 3, 7: (1.5, None, True), "text": ["a", {}], "f": shared, "g": shared}
-    whole |= {"none": torch.zeros(0, 4), "flag": torch.tensor(True)}
-    found = nest.put_together(nest.taken_apart(whole), CPU)
-    assert repr(found) == repr(whole)
-    assert found["f"] is found["g"]
-    # What was on a GPU goes to the device of now, and the rest stays.
-    tensors = nest.taken_apart([torch.arange(3.0), torch.empty(2, device=meta)])
-    on_cpu, elsewhere = nest.put_together(
-        {key: part if part.device == CPU else torch.ones(2) for key, part in tensors.items()}, meta
-    )
-    assert on_cpu.tolist() == [0, 1, 2]
-    assert elsewhere.device == meta
-
-
 # Bytes of a file that the disk takes: none of the shard, half of it, the shard but no manifest.
 @pytest.mark.parametrize("limit", [1_000, 500_000, 4_100_000])
 def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(limit, tmp_path):

@@ -81,24 +81,6 @@ def test_a_flow_stops_once_steps_change_little_also_after_resuming(tmp_path):
     assert again.samples.fingerprint == short.samples.fingerprint
 
 
-def test_a_stopped_flow_returns_where_it_is():
-    asked = iter([False, True])
-    stopped = rough_flow(SOURCE, TARGET, steps=9, stop=lambda: next(asked))
-    whole = rough_flow(SOURCE, TARGET, steps=1)
-    assert stopped.stopped_by == "interrupted"
-    assert stopped.samples.fingerprint == whole.samples.fingerprint
-    assert stopped.trajectory.steps.tolist() == [0, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["attached", "augmented"])
-def test_the_self_term_of_the_target_is_solved_once(mode):
-    solved = []
-    rough_flow(SOURCE, TARGET, mode=mode, solver_progress=lambda *one: solved.append(one[:2]))
-    first = [term for term, iteration in solved if iteration == 1]
-    assert (first.count("xy"), first.count("xx"), first.count("yy")) == (3, 3, 1)
-
-
 @pytest.mark.slow
 def test_the_last_two_solves_tell_where_the_next_starts():
     """Of a path that is nearly straight: potentials go on as they went."""
@@ -119,13 +101,11 @@ def test_the_last_two_solves_tell_where_the_next_starts():
 @pytest.mark.slow
 def test_every_step_says_what_its_solve_was_asked_for():
     single = {"solver": otdd.Converged(), "compute": otdd.ComputeOptions("cpu")}
-    rough, fine = (
-        flow(SOURCE, TARGET, steps=1, epsilon=epsilon, **single) for epsilon in (2e-4, 1.0)
-    )
-    for record in rough.history:
-        assert record.stopped_by == "rounding"
-        assert 1e-3 < record.marginal_error <= record.tolerance
-    assert {record.tolerance for record in fine.history} == {1e-3}
+    for epsilon, stopped_by in ((2e-4, "rounding"), (1.0, "tolerance")):
+        for record in flow(SOURCE, TARGET, steps=1, epsilon=epsilon, **single).history:
+            assert record.stopped_by == stopped_by
+            assert record.marginal_error <= record.tolerance
+            assert (record.tolerance > 1e-3) == (stopped_by == "rounding")
 
 
 def test_a_solve_that_stops_early_or_is_refused_says_so():
@@ -182,3 +162,15 @@ def test_an_evaluation_builds_one_cost_and_measures_no_class_twice(refresh, monk
     assert (built.count((9, 11)), built.count((9, 9)), built.count((11, 11))) == (4, 3, 1)
     assert len(built) == 8
     assert len(measured) == 3 - refresh
+
+
+@pytest.mark.slow
+def test_inner_products_flow_as_half_squared_distances():
+    inner, squared = (
+        rough_flow(SOURCE, TARGET, labels="none", cost=otdd.GroundCost(lambda_x, 0.5, ground))
+        for ground, lambda_x in (("inner", 0.5), ("sqeuclidean", 0.25))
+    )
+    assert torch.equal(inner.samples.features, squared.samples.features)
+    assert inner.after.divergence == squared.after.divergence
+    with pytest.raises(InputError, match=r"labels=gaussian .* ground=inner"):
+        flow(SOURCE, TARGET, cost=otdd.GroundCost(ground="inner"))

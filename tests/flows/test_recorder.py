@@ -35,13 +35,7 @@ def test_few_moments_evenly_spread_from_the_first_to_the_last(most):
         assert torch.equal(seen.labels, torch.stack((seen.steps, torch.ones_like(seen.steps)), 1))
 
 
-def test_what_is_kept_does_not_depend_on_what_follows_and_goes_on_from_a_state():
-    recorder = Recorder(torch.tensor([0]), 8)
-    for step in range(60):
-        if recorder.wants(step):
-            recorder.keep(step, torch.zeros(1, 1), None)
-        so_far = recorder.trajectory(step, torch.zeros(1, 1), None)
-        assert torch.equal(so_far.steps, recorded(step, 8).steps)
+def test_a_recorder_goes_on_from_a_state():
     whole = recorded(40, 8)
     for stop in (0, 3, 8, 9, 20):
         resumed = recorded(40, 8, stop=stop)
