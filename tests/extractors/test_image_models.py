@@ -9,7 +9,6 @@ from PIL import Image
 
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, timm, torchvision
-from otdd_flash.extractors.network import Extractor
 
 # Small ones of each kind: a convolutional network and a transformer of timm, and of torchvision.
 CASES = [(timm, "test_resnet"), (timm, "test_vit"), (torchvision, "shufflenet_v2_x0_5")]
@@ -31,25 +30,19 @@ def full_model(factory, model):
         return whole, whole.fc.in_features
 
 
-@pytest.mark.slow(after=1)
-@each_model
-def test_seed_fixes_random_weights_which_are_said_aloud(
-    make_dataset, colour_images, factory, model
-):
-    dataset = make_dataset(colour_images[:2])
+@pytest.mark.slow
+def test_seed_fixes_random_weights_which_are_said_aloud(make_dataset, colour_images):
     before = torch.get_rng_state()
-    with pytest.warns(DataNotice, match=rf"{model} has random weights \(seed 0\)") as caught:
-        first, again, other = (factory(model, seed=seed) for seed in (0, 0, 1))
+    with pytest.warns(DataNotice, match=r"test_vit has random weights \(seed 0\)") as caught:
+        first, again, other = (timm("test_vit", seed=seed) for seed in (0, 0, 1))
     assert {each.filename for each in caught} == {__file__}
     assert torch.equal(torch.get_rng_state(), before)
-    assert isinstance(first, Extractor)
     assert first.key == again.key != other.key
-    features = embed(dataset, first).features
-    assert torch.equal(embed(dataset, again).features, features)
-    assert (features[0] - features[1]).abs().max() > 0
+    features = embed(make_dataset(colour_images[:2]), first).features
+    assert torch.equal(embed(make_dataset(colour_images[:2]), again).features, features)
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow
 @each_model
 def test_checkpoint_gives_the_same_features_bit_for_bit(
     make_dataset, colour_images, tmp_path, factory, model
@@ -73,23 +66,19 @@ def test_checkpoint_gives_the_same_features_bit_for_bit(
 
 
 @pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
-@pytest.mark.slow(after=1)
-@each_model
+@pytest.mark.slow
+@pytest.mark.parametrize(("factory", "model"), [(timm, "resnet10t"), *CASES[1:]])
 def test_preparation_is_the_models_own_and_of_every_form_of_an_image(factory, model):
     imagenet = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
-    # As resnet10t does, unlike the test models of timm.
-    model = {"test_resnet": "resnet10t"}.get(model, model)
     value = torch.ones(3) if model == "test_vit" else imagenet
     prepare = factory(model).prepare
     prepared = prepare(Image.new("RGB", (50, 50), (255, 255, 255)))
     expected = value[:, None, None].expand_as(prepared)
     torch.testing.assert_close(prepared, expected, atol=1e-5, rtol=0)
     grey = np.random.default_rng(0).integers(0, 256, (28, 28), dtype=np.uint8)
-    image = Image.fromarray(grey)
-    forms = [grey[..., None], np.repeat(grey[..., None], 3, axis=2)]
-    forms += [grey.astype(np.float32) / 255, grey.astype(np.uint16) * 257, image]
-    forms += [image.convert("RGB"), image.convert("RGBA")]
-    forms += [Image.fromarray(grey.astype(np.uint16) * 257)]
+    image, wide = Image.fromarray(grey), grey.astype(np.uint16) * 257
+    forms = [grey[..., None], np.repeat(grey[..., None], 3, axis=2), wide, Image.fromarray(wide)]
+    forms += [grey.astype(np.float32) / 255, image, image.convert("RGB"), image.convert("RGBA")]
     for form in forms:
         assert torch.equal(prepare(form), prepare(grey)), type(form)
 
@@ -120,20 +109,14 @@ def test_bad_requests_name_the_way_out(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::otdd_flash.errors.DataNotice")
 def test_named_weights_bring_their_transforms(monkeypatch):
-    import torchvision.models
+    """V2 resizes to 232 before the crop, V1 to 256."""
+    from torchvision import models
 
-    def untrained(model, weights):
-        assert weights.name == "IMAGENET1K_V2"
-        return torchvision.models.resnet18()
-
-    monkeypatch.setattr(torchvision.models, "get_model", untrained)
-    from otdd_flash.extractors import torchvision as factory
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DataNotice)
-        extractor = factory("resnet50", weights="ResNet50_Weights.IMAGENET1K_V2")
-    # V2 resizes to 232 before the crop, V1 to 256.
+    small = models.resnet18()
+    monkeypatch.setattr(models, "get_model", lambda model, weights: small)
+    extractor = torchvision("resnet50", weights="ResNet50_Weights.IMAGENET1K_V2")
     assert "resize_size=[232]" in extractor.description
 
 

@@ -97,6 +97,28 @@ def mode_of(
     return build_mode(name, setting_of(source, target, metric, **options), table)
 
 
+def assert_same_flow(
+    one: otdd.FlowResult, other: otdd.FlowResult, *, seconds: bool = False
+) -> None:
+    """To the last bit, but for the time it took unless that is compared, too."""
+    for side in ("source", "target", "samples"):
+        mine, theirs = getattr(one, side), getattr(other, side)
+        assert mine.fingerprint == theirs.fingerprint, side
+        assert (mine.name, mine.subset_hash) == (theirs.name, theirs.subset_hash)
+    for name in ("settings", "stopped_by", "compute"):
+        assert getattr(one, name) == getattr(other, name), name
+    for mine, theirs in zip(one.evaluations, other.evaluations, strict=True):
+        assert mine == (theirs if seconds else replace(theirs, seconds=mine.seconds))
+    assert torch.equal(one.class_distances.full, other.class_distances.full)
+    assert one.class_distances.names_x == other.class_distances.names_x
+    for key in ("rows", "steps", "points", "labels"):
+        mine, theirs = getattr(one.trajectory, key), getattr(other.trajectory, key)
+        assert (mine is theirs is None) or torch.equal(mine, theirs), key
+    for moment, twin in zip(one.moments, other.moments, strict=True):
+        assert moment.step_size == twin.step_size
+        assert all(torch.equal(*parts) for parts in zip(moment[1:], twin[1:], strict=True))
+
+
 def names(folder: Path) -> list[str]:
     """Files of a folder, and in its folders."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

@@ -1,18 +1,20 @@
-"""The loop of a flow: what it records, why it stops, and how often it solves and measures."""
+"""The loop of a flow: what it records and keeps, why it stops, what it warns of and solves."""
 
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from small_flows import CPU, TIGHT, blobs, flow, rough_flow, setting_of
+from small_flows import CPU, DOUBLE, TIGHT, blobs, flow, rough_flow, setting_of
 
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.flows.divergence import TargetDivergence
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.functionals.potentials import Norm
+from otdd_flash.flows.history import Recorder, StepRecord
 from otdd_flash.flows.modes.feature_driven import FeaturesMode
+from otdd_flash.flows.run import report_convergence
 from otdd_flash.operators import build
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.samples import LabeledSamples
@@ -164,13 +166,74 @@ def test_an_evaluation_builds_one_cost_and_measures_no_class_twice(refresh, monk
     assert len(measured) == 3 - refresh
 
 
-@pytest.mark.slow
-def test_inner_products_flow_as_half_squared_distances():
-    inner, squared = (
-        rough_flow(SOURCE, TARGET, labels="none", cost=otdd.GroundCost(lambda_x, 0.5, ground))
-        for ground, lambda_x in (("inner", 0.5), ("sqeuclidean", 0.25))
-    )
-    assert torch.equal(inner.samples.features, squared.samples.features)
-    assert inner.after.divergence == squared.after.divergence
-    with pytest.raises(InputError, match=r"labels=gaussian .* ground=inner"):
-        flow(SOURCE, TARGET, cost=otdd.GroundCost(ground="inner"))
+def recorded(steps, most):
+    """Of points that are at k after k steps."""
+    recorder, points = Recorder(torch.tensor([0, 2]), most), torch.zeros(3, 1)
+    for step in range(steps + 1):
+        points.fill_(step)
+        if recorder.wants(step):
+            recorder.keep(step, points, torch.tensor([step, 0, 1]))
+    return recorder.trajectory(steps, points, torch.tensor([steps, 0, 1]))
+
+
+@pytest.mark.parametrize("most", [2, 5, 32])
+def test_few_moments_evenly_spread_from_the_first_to_the_last(most):
+    for steps in (1, 2, 3, 4, 5, 7, 8, 31, 32, 33, 100):
+        seen = recorded(steps, most)
+        assert len(seen.steps) <= most, steps
+        assert (seen.steps[0], seen.steps[-1]) == (0, steps)
+        gaps = seen.steps.diff()
+        assert len(set(gaps[:-1].tolist())) <= 1, steps
+        assert int(gaps[-1]) <= int(gaps[0]), steps
+        # Room is used: at half the distance there would be too many.
+        assert len(seen.steps) > most // 2 or len(seen.steps) == steps + 1, steps
+        # What was kept is a copy.
+        assert torch.equal(seen.points[:, :, 0], seen.steps[:, None].expand(-1, 2).float())
+        assert torch.equal(seen.labels, torch.stack((seen.steps, torch.ones_like(seen.steps)), 1))
+
+
+def record(step, marginal_error, stopped_by, **more):
+    usual = {"step": step, "objective": 1.0, "divergence": 1.0, "lower": 0.5, "upper": 1.5}
+    usual |= {"functionals": {}, "gradient_norm": 1.0, "step_size": 0.1, "iterations": 7}
+    usual |= {"marginal_error": marginal_error, "tolerance": 1e-3, "seconds": 0.0}
+    usual |= {"converged": stopped_by == "tolerance", "stopped_by": stopped_by}
+    return StepRecord(**{**usual, **more})
+
+
+# What stopped late steps, and what is said of them; or the goal that they missed, of a dataset that
+# leaves its target: the plan was asked for there, then the bounds.
+SAID = {
+    "stopped": (
+        [
+            record(0, 0.5, "max_iterations"),
+            record(1, 0.25, "max_seconds"),
+            record(2, 1e-4, "tolerance"),
+            record(3, 0.125, "max_iterations"),
+        ],
+        {"max_iterations": 7, "max_seconds": 2.0},
+        r"after 7 iterations in 2 of 4 evaluations: marginal error 5.00e-01.*"
+        r"Raise solver.max_iterations or epsilon; not converged "
+        r"within solver.max_seconds=2 in 1 of 4 evaluations: marginal error 2.50e-01.*"
+        r"Raise solver.max_seconds, solver.tolerance or epsilon$",
+    ),
+    "missed": (
+        [
+            record(0, 0.5, "rounding", converged=False),
+            record(1, 1e-5, "rounding", converged=False, tolerance=None, bound_width=0.25),
+            record(2, 1e-5, "rounding", converged=False, tolerance=None, bound_width=0.125),
+        ],
+        {"bound_width": 0.01},
+        r"in 1 of 3 evaluations: marginal error 5.00e-01 against solver.tolerance.*"
+        r"Raise solver.tolerance or epsilon; not converged .*"
+        r"in 2 of 3 evaluations: the solver bounds are 2.50e-01 of the value wide.*"
+        r"Raise solver.bound_width or epsilon$",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_late_steps_are_told_apart_by_what_stopped_them_or_what_they_missed(kind):
+    history, solver, sentence = SAID[kind]
+    with pytest.warns(NotConvergedWarning, match=sentence) as caught:
+        report_convergence(history, otdd.Converged(tolerance=1e-3, **solver), DOUBLE)
+    assert len(caught) == 1

@@ -10,16 +10,9 @@ from small_flows import blobs, flow, mode_of, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows.checkpoint import put_together, read_shards, taken_apart
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.stepping import Stepper, Stepping, generator, optimizers
 
-# Of optimisers that keep more with them than without.
-MORE = {
-    "sgd": {"momentum": 0.9},
-    "adam": {"amsgrad": True},
-    "rmsprop": {"momentum": 0.5, "centered": True},
-}
 ZEROS = torch.zeros(4, 3, dtype=torch.float64)
 ONES = torch.ones(4, 3, dtype=torch.float64)
 
@@ -48,27 +41,6 @@ def test_schedules_have_their_values_and_steps_follow_them():
         torch.testing.assert_close(walk(stepping, 4), -sum(sizes) * ONES)
     history = rough_flow(blobs(9), blobs(9, seed=1), steps=4, stepping=stepping).history
     assert [record.step_size for record in history] == pytest.approx([*sizes, 0.0])
-
-
-def test_every_optimiser_goes_on_from_a_file_to_the_last_bit(tmp_path):
-    draw = torch.Generator().manual_seed(3)
-    for k, name in enumerate(sorted(optimizers())):
-        dtype = (torch.float32, torch.float64)[k % 2]
-        start = torch.randn(4, 3, generator=draw, dtype=dtype)
-        against = torch.randn(9, 4, 3, generator=draw, dtype=dtype)
-        stepping = Stepping(0.1, name, optimizer_options=MORE.get(name, {}))
-        whole, resumed = start.clone(), start.clone()
-        first, again = (Stepper({"points": one}, stepping, 9, 0.0) for one in (whole, resumed))
-        for step in range(4):
-            first.step({"points": against[step]}, step, generator(0, step, 1))
-        (folder := tmp_path / name).mkdir()
-        taken = taken_apart(first.others())
-        tensors, rows = read_shards(folder, first.write(folder, "step-4", taken))
-        again.restore(rows, put_together(tensors, torch.device("cpu")))
-        for step in range(4, 9):
-            for stepper in (first, again):
-                stepper.step({"points": against[step]}, step, generator(0, step, 1))
-        assert torch.equal(resumed, whole), name
 
 
 def test_options_reach_the_optimiser_whose_name_is_in_any_case():

@@ -173,22 +173,6 @@ def test_repulsion_in_tiles_of_any_size_and_place_never_holds_all_pairs(monkeypa
     torch.testing.assert_close(far[1], near[1], rtol=1e-4, atol=1e-5)
 
 
-def test_automatic_radius_is_the_median_distance_between_classes_of_a_fixed_sample(monkeypatch):
-    points = torch.tensor([[0.0], [1.0], [4.0], [9.0]])
-    cloud = LabeledSamples(points, torch.tensor([0, 0, 1, 1]), ("a", "b"))
-    (term,) = build_functionals([{"name": "class_repulsion", "weight": 1.0}], cloud)
-    # Distances 4, 9, 3 and 8; the lower of the two in the middle.
-    assert term.function == ClassRepulsion(4.0)
-    cloud = cloud_of(200)
-    whole = potentials.median_radius(cloud)
-    monkeypatch.setattr(potentials, "SAMPLED", 60)
-    state = torch.get_rng_state()
-    sampled = potentials.median_radius(cloud)
-    assert sampled == potentials.median_radius(cloud) != whole
-    assert sampled == pytest.approx(whole, rel=0.1)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_a_functional_may_change_masses_and_nothing_is_left_in_autograd():
     cloud, norm = cloud_of(), Norm()
     masses, points = cloud.masses, cloud.features.clone().requires_grad_()

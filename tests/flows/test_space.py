@@ -56,18 +56,6 @@ def test_pixels_are_in_the_order_of_the_pixels_extractor():
     assert torch.equal(space.pull_back(points, gradient), gradient)
 
 
-def test_nothing_is_left_in_autograd_and_types_are_kept():
-    space = ImageSpace(Network(torch.float32), SHAPE, 4)
-    points, gradient = points_and_gradient()
-    points.requires_grad_()
-    with torch.no_grad():
-        pulled = space.pull_back(points, gradient)
-    features = space.features(points)
-    assert (features.dtype, pulled.dtype) == (torch.float32, torch.float64)
-    assert not any(each.requires_grad for each in (features, pulled))
-    assert points.grad is None
-
-
 def test_bad_spaces_points_and_networks_are_refused():
     flat, zeros = torch.zeros(2, 60), torch.zeros(2, 59)
 
