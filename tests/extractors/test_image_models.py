@@ -210,18 +210,14 @@ def test_unreadable_files_are_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "classes"), [("test_vit3", 3), ("test_efficientnet", 0)])
-def test_the_error_names_the_model_of_timm_that_a_checkpoint_fits(tmp_path, model, classes):
+def test_the_error_names_the_model_of_timm_that_a_checkpoint_fits(tmp_path):
     import timm as library
 
-    state = library.create_model(model, num_classes=classes).state_dict()
-    torch.save({"state_dict": state}, tmp_path / "w.pt")
+    torch.save(library.create_model("test_vit3", num_classes=3).state_dict(), tmp_path / "w.pt")
     with pytest.raises(InputError, match=r"does not fit .* missing .*it fits timm's ") as told:
         timm("test_resnet", checkpoint=tmp_path / "w.pt")
     advice = str(told.value).rpartition("extractor=timm extractor.model=")[2]
-    assert advice == model
-    extractor = timm(advice, checkpoint=tmp_path / "w.pt")
-    assert extractor.description.split()[2] == model
+    assert timm(advice, checkpoint=tmp_path / "w.pt").description.split()[2] == "test_vit3"
 
 
 @pytest.mark.slow

@@ -96,15 +96,6 @@ def test_rows_stay_rows_and_numbers_of_arrays_get_the_type_of_the_weights():
         assert torch.equal(embed(images(given, "array"), net).features, net(tensor).detach())
 
 
-def test_a_transform_gets_what_the_dataset_holds():
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 6, 5, 3), dtype=np.uint8)
-    expected = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
-    features = embed(images(pixels), from_module(nn.Flatten(), to_tensor)).features
-    assert torch.equal(features, expected.flatten(1))
-    lengths = from_module(nn.Identity(), lambda text: np.array([len(text), 1.0]))
-    assert embed(images(["a", "bcd"], "text"), lengths).features.tolist() == [[1, 1], [3, 1]]
-
-
 def test_a_layer_gives_its_own_output():
     """Before the next layer changes it in place."""
     for layer, last in (("1", 2), ("3", 4)):

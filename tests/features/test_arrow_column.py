@@ -11,6 +11,7 @@ from refusals import naming
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.features import feature_file
 from otdd_flash.features.file_features import FileFeatures, ScatteredFeatures
 from otdd_flash.operators import blocked, request
 
@@ -105,12 +106,24 @@ def test_pieces_answer_as_a_tensor_does_and_cannot_be_changed(tmp_path):
             change()
 
 
-def test_a_number_that_is_none_is_named_by_its_row(tmp_path):
+def test_rows_are_read_in_blocks_and_what_is_no_number_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_file, "BLOCK_BYTES", 200)
+    rows, read = feature_file.FeatureFile.rows, []
+    monkeypatch.setattr(
+        feature_file.FeatureFile,
+        "rows",
+        lambda file, some: read.append(some.stop - some.start) or rows(file, some),
+    )
     bad = points()
-    bad[50, 1] = np.nan
-    features = otdd.features_file(written(tmp_path / "y.arrow", [*map(column, np.split(bad, 7))]))
+    for name in ("good", "bad"):
+        parts = [column(part) for part in np.split(bad, 7)]
+        features = otdd.features_file(written(tmp_path / f"{name}.arrow", parts))
+        if name == "good":
+            otdd.LabeledSamples(features, None, ()).take(torch.arange(0, N, 5))
+        bad[50, 1] = np.nan
     with pytest.raises(InputError, match="first at row 50, column 1"):
         otdd.LabeledSamples(features, None, ())
+    assert 0 < max(read) <= 200 // (4 * DIM)
 
 
 def test_datasets_are_opened_as_they_were_saved_and_others_are_refused(tmp_path):

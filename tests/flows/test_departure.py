@@ -4,6 +4,7 @@ from threading import Event
 
 import pytest
 import torch
+from small_flows import blobs
 
 import otdd_flash as otdd
 from otdd_flash.flows import run
@@ -11,12 +12,7 @@ from otdd_flash.flows.run import on_host
 
 
 def sides(device):
-    draw, labels = torch.Generator().manual_seed(0), torch.arange(12) % 2
-    one, other = (
-        otdd.LabeledSamples(torch.randn(12, 3, generator=draw) + k, labels, ("a", "b"))
-        for k in range(2)
-    )
-    return one.to(device), other.to(device)
+    return blobs(12).to(device), blobs(12, seed=1).to(device)
 
 
 @pytest.mark.slow

@@ -125,13 +125,10 @@ def test_a_finished_flow_may_be_continued_and_repeated(tmp_path):
 
 CHANGES = {
     "source": {"source": blobs(9, seed=5)},
-    "target": {"target": blobs(11, seed=5)},
     "labels.method": {"labels": "means"},
-    "labels.unbiased": {"labels": otdd.labels.Gaussian(unbiased=False)},
     "epsilon": {"epsilon": 2.0},
     "lambda_x": {"cost": otdd.GroundCost(lambda_x=0.6)},
     "solver.tolerance": {"solver": otdd.Converged(tolerance=2e-2)},
-    "solver.max_seconds": {"solver": otdd.Converged(tolerance=1e-2, max_seconds=1e6)},
     "solver.schedule": {"solver": otdd.GeomlossSchedule(tolerance=1e-2)},
     "precision": {"compute": otdd.ComputeOptions(device="cpu", precision="high")},
     "seed": {"seed": 1},
@@ -140,7 +137,6 @@ CHANGES = {
     "flow.optimizer": {"stepping": Stepping(0.3, "adam")},
     "flow.optimizer_options": {"stepping": Stepping(0.3, optimizer_options={"momentum": 0.1})},
     "flow.box": {"stepping": Stepping(0.3, box=(0.0, 1.0))},
-    "flow.minibatch": {"stepping": Stepping(0.3, minibatch=3)},
     "flow.refresh": {"refresh": 2},
     "flow.keep_moments": {"keep_moments": True},
     # The same numbers have one fingerprint in both types; steps have not.

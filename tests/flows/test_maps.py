@@ -308,6 +308,24 @@ def test_what_nothing_explains_is_left_alone():
         before, replace(before, features=before.features + noise), device="cpu"
     )
     assert float((residual(before).features - before.features).norm()) < 0.6 * float(noise.norm())
+    # Where two ways part at one place, the mean of where they lead, by mass.
+    before = LabeledSamples(torch.zeros(400, 1), None, (), torch.tensor([9.0, 1.0]).repeat(200))
+    after = LabeledSamples(torch.tensor([[0.0], [10.0]]).repeat(200, 1), None, ())
+    residual = ResidualMap.fit(before, after, hidden=8, device="cpu")
+    assert float(residual(before).features[0]) == pytest.approx(1.0, abs=0.5)
+
+
+def test_training_ends_thirty_epochs_after_the_best(monkeypatch):
+    errors = []
+
+    def error(*_):
+        errors.append(1.0 if len(errors) == 20 else 2.0)
+        return errors[-1]
+
+    monkeypatch.setattr(maps.residual, "_error_of", error)
+    ResidualMap.fit(*turned(20), hidden=4, device="cpu")
+    # Before training, and after every epoch.
+    assert len(errors) == 1 + 20 + maps.residual.PATIENCE
 
 
 @pytest.mark.parametrize("labels", [False, True])
