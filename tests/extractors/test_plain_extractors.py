@@ -111,7 +111,7 @@ class Features:
     def doubled(batch):
         return np.asarray(batch) * 2
 
-number = 3
+same, number = Features.doubled, 3
 """
 
 
@@ -124,9 +124,9 @@ def user_module(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("user_module")
-@pytest.mark.parametrize("separator", [":", "."])
-def test_paths_find_functions_and_attributes_of_classes(separator, make_dataset):
-    extractor = from_callable(f"user_package.features{separator}Features.doubled")
+@pytest.mark.parametrize("path", ["features:Features.doubled", "features.same"])
+def test_paths_find_functions_and_attributes_of_classes(path, make_dataset):
+    extractor = from_callable(f"user_package.{path}")
     features = embed(make_dataset(np.ones((3, 2)), "array"), extractor, batch_size=2).features
     assert features.tolist() == [[2.0, 2.0]] * 3
 

@@ -132,6 +132,23 @@ def test_a_relative_epsilon_is_that_share_of_the_mean_cost():
 
 
 @pytest.mark.slow
+def test_functions_of_the_user_see_one_default_type_whatever_a_script_has_set():
+    def energy(points, labels, masses):
+        return (points.float() @ torch.ones(3)).sum()
+
+    def moved():
+        term = WeightedFunctional("energy", 0.1, energy)
+        return rough_flow(SOURCE, TARGET, functionals=[term], steps=1).samples.features
+
+    expected, before = moved(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(moved(), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.slow
 def test_an_empty_or_small_class_leaves_before_the_flow():
     source = replace(SOURCE, class_names=("a", "none", "b"), labels=2 * SOURCE.labels)
     result = rough_flow(source, TARGET, mode="joint", steps=1)

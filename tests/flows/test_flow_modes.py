@@ -121,11 +121,11 @@ def test_classes_are_groups_of_gaussians_by_mass_with_the_name_of_their_majority
     wrong, even = groups.clone(), torch.ones(21, dtype=torch.float64) / 21
     wrong[[0, 8, 9, 20]] = torch.tensor([2, 0, 2, 1])
     assert torch.equal(recluster(found, wrong, even), groups)
-    # A heavy particle keeps the centre of its cluster away from the one that is in between.
-    places = Gaussians(torch.tensor([[0.0], [5.5], [10.0]], dtype=torch.float64), None)
-    for heavy, expected in ((1.0, [0, 0, 1]), (40.0, [0, 1, 1])):
-        masses = torch.tensor([heavy, 1.0, 1.0], dtype=torch.float64)
-        assert recluster(places, torch.tensor([0, 0, 1]), masses).tolist() == expected
+    # A heavy particle keeps the centre of its cluster, which a light one leaves.
+    places = Gaussians(torch.tensor([[0.0], [3.0], [6.0], [20.0]], dtype=torch.float64), None)
+    for heavy, expected in ((1.0, [0, 0, 0, 1]), (100.0, [0, 0, 1, 1])):
+        masses = torch.tensor([1.0, 1.0, heavy, 1.0], dtype=torch.float64)
+        assert recluster(places, torch.tensor([0, 0, 1, 1]), masses).tolist() == expected
 
 
 # Seven weighted points, the last of them without mass.
