@@ -110,6 +110,7 @@ def test_factors_of_all_particles_have_to_fit_into_memory(monkeypatch):
     rough_flow(*sides, labels="means", **options)
 
 
+@pytest.mark.slow
 def test_classes_are_groups_of_gaussians_by_mass_with_the_name_of_their_majority():
     """Rotations of factors mean nothing, and a mass as much as many particles."""
     draw, groups = torch.Generator().manual_seed(0), torch.arange(21) // 7
