@@ -38,21 +38,12 @@ def test_standardised_sides_share_mean_and_deviation(make_samples, clouds, monke
 
 def test_constant_features_are_left_alone(make_samples):
     # Six rows: the computed mean of 0.1 is then off by a rounding, its deviation not quite 0.
-    x = np.column_stack([np.full(4, 0.1), np.arange(4.0)])
-    y = np.array([[0.1, 4.0], [0.1, 9.0]])
-    out_x, out_y = standardize(make_samples(x), make_samples(y))
-    assert out_x.features[:, 0].tolist() == [0.1] * 4
-    assert out_y.features[:, 0].tolist() == [0.1] * 2
+    x, y = np.column_stack([np.full(4, 0.1), np.arange(4.0)]), np.array([[0.1, 4.0], [0.1, 9.0]])
+    for side in standardize(make_samples(x), make_samples(y)):
+        assert set(side.features[:, 0].tolist()) == {0.1}
     # Constant on each side but not over both: that is what tells the sides apart.
     split = standardize(make_samples(np.zeros((2, 1))), make_samples(np.ones((2, 1))))
-    assert split[0].features.flatten().tolist() == [-1.0, -1.0]
-    assert split[1].features.flatten().tolist() == [1.0, 1.0]
-
-
-def test_full_pca_keeps_all_distances(make_samples, clouds):
-    x, y = reduce_pca(*(make_samples(cloud) for cloud in clouds), k=4, seed=0)
-    before = torch.cdist(*(torch.from_numpy(cloud) for cloud in clouds))
-    assert torch.allclose(torch.cdist(x.features, y.features), before, rtol=1e-9)
+    assert [side.features.flatten().tolist() for side in split] == [[-1.0, -1.0], [1.0, 1.0]]
 
 
 def test_pca_keeps_the_direction_between_the_sides(make_samples):
@@ -92,37 +83,32 @@ def test_pca_beyond_the_dimension_or_the_rows_is_refused(make_samples, clouds):
 
 def test_different_dimensions_name_both_and_the_way_out(make_samples):
     end = "extractor.pca cannot help, as it is fitted on both sides together"
-    checks = {
+    for (d, e), way_out in {
         (784, 3072): r"extractor\.size=32 extractor\.grayscale=true",
         (512, 784): r"extractor\.size=N,.*same columns",
         (784, 256): r"extractor\.size=28,",
-    }
-    for (d, e), way_out in checks.items():
+    }.items():
         x, y = make_samples(np.ones((2, d)), "left"), make_samples(np.ones((2, e)), "right")
         message = f"left has {d} .* right has {e},.*{way_out}.*{end}$"
-        with pytest.raises(InputError, match=message):
-            check_same_dimension(x, y)
+        for treat in (check_same_dimension, standardize, otdd.dataset_distance):
+            with pytest.raises(InputError, match=message):
+                treat(x, y)
     for treat in (
-        standardize,
         lambda x, y: reduce_pca(x, y, 1, 0),
         lambda x, y: otdd.class_distances([x, y]),
         lambda x, y: otdd.pairwise_distances([x, y]),
-        otdd.dataset_distance,
         otdd.gradient_flow,
         lambda x, y: otdd.sinkhorn(x, y, epsilon=1.0),
         lambda x, y: otdd.sinkhorn_divergence(x, y, epsilon=1.0),
     ):
         with pytest.raises(InputError, match=message):
             treat(x, y)
-    check_same_dimension(x, x)
 
 
-def test_features_whose_squares_overflow_are_standardised_as_others(make_samples):
-    generator = np.random.default_rng(5)
-    x, y = generator.normal(size=(30, 3)), generator.normal(size=(20, 3)) + 1
-    plain = standardize(make_samples(x), make_samples(y))
-    huge = standardize(make_samples(x * 1e307), make_samples(y * 1e307))
+def test_features_whose_squares_overflow_are_standardised_as_others(make_samples, clouds):
+    plain = standardize(*(make_samples(cloud) for cloud in clouds))
+    huge = standardize(*(make_samples(cloud * 1e305) for cloud in clouds))
     for one, other in zip(plain, huge, strict=True):
         torch.testing.assert_close(one.features, other.features)
     with pytest.raises(InputError, match="squared distances overflow float64"):
-        reduce_pca(make_samples(x * 1e300), make_samples(y), k=2, seed=0)
+        reduce_pca(*(make_samples(cloud * 1e300) for cloud in clouds), k=2, seed=0)

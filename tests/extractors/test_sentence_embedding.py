@@ -74,16 +74,3 @@ def test_what_cannot_be_embedded_is_named(make_dataset, colour_images, stand_in,
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(InputError, match=r"pip install 'otdd-flash\[text\]'"):
         text("small")
-
-
-def test_with_the_real_library(make_dataset, tmp_path):
-    library = pytest.importorskip("sentence_transformers", reason="the extra `text` is missing")
-    try:
-        from sentence_transformers.sentence_transformer.modules import BoW
-    except ImportError:
-        # Where versions before 6 have it.
-        from sentence_transformers.models import BoW
-    words = BoW(vocab=["a", "first", "text", "another"])
-    library.SentenceTransformer(modules=[words], device="cpu").save(str(tmp_path / "bow"))
-    features = embed(make_dataset(TEXTS, "text"), text(str(tmp_path / "bow"))).features
-    assert features.tolist() == [[1, 1, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]]

@@ -20,7 +20,6 @@ from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.report.csv_tables import write_matrix_csv
 from otdd_flash.shown import csv_cell
 
-NASTY = ["a,b", 'say "hi"', "two\nlines", "", " =1+1", "naïve 猫", "T-shirt/top"]
 ENTRY = {
     "features": torch.arange(12, dtype=torch.float64).reshape(3, 4),
     "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
@@ -57,44 +56,32 @@ def test_a_file_appears_whole_or_the_old_one_stays(tmp_path):
 
 
 def test_json_keeps_order_and_names_the_key_of_what_has_no_form_or_is_not_finite(tmp_path):
-    path = tmp_path / "r.json"
-    data = {
-        "value": np.float32(0.5),
-        "bounds": (torch.tensor(0.25), 1.0),
-        "names": ["猫"],
-        "a": {"directory": Path("x/y"), "converged": True, "none": None, "seeds": np.arange(2)},
-    }
-    expected = {
-        "value": 0.5,
-        "bounds": [0.25, 1.0],
-        "names": ["猫"],
-        "a": {"directory": "x/y", "converged": True, "none": None, "seeds": [0, 1]},
-    }
-    write_json(path, data)
+    path, content = tmp_path / "r.json", {"value": np.float32(0.5), "names": ["猫"]}
+    content["a"] = {"directory": Path("x/y"), "none": None, "seeds": np.arange(2), "of": {}}
+    write_json(path, content)
     text = path.read_text(encoding="utf-8")
     assert text.endswith("}\n")
-    assert list(json.loads(text)) == list(data)
-    assert json.loads(text) == expected
+    assert list(json.loads(text)) == list(content)
+    expected = {"directory": "x/y", "none": None, "seeds": [0, 1], "of": {}}
+    assert json.loads(text) == {"value": 0.5, "names": ["猫"], "a": expected}
     for bad in (float("nan"), float("inf"), np.float32("nan"), torch.tensor(-np.inf)):
         with pytest.raises(ValueError, match=r"terms\.xy\[1\] is -?(nan|inf)"):
             write_json(path, {"terms": {"xy": [0.0, bad]}})
     with pytest.raises(TypeError, match=r"config\.solver is a object"):
         write_json(path, {"config": {"solver": object()}})
-    assert json.loads(path.read_text()) == expected
+    assert path.read_text(encoding="utf-8") == text
 
 
 def test_matrix_csv_survives_nasty_names_at_full_precision(tmp_path):
-    rows, columns = NASTY, list(reversed(NASTY))
+    names = ["a,b", 'say "hi"', "two\nlines", "", " =1+1", "naïve 猫", "T-shirt/top"]
     matrix = torch.rand(7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
     matrix[0, 0], matrix[1, 1] = 1e-300, 123456789.123456789
-    write_matrix_csv(tmp_path / "m.csv", matrix, rows, columns, corner="class")
+    write_matrix_csv(tmp_path / "m.csv", matrix, names, names[::-1], corner="class")
     with (tmp_path / "m.csv").open(encoding="utf-8", newline="") as lines:
         header, *body = csv.reader(lines)
-    assert header == ["class", *map(csv_cell, columns)]
-    assert [row[0] for row in body] == [*map(csv_cell, rows)]
+    assert header == ["class", *map(csv_cell, names[::-1])]
+    assert [row[0] for row in body] == [*map(csv_cell, names)]
     assert [[float(cell) for cell in row[1:]] for row in body] == matrix.tolist()
-    with pytest.raises(ValueError, match="cannot have 1 row names"):
-        write_matrix_csv(tmp_path / "m.csv", torch.zeros(2, 2), ["a"], ["a", "b"])
 
 
 def test_nothing_is_written_through_a_link(tmp_path):
@@ -133,11 +120,6 @@ def test_the_cache_keeps_names_types_shapes_and_values_also_of_views(tmp_path, m
     found = TensorCache(tmp_path / "deep" / "store").get("key")
     assert found is not None
     assert content_hash(found) == content_hash(entry)
-    found["xx"].fill_(-1)
-    again = cache.get("key")
-    assert again is not None
-    assert torch.equal(again["xx"], whole[:2])
-    assert cache.get("another key") is None
     # An entry under the name of another key is not believed.
     first = only_file(tmp_path / "deep" / "store")
     cache.put("b", {"x": torch.ones(1)})
@@ -155,9 +137,7 @@ def flip_last_byte(path):
 DAMAGE = {
     "flipped bit": flip_last_byte,
     "cut tail": lambda path: path.write_bytes(path.read_bytes()[:-3]),
-    "cut header": lambda path: path.write_bytes(path.read_bytes()[:5]),
     "empty": lambda path: path.write_bytes(b""),
-    "other content": lambda path: path.write_bytes(b"not safetensors at all"),
 }
 
 
@@ -220,13 +200,11 @@ def test_a_full_disk_or_an_interruption_leaves_no_partial_file(tmp_path, caplog,
 
 def write_and_read(folder, writer):
     """Write the entry over and over; whatever is read back is whole."""
-    cache = TensorCache(folder)
+    cache, found = TensorCache(folder), []
     for _ in range(20):
         cache.put("key", {"x": torch.full((20_000,), float(writer))})
-        found = cache.get("key")
-        if found is None or len(found["x"].unique()) != 1:
-            return False
-    return True
+        found.append(cache.get("key"))
+    return all(entry is not None and len(entry["x"].unique()) == 1 for entry in found)
 
 
 @pytest.mark.slow
@@ -234,14 +212,6 @@ def test_two_writers_at_once_never_mix(tmp_path):
     with ProcessPoolExecutor(2) as pool:
         assert all(pool.map(write_and_read, [str(tmp_path)] * 2, [1, 2]))
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_hash_sees_names_shapes_types_and_values():
-    x = torch.zeros(2, 3)
-    variants = [{"x": x}, {"y": x}, {"x": x.reshape(3, 2)}, {"x": x.to(torch.int32)}, {"x": x + 1}]
-    variants.append({"x": x, "y": x})
-    assert len({content_hash(variant) for variant in variants}) == len(variants)
-    assert content_hash({"a": x, "b": x + 1}) == content_hash({"b": x + 1, "a": x})
 
 
 def test_a_folder_is_its_owners_alone_unless_a_group_may_share_it(tmp_path):

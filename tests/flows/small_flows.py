@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.flows.divergence import FlowSetting
-from otdd_flash.flows.gaussians import Gaussians
 from otdd_flash.flows.modes import Mode, build_mode
 from otdd_flash.labels import LabelMetric, measure_classes
 from otdd_flash.operators.request import Request
@@ -47,11 +45,11 @@ def blobs(
     return LabeledSamples(points, labels, tuple("abcdef"[:classes]))
 
 
-def digits(split: str, count: int, *, rotate: float = 0.0, dtype: Any = torch.float64) -> Any:
-    """Bundled digits as vectors (count, 64) of values in [0, 1]."""
+def digits(split: str, count: int, *, rotate: float = 0.0) -> Any:
+    """Bundled digits as float64 vectors (count, 64) of values in [0, 1]."""
     loaded = otdd.load("digits", split=split, max_samples=count, rotate=rotate)
     samples = otdd.embed(loaded, otdd.extractors.pixels())
-    return replace(samples, features=samples.features.to(dtype))
+    return replace(samples, features=samples.features.double())
 
 
 def flow(source: LabeledSamples, target: LabeledSamples, **options: Any) -> otdd.FlowResult:
@@ -99,34 +97,26 @@ def mode_of(
     return build_mode(name, setting_of(source, target, metric, **options), table)
 
 
-def divergence(source: LabeledSamples, target: LabeledSamples, table: Tensor | None) -> float:
-    """S_epsilon, solved from nothing."""
-    return otdd.sinkhorn_divergence(
-        source, target, epsilon=EPSILON, class_table=table, options=TIGHT, compute=DOUBLE
-    ).value
-
-
-def bures_table(first: Gaussians, second: Gaussians) -> Tensor:
-    """W between and within K and L Gaussians by roots of d x d covariances, (K + L, K + L)."""
-    means = torch.cat((first.means, second.means))
-    table = torch.cdist(means, means).square()
-    if first.spreads is None or second.spreads is None:
-        return table
-    roots = [_root(spread) for spread in (*first.spreads, *second.spreads)]
-    for i, one in enumerate(roots):
-        for j, other in enumerate(roots):
-            cross = torch.linalg.eigvalsh(one @ other @ other @ one).clamp_min(0).sqrt().sum()
-            table[i, j] += one.square().sum() + other.square().sum() - 2 * cross
-    return table
-
-
-def _root(spread: Tensor) -> Tensor:
-    """S^1/2 of a factor (r, d) or of standard deviations (d,)."""
-    if spread.ndim == 1:
-        return torch.diag(spread.abs())
-    values, vectors = torch.linalg.eigh(spread.T @ spread)
-    root: Tensor = vectors * values.clamp_min(0).sqrt() @ vectors.T
-    return root
+def assert_same_flow(
+    one: otdd.FlowResult, other: otdd.FlowResult, *, seconds: bool = False
+) -> None:
+    """To the last bit, but for the time it took unless that is compared, too."""
+    for side in ("source", "target", "samples"):
+        mine, theirs = getattr(one, side), getattr(other, side)
+        assert mine.fingerprint == theirs.fingerprint, side
+        assert (mine.name, mine.subset_hash) == (theirs.name, theirs.subset_hash)
+    for name in ("settings", "stopped_by", "compute"):
+        assert getattr(one, name) == getattr(other, name), name
+    for mine, theirs in zip(one.evaluations, other.evaluations, strict=True):
+        assert mine == (theirs if seconds else replace(theirs, seconds=mine.seconds))
+    assert torch.equal(one.class_distances.full, other.class_distances.full)
+    assert one.class_distances.names_x == other.class_distances.names_x
+    for key in ("rows", "steps", "points", "labels"):
+        mine, theirs = getattr(one.trajectory, key), getattr(other.trajectory, key)
+        assert (mine is theirs is None) or torch.equal(mine, theirs), key
+    for moment, twin in zip(one.moments, other.moments, strict=True):
+        assert moment.step_size == twin.step_size
+        assert all(torch.equal(*parts) for parts in zip(moment[1:], twin[1:], strict=True))
 
 
 def names(folder: Path) -> list[str]:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from refusals import naming
 from rich.console import Console
 from small_flows import DOUBLE, blobs, flow, rough_flow
 
@@ -14,9 +15,8 @@ from otdd_flash.report.flow.writing import flow_table, write_metrics_csv
 
 SOURCE, TARGET = blobs(14), blobs(15, seed=1)
 PARTS = {
-    "minibatch": Stepping(0.3, minibatch=5),
+    "minibatch": Stepping(0.3, noise=0.2, minibatch=5),
     "noise": Stepping(0.3, noise=0.5),
-    "both": Stepping(0.3, noise=0.2, minibatch=5),
 }
 
 
@@ -40,7 +40,6 @@ def test_steps_that_see_a_part_are_estimates_and_both_ends_are_whole(stepping):
         assert record.estimate is not None
         assert (record.objective, record.divergence, record.lower, record.upper) == (None,) * 4
     assert [record.step for record in result.history] == [0, 1, 2]
-    assert result.after is result.history[-1]
     assert_whole(result.before)
     assert_whole(result.after, result.samples)
     assert result.evaluations == (result.before, *result.history)
@@ -49,7 +48,7 @@ def test_steps_that_see_a_part_are_estimates_and_both_ends_are_whole(stepping):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["attached", "joint", "augmented"])
 def test_both_ends_of_every_mode_are_whole(mode):
-    parts = flow(SOURCE, TARGET, steps=1, mode=mode, stepping=PARTS["both"], epsilon=4.0)
+    parts = flow(SOURCE, TARGET, steps=1, mode=mode, stepping=PARTS["minibatch"], epsilon=4.0)
     whole = flow(SOURCE, TARGET, steps=1, mode=mode, epsilon=4.0)
     assert parts.before.divergence == pytest.approx(whole.before.divergence, abs=1e-8)
     if mode == "attached":
@@ -57,20 +56,19 @@ def test_both_ends_of_every_mode_are_whole(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"tolerance": 0.9}, {"stop": lambda: True}], ids=list)
-def test_a_flow_that_ends_early_ends_with_the_whole(options):
-    result = flow(SOURCE, TARGET, steps=30, stepping=PARTS["both"], epsilon=4.0, **options)
-    assert result.stopped_by in ("tolerance", "interrupted")
-    assert_whole(result.after, result.samples)
-
-
-@pytest.mark.slow
-def test_a_flow_that_ends_between_two_measurements_ends_with_those_of_now():
+def test_a_flow_that_ends_early_or_between_two_measurements_ends_with_the_whole_of_now():
     """Whatever `refresh` says of class distances."""
-    result = flow(SOURCE, TARGET, refresh=3, epsilon=4.0)
-    assert_whole(result.after, result.samples)
-    table = otdd.class_distances([result.samples, TARGET]).between(0, 1)
-    torch.testing.assert_close(result.class_distances.full, table.full)
+    for options in (
+        {"tolerance": 0.9, "stepping": PARTS["noise"]},
+        {"stop": lambda: True, "stepping": PARTS["minibatch"]},
+        {"steps": 2, "refresh": 3},
+    ):
+        result = flow(SOURCE, TARGET, **{"steps": 30, "epsilon": 4.0, **options})
+        with naming(options):
+            assert len(result.history) < 30
+            assert_whole(result.after, result.samples)
+            table = otdd.class_distances([result.samples, TARGET]).between(0, 1)
+            torch.testing.assert_close(result.class_distances.full, table.full)
 
 
 @pytest.mark.slow
@@ -85,30 +83,16 @@ def test_a_minibatch_of_all_points_is_no_estimate():
 
 
 @pytest.mark.slow
-def test_the_gradient_norm_of_a_batch_is_that_of_its_particles():
-    source, target, part = blobs(30), blobs(33, seed=1), Stepping(0.3, minibatch=8)
-    whole, *batches = (
-        rough_flow(source, target, steps=1, seed=seed, stepping=stepping).history[0].gradient_norm
-        for seed, stepping in ((0, Stepping(0.3)), *((seed, part) for seed in range(6)))
-    )
-    assert sum(batches) / 6 == pytest.approx(whole, rel=0.25)
-
-
-@pytest.mark.slow
 def test_estimates_are_called_so_in_every_file_and_table(tmp_path):
-    result = rough_flow(SOURCE, TARGET, stepping=PARTS["both"])
-    result.save(tmp_path)
-    summary = json.loads((tmp_path / "result.json").read_text())
+    result = rough_flow(SOURCE, TARGET, stepping=PARTS["minibatch"])
+    summary = json.loads((result.save(tmp_path) / "result.json").read_text())
     for where, record in ((summary, result.after), (summary["start"], result.before)):
         assert where["value"] == record.divergence
         assert where["bounds"] == [record.lower, record.upper]
-    assert summary["objective"]["start"] == result.before.objective
     for record, saved in zip(result.history, summary["history"], strict=True):
-        assert (saved["estimate"], saved["estimated_on"]) == (record.estimate, record.estimated_on)
-        assert saved["divergence"] == record.divergence
-    loaded = otdd.FlowResult.load(tmp_path)
-    assert loaded.before == result.before
-    assert loaded.evaluations == result.evaluations
+        for name in ("estimate", "estimated_on", "divergence"):
+            assert saved[name] == getattr(record, name)
+    assert otdd.FlowResult.load(tmp_path).evaluations == result.evaluations
 
     write_metrics_csv(result.evaluations, tmp_path / "metrics.csv")
     with (tmp_path / "metrics.csv").open() as table:
@@ -118,10 +102,8 @@ def test_estimates_are_called_so_in_every_file_and_table(tmp_path):
     for name in ("divergence", "lower"):
         assert [bool(row[name]) for row in rows] == [True, False, False, True]
     frame = result.to_frame()
-    assert frame.step.tolist() == [0, 0, 1, 2]
     assert frame.divergence.isna().tolist() == [False, True, True, False]
     assert frame.estimated_on.fillna(0).tolist() == [0, 5, 5, 0]
-    assert {str(frame[name].dtype) for name in ("divergence", "estimate")} == {"float64"}
 
     assert "an estimate on 5 points" in result.history[0].described
     assert "estimate" not in result.after.described
@@ -129,6 +111,3 @@ def test_estimates_are_called_so_in_every_file_and_table(tmp_path):
     with shown.capture() as told:
         shown.print(flow_table(result.to_dict()))
     assert "5 points, moved by noise of 0.2: their distances are estimates on 5" in told.get()
-    with shown.capture() as told:
-        shown.print(flow_table(rough_flow(SOURCE, TARGET, steps=1).to_dict()))
-    assert "estimate" not in told.get()

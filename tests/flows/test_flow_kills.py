@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 # the checkpoint that it leaves.
 MOMENTS = {
     "before any checkpoint": ("told", 0, None),
-    "as step 3 is told": ("told", 3, 2),
     "as the end is told": ("told", 5, 4),
     "amid the first write": ("amid", 1, None),
     "amid a later write": ("amid", 2, 2),
@@ -93,7 +92,7 @@ def remains(tmp_path_factory):
     paths = [str(Path(otdd.__file__).parents[1]), str(Path(__file__).parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(root)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return root
 

@@ -6,20 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from refusals import naming
-from small_flows import DOUBLE, blobs, flow, mode_of, rough_flow
+from small_flows import blobs, flow, mode_of, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows.checkpoint import put_together, read_shards, taken_apart
 from otdd_flash.flows.divergence import Batch
 from otdd_flash.flows.stepping import Stepper, Stepping, generator, optimizers
 
-# Of optimisers that keep more with them than without.
-MORE = {
-    "sgd": {"momentum": 0.9},
-    "adam": {"amsgrad": True},
-    "rmsprop": {"momentum": 0.5, "centered": True},
-}
 ZEROS = torch.zeros(4, 3, dtype=torch.float64)
 ONES = torch.ones(4, 3, dtype=torch.float64)
 
@@ -50,50 +43,14 @@ def test_schedules_have_their_values_and_steps_follow_them():
     assert [record.step_size for record in history] == pytest.approx([*sizes, 0.0])
 
 
-def test_every_optimiser_goes_on_from_a_file_to_the_last_bit(tmp_path):
-    for k, name in enumerate(sorted(optimizers())):
-        dtype = (torch.float32, torch.float64)[k % 2]
-        assert goes_on(name, dtype, tmp_path / name), name
-
-
-def goes_on(name, dtype, folder):
-    """Whether a stepper that was written and read after four steps ends as one that was not."""
-    folder.mkdir()
-    draw = torch.Generator().manual_seed(3)
-    start = torch.randn(4, 3, generator=draw, dtype=dtype)
-    against = torch.randn(9, 4, 3, generator=draw, dtype=dtype)
-    stepping = Stepping(0.1, name, optimizer_options=MORE.get(name, {}))
-
-    def stepper(points):
-        return Stepper({"points": points}, stepping, 9, 0.0)
-
-    def move(stepper, steps):
-        for step in steps:
-            stepper.step({"points": against[step]}, step, generator(0, step, 1))
-
-    whole, resumed = start.clone(), start.clone()
-    first = stepper(whole)
-    move(first, range(4))
-    taken = taken_apart(first.others())
-    tensors, rows = read_shards(folder, first.write(folder, "step-4", taken))
-    again = stepper(resumed)
-    again.restore(rows, put_together(tensors, torch.device("cpu")))
-    for each in (first, again):
-        move(each, range(4, 9))
-    return torch.equal(resumed, whole)
-
-
 def test_options_reach_the_optimiser_whose_name_is_in_any_case():
     heavy = walk(Stepping(0.1, optimizer_options={"momentum": 0.5}), 3)
     torch.testing.assert_close(heavy, -0.1 * (1 + 1.5 + 1.75) * ONES)
     for name in sorted(optimizers()):
-        points = torch.full((4, 3), 2.0, dtype=torch.float64)
-        stepper = Stepper({"points": points}, Stepping(0.1, name.title()), 20, 0.0)
-        for step in range(20):
-            stepper.step({"points": points.clone()}, step, generator(0, step, 1))
-        assert bool(((points < 2) & (points > -0.5)).all()), name
+        walked = walk(Stepping(0.1, name.title()), 9)
         # No row depends on another, and all began as one.
-        assert bool((points == points[0, 0]).all()), name
+        assert bool((walked == walked[0, 0]).all()), name
+        assert -9 < float(walked[0, 0]) < 0, name
 
 
 def test_points_stay_in_the_box_whatever_moves_them_and_they_alone():
@@ -107,51 +64,19 @@ def test_points_stay_in_the_box_whatever_moves_them_and_they_alone():
     assert torch.equal(variables["means"], -ONES)
 
 
-def test_langevin_noise_has_the_variance_of_diffusion():
-    """Exactly: a step adds a normal draw of its seed, times the root of twice its length."""
-    stepping = Stepping(0.1, schedule="inverse_sqrt")
-    expected = torch.zeros(4, 3, dtype=torch.float64)
-    for step in range(4):
-        size = stepping.step_size_at(step, 4)
-        normal = torch.randn(4, 3, generator=generator(0, step, 1), dtype=torch.float64)
-        expected += math.sqrt(2 * 0.3 * size) * normal - size
-    torch.testing.assert_close(walk(stepping, 4, temperature=0.3), expected)
-
-
 @pytest.mark.slow
-def test_an_entropy_functional_adds_that_noise_to_a_flow_within_its_box():
+def test_entropy_functionals_add_that_noise_to_a_flow_within_its_box():
     source, target = blobs(300, classes=1), blobs(5, seed=1, classes=1)
-    hot = {"functionals": [{"name": "entropy", "weight": 0.4}]}
+    hot = {"functionals": [{"name": "entropy", "weight": weight} for weight in (0.3, 0.1)]}
     boxed = {"stepping": Stepping(0.3, box=(-1.0, 0.5))}
     options = {"steps": 1, "labels": "none", "epsilon": 9.0}
-    still, moved, within = (
+    still, moved, within, other = (
         rough_flow(source, target, **options, **more).samples.features
-        for more in ({}, hot, {**hot, **boxed})
+        for more in ({}, hot, {**hot, **boxed}, {**hot, "seed": 1})
     )
     assert float((moved - still).square().mean()) == pytest.approx(2 * 0.4 * 0.3, rel=0.1)
     torch.testing.assert_close(within, moved.clamp(-1.0, 0.5))
-
-
-def test_seeds_and_steps_draw_different_noise():
-    draws = [
-        torch.randn(3, generator=generator(seed, step, purpose)).tolist()
-        for seed in (-1, 0, 1)
-        for step in (0, 1, 2)
-        for purpose in (0, 1, 2)
-    ]
-    assert len({tuple(draw) for draw in draws}) == 27
-
-
-@pytest.mark.slow
-def test_noise_moves_where_the_gradient_is_taken_and_not_the_points():
-    source, target = blobs(9), blobs(11, seed=1)
-    stepping = Stepping(0.3, noise=0.5)
-    noisy = flow(source, target, steps=1, stepping=stepping, seed=3)
-    draw = generator(3, 0, 0)
-    shaken = source.features + 0.5 * torch.randn(9, 3, generator=draw, dtype=torch.float64)
-    velocity = mode_of("features", source, target, otdd.labels.Gaussian()).evaluate(shaken).features
-    moved = source.features - 0.3 * velocity
-    torch.testing.assert_close(noisy.samples.features, moved, rtol=0, atol=1e-7)
+    assert not torch.equal(moved, other)
 
 
 @pytest.mark.slow
@@ -173,50 +98,48 @@ def test_only_rows_of_the_minibatch_move(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["joint", "augmented"])
-def test_every_variable_moves_a_batch_share_of_its_way_on_average(mode):
+def test_every_variable_moves_a_batch_share_of_its_way_on_average():
     """Particles of a batch take a whole step, the others none: variables must not overtake them."""
     source = blobs(12)
     # All target points in one place: what a particle does then hardly depends on its batch.
     target = replace(blobs(12, seed=1), features=torch.full((12, 3), 6.0, dtype=torch.float64))
-    moving = mode_of(mode, source, target, otdd.labels.Means())
-    whole = moving.evaluate(source.features).variables["means"]
-    total = torch.zeros_like(whole)
-    for rows in torch.arange(12).reshape(3, 4):
-        total += moving.evaluate(source.features, Batch(rows, rows)).variables["means"]
-    torch.testing.assert_close(total, whole, rtol=0.15, atol=0.1)
+    for mode in ("joint", "augmented"):
+        moving = mode_of(mode, source, target, otdd.labels.Means())
+        whole = moving.evaluate(source.features).variables["means"]
+        batches = (Batch(rows, rows) for rows in torch.arange(12).reshape(3, 4))
+        total = sum(moving.evaluate(source.features, one).variables["means"] for one in batches)
+        with naming(mode):
+            torch.testing.assert_close(total, whole, rtol=0.15, atol=0.1)
 
 
 @pytest.mark.slow
-def test_minibatches_hold_only_particles_with_mass():
+def test_minibatches_hold_only_particles_with_mass_in_their_type():
     weights = torch.zeros(9, dtype=torch.float64)
     weights[3:5] = 1
-    source = replace(blobs(9), weights=weights)
+    source = replace(blobs(9), weights=weights, features=blobs(9).features.float())
     result = rough_flow(
         source, blobs(9, seed=1), labels="means", stepping=Stepping(0.3, minibatch=1)
     )
-    assert bool((result.samples.features != source.features).any())
-    assert torch.equal(result.samples.features[weights == 0], source.features[weights == 0])
+    assert result.samples.features.dtype == torch.float32
+    moved = (result.samples.features != source.features).any(1)
+    assert bool(moved.any())
+    assert not bool(moved[weights == 0].any())
 
 
 BAD_STEPPINGS = [
     ({"step_size": 0.0}, "flow.step_size must be positive.*got 0.0"),
     ({"step_size": math.nan}, "flow.step_size must be positive.*got nan"),
-    ({"step_size": math.inf}, "flow.step_size must be positive.*got inf"),
     ({"optimizer": "sdg"}, "flow.optimizer 'sdg'.*adam.*sgd"),
-    ({"optimizer": "lbfgs"}, "flow.optimizer 'lbfgs'"),
     ({"optimizer_options": {"momentun": 1}}, "SGD.*momentun.*takes momentum, dampening"),
     ({"optimizer_options": {"momentum": -1}}, "SGD.*momentum"),
     ({"optimizer_options": {"lr": 1}}, "SGD.*'lr'"),
     ({"schedule": "cosin"}, "flow.schedule 'cosin'.*constant, inverse_sqrt, linear, cosine"),
     ({"box": (1.0, 0.0)}, r"flow.box .*got \[1.0, 0.0\]"),
-    ({"box": (0.5, 0.5)}, r"flow.box .*got \[0.5, 0.5\]"),
     ({"box": (0.0, math.nan)}, r"flow.box .*got \[0.0, nan\]"),
     ({"box": (0.0,)}, r"flow.box .*got \[0.0\]"),
     ({"noise": -0.1}, "flow.noise must not be negative.*-0.1"),
     ({"minibatch": 0}, "flow.minibatch must be positive.*got 0"),
     ({"minibatch": 1.5}, "flow.minibatch must be an integer, got 1.5"),
-    ({"minibatch": True}, "flow.minibatch must be an integer, got True"),
 ]
 
 
@@ -229,11 +152,15 @@ def test_bad_steppings_are_refused_with_their_value():
 BAD_FLOWS = [
     ({"steps": 0}, "flow.steps must be positive, got 0"),
     ({"steps": 1.5}, "steps must be an integer, got 1.5"),
-    ({"refresh": 1.5}, "refresh must be an integer, got 1.5"),
     ({"refresh": 0}, "flow.refresh must be positive, got 0"),
     ({"tolerance": 0.0}, "flow.tolerance.*got 0.0"),
     ({"tolerance": 1.0}, "flow.tolerance.*got 1.0"),
     ({"epsilon": 0.0}, "epsilon must be positive.*got 0.0"),
+    ({"mode": "feature"}, "flow.mode 'feature'.*features, attached, joint, augmented"),
+    *(
+        ({"mode": mode, "labels": method}, f"labels=gaussian and labels=means, got labels={method}")
+        for mode, method in (("attached", "none"), ("joint", "upper_bound"), ("augmented", "none"))
+    ),
     ({"epsilon_relative": -1.0}, "epsilon_relative must be positive.*got -1.0"),
 ]
 
@@ -242,10 +169,5 @@ def test_bad_flows_are_refused_with_their_value():
     for options, message in BAD_FLOWS:
         with naming(options), pytest.raises(InputError, match=message):
             flow(blobs(9), blobs(9, seed=1), **options)
-
-
-@pytest.mark.slow
-def test_float32_points_stay_float32():
-    sides = [replace(side, features=side.features.float()) for side in (blobs(9), blobs(11))]
-    result = rough_flow(*sides, mode="joint", compute=DOUBLE)
-    assert result.samples.features.dtype == torch.float32
+    with pytest.raises(InputError, match=r"flow.checkpoint_every must be positive, got 0"):
+        otdd.Checkpoints("folder", every=0)
