@@ -117,8 +117,6 @@ VECTORS = {
     ),
     "Dataset of lists": lambda: Pairs(lambda row: [X[row].tolist(), np.int16(Y[row])]),
     "no class of PyTorch": Rows,
-    "DataLoader": lambda: DataLoader(WHOLE, batch_size=7),
-    "loader of items": lambda: DataLoader(Pairs(vector), batch_size=None),
     "loader of batches": lambda: DataLoader(
         Stream(lambda: zip(X.split(8), Y.split(8), strict=True)), batch_size=None
     ),
@@ -133,7 +131,7 @@ VECTORS = {
 
 
 @quiet
-@pytest.mark.slow(after=10)
+@pytest.mark.slow(after=8)
 @pytest.mark.parametrize("kind", VECTORS)
 def test_every_kind_of_dataset_gives_the_samples_of_its_arrays(kind):
     assert otdd.embed(VECTORS[kind]()).fingerprint == EXPECTED.fingerprint
@@ -280,21 +278,11 @@ def test_inputs_that_a_function_takes_are_not_held(kind, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_labels_are_those_of_the_items(tmp_path):
-    """Some hold other labels beside them: before their transform, or those of a subclass."""
-    from torchvision.datasets import FakeData
-
-    class Turned(FakeData):
-        targets = [0] * 6
-
-    known = {int(y) for _, y in fake_data(6, (3, 4, 4), 3)}
-    assert len(known) > 1
-    turned = otdd.embed(Turned(6, (3, 4, 4), 3), PIXELS)
-    assert turned.class_names == tuple(map(str, sorted(known)))
+    """Some hold other labels beside them, from before their transform."""
     halves = image_folder(tmp_path, target_transform=lambda label: label // 2)
     found = otdd.embed(halves, PIXELS)
     assert (found.class_names, found.labels.sum()) == (("0", "1"), 4)
-    found = otdd.embed(image_folder(tmp_path), PIXELS)
-    assert (found.class_names, found.name) == (tuple(NAMES), tmp_path.name)
+    assert otdd.embed(image_folder(tmp_path), PIXELS).name == tmp_path.name
 
 
 def test_classes_are_called_as_the_dataset_says():
@@ -362,23 +350,12 @@ def test_columns_are_chosen_as_on_the_command_line():
     found = otdd.embed(wide, input=["b", "a"], label="kind", weights="mass")
     assert torch.equal(found.features, X[:, [1, 0]])
     assert found.masses[-1] == pytest.approx(2 / 31)
-    shown = wide.with_format("torch", columns=["a", "kind"])
-    assert otdd.embed(shown, label="kind").dim == 1
     with pytest.warns(DataNotice, match=r"^otdd.embed\(target\): .* choose with label=COLUMN and"):
         otdd.dataset_distance((X, Y), table(), epsilon=1.0)
     for option in ("input", "label", "weights"):
         said = f"{option}=x names a column .* dataset is TensorDataset"
         with pytest.raises(InputError, match=said):
             otdd.embed(WHOLE, **{option: "x"})
-
-
-def test_networks_are_cached_by_the_content_of_datasets(tmp_path):
-    network = otdd.extractors.from_module(torch.nn.Flatten())
-    tensors = TensorDataset(torch.rand(3, 3, 8, 8), Y[:3])
-    first = otdd.embed(tensors, network, cache_dir=tmp_path)
-    again = otdd.embed(DataLoader(tensors, batch_size=2), network, cache_dir=tmp_path)
-    assert again.fingerprint == first.fingerprint
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
 
 
 def raising(row):
@@ -403,10 +380,8 @@ WRONG = [
     (CUT, r"batch 0 of dataset has 4 inputs, and its labels are Tensor of shape \(3,\)"),
     (Pairs(lambda row: (X[row], 0.5)), "0.5.*cut a continuous target"),
     (TensorDataset(X, torch.eye(3)[Y]), r"got Tensor of shape \(30, 3\); .* argmax"),
-    (DataLoader(TensorDataset(X, torch.eye(3)[Y])), "label of item 0 of batch 0 .* argmax"),
     (Pairs(lambda row: (X[row], {"box": 1})), "label of row 0 .* keys box$"),
     (Pairs(lambda row: (X[row], None if row == 5 else 1)), "1 label is missing, at row 5"),
-    (Pairs(lambda row: (0.5, 1)), "input of row 0 .* must be a vector.* 0.5;"),
     (Pairs(lambda row: ("text" if row == 4 else X[row], 1)), "row 4 .* text, 'text', and that of"),
     (Pairs(lambda i: (X[i, : 2 + i // 7], 1)), r"no common length: .* \(2,\), and row 7"),
     (TensorDataset(X / 0, Y), "NaN or infinite"),
@@ -418,7 +393,6 @@ WRONG = [
     ((["a b", "c"], [0, 1]), r"first is text; .*otdd.extractors.text\(MODEL\)"),
     (Subset(FIVE, torch.arange(5) < 2), "must be row numbers, got bool"),
     (Subset(FIVE, [-6, 0]), "has rows -6 to 0 of a dataset of 5"),
-    (Subset(FIVE, [7]), "has rows 7 to 7 of a dataset of 5"),
     (OTHERS, r"parts hold inputs of shapes \(3,\) and \(4,\)"),
 ]
 

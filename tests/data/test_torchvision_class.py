@@ -58,6 +58,9 @@ class _TakesSplit:
         self.data = np.zeros((n, 3, 6, 7), np.uint8)
         self.data[:, 2] = 9
 
+    def __len__(self):
+        return len(self.data)
+
 
 def test_a_class_that_takes_split(monkeypatch):
     monkeypatch.setattr("torchvision.datasets.SVHN", _TakesSplit)

@@ -61,15 +61,12 @@ def test_what_was_written_is_read_back(tmp_path, datasets, d, dtype):
 
 
 def test_plain_points_hold_nothing_else(tmp_path):
-    written = samples(labels=None, weights=None)
-    write_npz(written, tmp_path / "a.npz")
+    write_npz(samples(labels=None, weights=None), tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz") as archive:
         assert archive.files == ["x"]
-    write_hugging_face(written, tmp_path / "a")
+    write_hugging_face(samples(labels=None, weights=None), tmp_path / "a")
     with pytest.warns(DataNotice, match="unlabelled"):
-        read = load("huggingface", path=str(tmp_path / "a"))
-    np.testing.assert_array_equal(read.inputs, written.features)
-    assert read.labels is None
+        assert load("huggingface", path=str(tmp_path / "a")).labels is None
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 4), (3, 2, 2)])
