@@ -112,6 +112,7 @@ def test_a_value_of_the_wrong_type_is_said_with_what_its_own_key_takes(composed,
         assert sentence in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_configuration_of_flows_fits_its_settings(composed):
     flow, shared = composed(name="flow"), composed()
     parse(flow, FlowSettings)

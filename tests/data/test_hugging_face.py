@@ -150,10 +150,9 @@ def test_what_the_hub_gives_is_refused_by_its_name(monkeypatch, datasets):
 
 
 def test_rows_without_a_label_can_be_left_out(tmp_path):
-    np.save(tmp_path / "w.npy", [5.0, 6.0, 7.0])
-    options = {"drop_unlabelled": True, "weights": str(tmp_path / "w.npy")}
+    options = {"drop_unlabelled": True, "weights": "w"}
     for labels in ([0.0, None, 1.0], [0, None, 1], ["a", None, "b"]):
-        path = _parquet(tmp_path, {"a": [1.0, 2.0, 3.0], "label": labels})
+        path = _parquet(tmp_path, {"a": [1.0, 2.0, 3.0], "w": [5.0, 6, 7], "label": labels})
         with pytest.warns(DataNotice, match="1 of 3 rows have no label and are left out"):
             dataset = load("huggingface", path=path, **options)
         assert dataset.rows.tolist() == [0, 2]
