@@ -116,21 +116,20 @@ def test_a_missing_picture_is_code_4_with_a_result(command, summary, monkeypatch
     for full in (False, True):
         if full:
             monkeypatch.setattr("otdd_flash.commands.outcome.write_json", refuse)
-        assert command("-m", "epsilon=1,2").code == 4
-        assert [float(row["epsilon"]) for row in summary()] == [1, 2]
-        assert [bool(row["value"]) for row in summary()] == [True, True]
-        assert all(("projection.png" in row["error"]) != full for row in summary())
+        assert command("-m", "epsilon=1").code == 4
+        (row,) = summary()
+        assert float(row["value"]) > 0
+        assert ("projection.png" in row["error"]) != full
 
 
 @pytest.mark.slow
 def test_a_stale_result_is_not_taken_for_that_of_a_failed_job(command, summary):
     """Nor where subdirectories have another form."""
     subdir = "deep/${hydra.job.num}"
-    for epsilons, code in (("1,2", 0), ("1,-1", 2)):
-        arguments = ("-m", f"epsilon={epsilons}", f"hydra.sweep.subdir={subdir}", NONE)
+    for epsilon, code in (("1", 0), ("-1", 2)):
+        arguments = ("-m", f"epsilon={epsilon}", f"hydra.sweep.subdir={subdir}", NONE)
         assert command(*arguments).code == code
-    assert [bool(row["value"]) for row in summary()] == [True, False]
-    assert [row["directory"] for row in summary()] == ["deep/0", "deep/1"]
+    assert [(row["directory"], row["value"]) for row in summary()] == [("deep/0", "")]
 
 
 @pytest.mark.slow
