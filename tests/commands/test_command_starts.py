@@ -18,6 +18,9 @@ def test_help_shows_the_settings_that_the_arguments_lead_to(command):
     assert shown.out.startswith("$X ")
     assert "method: sinkhorn" in shown.out
     assert "epsilon: 0.25" in shown.out
+    # References stay unless their values are asked for.
+    assert "${seed}" in shown.out
+    assert "${seed}" not in command("--help", "--resolve", "hydra.help.template='$CONFIG'").out
 
 
 # What is given, and how the sentence begins, or what it holds after dots.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otdd_flash.data import with_pseudo_labels
-from otdd_flash.data.dataset import LabeledDataset
+from otdd_flash.data.dataset import LabeledDataset, concatenate
 from otdd_flash.data.pseudo_labels import label_parts
 from otdd_flash.data.subset import subset
 from otdd_flash.errors import DataNotice, InputError
@@ -23,6 +23,20 @@ def _dataset(labels, class_names=None):
     inputs, more = np.arange(n, dtype=np.float32)[:, None], {"class_names": class_names}
     more["weights"] = np.arange(n) + 1.0
     return LabeledDataset.from_raw(inputs, labels, modality="array", name="rows", **more)
+
+
+def test_splits_are_joined_in_order():
+    joined = concatenate([_dataset([0, 1, 0]), _dataset([1, 1, 0])], "both")
+    assert joined.inputs[:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+    assert joined.labels.tolist() == [0, 1, 0, 1, 1, 0]
+    parts = [
+        LabeledDataset.from_raw([f"{s}{i}" for i in range(n)], None, modality="text", name="t")
+        for s, n in (("a", 2), ("b", 3))
+    ]
+    assert concatenate(parts, "both").inputs[0:5] == ["a0", "a1", "b0", "b1", "b2"]
+    for other in (None, ["x", "y", "x"]):
+        with pytest.raises(InputError, match="load one split"):
+            concatenate([_dataset([0, 1, 0]), _dataset(other)], "both")
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8), share=st.floats(0, 1))
