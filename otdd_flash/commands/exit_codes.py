@@ -12,6 +12,9 @@ NOT_CONVERGED = 3
 INCOMPLETE = 4
 INTERRUPTED = 130
 
+# The highest exit code of the jobs of this process: a full disk takes no error.json to say it.
+highest = 0
+
 # Limits of the system that end a process at any place, with what to do about them.
 LIMITS = {
     errno.EMFILE: "allow this process more open files (ulimit -n 1024)",
@@ -30,6 +33,12 @@ WORDS = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE, 
     "failed to map segment from shared object": errno.ENOMEM,
     "can't start new thread": errno.ENOMEM,
 }
+
+
+def note(code: int) -> None:
+    """Raise the exit code of the process to that of a job."""
+    global highest
+    highest = max(highest, code)
 
 
 def limit_of_the_system(error: BaseException) -> str | None:

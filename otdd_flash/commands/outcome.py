@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -51,7 +51,7 @@ def run_job(work: Work, config: DictConfig) -> int:
         code = _ended_with(work, config, Path(HydraConfig.get().runtime.output_dir))
     finally:
         job_ended()
-    Outcome.exit_code = max(Outcome.exit_code, code)
+    exit_codes.note(code)
     return code
 
 
@@ -134,13 +134,11 @@ DAMAGED = (
 
 
 class Outcome(Callback):
-    """Keeps the highest exit code of the process's jobs; writes summary.csv after a multirun.
+    """Claims the output folder before the jobs; writes summary.csv after those of a multirun.
 
-    Both are read from the jobs' directories, so that a launcher may run the jobs anywhere; jobs of
-    this process also leave their exit code here, as a full disk takes no error.json.
+    Exit codes of a multirun are read from the jobs' directories, so that a launcher may run the
+    jobs anywhere.
     """
-
-    exit_code: ClassVar[int] = 0
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Leave with an error where the run directory is not to be had."""
@@ -168,12 +166,12 @@ class Outcome(Callback):
         rows = [_row(job, sweep) for job in _job_directories(sweep)]
         codes = [row.pop("exit_code") for row in rows]
         drawn = "full" in [row.pop("content", None) for row in rows]
-        Outcome.exit_code = max([Outcome.exit_code, *codes])
+        exit_codes.note(max(codes, default=0))
         try:
             summary_csv(rows, sweep / SUMMARY_FILE)
         except InputError as error:
             say_error(error)
-            Outcome.exit_code = max(Outcome.exit_code, exit_codes.BAD_INPUT)
+            exit_codes.note(exit_codes.BAD_INPUT)
             return
         if differ := _different_epsilons(rows):
             messages.print(differ, soft_wrap=True)
@@ -193,7 +191,7 @@ class Outcome(Callback):
         if isinstance(axes, str):
             messages.print(f"no picture of the sweep: {axes}", soft_wrap=True)
         elif write_each({picture: lambda path: draw_sweep(rows, *axes, path)}).missing:
-            Outcome.exit_code = max(Outcome.exit_code, exit_codes.INCOMPLETE)
+            exit_codes.note(exit_codes.INCOMPLETE)
 
 
 def may_replace(config: DictConfig) -> bool:

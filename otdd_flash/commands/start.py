@@ -184,9 +184,7 @@ def _check_folder() -> None:
 def _exit_code(main: Callable[[], None]) -> int:
     try:
         main()
-        from otdd_flash.commands.outcome import Outcome
-
-        return Outcome.exit_code
+        return exit_codes.highest
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:

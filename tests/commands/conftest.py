@@ -28,9 +28,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is told of progress, whose lines would stand between those that tests read."""
-    from otdd_flash.commands import progress
+    from otdd_flash.commands.progress import Phases
 
-    monkeypatch.setattr(progress, "say", lambda *_: None)
+    monkeypatch.setattr(Phases, "_say", lambda _: None)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
+import otdd_flash as otdd
 from otdd_flash.commands.adapt import FlowSettings
 from otdd_flash.commands.compare import DistanceSettings
 from otdd_flash.commands.settings import parse
@@ -24,40 +26,6 @@ NAMED_BY = {"labels": "method", "solver": "schedule", "log": "tracker"}
 CHOICES = {group: sorted(p.stem for p in CONF.glob(f"{group}/*.yaml")) for group in GROUPS}
 # What a choice cannot do without.
 NEEDED = {"callable": "extractor.path=math:sqrt"}
-
-SOLVER = {
-    "tolerance": None,
-    "bound_width": None,
-    "max_seconds": None,
-    "max_iterations": 100_000,
-    "require_convergence": False,
-}
-DEFAULTS = {
-    "ground": "sqeuclidean",
-    "lambda_x": 0.5,
-    "lambda_y": 0.5,
-    "epsilon": None,
-    "epsilon_relative": None,
-    "debias": True,
-    "min_class_size": None,
-    "report": {"content": "full", "order": "given"},
-    "subsample": None,
-    "subsample_size": None,
-    "noise_floor": False,
-    "save_result": False,
-    "contributions": False,
-    "device": "auto",
-    "backend": "auto",
-    "precision": "fast",
-    "memory_budget": "auto",
-    "seed": 0,
-    "max_samples": None,
-    "data_root": None,
-    "download": False,
-    "cache_dir": "~/.cache/otdd_flash",
-    "overwrite": False,
-    "log_level": "WARNING",
-}
 
 
 @pytest.mark.slow(after=1)
@@ -75,16 +43,16 @@ def test_every_choice_composes_and_fits_the_settings(composed, number):
         assert name == (None if (group, choice) == ("log", "none") else choice)
 
 
-def test_the_root_holds_the_documented_defaults_and_nothing_else(composed):
+def test_defaults_are_those_of_the_library(composed):
     root = OmegaConf.to_container(composed(), resolve=True)
-    nodes = {key: root.pop(key) for key in GROUPS}
-    assert root == DEFAULTS
-    assert nodes["source"]["name"] == nodes["target"]["name"] == "digits"
-    assert nodes["extractor"]["name"] == "pixels"
-    labels = {"full": False, "unbiased": True, "diagonal": False, "epsilon": None, "path": None}
-    assert nodes["labels"] == {"method": "gaussian", **labels}
-    assert nodes["solver"] == {"schedule": "converged", **SOLVER}
-    assert nodes["log"] == {"tracker": None}
+    given = inspect.signature(otdd.dataset_distance).parameters
+    # Without a value the command chooses what the library does.
+    shared = {*root} & {*given} - {"source", "target", "labels", "solver", "cache_dir"}
+    assert shared >= {"ground", "lambda_x", "lambda_y", "epsilon", "debias", "min_class_size"}
+    assert {key: root[key] for key in shared} == {key: given[key].default for key in shared}
+    assert root["source"]["name"] == root["target"]["name"] == "digits"
+    assert (root["extractor"]["name"], root["labels"]["method"]) == ("pixels", "gaussian")
+    assert (root["seed"], root["overwrite"], root["download"]) == (0, False, False)
 
 
 @pytest.mark.slow
@@ -92,23 +60,14 @@ def test_a_choice_of_solver_has_the_librarys_defaults_and_no_key_of_the_other(co
     for choice, kind in (("converged", Converged), ("geomloss", GeomlossSchedule)):
         config = composed(f"solver={choice}")
         assert parse(config, DistanceSettings).solver.options() == kind()
-    assert set(config.solver) & set(SOLVER) == {"tolerance", "require_convergence"}
-    for command in ("distance", "flow"):
-        assert composed("solver=geomloss", name=command).solver.scaling == 0.5
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+    assert not {"max_seconds", "bound_width", "max_iterations"} & {*config.solver}
+    assert composed("solver=geomloss", name="flow").solver.scaling == 0.5
+    for overrides, message in (
         (["solver.schedule=geomlos"], r"unknown solver\.schedule 'geomlos'; choose .*geomloss"),
         (["solver.schedule=geomloss", "solver.max_seconds=1"], r"has no solver\.max_seconds"),
-        (["solver=geomloss", "solver.schedule=converged", "solver.scaling=0.9"], r"no solver\.sc"),
-    ],
-)
-def test_keys_of_another_schedule_are_refused(composed, overrides, message):
-    with pytest.raises(InputError, match=message):
-        parse(composed(*overrides), DistanceSettings).solver.options()
+    ):
+        with pytest.raises(InputError, match=message):
+            parse(composed(*overrides), DistanceSettings).solver.options()
 
 
 def test_shorthands_reach_both_sides_and_the_labels(composed):
@@ -122,43 +81,43 @@ def test_shorthands_reach_both_sides_and_the_labels(composed):
 
 
 WRONG = {
-    "flow": """
+    FlowSettings: """
         flow.functionals=3 -> flow.functionals must be a list, got 3""",
-    "distance": """
+    DistanceSettings: """
         epsilon=abc -> epsilon must be a number or null, got 'abc'
         lambda_x=null -> lambda_x must be a number, got null
-        epsilon=[1] -> epsilon must be a number or null, got [1]
         solver.max_iterations=1.5 -> solver.max_iterations must be an integer, got 1.5
         debias=maybe -> debias must be true or false, got 'maybe'
-        seed=1.5 -> seed must be an integer, got 1.5
         max_samples=abc -> max_samples must be an integer or null, got 'abc'
-        subsample=true -> subsample must be an integer or null, got true
         labels.full=7up -> labels.full must be true or false, got '7up'
         labels.epsilon={a: 1} -> labels.epsilon must be a number or null, got {'a': 1}
         cache_dir=[a] -> cache_dir must be text or null, got ['a']
         +epsilom=1 -> no setting epsilom (did you mean epsilon?)
         extractor=callable -> extractor.path must be given: extractor.path=VALUE""",
-    "study": """
+    StudySettings: """
         study.tasks=3 -> study.tasks must be a list or null, got 3
         measures=otdd -> measures must be a list or null, got 'otdd'
         transfer=3 -> transfer must be a mapping or null, got 3""",
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "schema"),
-    [
-        ("flow", FlowSettings),
-        pytest.param("distance", DistanceSettings, marks=pytest.mark.slow),
-        pytest.param("study", StudySettings, marks=pytest.mark.slow),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_said_with_what_its_own_key_takes(composed, name, schema):
-    for line in WRONG[name].strip().splitlines():
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("schema", WRONG)
+def test_a_value_of_the_wrong_type_is_said_with_what_its_own_key_takes(composed, schema):
+    name = schema.__name__.removesuffix("Settings").lower()
+    for line in WRONG[schema].strip().splitlines():
         override, _, sentence = line.strip().partition(" -> ")
         with pytest.raises(InputError) as refused:
             parse(composed(override, name=name), schema)
         assert sentence in str(refused.value)
+
+
+@pytest.mark.slow
+def test_the_configuration_of_flows_fits_its_settings(composed):
+    flow, shared = composed(name="flow"), composed()
+    parse(flow, FlowSettings)
+    for key in ("lambda_x", "lambda_y", "epsilon", "epsilon_relative", "min_class_size", "solver"):
+        assert flow[key] == shared[key]
 
 
 @pytest.mark.slow

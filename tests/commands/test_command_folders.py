@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
-import hydra.core.utils
 import pytest
 
 from otdd_flash.commands.claims import LOCK_FILE, claim, release_all
@@ -32,28 +30,8 @@ def results(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("-m",)])
-def test_two_runs_of_the_same_second_have_folders_of_their_own(command, monkeypatch, flags):
-    ticks = iter(range(10_000))
-
-    class SameSecond(datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return cls(2026, 1, 1, 12, 0, 0, next(ticks))
-
-    monkeypatch.setattr(hydra.core.utils, "datetime", SameSecond)
-    key, folder = ("hydra.sweep.dir", "multirun") if flags else ("hydra.run.dir", "outputs")
-    default = f"{key}={folder}/${{hydra.job.name}}/${{now:%H-%M-%S-%f}}-${{process:}}"
-    for _ in range(2):
-        assert command(*flags, default, KEEP, "report=none").code == 0
-    first, second = results(folder)
-    assert all(str(os.getpid()) in str(path) for path in (first, second))
-    assert first.parts[2][:8] == second.parts[2][:8] == "12-00-00"
-
-
-@pytest.mark.slow
-def test_default_folders_are_named_by_microsecond_and_process(composed):
-    for name in ("distance", "flow"):
+def test_folders_are_named_by_microsecond_and_process(composed):
+    for name in ("distance", "flow", "study"):
         node = composed(name=name, return_hydra_config=True).hydra
         for kind in ("run", "sweep"):
             text = node._get_node(kind)._get_node("dir")._value()
@@ -63,7 +41,7 @@ def test_default_folders_are_named_by_microsecond_and_process(composed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("-m",)])
-def test_a_folder_with_a_result_is_refused_before_anything_is_written(command, flags):
+def test_a_folder_with_a_result_is_refused_before_anything_is_written(command, read, flags):
     if not flags:
         # After a failure a run may be repeated in its folder.
         assert command("epsilon=-1", KEEP).code == 2
@@ -76,14 +54,13 @@ def test_a_folder_with_a_result_is_refused_before_anything_is_written(command, f
     assert "overwrite=true" in ended.error
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     assert command(*flags, "epsilon=2", "overwrite=true", "report=none").code == 0
-
-
-@pytest.mark.slow
-def test_jobs_of_one_multirun_do_not_replace_each_other(command, read):
-    ended = command("-m", "epsilon=0.1,0.3", "hydra.sweep.subdir=same", KEEP, "report=none")
-    assert ended.code == 2
-    assert "hydra.sweep.subdir=" in ended.err
-    assert read("sweep/same/result.json")["epsilon"] == 0.1
+    if flags:
+        # Nor does one job replace another's.
+        same = ("hydra.sweep.subdir=same", "hydra.sweep.dir=other")
+        ended = command(*flags, "epsilon=0.1,0.3", *same, KEEP, "report=none")
+        assert ended.code == 2
+        assert "hydra.sweep.subdir=" in ended.err
+        assert read("other/same/result.json")["epsilon"] == 0.1
 
 
 @pytest.mark.slow
@@ -145,19 +122,18 @@ def _made(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("-m",)])
 def test_a_run_folder_in_the_home_folder_is_there_and_not_beside(
-    command, folder, tmp_path_factory, monkeypatch, flags
+    command, folder, tmp_path_factory, monkeypatch
 ):
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     before = {entry.name for entry in folder.iterdir()}
-    key = "hydra.sweep.dir" if flags else "hydra.run.dir"
-    twice = command(*flags, f"{key}=~/x", "cache_dir=null", "report=none", "seed=1", "++seed=2")
+    given = ("cache_dir=null", "report=none", "seed=1", "++seed=2")
+    twice = command("hydra.run.dir=~/x", *given)
     assert twice.code == 0
     assert "notice: seed is given 2 times: seed=2, the last one, is taken" in twice.err
     assert results(home / "x")
     # Nor is there a folder of a cache that is null.
     assert {entry.name for entry in folder.iterdir()} == before
-    for argument in (f"{key}=", "cache_dir=''", "data_root=''", "source.path=''"):
-        assert command(*flags, argument).code == 2, argument
+    for argument in ("hydra.run.dir=", "cache_dir=''", "data_root=''", "source.path=''"):
+        assert command(argument).code == 2, argument

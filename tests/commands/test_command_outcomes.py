@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 
 from otdd_flash import DistanceResult
 from otdd_flash.commands import compare
-from otdd_flash.report import distance as writing
 
 TABLES = {"class_coupling.csv", "class_distances.csv", "nearest_classes.csv", "result.json"}
 PICTURES = {"class_coupling.png", "class_distances.png", "projection.png"}
@@ -52,7 +49,6 @@ def test_a_run_writes_everything_and_prints_a_table(command, read):
     assert "sampling error  │ not measured; subsample=50 gives an interval" in ended.out
     result = read("run/result.json")
     assert set(result) >= RESULT_KEYS
-    assert not {"subsample", "noise_floor"} & set(result)
     assert set(result["terms"]) == {"xy", "xx", "yy"}
     assert all(set(term) >= TERM_KEYS for term in result["terms"].values())
     assert list(result["seconds"]) == PHASES
@@ -64,16 +60,6 @@ def test_a_run_writes_everything_and_prints_a_table(command, read):
     assert result["config"]["source"]["max_samples"] == 40
     assert result["device"] == "cpu"
     assert DistanceResult.load("run").value == result["value"]
-
-
-@pytest.mark.slow
-def test_a_report_can_be_the_number_alone(command, read):
-    ended = command("report=none")
-    assert ended.code == 0
-    assert _files() == {"result.json"}
-    value, bounds = ended.out.strip().split(" ", 1)
-    assert float(value) == pytest.approx(read("run/result.json")["value"], rel=1e-2)
-    assert bounds.startswith("[")
 
 
 @pytest.mark.slow
@@ -105,19 +91,15 @@ def test_contributions_that_masses_leave_open_warn_or_are_code_3(command, read, 
     ended = command(*settings)
     assert ended.code == 0
     assert "contributions are not determined: 20 rows of class" in ended.err
-    slopes = read("run/result.json")["contribution_slopes"]
-    assert set(slopes) == {"near", "far"}
-    assert all(high - low > 100 for low, high in slopes.values())
-    with monkeypatch.context() as patched:
-        patched.setattr("otdd_flash.solver.groups.most_along", lambda *_: math.inf)
-        assert command(*settings).code == 0
+    assert {*read("run/result.json")["contribution_slopes"]} == {"near", "far"}
     # JSON has no infinity for an end that nothing limits.
+    with monkeypatch.context() as patched:
+        patched.setattr("otdd_flash.solver.groups.most_along", lambda *_: float("inf"))
+        assert command(*settings).code == 0
     assert read("run/result.json")["contribution_slopes"]["near"] == [None, None]
     ended = command(*settings, "solver.require_convergence=true")
     assert ended.code == 3
     assert "contributions are not determined" in ended.error
-    assert "solver.require_convergence" in ended.error
-    assert "contribution_slopes" not in read("run/result.json")
 
 
 def test_bad_input_is_code_2_with_an_error_file_that_a_run_that_succeeds_removes(command, read):
@@ -127,8 +109,13 @@ def test_bad_input_is_code_2_with_an_error_file_that_a_run_that_succeeds_removes
     record = {"error": ended.error, "type": "InputError", "exit_code": 2}
     assert read("run/error.json") == record
     assert _files() == {"error.json"}
-    assert command("report=none").code == 0
+    ended = command("report=none")
+    assert ended.code == 0
     assert _files() == {"result.json"}
+    # Such a report is the number alone.
+    value, bounds = ended.out.strip().split(" ", 1)
+    assert float(value) == pytest.approx(read("run/result.json")["value"], rel=1e-2)
+    assert bounds.startswith("[")
 
 
 def disk_full(path):
@@ -155,21 +142,16 @@ def test_a_disk_that_fills_while_pictures_are_drawn_keeps_the_number(command, mo
 
 
 @pytest.mark.slow
-def test_what_cannot_be_kept_or_drawn_costs_no_number(command, monkeypatch, undrawn):
-    with monkeypatch.context() as patched:
-        full = lambda *_, **__: disk_full("result.safetensors")  # noqa: E731
-        patched.setattr(DistanceResult, "save", full)
-        ended = command("save_result=true", "report=table")
+def test_what_cannot_be_kept_costs_no_number_and_late_convergence_weighs_more(
+    command, monkeypatch, undrawn
+):
+    full = lambda *_, **__: disk_full("result.safetensors")  # noqa: E731
+    monkeypatch.setattr(DistanceResult, "save", full)
+    ended = command("save_result=true", "report=table")
     assert ended.code == 4
     assert ended.error.startswith("the result was written, but not result.safetensors")
     assert _files() == TABLES | {"error.json"}
-    said = "Image size of 1000000x10 pixels is too large"
-    monkeypatch.setattr(writing, "projection", _raises(ValueError(said)))
-    # What did not converge weighs more.
-    for more, code in (((), 4), (REQUIRED, 3)):
-        ended = command(*more)
-        assert ended.code == code
-        assert f"projection.png (ValueError: {said})" in ended.err
+    assert command("save_result=true", *REQUIRED).code == 3
 
 
 @pytest.mark.slow
@@ -188,7 +170,6 @@ def test_a_limit_of_the_system_is_code_2_and_a_defect_1_with_its_traceback(
 ):
     for error, sentence in (
         (OSError(errno.EMFILE, "Too many open files", "a.npz"), "Too many open files at a.npz;"),
-        (ImportError("libx.so: Too many open files"), "libx.so: Too many open files; allow"),
         (MemoryError("Unable to allocate 8 GiB"), "memory is short (Unable to allocate 8 GiB)"),
         (OSError(errno.EROFS, "Read-only file system"), "Read-only file system; choose another"),
         (ZeroDivisionError("a defect"), ""),
@@ -200,25 +181,7 @@ def test_a_limit_of_the_system_is_code_2_and_a_defect_1_with_its_traceback(
         assert sentence in ended.err
         assert (len(ended.err.splitlines()) == 1) == bool(sentence), error
         assert ("ZeroDivisionError: a defect" in ended.err) != bool(sentence)
-
-
-@pytest.mark.slow
-def test_a_run_folder_that_becomes_a_file_is_code_2_beside_the_printed_number(
-    command, folder, monkeypatch
-):
-    real = compare.dataset_distance
-
-    def replaced(*args, **kwargs):
-        shutil.rmtree(folder / "run")
-        (folder / "run").write_text("a file")
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(compare, "dataset_distance", replaced)
-    ended = command("report=none")
-    assert ended.code == 2
-    assert float(ended.out.split()[0]) > 0
-    assert "Not a directory" in ended.err
-    assert "Traceback" not in ended.err
+    assert "in run" in read("run/error.json")["traceback"]
 
 
 @pytest.mark.slow
@@ -257,8 +220,7 @@ def test_an_interruption_is_code_130_and_leaves_what_was_computed(command, monke
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
 def test_an_output_folder_that_cannot_be_written_is_code_2(command, folder, key):
     (folder / "file").write_text("not a folder")
-    (folder / "circle").symlink_to(folder / "circle")
-    for place in ("file", "file/below", "circle"):
+    for place in ("file", "file/below"):
         ended = command(*(["-m"] if "sweep" in key else []), f"{key}={place}")
         assert ended.code == 2
         assert ended.error.startswith(f"cannot write to {key}={place} (")

@@ -12,6 +12,9 @@ from otdd_flash.commands import messages, progress, start
 from otdd_flash.commands.progress import Phases
 from otdd_flash.solver.schedules.converged import Converged
 
+# Of which other tests are told nothing.
+SAY = Phases._say
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -27,7 +30,7 @@ def written(monkeypatch):
     """What goes to a file in place of a terminal."""
     file = io.StringIO()
     console = Console(file=file, width=40)
-    monkeypatch.setattr(progress, "say", messages.say)
+    monkeypatch.setattr(Phases, "_say", SAY)
     monkeypatch.setattr(progress, "messages", console)
     monkeypatch.setattr(messages, "messages", console)
     return file
@@ -78,43 +81,11 @@ def test_a_flow_is_one_stage_and_class_distances_begin_another(clock, written):
     ]
 
 
-@pytest.mark.parametrize("rising", [False, True])
-def test_nothing_is_said_of_the_rest_where_nothing_tells(clock, written, rising):
-    """A width of the bounds has no known way there, and neither has an error that rises."""
-    options = Converged() if rising else Converged(bound_width=1e-4)
-    with Phases() as phases, phases.solving("comparing", options) as solving:
-        for count in range(70):
-            clock[0] += 1
-            solving("xy", count, 0.1 * 1.01 ** (count if rising else -count))
-    lines = written.getvalue().splitlines()
-    assert lines[0] == "progress: 0 s, comparing"
-    assert lines[1].startswith("progress: 60 s, comparing xy 59: marginal error ")
-    assert not any("left" in line for line in lines)
-
-
-def test_seconds_of_result_and_progress_are_of_one_clock(clock, written):
-    clock[0] += 3
-    with Phases() as phases:
-        with phases.phase("import", "importing torch"):
-            clock[0] += 4
-        clock[0] += 2
-        with phases.phase("load", "loading digits"):
-            clock[0] += 1
-    # What a library measured itself is among the parts.
-    found = phases.all_seconds({"load": phases.seconds["load"], "solve": 0.5})
-    assert found == {"import": 4, "load": 1, "solve": 0.5, "other": 4.5}
-    assert list(found) == ["import", "load", "solve", "other"]
-    # A second set of phases in the same job goes on.
-    with Phases() as drawing, drawing.phase("report", "drawing"):
-        pass
-    assert written.getvalue().splitlines()[-1] == f"progress: {sum(found.values()):.0f} s, drawing"
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("runner", ["command", "flow_command"])
 def test_every_command_has_lines_of_progress(runner, request, monkeypatch, read):
-    monkeypatch.setattr(progress, "say", messages.say)
+    monkeypatch.setattr(Phases, "_say", SAY)
     monkeypatch.setattr(progress, "SECONDS_APART", 0.0)
     # One job after another: each has a clock of its own.
     for _ in range(1 + (runner == "command")):
@@ -131,3 +102,18 @@ def test_every_command_has_lines_of_progress(runner, request, monkeypatch, read)
         drawing = told.index("drawing")
         assert int(stages[drawing - 1][0]) <= elapsed + 1
         assert abs(int(stages[drawing][0]) - elapsed) < 2
+
+
+def test_a_bar_lasts_from_the_first_report_to_the_last(monkeypatch):
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(progress, "messages", terminal)
+    with Phases() as phases, phases.counting("class distances") as report:
+        bars = phases._bars
+        assert not bars.tasks[0].visible
+        report(7, 1200)
+        assert bars.tasks[0].visible
+        bars.refresh()
+        report(1200, 1200)
+        assert not bars.tasks[0].visible
+    assert "class distances" in terminal.file.getvalue()
+    assert "7 of 1,200" in terminal.file.getvalue()

@@ -80,18 +80,16 @@ def test_a_folder_of_configurations_names_no_code(
 
 
 @pytest.mark.slow
-def test_a_folder_of_configurations_may_hold_settings(ended: Callable, folder: Path) -> None:
+def test_a_folder_may_hold_settings_and_the_command_line_name_code(
+    ended: Callable, folder: Path
+) -> None:
     (folder / "mine" / "solver").mkdir(parents=True)
     text = "schedule: converged\ntolerance: 1e-2\nrequire_convergence: false\n"
     (folder / "mine" / "solver" / "quick.yaml").write_text(text)
     assert ended(distance, "--config-dir", "mine", *SMALL, "solver=quick").code == 0
-
-
-@pytest.mark.slow
-def test_the_command_line_may_name_code(ended: Callable, folder: Path) -> None:
     callback = "hydra.experimental.callbacks.LogJobReturnCallback"
     more = (f"+hydra.callbacks.mine._target_={callback}", "+hydra.job.env_set.SOME=value")
-    assert ended(distance, *SMALL, *more).code == 0
+    assert ended(distance, *SMALL, *more, "overwrite=true").code == 0
 
 
 class Evil:

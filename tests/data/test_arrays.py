@@ -6,6 +6,7 @@ from decimal import Decimal
 import numpy as np
 import pandas as pd
 import pytest
+from refusals import naming
 
 from otdd_flash.data import load
 from otdd_flash.errors import DataNotice, InputError
@@ -51,17 +52,13 @@ def by(name):
     [
         (".npz", {"x": X, "y": Y}, {}, X, None, []),
         (".npz", {"x": X, "y": Y, "w": W}, {}, X, W, ["weights are its key 'w'"]),
-        (".npz", {"x": X, "y": Y, "w": W}, {"weights": "w"}, X, W, []),
         (".npz", {"cells": X, "kind": Y, "mass": W, "w": -W}, NAMED, X, W, ["not read: w"]),
         (".npz", {"x": X, "y": Y, "more": W}, {}, X, None, ["not read: more"]),
         (".npz", {"x": X, "y": W}, {"labels_path": "y.npy"}, X, None, ["not read: y"]),
         (".csv", KIND, {}, ONE, None, [TEXT, OTHER]),
-        (".csv", KIND, {"label": "kind"}, ONE, None, [OTHER]),
-        (".csv", KIND, {"features": ["a"]}, ONE, None, [TEXT]),
         (".csv", {**KIND, "b": B, "note": Y}, {"label": "kind", "features": "b"}, B, None, []),
         (".parquet", {"a": A, "kind": pd.Categorical(Y)}, {}, ONE, None, [TEXT, OTHER]),
         (".parquet", {"a": A, "Target": Y, "b": B}, {}, X, None, [by("Target"), "columns: a, b"]),
-        (".parquet", {"a": A, "y": Y}, {}, ONE, None, [by("y"), OTHER]),
         (".csv", MIXED, {"weights": "mass"}, X, W, [by("Label"), "2 other columns: a, b"]),
         # Not finite numbers pass here.
         (".csv", {"a": NAN, "y": Y}, {"label": "y"}, np.array(NAN, float), None, [OTHER]),
@@ -87,20 +84,15 @@ def test_what_a_file_holds_is_read_and_what_is_chosen_said_once(
     assert dataset.take([0, 2]).choices == dataset.choices
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "modality", "kept"),
-    [
+def test_shapes_tell_vectors_from_images(tmp_path):
+    for shape, dtype, modality, kept in (
         ((6, 4), np.float32, "array", np.float32),
-        ((6, 4, 5), np.uint8, "image", np.uint8),
         ((6, 4, 5), np.int64, "image", np.uint8),
         ((6, 4, 5, 3), np.float32, "image", np.float32),
-        ((6, 4, 5, 1), np.uint8, "image", np.uint8),
-    ],
-)
-def test_shapes_tell_vectors_from_images(tmp_path, shape, dtype, modality, kept):
-    dataset = load("arrays", path=_npz(tmp_path, x=np.ones(shape, dtype), y=Y))
-    assert (dataset.modality, dataset.inputs.shape) == (modality, shape)
-    assert dataset.inputs.dtype == kept
+    ):
+        dataset = load("arrays", path=_npz(tmp_path, x=np.ones(shape, dtype), y=Y))
+        assert (dataset.modality, dataset.inputs.shape) == (modality, shape)
+        assert dataset.inputs.dtype == kept
 
 
 def test_npy_pair(tmp_path):
@@ -112,24 +104,15 @@ def test_npy_pair(tmp_path):
     np.testing.assert_array_equal(dataset.weights, W[[0, 2, 4, 5]])
     assert dataset.class_names == ("9", "5")
     assert dataset.labels.tolist() == [1, 1, 0, 0]
-    # Labels from a file leave all columns of a table inputs.
-    np.save(tmp_path / "y.npy", Y)
-    path = _table(tmp_path, ".csv", a=A, y=B)
-    dataset = load("arrays", path=path, labels_path=str(tmp_path / "y.npy"))
-    np.testing.assert_array_equal(dataset.inputs, X)
-    assert dataset.class_names == ("a", "b", "c")
 
 
-def test_files_without_labels(tmp_path):
+def test_files_without_labels_and_a_nameless_first_column(tmp_path):
     dataset = load("arrays", path=_npz(tmp_path, x=X), max_samples=4)
     assert (dataset.labels, len(dataset)) == (None, 4)
     with pytest.warns(DataNotice, match="taken as unlabelled.*not read: labels"):
         assert load("arrays", path=_npz(tmp_path, x=X, labels=Y)).labels is None
     with pytest.warns(DataNotice, match="taken as unlabelled.*its columns are: a, b"):
         assert load("arrays", path=_table(tmp_path, ".csv", a=A, b=B)).labels is None
-
-
-def test_a_nameless_first_column_is_no_input(tmp_path):
     pd.DataFrame({"a": A, "label": Y}).to_csv(tmp_path / "a.csv")
     with pytest.warns(DataNotice, match="first column has no name"):
         dataset = load("arrays", path=str(tmp_path / "a.csv"))
@@ -139,29 +122,20 @@ def test_a_nameless_first_column_is_no_input(tmp_path):
 def test_requests_that_leave_something_out_or_lead_nowhere_are_refused(tmp_path):
     np.save(tmp_path / "y.npy", X)
     _table(tmp_path, ".csv", a=A, kind=Y)
-    files = {
-        "twice.csv": "a,label,label\n1,2,0\n3,4,1\n",
-        # Pandas would take the first field for row names and shift the others.
-        "more.csv": "a,label\n0.5,2,0\n2.5,4,1\n",
-        "more_integers.csv": "a,label\n1,2,0\n3,4,1\n",
-        "notes.txt": "x",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    more = "more fields than its first line names"
+    (tmp_path / "twice.csv").write_text("a,label,label\n1,2,0\n3,4,1\n")
+    # Pandas would take the first field for row names and shift the others.
+    (tmp_path / "more.csv").write_text("a,label\n1,2,0\n3,4,1\n")
+    (tmp_path / "notes.txt").write_text("x")
     for name, options, message in (
         ("a.csv", {"label": ""}, "label of arrays must not be empty"),
-        ("a.csv", {"features": ""}, "features of arrays must not be empty"),
         ("a.csv", {"weights": " "}, "weights must not be empty"),
         ("a.csv", {"path": ""}, "path of arrays must name a file or folder, got ''"),
-        ("a.csv", {"root": ""}, "root must name a file or folder, got ''"),
         ("a.csv", {"split": ""}, "split must not be empty"),
         ("a.csv", {"label": "kind", "labels_path": "y.npy"}, "and not both"),
         ("y.npy", {"label": "kind"}, "label=kind has no meaning for .*labels_path"),
         ("y.npy", {"features": "a"}, "features=a has no meaning"),
         ("twice.csv", {}, "several columns 'label'"),
-        ("more.csv", {}, more),
-        ("more_integers.csv", {}, more),
+        ("more.csv", {}, "more fields than its first line names"),
         ("notes.txt", {}, "must end in"),
         ("a.csv", {"path": "nowhere.npz"}, "path=nowhere.npz does not exist"),
     ):
@@ -177,41 +151,33 @@ def test_requests_that_leave_something_out_or_lead_nowhere_are_refused(tmp_path)
 
 EVEN, ODD = 1 << 60, (1 << 60) + 1
 BEYOND = (1 << 63) + 1
-LONG = np.array([[1], [EVEN]], np.longdouble) + 1
 UNSIGNED = {"y": np.array([0, BEYOND], np.uint64), "class_names": np.array(["a"])}
 
 
-@pytest.mark.parametrize(
-    ("arrays", "options", "message"),
-    [
-        ({"cells": X}, {}, "has no key 'x'; its keys are: cells"),
-        ({"x": X, "y": Y}, {"label": "kind"}, "has no key 'kind'; its keys are: x, y"),
-        ({"x": X, "y": Y}, {"weights": "m"}, "has no weights 'm'.* there are: x, y"),
-        ({"x": X, "y": Y}, {"features": ["x", "z"]}, "under one key"),
-        ({"x": X, "y": Y[:3]}, {}, "has 6 inputs, but its labels have shape"),
-        ({"x": X, "y": Y, "w": W[:3]}, {}, "its weights have shape"),
-        ({"x": X, "y": W + 0.5}, {}, "labels must be integers or strings, got float64"),
-        ({"x": X[:0], "y": Y[:0]}, {}, "is empty"),
-        ({"x": Y, "y": Y}, {}, "inputs must be numbers"),
-        ({"x": np.ones((6, 3, 8, 8)), "y": Y}, {}, "channels last"),
-        ({"x": W, "y": Y}, {}, r"inputs must have shape \(n, d\)"),
-        ({"x": np.array([{}, 1]), "y": Y}, {}, "cannot read .* it holds Python objects"),
-        ({"x": X, "y": Y}, {"split": "test"}, "files that have no splits"),
-        ({"x": X, "y": Y}, {"classes": ["d"]}, "unknown class 'd'"),
-        ({"x": X, "y": Y}, {"max_samples": 2}, "max_samples=2 is below the 3 classes"),
-        # What would be rounded.
-        ({"x": np.array([[1], [ODD]])}, {}, f"got {ODD} at row 1, column 0"),
-        ({"x": np.array([[1], [BEYOND]], np.uint64)}, {}, f"got {BEYOND} at row 1, column 0"),
-        ({"x": LONG}, {}, "got 1.15.* at row 1, column 0"),
-        ({"x": np.full((2, 3, 3), ODD)}, {}, "gives integers up to 1152921504606846977"),
-        ({"x": X, "w": np.full(6, ODD)}, {}, f"weights must .* got {ODD} at row 0"),
-        ({"x": X, "y": Y[:, None]}, {}, r"take labels\.ravel\(\)"),
-        ({"x": X[:2], **UNSIGNED}, {}, f"got 0 to {BEYOND}"),
-    ],
-)
-def test_bad_archives(tmp_path, arrays, options, message):
-    with pytest.raises(InputError, match=message):
-        load("arrays", path=_npz(tmp_path, **arrays), **options)
+BAD = [
+    ({"cells": X}, {}, "has no key 'x'; its keys are: cells"),
+    ({"x": X, "y": Y}, {"weights": "m"}, "has no weights 'm'.* there are: x, y"),
+    ({"x": X, "y": Y}, {"features": ["x", "z"]}, "under one key"),
+    ({"x": X, "y": Y[:3]}, {}, "has 6 inputs, but its labels have shape"),
+    ({"x": X, "y": W + 0.5}, {}, "labels must be integers or strings, got float64"),
+    ({"x": Y, "y": Y}, {}, "inputs must be numbers"),
+    ({"x": np.ones((6, 3, 8, 8)), "y": Y}, {}, "channels last"),
+    ({"x": W, "y": Y}, {}, r"inputs must have shape \(n, d\)"),
+    ({"x": np.array([{}, 1]), "y": Y}, {}, "cannot read .* it holds Python objects"),
+    ({"x": X, "y": Y}, {"split": "test"}, "files that have no splits"),
+    # What would be rounded.
+    ({"x": np.array([[1], [ODD]])}, {}, f"got {ODD} at row 1, column 0"),
+    ({"x": np.full((2, 3, 3), ODD)}, {}, "gives integers up to 1152921504606846977"),
+    ({"x": X, "w": np.full(6, ODD)}, {}, f"weights must .* got {ODD} at row 0"),
+    ({"x": X, "y": Y[:, None]}, {}, r"take labels\.ravel\(\)"),
+    ({"x": X[:2], **UNSIGNED}, {}, f"got 0 to {BEYOND}"),
+]
+
+
+def test_bad_archives(tmp_path):
+    for arrays, options, message in BAD:
+        with naming(message), pytest.raises(InputError, match=message):
+            load("arrays", path=_npz(tmp_path, **arrays), **options)
 
 
 def test_bad_tables(tmp_path):
@@ -219,14 +185,9 @@ def test_bad_tables(tmp_path):
     cases = [
         ({"a": W, "y": Y}, {"label": "k"}, "has no column 'k'; its columns are: a, y"),
         ({"a": W, "y": Y}, {"features": ["b"]}, "has no column 'b'; its columns are: a, y"),
-        ({"a": W, "y": Y}, {"weights": "m"}, "has no weights 'm'.* there are: a, y"),
         ({"a": W, "s": Y, "t": Y}, {}, "labels could be any of s, t; choose with label=COLUMN"),
         ({"a": W, "y": Y, "t": Y}, {}, "column 't' of .* holds text"),
-        ({"y": Y}, {}, "has no input column besides 'y'"),
-        ({"a": W, "y": W + 0.5}, {}, "labels must be integers or strings"),
         ({"a": W, "y": [1, 2, None, 1, 2, 1]}, {}, missing),
-        ({"a": W, "y": ["p", None, "q", "p", None, "q"]}, {}, "2 labels are missing"),
-        ({"a": W[:0], "y": W[:0]}, {}, "is empty"),
     ]
     for suffix in (".csv", ".parquet"):
         for columns, options, message in cases:
@@ -242,43 +203,29 @@ def _read(folder, text, **options):
     return load("arrays", path=str(folder / "a.csv"), **options)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [(ODD, EVEN), (BEYOND, BEYOND - 1), ((1 << 70) + 1, 1 << 70)]
-)
-def test_labels_of_a_table_are_exact_beside_a_missing_one(tmp_path, one, other):
+def test_labels_of_a_table_are_exact_beside_a_missing_one(tmp_path):
     """In float64 they were one class."""
-    text = f"x,label\n1,{one}\n2,{other}\n3,\n4,NA\n"
-    with pytest.raises(InputError, match="2 labels are missing, at rows 2, 3; drop_unlabelled"):
-        _read(tmp_path, text)
-    with pytest.warns(DataNotice, match="2 of 4 rows have no label"):
-        dataset = _read(tmp_path, text, drop_unlabelled=True)
-    assert dataset.class_names == (str(other), str(one))
-    assert dataset.labels.tolist() == [1, 0]
-    if one == ODD:
-        path = _table(tmp_path, ".parquet", x=A[:3], label=pd.array([ODD, EVEN, None], "Int64"))
-        with pytest.warns(DataNotice, match="1 of 3 rows have no label"):
-            assert load("arrays", path=path, drop_unlabelled=True).class_names == (
-                str(EVEN),
-                str(ODD),
-            )
-        with pytest.raises(InputError, match=f"got {EVEN} at row 0 as float64, which rounds"):
-            _read(tmp_path, f"x,label\n1,{ODD}\n2,1.0\n")
+    for one, other in ((ODD, EVEN), ((1 << 70) + 1, 1 << 70)):
+        text = f"x,label\n1,{one}\n2,{other}\n3,\n4,NA\n"
+        with pytest.raises(InputError, match="2 labels are missing, at rows 2, 3; drop_unlabelled"):
+            _read(tmp_path, text)
+        with pytest.warns(DataNotice, match="2 of 4 rows have no label"):
+            dataset = _read(tmp_path, text, drop_unlabelled=True)
+        assert dataset.class_names == (str(other), str(one))
+        assert dataset.labels.tolist() == [1, 0]
+    with pytest.raises(InputError, match=f"got {EVEN} at row 0 as float64, which rounds"):
+        _read(tmp_path, f"x,label\n1,{ODD}\n2,1.0\n")
 
 
 @pytest.mark.parametrize("part", ["x", "w"])
 def test_integers_of_a_csv_file_that_float64_rounds_are_refused(tmp_path, part):
     for numbers, row in (
         ((ODD, 1), 0),
-        ((1, "", ODD), 2),
-        ((0.5, ODD), 1),
         ((0.5, "", f" {ODD}"), 2),
         (("1.152921504606846977e18", 1), 0),
         ((0.5, f"+{ODD}.0"), 1),
         (((1 << 70) + 1, 0.5), 0),
-        ((BEYOND, 1), 0),
         ((BEYOND, ""), 0),
-        ((BEYOND, -1), 0),
-        (((1 << 70) + 1, 1), 0),
     ):
         columns = {"x": [1] * len(numbers), "w": [1] * len(numbers), part: numbers}
         rows = "".join(f"{x},a,{w}\n" for x, w in zip(columns["x"], columns["w"], strict=True))
@@ -300,5 +247,3 @@ def test_other_numbers_of_files_are_those_of_float64(tmp_path):
     path = _table(tmp_path, ".parquet", **columns, label=["a", "b", "a"])
     inputs = load("arrays", path=path, features=list(columns)).inputs
     np.testing.assert_array_equal(inputs, [[1, 0.1, 1], [np.nan, 2, np.nan], [3, np.nan, 0]])
-    path = _npz(tmp_path, x=np.array([[0.1]]).astype(np.longdouble))
-    assert load("arrays", path=path).inputs.tolist() == [[0.1]]

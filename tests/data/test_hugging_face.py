@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -63,12 +62,9 @@ def test_what_a_file_holds_is_read_and_what_is_chosen_said(tmp_path):
     for columns, names, options, inputs, labels, said in (
         (graded, unused, {**one, "label": "grade"}, TEXTS, words, ["left out: unused"]),
         (graded, grades, {}, TEXTS, words, [grade, text]),
-        (graded, grades, {"label": "grade"}, TEXTS, words, [text]),
-        (graded, grades, {**one, "label": "grade"}, TEXTS, words, []),
         (numbers, {}, {"weights": "mass"}, table, ["x", "y"], ["column 'label'", "a, b"]),
         (vectors, {}, {}, table, ["x", "y"], ["column 'label'", "embedding"]),
         (negative, {"label": ["a", "b"]}, one, TEXTS, None, ["all its labels are negative"]),
-        ({"text": TEXTS}, {}, one, TEXTS, None, ["taken as unlabelled"]),
     ):
         path = _parquet(tmp_path, columns, **names)
         with warnings.catch_warnings(record=True) as caught:
@@ -87,15 +83,12 @@ def test_what_a_file_holds_is_read_and_what_is_chosen_said(tmp_path):
             assert dataset.weights.tolist() == [1, 2]
 
 
-def test_files_with_raw_labels(tmp_path):
+def test_texts_are_read_from_every_format_and_split(tmp_path, datasets):
     rows = [{"text": text, "label": label + 7} for text, label in zip(TEXTS, LABELS, strict=True)]
     for suffix in ("csv", "json", "jsonl"):
         dataset = load("huggingface", path=_rows(tmp_path / f"a.{suffix}", rows), max_samples=4)
         assert dataset.class_names == ("7", "8"), suffix
         assert list(dataset.inputs) == [TEXTS[row] for row in dataset.rows], suffix
-
-
-def test_save_to_disk_with_and_without_splits(tmp_path, datasets):
     table = _table(PLAIN, label=["bad", "good"])
     table.save_to_disk(tmp_path / "plain")
     splits = {"train": table.select(range(4)), "validation": table.select([4, 5])}
@@ -107,12 +100,10 @@ def test_save_to_disk_with_and_without_splits(tmp_path, datasets):
     for path, said in (("divided", "choose one of: train, validation"), ("plain", "no splits")):
         with pytest.raises(InputError, match=rf"unknown split 'test'.*{said}"):
             load("huggingface", root=tmp_path, path=path, split="test")
-    _table({"text": [], "label": []}).save_to_disk(tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"cannot read .*nothing: .* empty"):
-        load("huggingface", path=str(tmp_path / "nothing"))
 
 
-def test_bad_columns_are_listed(tmp_path):
+@pytest.mark.slow
+def test_bad_columns_and_paths_are_named(tmp_path):
     ab = ["a", "b"]
     text = {"text": ab, "label": [0, 1]}
     one_class = r"label=label of .* in row 0, and a row is of one class"
@@ -121,29 +112,14 @@ def test_bad_columns_are_listed(tmp_path):
         ({"s": ab, "t": ab, "label": [0, 1]}, {}, "input=COLUMN.* s, t"),
         ({**text, "y": [0, 1]}, {}, "any of label, y; choose with"),
         (text, {"input": "t"}, "no column 't'.*: text, label"),
-        (text, {"label": "k"}, "no column 'k'.*: text, label"),
-        (text, {"weights": "w"}, "no weights 'w'.*: text, label"),
         ({"a": [1, 2], **text}, {"input": ["a", "text"]}, r"got a \(number\), text \(text\)"),
-        ({"text": ab, "label": [0.5, 1.5]}, {}, "labels must be integers or strings"),
-        (
-            {"text": ab, "label": ["p", None]},
-            {},
-            "1 label is missing, at row 1; drop_unlabelled=true",
-        ),
+        ({"text": ab, "label": ["p", None]}, {}, "1 label is missing, at row 1; drop_unlabelled="),
         ({"text": [], "label": []}, {}, "damaged or empty"),
         ({"text": ab, "label": [[0], [1, 2]]}, {}, one_class),
-        ({"text": ab, "label": [[], [1]]}, {}, one_class),
-        ({"text": ab, "label": [["a", "b"], ["c"]]}, {}, one_class),
         ({"text": ab, "label": [{"k": 1}] * 2}, {}, one_class),
     ):
         with pytest.raises(InputError, match=message):
             load("huggingface", path=_parquet(tmp_path, columns), **options)
-    path = _parquet(tmp_path, {"text": ["a", None], "label": [0, 1]})
-    with pytest.raises(InputError, match=r"row 1 of .* has nothing in its column 'text'"):
-        load("huggingface", path=path).inputs[1]
-
-
-def test_unreadable_paths(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"damaged")
     (tmp_path / "a.txt").write_text("x")
     for path, message in (
@@ -154,26 +130,18 @@ def test_unreadable_paths(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             load("huggingface", root=tmp_path, path=path)
+    path = _parquet(tmp_path, {"text": ["a", None], "label": [0, 1]})
+    with pytest.raises(InputError, match=r"row 1 of .* has nothing in its column 'text'"):
+        load("huggingface", path=path).inputs[1]
 
 
-def test_the_hub_is_not_asked_unless_allowed(monkeypatch, datasets):
-    import huggingface_hub
-
-    offline = []
-
+def test_what_the_hub_gives_is_refused_by_its_name(monkeypatch, datasets):
     def refuse(path, config):
-        offline.append(datasets.config.HF_HUB_OFFLINE and huggingface_hub.constants.HF_HUB_OFFLINE)
         raise ConnectionError(f"no {path}")
 
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(InputError, match="allow fetching it with download=true"):
-        load("huggingface", path="someone/something")
     with pytest.raises(InputError, match=r"the hub's copy cannot be used: no someone/something$"):
         load("huggingface", path="someone/something", download=True)
-    assert offline == [True, False]
-    assert not huggingface_hub.constants.HF_HUB_OFFLINE
     table = _table({"a": [1.0, 2.0], "label": [0, 1]})
     splits = datasets.DatasetDict({"train": table, "test": table.select([])})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: splits)
@@ -181,22 +149,10 @@ def test_the_hub_is_not_asked_unless_allowed(monkeypatch, datasets):
         load("huggingface", path="owner/name", split="test")
 
 
-@pytest.mark.slow
-def test_a_configuration_that_means_nothing_is_refused(tmp_path):
-    (tmp_path / "folder").mkdir()
-    path = _parquet(tmp_path / "folder", {"a": [1.0, 2.0], "label": [0, 1]})
-    _table({"a": [1.0, 2.0], "label": [0, 1]}).save_to_disk(tmp_path / "saved")
-    for given in (path, str(tmp_path / "folder"), str(tmp_path / "saved")):
-        with pytest.raises(InputError, match=r"has no configuration 'zz', .*leave config out"):
-            load("huggingface", path=given, config="zz")
-        assert len(load("huggingface", path=given)) == 2
-
-
 def test_rows_without_a_label_can_be_left_out(tmp_path):
-    np.save(tmp_path / "w.npy", [5.0, 6.0, 7.0])
-    options = {"drop_unlabelled": True, "weights": str(tmp_path / "w.npy")}
+    options = {"drop_unlabelled": True, "weights": "w"}
     for labels in ([0.0, None, 1.0], [0, None, 1], ["a", None, "b"]):
-        path = _parquet(tmp_path, {"a": [1.0, 2.0, 3.0], "label": labels})
+        path = _parquet(tmp_path, {"a": [1.0, 2.0, 3.0], "w": [5.0, 6, 7], "label": labels})
         with pytest.warns(DataNotice, match="1 of 3 rows have no label and are left out"):
             dataset = load("huggingface", path=path, **options)
         assert dataset.rows.tolist() == [0, 2]
@@ -215,10 +171,6 @@ def test_numbers_and_labels_stay_exact(tmp_path):
     with pytest.warns(DataNotice, match="1 of 3 rows have no label"):
         found = load("huggingface", path=str(tmp_path / "a.csv"), drop_unlabelled=True)
     assert found.class_names == (str((1 << 64) - 2), str((1 << 64) - 1))
-    prices = pd.DataFrame({"x": [Decimal("0.10"), None], "label": [0, 1]})
-    prices.to_parquet(tmp_path / "a.parquet")
-    found = load("huggingface", path=str(tmp_path / "a.parquet"))
-    np.testing.assert_array_equal(found.inputs, [[0.1], [np.nan]])
     table = pd.DataFrame({"x": np.array([1 << 63, 1], np.uint64), "label": [ODD, ODD - 1]})
     table.to_parquet(tmp_path / "b.parquet")
     found = load("huggingface", path=str(tmp_path / "b.parquet"), input="x", label="label")
@@ -226,21 +178,23 @@ def test_numbers_and_labels_stay_exact(tmp_path):
     assert found.class_names == (str(ODD - 1), str(ODD))
 
 
-@pytest.mark.parametrize("named", ["../secret.csv", "{root}/secret.csv"])
-def test_a_folder_names_no_data_files_outside_of_it(tmp_path, named):
+def test_a_folder_names_no_data_files_outside_of_it(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "folder")
     for place in (tmp_path / "secret.csv", tmp_path / "folder" / "own.csv"):
         place.write_text("text,label\na,x\nb,y\n")
     readme = tmp_path / "folder" / "README.md"
     text = "---\nconfigs:\n- config_name: default\n  data_files: {}\n---\n"
-    readme.write_text(text.format(named.format(root=tmp_path)))
-    with pytest.raises(InputError, match="names a data file outside of it"):
-        load("huggingface", path=str(tmp_path / "folder"))
+    for named in ("../secret.csv", f"{tmp_path}/secret.csv"):
+        readme.write_text(text.format(named))
+        with pytest.raises(InputError, match="names a data file outside of it"):
+            load("huggingface", path=str(tmp_path / "folder"))
     readme.write_text(text.format("own.csv"))
     # Links are followed: what the hub caches consists of them.
     for place in ("folder", "linked"):
         assert len(load("huggingface", path=str(tmp_path / place))) == 2
+    with pytest.raises(InputError, match=r"has no configuration 'zz', .*leave config out"):
+        load("huggingface", path=str(tmp_path / "folder"), config="zz")
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -257,44 +211,30 @@ def test_a_saved_dataset_names_no_data_files_outside_of_it(tmp_path, datasets, *
         load("huggingface", path=str(tmp_path / "own"))
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize(
-    ("suffix", "other", "in_folder"),
-    [
+@pytest.mark.slow
+def test_integers_that_float64_rounds_are_refused(tmp_path):
+    """Beside a missing one or a fraction the library's own readers make float64 of them."""
+    for suffix, other, in_folder in (
         ("csv", None, False),
         ("parquet", 1, True),
         ("json", 0.5, True),
-        ("csv", 1, True),
-        ("parquet", None, False),
-        ("json", None, False),
-        ("csv", 0.5, True),
-    ],
-)
-def test_integers_that_float64_rounds_are_refused(tmp_path, suffix, other, in_folder):
-    """Beside a missing one or a fraction the library's own readers make float64 of them."""
-    rows = [{"x": 1, "z": 0.5, "label": 0}, {"x": ODD, "z": 0.5, "label": 1}]
-    # A text has no types of columns.
-    rows.append({"x": 3 if suffix == "parquet" else other, "z": other, "label": 0})
-    path = tmp_path / "folder" / f"a.{suffix}"
-    path.parent.mkdir()
-    if suffix == "parquet":
-        pd.DataFrame(rows).astype({"x": "Int64"}).to_parquet(path)
-    else:
-        _rows(path, rows)
-    named = str(path.parent if in_folder else path)
-    with pytest.raises(InputError, match=f"float64 holds, got {ODD} at row 1"):
-        load("huggingface", path=named, input=["x", "z"], label="label")
-
-
-@pytest.mark.slow
-def test_digits_of_no_number_of_float64_are_refused(tmp_path):
+    ):
+        rows = [{"x": 1, "z": 0.5, "label": 0}, {"x": ODD, "z": 0.5, "label": 1}]
+        # A text has no types of columns.
+        rows.append({"x": 3 if suffix == "parquet" else other, "z": other, "label": 0})
+        path = tmp_path / f"{suffix} {other}" / f"a.{suffix}"
+        path.parent.mkdir()
+        if suffix == "parquet":
+            pd.DataFrame(rows).astype({"x": "Int64"}).to_parquet(path)
+        else:
+            _rows(path, rows)
+        named = str(path.parent if in_folder else path)
+        with pytest.raises(InputError, match=f"float64 holds, got {ODD} at row 1"):
+            load("huggingface", path=named, input=["x", "z"], label="label")
     for place, (suffix, text, message) in enumerate(
         (
             ("jsonl", '{"x": [%d, 0.5], "label": 0}', f"got {ODD} at row 0"),
-            ("json", '[{"x": 0.5, "label": 0}, {"x": %d, "label": 1}]', f"got {ODD} at row 1"),
-            ("jsonl", '{"x": 1180591620717411303425, "label": 0}', "got 1180591620717411303425 at"),
             ("csv", "x,label\n%d.0,0\n0.5,1\n", f"got {ODD} at row 0"),
-            ("csv", "x,label\n1,a\n1.152921504606846977e18,b\n", f"got {ODD} at row 1"),
             ("jsonl", '{"x": [1, 2], "label": 0}\n{"x": [1], "label": 1}', "different numbers of"),
         )
     ):

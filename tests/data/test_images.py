@@ -1,8 +1,7 @@
 """One decoder for all readers: closed forms for PIL's modes, and folders read in five ways."""
 
-import io
-import struct
-import zlib
+import base64
+import warnings
 
 import numpy as np
 import pytest
@@ -112,59 +111,37 @@ def _as_meant(found, expected, levels, name):
     np.testing.assert_allclose(found, expected, 1e-6, (levels + 0.01) / 255, err_msg=name)
 
 
-def test_a_mode_in_a_file_is_the_numbers_that_it_means(tmp_path):
+def test_a_mode_is_the_numbers_that_it_means_in_any_file_and_in_memory(tmp_path):
     for mode, end in FILES:
         image = open_image(_save(tmp_path, mode, end))
         assert image.mode in ("L", "RGB", "I;16", "F"), f"{mode} in {end}"
         _as_meant(_pixels(image), *MODES[mode][2:], f"{mode} in {end}")
-
-
-def test_a_mode_that_is_in_memory_only():
     palette = _palette_image().convert("PA")
     palette.putalpha(Image.fromarray(ALPHA))
-    deep = DEEP.astype("<u2").tobytes()
-    four, grey = Image.fromarray(FOUR), Image.fromarray(np.stack([GREY, ALPHA], 2))
-    colour = Image.fromarray(COLOUR)
-    for mode, image, expected, levels in (
-        ("RGBX", colour.convert("RGBX"), COLOUR / 255, 0),
+    deep = Image.frombytes("I;16L", SIZE[::-1], DEEP.astype("<u2").tobytes())
+    for image, expected, levels in (
+        (Image.fromarray(COLOUR).convert("RGBX"), COLOUR / 255, 0),
         # Premultiplied to 8 bits and back loses nothing on white.
-        ("RGBa", four.convert("RGBa"), _on_white(COLOUR / 255), 1.5),
-        ("La", grey.convert("La"), _on_white(GREY / 255), 1.5),
+        (Image.fromarray(FOUR).convert("RGBa"), _on_white(COLOUR / 255), 1.5),
         # Hue in 8 bits.
-        ("HSV", colour.convert("HSV"), COLOUR / 255, 5),
-        ("PA", palette, _on_white(PALETTE[INDICES] / 255), 0.5),
-        ("I;16L", Image.frombytes("I;16L", SIZE[::-1], deep), DEEP / 65535, 0),
-        ("I;16N", Image.frombytes("I;16N", SIZE[::-1], deep), DEEP / 65535, 0),
+        (Image.fromarray(COLOUR).convert("HSV"), COLOUR / 255, 5),
+        (palette, _on_white(PALETTE[INDICES] / 255), 0.5),
+        (deep, DEEP / 65535, 0),
     ):
-        assert image.mode == mode
-        _as_meant(_pixels(image), expected, levels, mode)
-
-
-def _folder(path, ends):
-    for mode, end in FILES:
-        if f".{end}" in ends:
-            _save(path, mode, end)
-    return path
+        _as_meant(_pixels(image), expected, levels, image.mode)
 
 
 def _read(reader, folder, tmp_path, datasets):
     root = {"root": str(folder)}
-    match reader:
-        case "image_folder":
-            return load("image_folder", path=str(folder))
-        case "DatasetFolder":
-            arguments = {**root, "extensions": list(extensions())}
-            return load("torchvision", dataset="DatasetFolder", arguments=arguments)
-        case "ImageFolder":
-            return load("torchvision", dataset="ImageFolder", arguments=root)
-        case "imagefolder":
-            return load("huggingface", path=str(folder))
-    table = datasets.load_dataset(str(folder), split="train")
-    if reader == "saved":
-        table.save_to_disk(tmp_path / "saved")
-        return load("huggingface", path=str(tmp_path / "saved"))
-    table.to_parquet(tmp_path / "a.parquet")
-    return load("huggingface", path=str(tmp_path / "a.parquet"))
+    if reader == "DatasetFolder":
+        root["extensions"] = list(extensions())
+    if "Folder" in reader:
+        return load("torchvision", dataset=reader, arguments=root)
+    if reader == "imagefolder":
+        return load("huggingface", path=str(folder))
+    path, table = tmp_path / reader, datasets.load_dataset(str(folder), split="train")
+    (table.save_to_disk if reader == "saved" else table.to_parquet)(path)
+    return load("huggingface", path=str(path))
 
 
 # The datasets library does not know the last two.
@@ -175,7 +152,7 @@ TORCHVISION = (".png", ".bmp", ".tif", ".ppm", ".pgm", ".webp")
 READERS = {
     "imagefolder": HUGGING_FACE,
     "saved": HUGGING_FACE,
-    "parquet": HUGGING_FACE,
+    "a.parquet": HUGGING_FACE,
     "DatasetFolder": tuple(extensions()),
     "ImageFolder": TORCHVISION,
 }
@@ -187,16 +164,15 @@ def test_a_folder_gives_the_same_numbers_whichever_reads_it(tmp_path, datasets):
     for reader, ends in READERS.items():
         folder = tmp_path / f"{len(ends)}"
         if ends not in expected:
-            one = load("image_folder", path=str(_folder(folder, ends)))
-            assert len(one) > 15
-            features = otdd.embed(one, otdd.extractors.pixels()).features
-            expected[ends] = one.class_names, [_pixels(image) for image in one.inputs], features
-        names, numbers, features = expected[ends]
-        other = _read(reader, folder, tmp_path, datasets)
-        assert other.class_names == names, reader
-        for name, row, image in zip(names, numbers, other.inputs, strict=True):
-            np.testing.assert_array_equal(_pixels(image), row, err_msg=f"{reader}: {name}")
-        assert torch.equal(otdd.embed(other, otdd.extractors.pixels()).features, features), reader
+            for mode, end in FILES:
+                if f".{end}" in ends:
+                    _save(folder, mode, end)
+            expected[ends] = load("image_folder", path=str(folder))
+            assert len(expected[ends]) > 15
+        one, other = expected[ends], _read(reader, folder, tmp_path, datasets)
+        assert other.class_names == one.class_names, reader
+        features = [otdd.embed(each, otdd.extractors.pixels()).features for each in (one, other)]
+        assert torch.equal(*features), reader
 
 
 def test_images_stand_upright(tmp_path):
@@ -220,10 +196,6 @@ def test_images_stand_upright(tmp_path):
         found = _pixels(image)
         found = found if found.ndim == 2 else found[..., 0]
         np.testing.assert_allclose(found, upright / 255, atol=0.05, err_msg=str(path))
-    exif[0x0112], sink = 3, io.BytesIO()
-    Image.fromarray(COLOUR).save(sink, "PNG", exif=exif)
-    wanted = (COLOUR[::-1, ::-1] / 255).astype(np.float32)
-    np.testing.assert_array_equal(_pixels(Image.open(sink)), wanted)
 
 
 def test_grey_is_repeated_where_others_have_colour_and_depths_agree(tmp_path):
@@ -255,12 +227,6 @@ def _keyed(image, palette=None):
     return image
 
 
-def _reopened_with_key(levels):
-    sink = io.BytesIO()
-    Image.fromarray(levels.astype(np.uint16)).save(sink, "PNG", transparency=0)
-    return Image.open(sink)
-
-
 def test_what_alpha_shows_is_seen():
     """Black of two shapes on a transparent ground: equal where alpha is dropped."""
     shapes = np.zeros((2, *SIZE), np.uint8)
@@ -271,38 +237,31 @@ def test_what_alpha_shows_is_seen():
     levels = shapes // 255
     for kind, items in (
         ("RGBA", [Image.fromarray(each) for each in rgba]),
-        ("LA", [Image.fromarray(each).convert("LA") for each in rgba]),
         ("P", [_keyed(Image.fromarray(each, "P"), bytes(6)) for each in levels]),
         ("L key", [_keyed(Image.fromarray(each)) for each in levels]),
-        ("I;16 key", [_reopened_with_key(each) for each in levels]),
         ("array", list(rgba)),
-        ("float array", list(rgba.astype(np.float32) / 255)),
     ):
         with pytest.warns(DataNotice, match="transparency are laid on white"):
             found = otdd.extractors.pixels(grayscale=True)(items).numpy()
         wanted = 1 - shapes.reshape(2, -1) / 255.0
         np.testing.assert_allclose(found, wanted, atol=1.01 / 255, err_msg=kind)
-
-
-def test_opaque_images_are_taken_without_a_word(recwarn):
+    # Opaque ones are taken without a word.
     opaque = np.concatenate([COLOUR, np.full((*SIZE, 1), 255, np.uint8)], 2)
-    np.testing.assert_array_equal(_pixels(Image.fromarray(opaque)), np.float32(COLOUR / 255))
-    assert not recwarn.list
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(_pixels(Image.fromarray(opaque)), np.float32(COLOUR / 255))
 
 
-def test_deep_colour_that_is_read_in_8_bits_is_said(tmp_path):
-    """PIL does not write such files: a PNG of one pixel, of 16 bits a channel."""
+# PIL does not write such files: a PNG of one pixel, of 16 bits a channel.
+DEEP_COLOUR = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAIAAADA54+dAAAA"
+    "D0lEQVR4nGMQMvn/n4EBAAhwAkXkZmAVAAAAAElFTkSuQmCC"
+)
 
-    def chunk(kind, data):
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
 
-    header, pixel = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0), b"\0\x12\x34\xff\xff\0\0"
-    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(pixel)), (b"IEND", b"")]
-    content = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+def test_deep_colour_that_is_read_in_8_bits_is_said():
     with pytest.warns(DataNotice, match="several channels of 16 bits in 8 bits"):
-        image = open_image(content)
+        image = open_image(base64.b64decode(DEEP_COLOUR))
     assert image.getpixel((0, 0)) == (0x12, 255, 0)
 
 
@@ -331,15 +290,11 @@ REFUSED = [
     ("a.tif", lambda p: Image.fromarray(FLOATS * 255).save(p), r"in \[0, 1\], got .* rescale them"),
     ("a.tif", lambda p: Image.fromarray(FLOATS * np.nan).save(p), r"in \[0, 1\], got nan"),
     ("a.webp", _frames, "has 2 frames; save the one that is meant"),
-    ("a.tif", _frames, "has 2 frames"),
     ("a.gif", _frames, "has 2 frames"),
-    ("a.png", _frames, "has 2 frames"),
     ("a.png", _white_drawing, "white on a transparent ground"),
     ("a.png", _drawing, "EPS files hold no picture"),
     ("a.jpg", _cut, "truncated"),
     ("a.png", _cut, "truncated"),
-    ("a.tif", _cut, "truncated"),
-    ("a.bmp", _cut, "truncated"),
     ("a.png", lambda p: p.write_bytes(b""), "damaged, empty or no image"),
 ]
 
@@ -365,12 +320,6 @@ def test_what_cannot_be_meant_is_refused_by_name(tmp_path, datasets):
         for dataset, place in readers:
             with pytest.raises(InputError, match=f"(?s)(?:{place}).*{message}"):
                 otdd.embed(dataset, otdd.extractors.pixels())
-    callables = otdd.extractors.from_callable(lambda batch: torch.zeros(len(batch), 1))
-    for image in (Image.fromarray(GREY.astype(np.int32)), Image.new("L", (0, 3))):
-        dataset = LabeledDataset([Image.fromarray(GREY), image], None, (), None, "image", "mine")
-        for extractor in (otdd.extractors.pixels(), callables):
-            with pytest.raises(InputError, match="row 1: "):
-                otdd.embed(dataset, extractor)
 
 
 def test_arrays_are_scaled_by_the_range_of_their_type(tmp_path):
@@ -384,17 +333,13 @@ def test_arrays_are_scaled_by_the_range_of_their_type(tmp_path):
         np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=dtype)
 
 
-def test_features_of_another_decoder_or_transparency_are_not_served(tmp_path, monkeypatch):
+def test_features_of_another_decoder_are_not_served(tmp_path, monkeypatch):
     _save(tmp_path, "L", "png")
     before = inputs_hash(load("image_folder", path=str(tmp_path)))
     assert inputs_hash(load("image_folder", path=str(tmp_path))) == before
     monkeypatch.setattr("otdd_flash.extractors.embedding.DECODING", 1)
     assert inputs_hash(load("image_folder", path=str(tmp_path))) != before
-    # The same indices and palette, of which another one is transparent.
-    hashes = set()
-    for key in (None, 0, 1):
-        image = _palette_image()
-        if key is not None:
-            image.info["transparency"] = key
-        hashes.add(inputs_hash(LabeledDataset([image], None, (), None, "image", "mine")))
-    assert len(hashes) == 3
+    # The same indices and palette, one of which is transparent.
+    keyed = [_palette_image(), _keyed(_palette_image())]
+    pair = [LabeledDataset([image], None, (), None, "image", "mine") for image in keyed]
+    assert inputs_hash(pair[0]) != inputs_hash(pair[1])

@@ -41,11 +41,9 @@ def test_blobs_share_centres_between_splits_but_no_points_and_follow_seed_and_sp
     np.testing.assert_allclose(means[0], means[1], atol=0.01)
     assert not np.isin(train.inputs, test.inputs).any()
     np.testing.assert_array_equal(both.inputs, np.concatenate([train.inputs, test.inputs]))
-    assert both.rows.tolist() == [*train.rows, *test.rows] == list(range(800))
     first, again, other = (load("blobs", seed=seed).inputs for seed in (4, 4, 5))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
-    assert load("blobs", seed=4, spread=3.0).inputs.std() > 2 * first.std()
 
 
 def test_weights_come_from_a_file(tmp_path):
@@ -62,7 +60,6 @@ def test_bad_requests_name_the_value_and_the_way_out():
         ("digits", {"rotat": 3}, "unknown option of digits 'rotat'; choose one of: .*rotate"),
         ("digits", {"split": "valid"}, "unknown split of digits 'valid'; .* train, test, all"),
         ("digits", {"rotate": "far"}, "rotate of digits must be a number, got 'far'"),
-        ("digits", {"max_samples": 9}, "max_samples=9 is below the 10 classes"),
         ("digits", {"max_samples": 0}, "max_samples must be at least 1, got 0"),
         ("digits", {"max_samples": 2.5}, "max_samples must be an integer, got 2.5"),
         ("digits", {"seed": -1}, "seed must be at least 0, got -1"),
@@ -102,24 +99,9 @@ def test_every_source_has_a_file_whose_keys_are_the_options_of_load():
             assert nodes[side]["name"] == name
             keys = {"name", "pseudo_labels", "k", *known_options(name)}
             assert set(nodes[side]) == keys, f"{side}={name}"
-
-
-@pytest.mark.slow
-def test_keys_of_commands_reach_load(tmp_path):
-    from otdd_flash.commands.sides import without_clustering
-
-    # By default disjoint halves, one of them rotated.
-    config = _compose("max_samples=100")
-    source, target = (load(**without_clustering(config[side])) for side in ("source", "target"))
-    assert len(source) == len(target) == 100
-    assert np.intersect1d(source.rows, target.rows).size == 0
-    assert config["target"]["rotate"] == 30
     # Shared keys reach both sides and can be overridden; mappings and lists can be set.
     torchvision = "source=torchvision", "source.arguments={split: letters}", "source.classes=[a,2]"
     config = _compose(*torchvision, "seed=7", "data_root=d", "source.max_samples=5")
     expected = {"arguments": {"split": "letters"}, "classes": ["a", 2], "max_samples": 5}
     assert config["source"] | {"root": "d", "seed": 7, **expected} == config["source"]
     assert config["target"] | {"root": "d", "seed": 7, "max_samples": None} == config["target"]
-    np.savez(tmp_path / "a.npz", x=np.eye(4), y=[0, 0, 1, 1])
-    node = _compose("target=arrays", f"target.path={tmp_path / 'a.npz'}", "target.classes=[1]")
-    assert load(**without_clustering(node["target"])).rows.tolist() == [2, 3]
