@@ -1,6 +1,5 @@
 """Rows drawn without replacement, intervals from subsamples, and the noise floor."""
 
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling import comparison, noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import least_rows, most_per_half, subsample, two_halves
-from otdd_flash.sliced.tails import tail_excess
 from otdd_flash.solver.schedules.converged import Converged
 
 FEWEST = 39
@@ -77,8 +75,7 @@ def test_all_rows_are_drawn_equally_often_and_class_counts_vary_as_in_sampling()
     counts = np.array([one.class_counts[0] for one in drawn])
     # Hypergeometric: 30 of 100 rows are of the class.
     assert counts.var() == pytest.approx(size * 0.3 * 0.7 * (100 - size) / 99, rel=0.15)
-    samples = numbered(10, 21)
-    firsts = [two_halves(samples, 15, generator)[0] for _ in range(400)]
+    firsts = [two_halves(numbered(10, 21), 15, generator)[0] for _ in range(400)]
     often = np.bincount([row for half in firsts for row in numbers(half)], minlength=31)
     assert np.abs(often - 400 * 15 / 31).max() < 5 * np.sqrt(400) / 2
 
@@ -120,8 +117,7 @@ def interval(source, target, value=0.0, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [50, 8])
-def test_a_known_normal_law_is_covered_as_often_as_the_level_says(asked, size):
+def test_a_known_normal_law_is_covered_as_often_as_the_level_says(asked):
     """The difference of two means, whose mean is 0, instead of a distance."""
     generator, covered, repetitions = np.random.default_rng(3), 0, 150
     for seed in range(repetitions):
@@ -130,7 +126,7 @@ def test_a_known_normal_law_is_covered_as_often_as_the_level_says(asked, size):
             for n in (64, 160)
         ]
         value = float(sides[0].features.mean() - sides[1].features.mean())
-        found = interval(*sides, value, size=size, seed=seed, labels="none")
+        found = interval(*sides, value, size=8, seed=seed, labels="none")
         covered += found.lower <= 0 <= found.upper
     # Within 2.5 deviations of a binomial count, or more: of normal rows too few are seen to tell
     # their tail from a heavier one.
@@ -183,19 +179,6 @@ def test_the_upper_part_is_longer_by_the_tail_of_the_rows(asked):
 
 
 @pytest.mark.slow
-def test_the_tail_of_a_power_law_is_found():
-    """The mean of 400 estimates from 10,000 numbers, each one standard error of 10% too high."""
-    uniform = np.random.default_rng(0).random((400, 10_000))
-    for index in (0.25, 0.5, 2.0):
-        found = float(tail_excess(torch.from_numpy(uniform**-index)).mean())
-        assert found == pytest.approx(max(1.1 * index - 0.3, 0), abs=0.03 * index), index
-    few = torch.zeros(30)
-    few[:2] = 1.0
-    assert [float(tail_excess(n)) for n in (torch.zeros(30), torch.ones(30))] == [0, 0]
-    assert tail_excess(few) == torch.inf
-
-
-@pytest.mark.slow
 def test_the_mean_distance_between_so_many_samples_is_covered():
     """In eight dimensions, where subsamples are far more distant than the whole."""
     generator = np.random.default_rng(4)
@@ -204,14 +187,13 @@ def test_the_mean_distance_between_so_many_samples_is_covered():
     def draw(shift):
         return LabeledSamples(torch.from_numpy(generator.normal(shift, size=(40, 8))), None, ())
 
-    drawn = [(draw(0.0), draw(0.7)) for _ in range(60)]
+    drawn = [(draw(0.0), draw(0.7)) for _ in range(30)]
     values = np.array([dataset_distance(*sides, **settings).value for sides in drawn])
     intervals = [
         interval(*sides, value, size=20, **settings)
-        for sides, value in zip(drawn[:4], values[:4], strict=True)
+        for sides, value in zip(drawn[:2], values[:2], strict=True)
     ]
-    held = sum(found.lower <= values.mean() <= found.upper for found in intervals)
-    assert held >= 3
+    assert all(found.lower <= values.mean() <= found.upper for found in intervals)
     assert np.mean([np.mean(found.values) for found in intervals]) > values.mean() + values.std()
     # A normal law's interval is four deviations wide.
     width = np.mean([found.upper - found.lower for found in intervals])
@@ -297,10 +279,6 @@ def test_what_cannot_be_met_is_an_error(pair, asked):
         with pytest.raises(InputError, match=message):
             subsample_interval(*pair, 0.0, **{"epsilon": 0.1} | settings)
     assert not asked
-    # Enough rows per class give no notice.
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        interval(*pair, size=15)
 
 
 # The noise floor.
@@ -320,10 +298,8 @@ def compared(monkeypatch):
     return calls
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("sizes", [((21, 20), (60, 50)), ((60, 50), (21, 20))])
-def test_halves_are_disjoint_parts_of_one_dataset_and_all_of_one_size(compared, sizes):
-    source, target = (numbered(*counts) for counts in sizes)
+def test_halves_are_disjoint_parts_of_one_dataset_and_all_of_one_size(compared):
+    source, target = numbered(21, 20), numbered(60, 50)
     floor = noise_floor(source, target, labels="means", epsilon=1000.0)
     within_source, within_target, between = compared
     assert floor.size == 20
@@ -364,7 +340,6 @@ def test_why_solves_stopped_early_is_told_once(pair):
     rounded = r"rounding allows in 3 of 3 .* Raise solver\.bound_width or eps"
     stopped = r"after 1 iterations in 39 of 39 .* Raise solver\.max_iterations or epsilon$"
     for call, solver, message in (
-        (noise_floor, early, "3 of 3"),
         (noise_floor, Converged(bound_width=1e-9), rounded),
         (interval, early, stopped),
     ):

@@ -15,7 +15,7 @@ from scipy import stats
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.sliced import distances
-from otdd_flash.sliced.distances import DRAWS_PER_CHUNK, MOMENTS, draw_all, draw_chunk, equal_steps
+from otdd_flash.sliced.distances import DRAWS_PER_CHUNK, MOMENTS, draw_all, draw_chunk
 from otdd_flash.sliced.result import intervals
 
 
@@ -112,14 +112,6 @@ def test_a_draw_is_the_same_however_many_there_are(monkeypatch):
     torch.testing.assert_close(parts.values, whole.values, rtol=1e-12, atol=0)
 
 
-def test_steps_of_equal_masses_use_every_row_up():
-    for n, m in ((1, 1), (3, 2), (7, 7), (6, 4), (60_000, 59_999)):
-        steps = equal_steps(n, m, torch.device("cpu"))
-        for index, size in ((steps.rows, n), (steps.columns, m)):
-            used = torch.zeros(size, dtype=torch.float64).index_add_(0, index, steps.widths)
-            torch.testing.assert_close(used, torch.full_like(used, 1 / size), rtol=1e-9, atol=0)
-
-
 def test_intervals_are_longer_above_by_the_tail_of_the_draws_and_roots_are_of_their_ends():
     datasets = [some(40, 6, 3, 0), some(30, 6, 3, 1), some(20, 6, 3, 2)]
     result = otdd.sliced_distances(datasets, projections=200, device="cpu")
@@ -131,10 +123,9 @@ def test_intervals_are_longer_above_by_the_tail_of_the_draws_and_roots_are_of_th
     assert (ratios[apart] >= 1).all()
     assert torch.equal(result.upper.diagonal(), torch.zeros(3, dtype=torch.float64))
     nearest = result.pairs()[0]
-    assert nearest.value == float(result.values[result.values > 0].min())
+    assert nearest.value == float(result.values[apart].min())
     assert nearest.root_upper == math.sqrt(nearest.upper)
     assert nearest.root_lower == math.sqrt(max(nearest.lower, 0.0))
-    assert torch.equal(result.roots.square().sqrt(), result.roots)
 
 
 @pytest.mark.slow
@@ -227,16 +218,6 @@ def test_intervals_of_pixels_hold_the_value_in_95_of_100_repetitions():
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_what_a_cpu_does():
-    datasets = [some(700, 90, 5, 0, weights="any"), some(600, 90, 4, 1), some(900, 90, 4, 2)]
-    here, there = (
-        otdd.sliced_distances(datasets, projections=600, device=device).values
-        for device in ("cpu", "cuda")
-    )
-    torch.testing.assert_close(here, there, rtol=1e-10, atol=0)
-
-
-@pytest.mark.gpu
 def test_60000_images_take_5_seconds_a_dataset_and_a_gibibyte():
     datasets = [some(60_000, 784, 10, seed).to("cuda") for seed in range(2)]
     otdd.sliced_distances(datasets, projections=500, device="cuda")
@@ -246,3 +227,9 @@ def test_60000_images_take_5_seconds_a_dataset_and_a_gibibyte():
     otdd.sliced_distances(datasets, projections=10_000, device="cuda")
     assert time.perf_counter() - started < 2 * 5
     assert torch.cuda.max_memory_allocated() - before < 2**30
+    few = [some(700, 90, 5, 0, weights="any"), some(600, 90, 4, 1)]
+    here, there = (
+        otdd.sliced_distances(few, projections=600, device=device).values
+        for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(here, there, rtol=1e-10, atol=0)

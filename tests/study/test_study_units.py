@@ -121,14 +121,6 @@ def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path):
             StoredBench(Store(tmp_path), 1).found(failing)
 
 
-def test_work_ends_between_units_when_asked_to(tmp_path):
-    told = []
-    more = {"stop": lambda: len(told) == 2, "progress": lambda *numbers: told.append(numbers)}
-    run([Sum(1), Sum(2), Sum(3)], tmp_path, **more)
-    assert computed() == [1, 2]
-    assert told == [(1, 3), (2, 3)]
-
-
 def test_every_unit_belongs_to_one_shard():
     units = [Sum(number) for number in range(200)]
     owners = [Shard.parse("1/4").owner(unit) for unit in units]
