@@ -71,13 +71,10 @@ def test_a_new_metric_takes_one_line_of_the_registry(blobs, tmp_path, monkeypatc
     [
         (otdd.labels.Gaussian(), "gaussian unbiased=True on cuda"),
         (otdd.labels.Gaussian(unbiased=False), "gaussian unbiased=False on cuda"),
-        (otdd.labels.Gaussian(diagonal=True), None),
         (otdd.labels.Sinkhorn(1), "sinkhorn epsilon=1.0 tolerance=0.001 on cuda"),
         (otdd.labels.Sinkhorn(0.5, 1e-4), "sinkhorn epsilon=0.5 tolerance=0.0001 on cuda"),
         (otdd.labels.Exact(), "exact"),
         (otdd.labels.Means(), None),
-        (otdd.labels.UpperBound(), None),
-        (otdd.labels.NoLabels(), None),
     ],
 )
 def test_recipes_are_those_of_caches_that_there_are(metric, recipe):
@@ -120,9 +117,7 @@ def test_every_method_has_a_file_that_sets_every_key():
     ("method", "changed", "idle"),
     [
         ("means", {"unbiased": False}, "unbiased=False"),
-        ("none", {"diagonal": True}, "diagonal=True"),
         ("gaussian", {"epsilon": 3.0}, "epsilon=3.0"),
-        ("exact", {"path": "w.npz"}, "path=w.npz"),
         ("gaussian", {"unbiased": False, "diagonal": True}, None),
         ("sinkhorn", {"epsilon": 3.0}, None),
         ("means", {"epsilon": math.nan}, "epsilon=nan"),

@@ -10,7 +10,6 @@ from flow_report_cases import Flow, blobs, image_flow, record, straight_flow
 from picture_checks import check_apart, check_on_page
 from PIL import Image
 
-from otdd_flash.data import load
 from otdd_flash.errors import InputError
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.report.figures.page import TARGET_COLOR
@@ -42,34 +41,6 @@ def listing(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("classes", [3, None])
-def test_a_report_has_all_its_files(tmp_path, datasets, classes):
-    """Those of a first report are replaced by those of a second."""
-    run, flow = tmp_path / "run", straight_flow(classes)
-    run.mkdir()
-    for name in ALWAYS[2:]:
-        (run / name).write_text("of an earlier report")
-    double = replace(flow.trajectory, points=flow.trajectory.points.double())
-    written = write_flow_report(replace(flow, trajectory=double), run)
-    assert [path.name for path in written.written] == ALWAYS
-    assert listing(run) == set(ALWAYS)
-    adapted = load("arrays", path=str(run / "adapted.npz"))
-    np.testing.assert_array_equal(adapted.inputs, flow.samples.features)
-    assert adapted.class_names == flow.samples.class_names
-    table = datasets.load_from_disk(str(run / "adapted"))
-    assert table.column_names == ["features"] + ([] if classes is None else ["label"])
-    assert table.features["features"].length == 4
-    assert (run / "paths.png").read_bytes()[1:4] == b"PNG"
-    # The thinned trajectory is on disk, in float32.
-    with np.load(run / "trajectory.npz") as archive:
-        keys = ["rows", "steps", "points"] + ([] if classes is None else ["labels"])
-        assert archive.files == keys
-        assert archive["points"].dtype == np.float32
-        for key in keys:
-            np.testing.assert_array_equal(archive[key], getattr(flow.trajectory, key))
-
-
-@pytest.mark.slow
 def test_images_have_pictures_and_data_are_safe_before_any_is_drawn(
     tmp_path, datasets, monkeypatch
 ):
@@ -90,6 +61,11 @@ def test_images_have_pictures_and_data_are_safe_before_any_is_drawn(
     with pytest.raises(KeyboardInterrupt):
         write_flow_report(straight_flow(), tmp_path / "other")
     assert listing(tmp_path / "other") >= set(ALWAYS[:4])
+    table = datasets.load_from_disk(str(tmp_path / "other" / "adapted"))
+    assert table.column_names == ["features", "label"]
+    with np.load(tmp_path / "other" / "trajectory.npz") as archive:
+        assert archive.files == ["rows", "steps", "points", "labels"]
+        np.testing.assert_array_equal(archive["points"], straight_flow().trajectory.points)
 
 
 def test_metrics_have_a_line_per_step_and_a_column_per_functional(tmp_path):

@@ -20,8 +20,6 @@ import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.report.study.writing import TABLES, write_study_report
 from otdd_flash.study import pool
-from otdd_flash.study import pool as benches
-from otdd_flash.study import units as work
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.measures.base import Reading
 from otdd_flash.study.measures.distances import conditional_entropy, frechet_distance
@@ -239,30 +237,6 @@ def test_distances_are_those_of_dataset_distance_to_the_last_bit(tmp_path, count
         assert rows["otce", other.name, one.name].value == conditional_entropy(coupling.T)
 
 
-@pytest.mark.slow
-def test_on_resumption_no_finished_unit_is_computed_again(tmp_path, monkeypatch):
-    counted = []
-    compute = work.compute
-
-    def counting(unit, *arguments):
-        counted.append(unit.digest)
-        return compute(unit, *arguments)
-
-    for module in (work, benches):
-        monkeypatch.setattr(module, "compute", counting)
-    study = small_study(measures=["frechet", "knn"])
-    part = study.run(tmp_path, threads=1, stop=lambda: len(counted) == 20)
-    assert (part.complete, part.done) == (False, 20)
-    assert 0 < len(part.pairs()) < 24
-    assert isinstance(part.correlations(), tuple)
-    assert "20 of" in part.notes()[-1]
-    whole = study.run(tmp_path, resume=True)
-    assert whole.complete
-    assert len(counted) == len({*counted}) == whole.total
-    study.run(tmp_path, resume=True, workers=3)
-    assert len(counted) == whole.total
-
-
 def test_targets_see_the_rows_of_their_seed_and_start_from_the_same_weights(result):
     drawn = [target_rows(result.setup, 1, seed) for seed in range(2)]
     for rows in drawn:
@@ -453,23 +427,27 @@ def test_bad_input_ends_in_a_sentence(tmp_path):
         as_tasks(tasks, min_class_size=None, families=None, transfer=True)
 
 
-KILLS = 4
+KILLS = 3
+
+
+def study_in(folder, workers):
+    small_study().run(folder, resume=True, threads=1, workers=workers)
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_a_study_ends_as_if_it_were_not(tmp_path, result, processes):
-    program = "small_tasks.small_study().run('run', resume=True, threads=1, workers={})"
+def test_killed_at_random_moments_a_study_ends_as_if_it_were_not(tmp_path, result, begin):
     store, generator = tmp_path / "run" / "units", random.Random(0)
     finished = {}
     for kill in range(KILLS):
         # The last one leaves workers behind, which hold their units until they end as well.
-        pid = processes.start(program.format(2 if kill == KILLS - 1 else 1), tmp_path)
+        process = begin(study_in, tmp_path / "run", 2 if kill == KILLS - 1 else 1)
         while len(list(store.glob("*.safetensors"))) == len(finished):
-            assert processes.poll(pid) is None
+            assert process.is_alive()
             time.sleep(0.01)
         time.sleep(generator.random() * 0.05)
-        os.kill(pid, signal.SIGKILL)
-        assert processes.wait(pid) == -signal.SIGKILL
+        process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
         for path in store.glob("*.safetensors"):
             finished.setdefault(path, path.stat().st_mtime_ns)
     again = small_study().run(tmp_path / "run", resume=True)
@@ -497,26 +475,25 @@ def children(parent):
     return found
 
 
-ENDLESS = """
-endless = small_tasks.otdd.Transfer(seeds=2, target_samples=6, source_epochs=10**7)
-small_tasks.small_study(measures=["knn"], transfer=endless).run("run", workers=2, threads=1)
-"""
+def endless_study_in(folder):
+    endless = otdd.Transfer(seeds=2, target_samples=6, source_epochs=10**7)
+    small_study(measures=["knn"], transfer=endless).run(folder, workers=2, threads=1)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no table of processes")
-def test_workers_end_within_a_unit_when_their_parent_is_killed(tmp_path, processes):
-    parent = processes.start(ENDLESS, tmp_path)
+def test_workers_end_within_a_unit_when_their_parent_is_killed(tmp_path, begin):
+    parent = begin(endless_study_in, tmp_path / "run")
     deadline = time.monotonic() + 170
     # Scores ask for sources, which both workers begin to train.
     while len(list((tmp_path / "run" / "units").glob(".*.lock"))) < 2:
         assert time.monotonic() < deadline
-        assert processes.poll(parent) is None
+        assert parent.is_alive()
         time.sleep(0.1)
-    workers = children(parent)
+    workers = children(parent.pid)
     assert len(workers) >= 2
-    os.kill(parent, signal.SIGKILL)
-    processes.wait(parent)
+    parent.kill()
+    parent.join(60)
     deadline = time.monotonic() + 60
     while (left := [pid for pid in workers if Path(f"/proc/{pid}").exists()]) and (
         time.monotonic() < deadline
