@@ -16,7 +16,7 @@ from otdd_flash.pairwise import pairwise_distances
 from otdd_flash.report import pairwise as pairwise_report
 from otdd_flash.report.figures.heat_maps import NOTE_POINTS
 from otdd_flash.report.pairwise import pairwise_table, rows_text, write_pairwise_report
-from otdd_flash.report.sweep import draw_sweep, summary_csv
+from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
 from otdd_flash.samples import LabeledSamples
 
 # Of pairs of datasets.
