@@ -211,7 +211,7 @@ def test_a_report_has_all_its_files_whatever_the_users_style(tmp_path):
     for path in report.written:
         assert path.read_bytes() == (tmp_path / "run" / path.name).read_bytes(), path.name
     # Without labels or class distances there are fewer files.
-    bare = otdd.dataset_distance(torch.eye(3), torch.ones(4, 3), epsilon=1.0)
+    bare = otdd.dataset_distance(torch.eye(3), torch.ones(4, 3), labels="none", epsilon=1.0)
     written = write_report(bare, tmp_path / "unlabelled").written
     assert [path.name for path in written] == ["projection.png"]
     write_report(result(labels="none"), tmp_path / "none")
