@@ -216,10 +216,10 @@ def test_memory_counts_all_vectors():
 
 @pytest.mark.slow
 def test_what_float32_cannot_reach_is_solved_in_float64(in_kernels):
-    clouds = moved(make_clouds((3, 5), dim=2, spread=0.3), DEVICE)
-    found = sinkhorn_distances(clouds, all_pairs(2), 2.0, 1e-8)
+    clouds = moved(make_clouds((3, 9, 5), dim=2, spread=0.3), DEVICE)
+    found = sinkhorn_distances(clouds, all_pairs(3), 2.0, 1e-8)
     in_kernels(False)
-    expected = sinkhorn_distances(clouds, all_pairs(2), 2.0, 1e-8)
+    expected = sinkhorn_distances(clouds, all_pairs(3), 2.0, 1e-8)
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
