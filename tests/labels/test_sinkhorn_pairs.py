@@ -1,20 +1,24 @@
-"""Debiased entropic transport between classes: limits, invariances, independent solvers."""
+"""Debiased transport between classes: no effect of the list, and where terms are solved."""
 
 from __future__ import annotations
 
-import random
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import live_bytes
+import operation_counts
 import pytest
 import torch
 from sinkhorn_cases import make_clouds, table_of
 
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.labels import sinkhorn_pairs
-from otdd_flash.labels import sinkhorn_pairs as stored_terms
+from otdd_flash.kernels.segments.step import SMALL
+from otdd_flash.labels import kernel_terms, sinkhorn_pairs
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.exact import exact_distances
 from otdd_flash.labels.pairs import all_pairs
-from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
+from otdd_flash.labels.sinkhorn_pairs import TermSolver, kernels_run_on, sinkhorn_distances
+from otdd_flash.operators.kernel_segments import bytes_of
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import SegmentTerms
 
@@ -28,89 +32,36 @@ def with_points(cloud, points):
     return ClassCloud(cloud.name, points, cloud.weights)
 
 
-def test_the_order_of_a_pair_of_the_list_and_of_the_classes_does_not_matter(clouds):
-    pairs = all_pairs(5)
-    first = sinkhorn_distances(clouds, pairs, 2.0)
-    order = torch.tensor(random.Random(0).sample(range(len(pairs)), len(pairs)))
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_pair_does_not_depend_on_the_others_to_the_last_bit(threads):
+    """Whatever is solved beside it, in any order of the list, of the classes and of the two."""
+    clouds = make_clouds((1, 2, 16, 17, 65), dim=7, weighted=True)
+    pairs, before = all_pairs(5), torch.get_num_threads()
     back = torch.tensor([4, 2, 0, 1, 3])
-    moved = [clouds[k] for k in back.argsort().tolist()]
-    second = sinkhorn_distances(moved, back[pairs[order]].flip(1), 2.0)
-    for one, two in zip(first, second, strict=True):
-        assert torch.equal(one[order], two)
-
-
-@pytest.mark.slow
-def test_a_pair_does_not_depend_on_the_others_to_the_last_bit():
-    """Whatever is solved beside it, in groups of any size and on any number of threads."""
-    clouds = make_clouds((1, 2, 16, 17, 40, 65, 130), dim=7, weighted=True)
-    pairs = all_pairs(7)
-    threads = torch.get_num_threads()
-    draw = random.Random(1)
+    reordered = [clouds[k] for k in back.argsort().tolist()]
+    torch.set_num_threads(threads)
     try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            together = sinkhorn_distances(clouds, pairs, 0.3)
-            for size in (1, 2, 9):
-                chosen = torch.tensor(draw.sample(range(len(pairs)), size))
-                apart = sinkhorn_distances(clouds, pairs[chosen], 0.3)
-                for one, two in zip(together, apart, strict=True):
-                    assert torch.equal(one[chosen], two)
+        together = sinkhorn_distances(clouds, pairs, 0.3)
+        for chosen in (torch.randperm(10, generator=torch.manual_seed(1)), torch.tensor([7])):
+            apart = sinkhorn_distances(reordered, back[pairs[chosen]].flip(1), 0.3)
+            for one, two in zip(together, apart, strict=True):
+                assert torch.equal(one[chosen], two)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
-def test_classes_of_equal_content_are_at_zero(clouds, solved):
-    """In any order of their points and in any precision; nothing is prepared or solved for them."""
+def test_classes_of_equal_content_are_at_zero(clouds):
+    """In any order of their points and in any precision."""
     twins, told = [with_points(cloud, cloud.points.flip(0)) for cloud in clouds], []
     pairs = torch.tensor([[0, 5], [6, 1], [2, 2]])
     found = sinkhorn_distances([*clouds, *twins], pairs, 0.3, progress=lambda *n: told.append(n))
-    assert solved == ([], [])
     assert told == [(3, 3)]
     assert not torch.stack(list(found)).any()
     found = sinkhorn_distances([*clouds, *twins], torch.tensor([[6, 1], [6, 0], [1, 0]]), 2.0)
     for part in found:
         assert float(part[0]) == 0
         assert part[1] == part[2]
-
-
-def test_small_epsilon_is_exact_and_large_epsilon_is_means(clouds):
-    clouds, pairs = clouds[:3], all_pairs(3)
-    exact = exact_distances(clouds, pairs).values
-    small = sinkhorn_distances(clouds, pairs, 0.003, 1e-4).values
-    torch.testing.assert_close(small, exact, rtol=0.01, atol=0.01)
-    means = torch.stack([cloud.points.mean(0) for cloud in clouds])
-    apart = (means[pairs[:, 0]] - means[pairs[:, 1]]).square().sum(1)
-    large = sinkhorn_distances(clouds, pairs, 1e6).values
-    torch.testing.assert_close(large, apart, rtol=1e-3, atol=1e-3)
-
-
-def test_moving_turning_scaling_and_shuffling(clouds):
-    turn, _ = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(3)))
-    moved = [
-        with_points(cloud, (3 * cloud.points @ turn.double() + 700).flip(0)) for cloud in clouds
-    ]
-    expected = 9 * table_of(clouds, 4.0, 1e-8)
-    torch.testing.assert_close(table_of(moved, 9 * 4.0, 1e-8), expected, rtol=1e-6, atol=1e-8)
-
-
-def test_whole_weights_count_as_repetitions(clouds):
-    repeats = torch.arange(len(clouds[1])) % 3 + 1
-    weighted = ClassCloud("weighted", clouds[1].points, repeats / repeats.sum().double())
-    repeated = with_points(clouds[1], torch.repeat_interleave(clouds[1].points, repeats, 0))
-    torch.testing.assert_close(
-        table_of([weighted, clouds[0], clouds[4]], 5.0, 1e-8),
-        table_of([repeated, clouds[0], clouds[4]], 5.0, 1e-8),
-        rtol=1e-6,
-        atol=1e-8,
-    )
-
-
-def test_the_inner_sinkhorn_is_not_debiased_so_a_dataset_differs_from_itself(clouds):
-    """Every sample twice is the same measure; without self terms it is far from itself."""
-    twice = with_points(clouds[0], clouds[0].points.repeat(2, 1))
-    found = sinkhorn_distances([clouds[0], twice], all_pairs(2), 1.0, 1e-6)
-    assert float(found.values) < 1e-6
-    assert float(found.lower) <= 0 <= float(found.upper)
 
 
 def test_single_precision_classes_far_from_the_origin():
@@ -121,30 +72,15 @@ def test_single_precision_classes_far_from_the_origin():
     torch.testing.assert_close(table_of(far, 2.0), table_of(near, 2.0), rtol=1e-9, atol=0)
 
 
-def test_self_terms_are_solved_once_per_distinct_class(clouds, monkeypatch):
-    solved = []
-    solve = stored_terms.solve_self_terms
-
-    def counting(segments, *args):
-        solved.extend(int((masses > 0).sum()) for masses in segments.masses[0])
-        return solve(segments, *args)
-
-    monkeypatch.setattr(stored_terms, "solve_self_terms", counting)
-    twin = with_points(clouds[0], clouds[0].points.flip(0))
-    sinkhorn_distances([*clouds, twin], all_pairs(6), 1.0)
-    assert sorted(solved) == [1, 5, 9, 12, 14]
-
-
-def late_of(pairs, rounding):
-    return sinkhorn_pairs._Late(torch.tensor(pairs), torch.tensor(rounding, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("late", [5, 6])
-def test_what_is_late_is_named_with_what_stopped_it(late, clouds):
+def test_what_is_late_is_named_with_what_stopped_it(clouds):
     """Five of those that iterations stopped, and no size of their errors; one by rounding."""
-    first = [0] * (late == 6)
-    own = late_of([[k, k] for k in (*first, 1, 4)], [*(0.0 for _ in first), 0.25, 4e-4])
-    cross = late_of([[1, 0], [2, 0], [3, 0], [4, 0]], [0.0, 0.0, 5e-4, 0.0])
+    own, cross = (
+        sinkhorn_pairs._Late(torch.tensor(pairs), torch.tensor(rounding, dtype=torch.float64))
+        for pairs, rounding in (
+            ([[0, 0], [1, 1], [4, 4]], [0.0, 0.25, 4e-4]),
+            ([[1, 0], [2, 0], [3, 0], [4, 0]], [0.0, 0.0, 5e-4, 0.0]),
+        )
+    )
     with pytest.warns(NotConvergedWarning) as caught:
         sinkhorn_pairs._warn_of_late(clouds, [own, cross], Converged(1e-3, 7))
     by_rounding, by_iterations = (str(warning.message) for warning in caught)
@@ -153,41 +89,17 @@ def test_what_is_late_is_named_with_what_stopped_it(late, clouds):
         "whose marginal errors stay at up to 2.5e-01; the solver bounds still hold. "
         "Raise labels.epsilon"
     )
-    names = ["class 0"] * (late == 6) + ["class 4"]
-    names += [f"class {k} against class 0" for k in (1, 2, 3, 4)]
     assert by_iterations == (
-        "labels=sinkhorn: not converged to 0.001 after 7 iterations for "
-        + ", ".join(names[:5])
-        + " and 1 more" * (late == 6)
-        + "; the solver bounds still hold. Raise labels.epsilon"
+        "labels=sinkhorn: not converged to 0.001 after 7 iterations for class 0, class 4, class 1 "
+        "against class 0, class 2 against class 0, class 3 against class 0 and 1 more; the solver "
+        "bounds still hold. Raise labels.epsilon"
     )
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("error", "named"), [(1e-3, []), (2e-3, [[[1, 1]], [[3, 1]]])])
-def test_what_is_late_is_above_the_tolerance(error, named, clouds, monkeypatch):
-    """One class and one pair, or none."""
-
-    def solve(solver, pairs, finished=None):
-        terms = SegmentTerms(*torch.zeros(6, len(pairs), dtype=torch.float64))
-        terms.marginal_error[1] = error
-        terms.rounding[:] = torch.arange(len(pairs)) / 8
-        return terms
-
-    monkeypatch.setattr(sinkhorn_pairs.TermSolver, "solve", solve)
-    divergences = sinkhorn_pairs._Divergences(clouds, 1.0, Converged(1e-3, 7))
-    divergences.between(torch.tensor([[1, 0], [3, 1]]), None)
-    late = [part for part in divergences.late if len(part.pairs)]
-    assert [part.pairs.tolist() for part in late] == named
-    assert [part.rounding.tolist() for part in late] == [[0.125]] * len(named)
-    if not named:
-        sinkhorn_pairs._warn_of_late(clouds, divergences.late, Converged(1e-3, 7))
 
 
 @pytest.mark.slow
 def test_a_pair_too_large_to_store_is_streamed(clouds, monkeypatch):
     expected = sinkhorn_distances(clouds, all_pairs(5), 5.0, 1e-7)
-    monkeypatch.setattr(stored_terms, "MOST_STORED", 200)
+    monkeypatch.setattr(sinkhorn_pairs, "MOST_STORED", 200)
     found = sinkhorn_distances(clouds, all_pairs(5), 5.0, 1e-7)
     torch.testing.assert_close(found.values, expected.values, rtol=1e-7, atol=1e-9)
     assert not torch.equal(found.values, expected.values)
@@ -198,39 +110,14 @@ def test_a_tolerance_below_rounding_is_refused(clouds):
         sinkhorn_distances(clouds, all_pairs(5), 1e-13)
 
 
-def test_progress_counts_pairs(clouds):
-    told = []
-    twin = with_points(clouds[0], clouds[0].points.flip(0))
-    sinkhorn_distances(
-        [*clouds, twin], all_pairs(6), 0.1, progress=lambda done, total: told.append((done, total))
+def test_long_lists_are_solved_in_parts(clouds, monkeypatch):
+    """Self terms are solved once; the numbers and what is told are those of one list."""
+    lengths, solve = [], TermSolver.solve
+    monkeypatch.setattr(
+        TermSolver,
+        "solve",
+        lambda self, pairs, *others: lengths.append(len(pairs)) or solve(self, pairs, *others),
     )
-    assert [total for _, total in told] == [15] * len(told)
-    assert told == sorted(set(told))
-    assert told[-1] == (15, 15)
-
-
-@pytest.fixture
-def solved(monkeypatch):
-    """The numbers of pairs of every solve, and of classes whenever some were prepared."""
-    lengths, prepared = [], []
-    prepare, solve = sinkhorn_pairs.TermSolver.__init__, sinkhorn_pairs.TermSolver.solve
-
-    def preparing(self, clouds, *others):
-        prepared.append(len(clouds))
-        prepare(self, clouds, *others)
-
-    def solving(self, pairs, *others):
-        lengths.append(len(pairs))
-        return solve(self, pairs, *others)
-
-    monkeypatch.setattr(sinkhorn_pairs.TermSolver, "__init__", preparing)
-    monkeypatch.setattr(sinkhorn_pairs.TermSolver, "solve", solving)
-    return lengths, prepared
-
-
-def test_long_lists_are_solved_in_parts(clouds, monkeypatch, solved):
-    """Of classes that are prepared once; the numbers and what is told are those of one list."""
-    lengths, prepared = solved
     twin = with_points(clouds[1], clouds[1].points.flip(0))
     # Of three equal pairs a part has nothing to solve.
     pairs = torch.cat((all_pairs(5), torch.tensor([[5, 1], [2, 2], [1, 5], [4, 5]])))
@@ -245,7 +132,6 @@ def test_long_lists_are_solved_in_parts(clouds, monkeypatch, solved):
         )
         told.append(counts)
     assert lengths == [5, 11, 5, 2, 2, 2, 2, 2, 1]
-    assert prepared == [5, 5]
     assert all(map(torch.equal, *found))
     for counts in told:
         assert counts == sorted(set(counts))
@@ -269,3 +155,118 @@ def test_what_is_late_in_a_long_list_is_said_once(clouds, monkeypatch):
         said.append([(str(warning.message), warning.filename) for warning in caught])
     assert said[0] == said[1]
     assert [place for _, place in said[0]] == [__file__]
+
+
+# Where terms are solved, and in which batches.
+
+PAIRS = torch.tensor([[1, 0], [2, 0], [2, 1]])
+
+
+def solver():
+    return TermSolver(make_clouds((3, 2, 4)), 1.0, Converged(1e-2))
+
+
+@pytest.mark.parametrize("out_of_reach", [False, True])
+def test_kernels_solve_what_they_can_and_float64_the_rest(out_of_reach, monkeypatch):
+    asked = []
+
+    def solve(pool, pairs, epsilon, options, finished):
+        """The last pair's error is rounding where kernels cannot reach the tolerance."""
+        asked.append((len(pool.sizes), pairs.tolist(), epsilon, options))
+        terms = SegmentTerms(*torch.zeros(6, len(pairs), dtype=torch.float64))
+        if out_of_reach:
+            terms.marginal_error[-1] = terms.rounding[-1] = 0.5
+        return terms
+
+    monkeypatch.setattr(sinkhorn_pairs, "kernels_run_on", lambda _: True)
+    monkeypatch.setattr(kernel_terms, "solve_in_kernels", solve)
+    found = solver().solve(PAIRS)
+    assert asked == [(3, PAIRS.tolist(), 1.0, Converged(1e-2))]
+    monkeypatch.setattr(sinkhorn_pairs, "kernels_run_on", lambda _: False)
+    in_float64 = solver().solve(PAIRS)
+    assert len(asked) == 1
+    assert bool((in_float64.value > 0).all())
+    assert found.value[:2].tolist() == [0, 0]
+    assert float(found.value[2]) == (float(in_float64.value[2]) if out_of_reach else 0)
+
+
+def test_operations_before_the_first_solve_do_not_grow_with_classes(monkeypatch):
+    """A GPU is asked for the masses of all classes at once, as for all else."""
+    monkeypatch.setattr(sinkhorn_pairs, "kernels_run_on", lambda _: True)
+    counts, found = operation_counts.OperationCounts(monkeypatch), []
+    for size in (4, 400):
+        clouds = make_clouds((5,) * size)
+        before = counts.operations
+        with counts:
+            TermSolver(clouds, 1.0, Converged(1e-2))
+        found.append(counts.operations - before)
+    assert found[0] == found[1]
+
+
+def test_kernels_run_on_cards_that_have_triton(monkeypatch):
+    def check(device):
+        if device.index == 1:
+            raise InputError("no Triton")
+
+    monkeypatch.setattr(sinkhorn_pairs, "check_triton", check)
+    found = [kernels_run_on(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
+    assert found == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("errors", "rounding", "refused"),
+    [
+        pytest.param([0.009], [0.008], False, id="converged"),
+        pytest.param([0.5], [0.004], False, id="late"),
+        pytest.param([0.5, 0.5], [0.006, 0.2], True, id="rounding alone"),
+        pytest.param([0.5], [0.5], False, id="stalled"),
+        pytest.param([2.0], [2.0], True, id="nothing left"),
+    ],
+)
+def test_what_rounding_alone_keeps_from_the_tolerance_is_refused(
+    errors, rounding, refused, monkeypatch
+):
+    """One term of three is enough; of a stalled one nobody knows what rounding has of it."""
+
+    def solve(_, pairs, *rest):
+        terms = torch.zeros(6, len(pairs), dtype=torch.float64)
+        terms[3, : len(errors)], terms[4, : len(errors)] = map(torch.tensor, (errors, rounding))
+        return SegmentTerms(*terms)
+
+    monkeypatch.setattr(sinkhorn_pairs, "kernels_run_on", lambda _: False)
+    monkeypatch.setattr(sinkhorn_pairs, "solve_in_float64", solve)
+    # Twice the largest rounding is named.
+    refusal = pytest.raises(InputError, match=re.escape(f"{2 * max(rounding):.1e}"))
+    with refusal if refused else nullcontext():
+        solver().solve(PAIRS)
+
+
+MANY = all_pairs(300)
+
+
+@pytest.mark.parametrize("at_once", [1000, 1 << 20])
+def test_batches_fill_half_of_the_memory(at_once, monkeypatch):
+    """All pairs, each once and in their order, those of small classes apart."""
+    sizes = torch.randint(1, 2 * SMALL, (300,), generator=torch.Generator().manual_seed(0))
+    pool = SimpleNamespace(sizes=sizes, starts=sizes)
+    free = 50_000_000
+    monkeypatch.setattr(kernel_terms, "AT_ONCE", at_once)
+    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: free)
+    batches = kernel_terms._batches(pool, MANY)
+    sizes, needed = pool.sizes[MANY], bytes_of(pool.sizes[MANY])
+    small = sizes.amax(1) <= SMALL
+    for kind in (True, False):
+        chosen = [members for is_small, members in batches if is_small == kind]
+        assert torch.equal(torch.cat(chosen), torch.nonzero(small == kind).squeeze(1))
+        taken = [int(needed[members].sum()) for members in chosen]
+        # A pair that two would share is of the second.
+        assert max(taken) <= free // 2 + int(needed.max())
+        assert min(taken[:-1]) >= free // 2 - int(needed.max())
+        assert len(taken) > 2
+    # What is made of the list takes few bytes of a pair.
+    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(kernel_terms, "AT_ONCE", 1000)
+    device = torch.device("cpu")
+    assert live_bytes.peak(lambda: kernel_terms._batches(pool, MANY), device) < 30 * len(MANY)
+    batches = kernel_terms._batches(pool, MANY)
+    assert sum(members.untyped_storage().nbytes() for _, members in batches) == 8 * len(MANY)

@@ -1,7 +1,6 @@
 """Units of a study: computed once, whole or not at all, by any number of processes."""
 
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -121,14 +120,6 @@ def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path):
             StoredBench(Store(tmp_path), 1).found(failing)
 
 
-def test_work_ends_between_units_when_asked_to(tmp_path):
-    told = []
-    more = {"stop": lambda: len(told) == 2, "progress": lambda *numbers: told.append(numbers)}
-    run([Sum(1), Sum(2), Sum(3)], tmp_path, **more)
-    assert computed() == [1, 2]
-    assert told == [(1, 3), (2, 3)]
-
-
 def test_every_unit_belongs_to_one_shard():
     units = [Sum(number) for number in range(200)]
     owners = [Shard.parse("1/4").owner(unit) for unit in units]
@@ -156,8 +147,9 @@ def test_units_of_a_shard_are_others_once_it_is_dead():
     assert all(one.mine(unit, store) for unit in units)
 
 
-def worker(text=None):
+def worker(folder, text=None):
     """What a process of the next tests does in its folder."""
+    os.chdir(folder)
     units = [Sum(k, seconds=0.05) for k in range(12)]
     units += [Sum(100, *units[:6])]
     shard = Shard.parse(text)
@@ -166,15 +158,17 @@ def worker(text=None):
 
 
 @pytest.mark.slow
-def test_processes_share_the_units_of_a_folder(processes, tmp_path):
-    started = [processes.start("test_study_units.worker()", tmp_path) for _ in range(3)]
-    assert [processes.wait(pid) for pid in started] == [0, 0, 0]
+def test_processes_share_the_units_of_a_folder(begin, tmp_path):
+    started = [begin(worker, tmp_path) for _ in range(3)]
+    for process in started:
+        process.join(120)
+    assert [process.exitcode for process in started] == [0, 0, 0]
     assert sorted(computed()) == [*range(12), 100]
 
 
 @pytest.mark.slow
-def test_a_shard_waits_for_others_and_takes_over_from_a_dead_one(processes, tmp_path):
-    first = processes.start("test_study_units.worker('1/2')", tmp_path)
+def test_a_shard_waits_for_others_and_takes_over_from_a_dead_one(begin, tmp_path):
+    first = begin(worker, tmp_path, "1/2")
     units = [Sum(k) for k in range(12)]
     mine = {unit.number for unit in units if Shard(1, 2).owner(unit) == 1}
     deadline = time.monotonic() + 60
@@ -182,13 +176,13 @@ def test_a_shard_waits_for_others_and_takes_over_from_a_dead_one(processes, tmp_
         time.sleep(0.05)
     time.sleep(0.5)
     assert {*computed()} <= mine | {100}
-    assert processes.poll(first) is None
-    second = processes.start("test_study_units.worker('2/2')", tmp_path)
+    assert first.is_alive()
+    second = begin(worker, tmp_path, "2/2")
     while len(computed()) <= len(mine) and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.kill(second, signal.SIGKILL)
-    processes.wait(second)
-    assert processes.wait(first) == 0
+    second.kill()
+    first.join(120)
+    assert first.exitcode == 0
     assert sorted({*computed()}) == [*range(12), 100]
     # The one that was under way when its process died may have been begun twice.
     assert len(computed()) <= 14
