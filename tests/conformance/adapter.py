@@ -21,7 +21,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.features.file_features import features_file
-from otdd_flash.kernels.passes import plan_blocks
+from otdd_flash.kernels.passes import plan_blocks, symmetric_step
 from otdd_flash.operators import (
     blocked,
     cost_blocks,
@@ -68,6 +68,7 @@ SMALL: list[tuple[Any, str, Any]] = [
     (cost_tiles, "LEAST_POINTS", 16),
     (plan_blocks, "BLOCK_HEIGHT", 256),
     (plan_blocks, "BLOCK_WIDTH", 256),
+    (symmetric_step, "STRIPE_BYTES", 1),
 ]
 
 
