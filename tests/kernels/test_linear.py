@@ -19,18 +19,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 LIMITS = Limits(1e-9, 30)
-STATE = (
-    "values",
-    "left",
-    "size",
-    "now",
-    "target",
-    "taken",
-    "pending",
-    "missed",
-    "iterations",
-    "active",
-)
+STATE = ("values", "left", "size", "now", "target")
+STATE += ("taken", "pending", "missed", "iterations", "active")
 MOVING = ("correction", "residual", "direction", "square", "energy", "unknown")
 
 

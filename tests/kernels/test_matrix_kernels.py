@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import pytest
 import reference
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.matrix.exponential import exact_power_of_two
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import matrix_half_step
 from otdd_flash.kernels.matrix.place import Place
@@ -64,3 +68,30 @@ def test_one_over_epsilon_is_not_rounded() -> None:
     zero, one = torch.zeros(1, 1, device=DEVICE), torch.ones(1, device=DEVICE)
     for level in torch.logspace(-6, -3, 12, dtype=torch.float64, device=DEVICE):
         assert float(matrix_half_step(zero, one.double().log(), one, level)) == -1, float(level)
+
+
+@triton.jit
+def powers_kernel(exponents_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    exponents = tl.load(exponents_ptr + o, mask=o < count, other=0.0)
+    tl.store(out_ptr + o, exact_power_of_two(exponents), mask=o < count)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    found = torch.empty_like(exponents, device=DEVICE)
+    block = triton.next_power_of_2(len(exponents))
+    powers_kernel[(1,)](exponents.to(DEVICE), found, len(exponents), BLOCK=block)
+    return found.cpu()
+
+
+def test_powers_of_two_are_known_to_two_units() -> None:
+    draw = torch.Generator().manual_seed(0)
+    spread = torch.rand(400, generator=draw, dtype=torch.float64)
+    exponents = torch.cat(
+        (spread - 0.5, 2040 * spread - 1020, torch.tensor([0.5, -0.5, 1.5, -1022, 1023]).double())
+    )
+    with mpmath.workdps(40):
+        for exponent, found in zip(exponents.tolist(), powers(exponents).tolist(), strict=True):
+            assert abs(mpmath.mpf(found) / mpmath.power(2, exponent) - 1) <= 2.0**-52
+    large = torch.tensor([1024.0, 5000.0, 1e300], dtype=torch.float64)
+    assert powers(large).tolist() == [math.inf] * 3

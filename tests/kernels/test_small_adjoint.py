@@ -8,7 +8,6 @@ from tiers import slow
 from torch import Tensor
 
 from otdd_flash.batched.adjoint import LIMITS, Adjoint, adjoint, plan_gradient
-from otdd_flash.kernels.batched.small_adjoint import packing_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPED = [
@@ -76,30 +75,6 @@ def test_a_batch_is_its_members(shape: tuple[int, int, int]) -> None:
     moved = adjoint(*(part.roll(1, 0) for part in given), in_triton=True)
     for one, many in zip(moved, together, strict=True):
         assert torch.equal(one, many.roll(1, 0))
-
-
-def test_what_is_loaded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = inputs(2, 12, 3)
-    whole = adjoint(*given, in_triton=True)
-    for held in (False, True):
-        packing = packing_for(12, 3, torch.float64)._replace(rows=8, held=held)
-        monkeypatch.setattr(
-            "otdd_flash.kernels.batched.small_adjoint.packing_for",
-            lambda *_, packing=packing: packing,
-        )
-        for one, other in zip(adjoint(*given, in_triton=True), whole, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice")
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_cotangents_that_are_not_finite(value: float) -> None:
-    p, g = inputs(3, 4, 5)[:2]
-    clean, spoilt = adjoint(p, g, in_triton=True), g.clone()
-    spoilt[1, 2, 3] = value
-    for one, other in zip(adjoint(p, spoilt, in_triton=True), clean, strict=True):
-        assert bool(one[1].isnan().all())
-        assert torch.equal(one[[0, 2]], other[[0, 2]])
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e25])

@@ -49,13 +49,12 @@ def case(
     m: int,
     dtype: torch.dtype = torch.float32,
     *,
-    largest: float = 3.0,
     closed: bool = False,
     zero: bool = True,
 ) -> Case:
     """Costs of either sign, and masses, one of a side 0."""
     draw = torch.Generator().manual_seed(n + m)
-    costs = (largest * (torch.rand(n, m, generator=draw) - 0.3)).to(dtype)
+    costs = (3 * (torch.rand(n, m, generator=draw) - 0.3)).to(dtype)
     if closed and min(n, m) > 1:
         costs[torch.rand(n, m, generator=draw) < 0.2] = math.inf
     masses = [torch.rand(size, generator=draw).double() + 0.1 for size in (n, m)]
@@ -63,7 +62,7 @@ def case(
         if zero and len(side) > 2:
             side[len(side) // 3] = 0
     a, b = (side / side.sum() for side in masses)
-    g = torch.where(b > 0, 0.1 * largest * torch.randn(m, generator=draw), math.nan)
+    g = torch.where(b > 0, 0.3 * torch.randn(m, generator=draw), math.nan)
     return Case(*(part.to(DEVICE) for part in (costs, a, b, g)))
 
 
