@@ -298,20 +298,3 @@ def test_compiled_and_in_autocast() -> None:
         assert torch.allclose(one, other, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         assert otdd.doubly_stochastic(leaves[0], gradient=gradient).dtype == torch.float32
-
-
-@pytest.mark.slow
-def test_the_operations_fit_their_fakes() -> None:
-    from otdd_flash.batched.balance import balance
-
-    one = torch.ones((), dtype=torch.float64)
-    for potentials, tolerance in ((False, None), (True, 1e-3)):
-        a = torch.full((3,), 1 / 3) if potentials else None
-        given = drawn(4, 3, 3), one, a, a, None, 5, tolerance, potentials, potentials
-        for gradient in ("unrolled", "implicit"):
-            arguments = (drawn(4, 3, 3).requires_grad_(), *given[1:], gradient, False)
-            torch.library.opcheck(
-                balance,
-                arguments,
-                test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-            )

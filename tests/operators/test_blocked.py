@@ -118,13 +118,17 @@ def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
     n, dim = 32 * 64, 512
     path = tmp_path / "x.npy"
     np.save(path, np.random.default_rng(0).normal(size=(n, dim)).astype("float32"))
-    samples = otdd.LabeledSamples(otdd.features_file(path), None, ())
+    np.save(tmp_path / "y.npy", np.zeros((64, dim), "float32"))
+    sides = [
+        otdd.LabeledSamples(otdd.features_file(each), None, ())
+        for each in (path, tmp_path / "y.npy")
+    ]
     compute = ComputeOptions("cpu", "torch", memory_budget=1000)
-    prepared = Request.prepare((samples, samples), GroundCost(), compute)
+    prepared = Request.prepare(sides, GroundCost(), compute)
     found = build_operator(prepared.inputs(CROSS, torch.zeros(1, 1).double()))
     live = LiveBytes()
     with live:
-        found.softmin_rows(torch.zeros(n), 1.0)
+        found.softmin_columns(torch.zeros(n), 1.0)
     # Of either side two that were read, and in other types; scores of a block.
     assert live.highest <= 10 * 64 * dim * 4 + 40 * 8 * n
     assert live.highest < n * dim * 4 / 2

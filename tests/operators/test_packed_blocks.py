@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.host_points import Tally
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import on_host
 from otdd_flash.operators.request import Request
 
 N, M, DIM, EPSILON = 100, 60, 5, 0.7
@@ -121,25 +119,6 @@ def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
     assert tally.moved - before == floats(N)
     assert tally.copied == 0
     assert triangles == [True]
-
-
-@pytest.mark.slow
-def test_one_cost_at_a_time_has_points_that_stay(tmp_path: Path) -> None:
-    found, tally = operator(tmp_path, SYMMETRIC, 1 << 20, on_device=DIM * 8 * N)
-    streaming = on_host(found.cost)[0].streaming
-    other = BlockedOperator(found.cost, found._build)
-    f, read = torch.zeros(N), []
-    for one, two in 3 * ((found, other), (other, found)):
-        before = tally.moved
-        one.softmin_rows(f, EPSILON, f)
-        read.append((tally.moved - before) // floats(N))
-        assert two._there._stores[0].stays is None
-    # What had to go is held by the host when it comes again.
-    assert read == [1, 1, 1, 1, 0, 0]
-    assert list(streaming.staying) == [other._there._stores[0]]
-    assert not pickle.loads(pickle.dumps(streaming)).staying
-    del one, two, other
-    assert not streaming.staying
 
 
 @pytest.mark.gpu
