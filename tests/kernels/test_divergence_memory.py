@@ -14,9 +14,9 @@ from otdd_flash.kernels.passes import marginal_tiles, symmetric_step
 from otdd_flash.operators import float64_rows, kernel, rounding
 from otdd_flash.operators.kernel import KernelOperator
 
-# Of a divergence: a multiple of the block for 3 classes. Of a pass: one for 2 and for 8, whose
-# padding is the same.
-COUNT, COUNT_OF_PASS = 384, 1024
+# Of a divergence, and of a pass: a multiple of the block for 2 and for 8 classes, whose padding is
+# the same.
+COUNT, COUNT_OF_PASS = 512, 1024
 CHUNK = 128
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -100,11 +100,11 @@ def test_a_coordinate_takes_two_half_numbers_of_either_side() -> None:
 
     Two chunks of up to four digits are.
     """
-    per_coordinate = (held(80, 3) - held(16, 3)) / 64
+    per_coordinate = (held(48, 2) - held(16, 2)) / 32
     assert per_coordinate <= 4 * 2 * COUNT + 4 * 2 * CHUNK
 
 
 @pytest.mark.slow
 def test_a_point_takes_some_vectors() -> None:
     """Beside 4 bytes for each of 16 coordinates."""
-    assert held(16, 3) <= (4 * 16 + 400) * 2 * COUNT
+    assert held(16, 2) <= (4 * 16 + 400) * 2 * COUNT

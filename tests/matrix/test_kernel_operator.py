@@ -15,22 +15,6 @@ TRITON = otdd.ComputeOptions(str(DEVICE), "triton")
 EPSILON = 0.5
 
 
-@pytest.mark.slow
-def test_solves_are_those_of_the_matrix() -> None:
-    draw, epsilon = cases.generator(1), 0.3
-    costs = cases.random(33, 70, draw).float().to(DEVICE).T.contiguous().T
-    a, b = (cases.masses(k, draw, zero=True) for k in (33, 70))
-    options = otdd.Converged(max_iterations=200)
-    one = otdd.matrix_transport(costs, a, b, epsilon=epsilon, compute=TRITON, options=options)
-    two = otdd.matrix_transport(costs.cpu(), a, b, epsilon=epsilon, compute="cpu")
-    assert one.converged
-    assert one._problem.operator.execution.backend == "triton, costs given"
-    assert one.bounds[0] <= two.bounds[1]
-    assert one.bounds[1] >= two.bounds[0]
-    assert float((one.plan().cpu() - two.plan()).abs().sum()) < 3e-3
-    assert one.value == pytest.approx(two.value, abs=1e-3 * epsilon)
-
-
 @pytest.mark.parametrize("entry", [math.nan, -math.inf])
 def test_bad_entries_are_found_by_the_kernel(entry: float) -> None:
     costs = cases.random(33, 70, cases.generator(3)).float().to(DEVICE)
