@@ -76,11 +76,9 @@ def test_every_part_of_the_error_is_needed(part: str, monkeypatch: pytest.Monkey
             without.setattr(fixed_point, "ENTRY_ERROR", 0.0)
             without.setattr(fixed_point, "ADDITION_ERROR", 0.0)
         elif part == "points":
-            nothing = torch.zeros(1, 2, 1, dtype=torch.float64, device=DEVICE)
+            missing = fixed_point.FixedPoint._missing
             without.setattr(
-                fixed_point.FixedPoint,
-                "_missing",
-                lambda self, side: nothing.expand(1, 2, len(self.squares[side])),
+                fixed_point.FixedPoint, "_missing", lambda self, side: 0 * missing(self, side)
             )
         else:
             without.setattr(
