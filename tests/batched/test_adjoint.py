@@ -21,18 +21,12 @@ def plans(count: int, n: int, m: int, spread: float = 2.0) -> Tensor:
     return (spread * drawn(count, n, m)).softmax(2) / n
 
 
-def gradient(logits: Tensor, cotangents: Tensor, iterations: int) -> Tensor:
-    leaf = logits.clone().requires_grad_()
-    balanced = reference.balanced_matrices(leaf, iterations)
-    return torch.autograd.grad((balanced * cotangents).sum(), leaf)[0]
-
-
 def dense(p: Tensor, g: Tensor, *sides: Tensor) -> Tensor:
     alone = [tuple(side[k] for side in sides) or None for k in range(len(p))]
     return torch.stack([reference.adjoint(p[k], g[k], alone[k])[0] for k in range(len(p))])
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 2), (7, 3), (5, 5), (33, 70)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (5, 5), (33, 70)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_pseudo_inverse(shape: tuple[int, int], dtype: torch.dtype) -> None:
     n, m = shape
@@ -57,9 +51,9 @@ def test_the_pseudo_inverse(shape: tuple[int, int], dtype: torch.dtype) -> None:
         assert float(residual.abs().max()) <= (30 * unit + LIMITS[dtype].tolerance) * most
 
 
-@pytest.mark.parametrize(("spread", "iterations", "most"), [(4.0, 5, 0.4), (8.0, 20, 0.6)])
-def test_early_stops_keep_their_own_sums(spread: float, iterations: int, most: float) -> None:
+def test_early_stops_keep_their_own_sums() -> None:
     """Nearer to the gradient of the solution than the loop's own, and than with sums of 1."""
+    spread, iterations, most = 8.0, 20, 0.6
     draw = torch.Generator().manual_seed(0)
     logits = spread * torch.rand(64, 4, 4, generator=draw, dtype=torch.float64)
     g = drawn(64, 4, 4, seed=1)
@@ -71,49 +65,12 @@ def test_early_stops_keep_their_own_sums(spread: float, iterations: int, most: f
     def off(found: Tensor) -> float:
         return float((found - exact).abs().max())
 
-    implicit, unrolled = off(adjoint(early, g).weighted), off(gradient(logits, g, iterations))
+    leaf = logits.clone().requires_grad_()
+    balanced = reference.balanced_matrices(leaf, iterations)
+    unrolled = off(torch.autograd.grad((balanced * g).sum(), leaf)[0])
+    implicit = off(adjoint(early, g).weighted)
     assert implicit <= most * unrolled
     assert implicit <= off(torch.stack(with_ones)) / 50
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_unrolled_autograd_at_convergence(dtype: torch.dtype) -> None:
-    logits, g = 4 * drawn(20, 6, 6).sigmoid(), drawn(20, 6, 6, seed=1)
-    exact = gradient(logits, g, 60)
-    found = adjoint(reference.balanced_matrices(logits, 60).to(dtype), g.to(dtype)).weighted
-    assert float((found - exact).abs().max()) <= 20 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((4, 4), torch.float64), ((3, 7), torch.float32), ((33, 20), torch.float64)],
-)
-def test_a_batch_is_its_members(
-    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = [part.to(dtype) for part in (plans(70, *shape, 5.0), drawn(70, *shape, seed=1))]
-    given += [drawn(70, size, seed=2).to(dtype) for size in shape]
-    together = adjoint(*given)
-    for k in (0, 37, 69):
-        alone = adjoint(*(part[k : k + 1] for part in given))
-        for one, many in zip(alone, together, strict=True):
-            assert torch.equal(one[0], many[k])
-    monkeypatch.setattr("otdd_flash.batched.adjoint.ENTRIES_AT_ONCE", 30 * shape[0] * shape[1])
-    for one, other in zip(adjoint(*given), together, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_what_has_no_gradient(dtype: torch.dtype) -> None:
-    """Constants, sums of rows and columns, and permutations, which small changes leave alone."""
-    p, unit = plans(6, 5, 5).to(dtype), torch.finfo(dtype).eps
-    u, v = drawn(6, 5, seed=1).to(dtype), drawn(6, 5, seed=2).to(dtype)
-    for g in (torch.full_like(p, 3.0), u[:, :, None] + v[:, None]):
-        assert float(adjoint(p, g).weighted.abs().max()) <= 50 * unit
-    permutations = torch.eye(5, dtype=dtype)[torch.stack([torch.randperm(5) for _ in range(6)])]
-    found = adjoint(permutations, drawn(6, 5, 5).to(dtype))
-    assert float(found.weighted.abs().max()) <= 10 * unit
-    assert all(bool(part.isfinite().all()) for part in found)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -141,34 +98,6 @@ def test_curvature_of_rounding_size() -> None:
     error = (found.weighted - dense(p.double(), g.double())).abs().max()
     assert float(error) <= (8 * torch.finfo(torch.float32).eps / 2) ** 0.5 * largest
     assert float(found.columns.abs().max()) <= 10 * largest
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_cotangents_that_are_not_finite(value: float) -> None:
-    p, g = plans(3, 4, 5), drawn(3, 4, 5, seed=1)
-    spoilt = g.clone()
-    spoilt[1, 2, 3] = value
-    found, clean = adjoint(p, spoilt), adjoint(p, g)
-    for one, other in zip(found, clean, strict=True):
-        assert bool(one[1].isnan().all())
-        assert torch.equal(one[[0, 2]], other[[0, 2]])
-    assert all(bool(part.isnan().all()) for part in adjoint(p[1:2], spoilt[1:2]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_are_widened_first(dtype: torch.dtype) -> None:
-    p, g = plans(3, 4, 5).to(dtype), drawn(3, 4, 5, seed=1).to(dtype)
-    found, wide = adjoint(p, g), adjoint(p.float(), g.float())
-    assert found.rows.dtype == found.columns.dtype == torch.float32
-    assert torch.equal(found.weighted, wide.weighted.to(dtype))
-    assert torch.equal(found.rows, wide.rows)
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 4), (3, 1, 1)])
-def test_smallest_batches(shape: tuple[int, int, int]) -> None:
-    found = adjoint(torch.ones(shape), torch.ones(shape))
-    assert found.weighted.shape == shape
-    assert not found.weighted.any()
 
 
 def test_sums_that_are_tiny() -> None:

@@ -69,17 +69,13 @@ def within_bound(found: Tensor, expected: Tensor, logits: Tensor) -> Tensor:
     ("n", "count", "iterations", "backend"),
     [
         *((n, 7, iterations, "torch") for n, iterations in ((1, 1), (2, 5), (4, 100), (5, 20))),
-        (4, 3, 8, "triton"),
-        (5, 1, 8, "triton"),
-        slow(16, 2, 100, "torch"),
+        (4, 1, 8, "triton"),
+        (5, 1, 4, "triton"),
         slow(128, 2, 5, "torch"),
-        slow(1, 3, 1, "triton"),
         slow(2, 3, 5, "triton"),
         slow(3, 3, 40, "triton"),
         slow(4, 3, 1, "triton"),
         slow(16, 1, 20, "triton"),
-        slow(33, 1, 5, "triton"),
-        slow(64, 1, 3, "triton"),
         slow(128, 1, 3, "triton"),
     ],
 )
@@ -97,8 +93,10 @@ def test_a_float64_loop_in_the_log_domain(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("n", "spread"), [(4, 3.0), (5, 30.0)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "n", "spread"),
+    [(torch.float16, 4, 3.0), (torch.bfloat16, 5, 30.0), (torch.float64, 4, 30.0)],
+)
 def test_other_types(dtype: torch.dtype, n: int, spread: float, backend: str) -> None:
     logits = (spread * drawn(8, n, n)).to(dtype)
     found = otdd.doubly_stochastic(logits, iterations=5, compute=on(backend))
@@ -110,28 +108,6 @@ def test_other_types(dtype: torch.dtype, n: int, spread: float, backend: str) ->
     # Two units of the last place of the type, and what float32 may be off; subnormals are coarser.
     allowed = bound(logits) + 2 * torch.finfo(dtype).eps
     assert ((found.double() - expected).abs() <= allowed * expected + torch.finfo(dtype).tiny).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [3, 4])
-def test_offsets_of_64_bits(n: int) -> None:
-    """A view of memory of which two pages are used, in 4 GiB that are not."""
-    far = 2**31
-    storage = torch.empty(far + n * n, dtype=torch.float16)
-    for shape, strides in (((2, n, n), (far, n, 1)), ((1, 2, 2), (far, far, 1))):
-        logits = storage.as_strided(shape, strides)
-        logits.copy_(drawn(*shape))
-        leaf = logits.detach().requires_grad_()
-        near = logits.clone(memory_format=torch.contiguous_format).requires_grad_()
-        found, expected = (
-            otdd.doubly_stochastic(x, iterations=2, compute=on("triton")) for x in (leaf, near)
-        )
-        assert torch.equal(found, expected)
-        cotangents = drawn(*shape, seed=1).half()
-        mine, true = (
-            torch.autograd.grad(out, x, cotangents) for out, x in ((found, leaf), (expected, near))
-        )
-        assert torch.equal(mine[0], true[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -153,10 +129,7 @@ def test_what_is_kept_for_a_gradient(gradient: str, most: int, backend: str) -> 
     ("n", "spread", "iterations", "backend"),
     [
         *((*case, "torch") for case in ((2, 1, 5), (3, 10, 20), (4, 100, 20), (16, 10, 7))),
-        (3, 10, 5, "triton"),
-        (5, 10, 4, "triton"),
-        slow(2, 1, 5, "triton"),
-        slow(4, 1, 20, "triton"),
+        slow(3, 10, 5, "triton"),
         slow(4, 100, 9, "triton"),
         slow(16, 10, 7, "triton"),
     ],
@@ -194,9 +167,8 @@ def test_unrolled_gradients_are_those_of_the_loop(
     [
         ("unrolled", 1e-3, "torch"),
         ("implicit", 1e-11, "torch"),
-        ("unrolled", 1e-3, "triton"),
+        slow("unrolled", 1e-3, "triton"),
         slow("implicit", 1e-11, "triton"),
-        slow("unrolled", 1e-11, "triton"),
     ],
 )
 def test_a_tolerance_stops_each_matrix_by_itself(
@@ -226,7 +198,7 @@ def test_a_tolerance_stops_each_matrix_by_itself(
 
 
 @pytest.mark.parametrize(
-    ("n", "backend"), [(3, "torch"), (6, "torch"), (4, "triton"), slow(6, "triton")]
+    ("n", "backend"), [(3, "torch"), (6, "torch"), slow(4, "triton"), slow(6, "triton")]
 )
 def test_a_matrix_gets_the_same_bits_among_any_others(n: int, backend: str) -> None:
     # One of them is done again in the log domain.
@@ -242,17 +214,6 @@ def test_a_matrix_gets_the_same_bits_among_any_others(n: int, backend: str) -> N
         alone = otdd.doubly_stochastic(leaf, **options)
         assert torch.equal(alone, found[part])
         assert torch.equal(torch.autograd.grad(alone, leaf, cotangents[part])[0], gradient[part])
-
-
-@pytest.mark.parametrize(
-    ("n", "backend"), [(3, "torch"), (4, "torch"), (4, "triton"), slow(3, "triton")]
-)
-def test_underflow_that_matters_is_done_in_logs(n: int, backend: str) -> None:
-    """Both large entries are in one row; scalings move by 2^200 until the other has its own."""
-    logits = torch.tensor([[[0.0, -1.0, -300.0], [-150.0, -400.0, -2.0], [-310.0, -140.0, -280.0]]])
-    given = torch.nn.functional.pad(logits, (0, n - 3, 0, n - 3), value=-200.0)
-    found = otdd.doubly_stochastic(given, iterations=60, compute=on(backend))
-    assert within_bound(found, reference.balanced_matrices(given.double(), 60), given).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -299,28 +260,6 @@ def test_what_is_refused(logits: Tensor, options: dict[str, object], message: st
         otdd.doubly_stochastic(logits, **options)
 
 
-def test_a_temperature_that_half_types_have_not() -> None:
-    """They are computed in float32, which has it."""
-    logits = torch.tensor([[2e-6, 0.0], [0.0, 2e-6]], dtype=torch.float16)
-    found = otdd.doubly_stochastic(logits, temperature=1e-6)
-    expected = otdd.doubly_stochastic(logits.double(), temperature=1e-6)
-    assert torch.allclose(found.double(), expected, atol=1e-3)
-
-
-@pytest.mark.parametrize("n", [4, 6])
-@pytest.mark.parametrize("iterations", [1, 3])
-def test_kernels_give_nan_for_a_bad_matrix_alone(iterations: int, n: int) -> None:
-    from otdd_flash.batched.balance import balance_now
-
-    logits = drawn(5, n, n)
-    logits[1, 2], logits[2, :, 1], logits[3, 0, 0] = -math.inf, -math.inf, math.nan
-    scale = torch.ones((), dtype=torch.float64)
-    found, *_ = balance_now(
-        logits, scale, None, None, None, iterations, None, False, False, "none", True
-    )
-    assert found.isnan().sum((1, 2)).tolist() == [0, n * n, n * n, n * n, 0]
-
-
 @pytest.mark.parametrize("gradient", ["unrolled", "implicit"])
 def test_a_second_derivative_is_refused(gradient: str) -> None:
     leaf = drawn(2, 3, 3).requires_grad_()
@@ -331,8 +270,9 @@ def test_a_second_derivative_is_refused(gradient: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradient", ["unrolled", "implicit"])
-def test_compiled_and_in_autocast(gradient: str) -> None:
+def test_compiled_and_in_autocast() -> None:
+    gradient = "implicit"
+
     def layer(x: Tensor, temperature: Tensor) -> Tensor:
         return otdd.doubly_stochastic(2 * x, temperature=temperature, gradient=gradient) @ x
 
@@ -345,20 +285,3 @@ def test_compiled_and_in_autocast(gradient: str) -> None:
         assert torch.allclose(one, other, atol=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         assert otdd.doubly_stochastic(leaves[0], gradient=gradient).dtype == torch.float32
-
-
-@pytest.mark.slow
-def test_the_operations_fit_their_fakes() -> None:
-    from otdd_flash.batched.balance import balance
-
-    one = torch.ones((), dtype=torch.float64)
-    for potentials, tolerance in ((False, None), (True, 1e-3)):
-        a = torch.full((3,), 1 / 3) if potentials else None
-        given = drawn(4, 3, 3), one, a, a, None, 5, tolerance, potentials, potentials
-        for gradient in ("unrolled", "implicit"):
-            arguments = (drawn(4, 3, 3).requires_grad_(), *given[1:], gradient, False)
-            torch.library.opcheck(
-                balance,
-                arguments,
-                test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-            )

@@ -88,12 +88,7 @@ def test_a_loop_of_each_problem(shape: tuple[int, int], backend: str) -> None:
     ("which", "gradient", "backend"),
     [
         *product(WHICH, GRADIENTS, ["torch"]),
-        ("all", "implicit", "triton"),
-        ("all", "unrolled", "triton"),
-        *(
-            pytest.param(*way, "triton", marks=pytest.mark.slow)
-            for way in product(WHICH[1:], GRADIENTS)
-        ),
+        *(pytest.param("all", way, "triton", marks=pytest.mark.slow) for way in GRADIENTS),
     ],
 )
 def test_gradients(gradient: str, which: str, backend: str) -> None:
@@ -127,8 +122,7 @@ def test_gradients(gradient: str, which: str, backend: str) -> None:
     [
         ("implicit", "torch"),
         ("unrolled", "torch"),
-        ("implicit", "triton"),
-        pytest.param("unrolled", "triton", marks=pytest.mark.slow),
+        *(pytest.param(way, "triton", marks=pytest.mark.slow) for way in GRADIENTS),
     ],
 )
 def test_a_point_without_mass_has_the_potential_of_a_softmin(gradient: str, backend: str) -> None:
@@ -149,18 +143,6 @@ def test_a_point_without_mass_has_the_potential_of_a_softmin(gradient: str, back
     expected = solved(other, *lightest, epsilon, 40)
     (true,) = torch.autograd.grad(expected[1][0, 2] + expected[2][1, 3], other)
     assert torch.allclose(mine, true, atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_intervals_hold_for_the_masses_given(dtype: torch.dtype) -> None:
-    """One row: OT is <b, C>, to more digits than float32 has of b."""
-    b = masses(50, 7)
-    costs = torch.arange(7, dtype=dtype).expand(50, 1, 7)
-    found = otdd.sinkhorn_plans(costs, None, b, epsilon=0.5)
-    exact = b @ costs[0, 0].double()
-    assert (found.bounds[:, 0] <= exact).all()
-    assert (found.bounds[:, 1] >= exact).all()
-    assert (found.bounds[:, 1] - found.bounds[:, 0] < 1e-5).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -210,7 +192,7 @@ def test_intervals_hold_the_exact_value(dtype: torch.dtype, iterations: int) -> 
         assert ((found.bounds[:, 1] - found.bounds[:, 0]) < 1e-3 * found.value.double()).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
 def test_points_without_mass_may_have_entries_beyond_any_float(backend: str) -> None:
     """Columns bound entries by 1 / a_i, and nothing does where a_i is 0."""
     costs, a, b = drawn(3, 9, 4, seed=5).float().mT.contiguous(), torch.ones(4), torch.ones(9)
@@ -228,55 +210,9 @@ def test_points_without_mass_may_have_entries_beyond_any_float(backend: str) -> 
         assert found.bounds[k, 0] <= value <= found.bounds[k, 1]
 
 
-@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
-def test_gradients_of_the_solution_know_nothing_of_points_without_mass(backend: str) -> None:
-    costs = torch.tensor([[[0.7, 0.03, 0.98, 0.2], [0.35, 0.14, 0.12, 0.9], [0.1, 0.2, 0.3, 0.4]]])
-    a, weights = torch.tensor([0.0, 0.5, 0.5]), drawn(1, 3, 4, seed=6)
-    options = {"epsilon": 1e-3, "tolerance": 1e-6, "compute": on(backend)}
-    given = [part.clone().requires_grad_() for part in (costs, a)]
-    found = otdd.sinkhorn_plans(given[0], given[1], **options)
-    by_costs, by_a = torch.autograd.grad((found.plans * weights).sum(), given)
-    inner = costs[:, 1:].double().requires_grad_()
-    of_inner = otdd.sinkhorn_plans(inner, a[1:].double(), **options)
-    (expected,) = torch.autograd.grad((of_inner.plans * weights[:, 1:]).sum(), inner)
-    assert (by_costs[:, 0] == 0).all()
-    assert torch.allclose(by_costs[:, 1:].double(), expected, atol=1e-4 * weights.abs().max())
-    assert by_a.isfinite().all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_cost_far_above_the_rest_and_epsilon_far_below(backend: str) -> None:
-    """What float32 rounds a sum of logarithms by is more than it can take the exponential of."""
-    costs = drawn(1, 3, 8, seed=4).float()
-    costs[0, 0, 0] = 1e6
-    a, b = torch.tensor([1e-10, 1, 1e-10]), torch.ones(8) / 7
-    a, b[6] = a / a.sum(), 0
-    found = otdd.sinkhorn_plans(costs, a, b, epsilon=7e-7, max_iterations=40, compute=on(backend))
-    assert found.plans.isfinite().all()
-    assert found.f.isfinite().all()
-    assert not found.converged.any()
-    # All but 2e-10 of the mass is in one row, and the costs that pay are below 1.
-    value = float(costs[0, 1].double() @ b.double())
-    assert found.bounds[0, 0] <= value + 1e-8
-    assert found.bounds[0, 1] >= value - 1e-8
-    assert found.bounds[0].isfinite().all()
-
-
-@pytest.mark.parametrize("backend", ["torch", *slow(["triton"])])
-def test_intervals_where_rounded_potentials_make_exponents_of_any_size(backend: str) -> None:
-    """There is one plan between one point and others; its exponents are rounded by millions."""
-    costs = torch.tensor([[[1e9, 0.5, 0.25]]])
-    b = torch.tensor([0.25, 0.25, 0.5])
-    found = otdd.sinkhorn_plans(costs, torch.ones(1), b, epsilon=1e-7, compute=on(backend))
-    value = float(costs[0, 0].double() @ b.double())
-    lower, upper = found.bounds[0].tolist()
-    assert lower <= value <= upper
-    assert upper - lower < 1e-6 * value
-
-
 @pytest.mark.parametrize(
     ("iterations", "backend"),
-    [(100, "torch"), (10, "triton"), pytest.param(100, "triton", marks=pytest.mark.slow)],
+    [(100, "torch"), (10, "triton")],
 )
 def test_a_problem_gets_the_same_bits_among_any_others(iterations: int, backend: str) -> None:
     costs, a, b, epsilon = (given.float() for given in problems(3, 5, 9))
@@ -330,13 +266,6 @@ HALF = torch.full((2,), 0.5)
 def test_what_is_refused(costs: Tensor, options: dict[str, object], message: str) -> None:
     with pytest.raises(otdd.InputError, match=message):
         otdd.sinkhorn_plans(costs, **{"epsilon": 1.0, **options})
-
-
-def test_nothing_is_solved_in_an_instant() -> None:
-    found = otdd.sinkhorn_plans(torch.empty(0, 3, 4), epsilon=1.0)
-    assert found.plans.shape == (0, 3, 4)
-    assert found.f.shape == (0, 3)
-    assert found.bounds.shape == (0, 2)
 
 
 @pytest.mark.parametrize("n", [3, 7])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.features.file_features import features_file
-from otdd_flash.kernels.passes import plan_blocks
+from otdd_flash.kernels.passes import plan_blocks, symmetric_step
 from otdd_flash.operators import (
     blocked,
     cost_blocks,
@@ -41,7 +41,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.plan import Factors, KeptPlan, StreamedPlan, plan_of
+from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix.problem import MatrixProblem
@@ -68,11 +68,14 @@ SMALL: list[tuple[Any, str, Any]] = [
     (cost_tiles, "LEAST_POINTS", 16),
     (plan_blocks, "BLOCK_HEIGHT", 256),
     (plan_blocks, "BLOCK_WIDTH", 256),
+    (symmetric_step, "STRIPE_BYTES", 1),
 ]
 
 
 class Plan:
-    """Products with a plan.
+    """A plan: `rows` P 1, `columns` P^T 1, `times` P V and `transposed_times` P^T U, float64.
+
+    Products with factors are those with P o (A B^T + C D^T).
 
     Attributes:
         cost: that it is of, (n, m) float64.
@@ -83,23 +86,9 @@ class Plan:
     def __init__(self, products: Any, cost: Tensor, precision: str, *, weighs: bool = True) -> None:
         self._products, self.cost, self.precision, self.weighs = products, cost, precision, weighs
 
-    @property
-    def rows(self) -> Tensor:
-        """P 1 (n,)."""
-        return _double(self._products.rows)
-
-    @property
-    def columns(self) -> Tensor:
-        """P^T 1 (m,)."""
-        return _double(self._products.columns)
-
-    def times(self, values: Tensor, *factors: Factors) -> Tensor:
-        """P V (n, k), or (P o (A B^T + C D^T)) V."""
-        return _double(self._products.times(values, *factors))
-
-    def transposed_times(self, values: Tensor, *factors: Factors) -> Tensor:
-        """P^T U (m, k), or (P o (A B^T + C D^T))^T U."""
-        return _double(self._products.transposed_times(values, *factors))
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._products, name)
+        return _double(found) if isinstance(found, Tensor) else lambda *of: _double(found(*of))
 
 
 class Held:
@@ -399,19 +388,16 @@ TORCH, DOUBLE, TRITON = {"backend": "torch"}, {"precision": "double"}, {"backend
 FAST, HIGH = ({"precision": precision} for precision in ("fast", "high"))
 KEPT, ANEW = {"memory_budget": "1GiB"}, {"memory_budget": 0}
 
-# Points in memory, in PyTorch.
 POINTS = {
     "stored": Way(_of_points, "single", TORCH | KEPT),
     "stored, double": Way(_of_points, "double", DOUBLE | KEPT),
     "streamed": Way(_of_points, "single", TORCH | ANEW),
     "streamed, double": Way(_of_points, "double", DOUBLE | ANEW),
 }
-# Points in files, in PyTorch.
 FILES = {
     "files": Way(_of_files, "single", TORCH),
     "files, double": Way(_of_files, "double", DOUBLE),
 }
-# Costs that are given.
 MATRICES = {
     "matrix": Way(partial(_of_a_matrix, dtype=torch.float32), "single", TORCH),
     "matrix, double": Way(
@@ -437,7 +423,6 @@ FILE_KERNELS = {
     "files, fast": Way(_of_files, "blocks", TRITON | FAST),
     "files, high": Way(_of_files, "high", TRITON | HIGH),
 }
-# By two ranks.
 RANKS = {
     "ranks, stored": Way(HeldByRanks, "single", TORCH | KEPT),
     "ranks, streamed": Way(HeldByRanks, "double", DOUBLE | ANEW),

@@ -127,6 +127,8 @@ CASES = [
     *these(["matrix in columns"], QUICK[1:2]),
     *these(RANKS, QUICK[1:], ranks),
     *these(KERNELS, SEVERAL, pytest.mark.slow),
+    # Rows of one class, and columns of many.
+    *these(["fast"], [Case((1, 70, 3), classes=None)], pytest.mark.slow),
     *these(MATRIX_KERNELS, OF_GIVEN, pytest.mark.slow),
     *these(FILE_KERNELS, IN_PIECES, pytest.mark.slow),
     *these(RANKS | RANK_KERNELS, IN_PIECES, ranks, pytest.mark.slow),

@@ -8,7 +8,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DEVICE
 
 from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
 from otdd_flash.engine.evidence.evaluated import Evidence, evaluate_cross, evaluate_self
@@ -17,6 +16,7 @@ from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
 from otdd_flash.engine.segments import Evaluation, PassErrors
 from otdd_flash.kernels.segments.evidence import COSTS, evaluate
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNT, NUMBERS = 64, 14
 # Unit roundoffs of potentials and of sums: coarser ones than sums have, so that their terms show.
 DTYPES = torch.float32, torch.float16

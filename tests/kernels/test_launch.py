@@ -86,35 +86,23 @@ def test_the_second_device_is_as_good_as_the_first() -> None:
         pytest.skip("needs two GPUs")
     assert torch.cuda.current_device() == 0
     draw = torch.Generator().manual_seed(0)
-    found = []
     # Small ones are solved in recorded pieces, large ones pass by pass.
     for count in (300, 9000):
-        labels = torch.randint(0, 3, (count,), generator=draw)
+        labels, found = torch.randint(0, 3, (count,), generator=draw), []
         sides = [
             otdd.LabeledSamples(
-                torch.randn(count, 40, generator=draw) + shift, labels, ("a", "b", "c")
+                torch.randn(count, 40, generator=draw) + shift, labels, tuple("abc")
             )
             for shift in (0.0, 0.5)
         ]
         for device in ("cuda:0", "cuda:1"):
-            result = otdd.dataset_distance(*sides, compute=otdd.ComputeOptions(device))
-            index = result.potentials[0].get_device()
-            assert index == int(device[-1])
-            flow = otdd.gradient_flow(
-                *sides, otdd.Flow(steps=1), compute=otdd.ComputeOptions(device)
-            )
+            compute = otdd.ComputeOptions(device)
+            result = otdd.dataset_distance(*sides, compute=compute)
+            assert result.potentials[0].get_device() == int(device[-1])
+            flow = otdd.gradient_flow(*sides, otdd.Flow(steps=1), compute=compute)
             points = sides[0].features.to(device).requires_grad_()
-            loss = otdd.sinkhorn_loss(points, sides[1].features.to(device), epsilon=1.0)
-            loss.backward()
-            assert points.grad is not None
-            found.append(
-                [
-                    result.value,
-                    result.class_coupling().sum().item(),
-                    flow.to_dict()["value"],
-                    points.grad.norm().item(),
-                ]
-            )
+            otdd.sinkhorn_loss(points, sides[1].features.to(device), epsilon=1.0).backward()
+            coupled, moved = float(result.class_coupling().sum()), float(points.grad.norm())
+            found.append([result.value, coupled, flow.to_dict()["value"], moved])
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
     assert torch.cuda.current_device() == 0
-    for first, second in zip(found[::2], found[1::2], strict=True):
-        assert first == pytest.approx(second, rel=1e-5)

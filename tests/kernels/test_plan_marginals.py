@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from kernel_cases import DEVICE
 from pairwise import pairwise
 
 from otdd_flash.kernels.passes import marginal_tiles
 from otdd_flash.kernels.passes import plan_marginals as launching
-from otdd_flash.kernels.passes.marginal_tiles import CHUNK_BYTES, chunk_sizes
+from otdd_flash.kernels.passes.marginal_tiles import chunk_sizes
 from otdd_flash.kernels.passes.plan_entries import LEAST_ENTRY, SUM_ERROR
 from otdd_flash.kernels.passes.plan_marginals import DigitSide, plan_marginals
 from otdd_flash.kernels.points import digits as fixed_point
@@ -19,18 +18,19 @@ from otdd_flash.kernels.points.digit_losses import digit_losses
 from otdd_flash.kernels.points.digits import base_of, carry_error, pack_digits
 from otdd_flash.kernels.points.packed_points import arrange
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NOTHING = -1e30
-# (n, m, d, classes of each side); 60 and 70 are gathered, the others stand in pure blocks.
+# (n, m, d, classes of each side), digits and symmetry; 60 and 70 classes are gathered, the others
+# stand in pure blocks.
 SMALL = [
-    (1, 1, 1, 1, 1),
-    (33, 130, 3, 1, 70),
-    (130, 33, 70, 2, 1),
-    (256, 100, 200, 1, 1),
-    (300, 33, 70, 60, 1),
-    (290, 300, 40, 2, 2),
+    ((33, 130, 3, 1, 70), 3, False),
+    ((33, 130, 3, 1, 70), 4, True),
+    ((290, 300, 40, 2, 2), 4, True),
+    ((290, 300, 40, 2, 2), 1, False),
+    ((130, 33, 70, 2, 1), 4, False),
+    ((1, 1, 1, 1, 1), 4, False),
 ]
 LARGE = [
-    (4000, 3500, 128, 10, 10),
     (3000, 2049, 784, 3, 7),
     (9000, 9000, 64, 10, 10),
     (2000, 900, 2000, 100, 30),
@@ -113,31 +113,22 @@ def check(got, expected, relative, entries):
     assert bool(((got - expected).abs() <= limit).all())
 
 
-def problem(case, digits):
+def check_sums(case, digits, *, symmetric):
     n, m, d, classes_x, classes_y = case
-    rows, columns = side_of(n, d, classes_x, digits, 1), side_of(m, d, classes_y, digits, 2)
+    if symmetric:
+        m, classes_y = n, classes_x
+    rows = side_of(n, d, classes_x, digits, 1)
+    columns = rows if symmetric else side_of(m, d, classes_y, digits, 2)
     draw = torch.Generator().manual_seed(3)
-    costs = torch.rand(classes_x, classes_y, generator=draw).double().to(DEVICE) * 3
+    of_classes = torch.rand(classes_x, classes_y, generator=draw).double().to(DEVICE) * 3
+    if symmetric:
+        of_classes = (of_classes + of_classes.T).fill_diagonal_(0)
     # Exponents within 40 of the terms.
-    return rows, columns, costs, 40 / (6400 * d)
-
-
-def symmetric_problem(case, digits):
-    n, _, d, classes, _ = case
-    rows = side_of(n, d, classes, digits, 1)
-    costs = torch.rand(classes, classes, generator=torch.Generator().manual_seed(3)).double()
-    costs = (costs + costs.T).fill_diagonal_(0).to(DEVICE) * 2
-    return rows, rows, costs, 20 / (6400 * d)
-
-
-def check_sums(case, digits, *, symmetric, costs=True):
-    made = (symmetric_problem if symmetric else problem)(case, digits)
-    rows, columns, of_classes, scale = made
-    of_classes = of_classes if costs else None
+    scale = (20 if symmetric else 40) / (6400 * d)
     *expected, largest = dense(rows, columns, of_classes, scale, digits)
     got = plan_marginals(rows, columns, of_classes, scale, digits, symmetric=symmetric)
     assert (got[0] is got[1]) == symmetric
-    for sums, reference, count in zip(got, expected, (case[1], case[0]), strict=True):
+    for sums, reference, count in zip(got, expected, (m, n), strict=True):
         assert float(reference.max()) > 0
         check(sums, reference, tolerance(rows, columns, scale, digits, largest), count)
         assert bool((sums[reference == 0] == 0).all())
@@ -146,14 +137,11 @@ def check_sums(case, digits, *, symmetric, costs=True):
         assert all(torch.equal(one, two) for one, two in zip(got, again, strict=True))
 
 
-# One that is gathered and one in pure blocks at once, the others later.
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
     ("case", "digits", "symmetric"),
     [
-        *((SMALL[1], 3, False), (SMALL[1], 4, True), (SMALL[5], 4, True), (SMALL[5], 1, False)),
-        *((SMALL[0], 4, False), (SMALL[2], 4, False), (SMALL[3], 3, False), (SMALL[4], 3, False)),
-        *((SMALL[0], 3, True), (SMALL[3], 1, True), (SMALL[4], 3, True)),
+        *SMALL,
         *(
             pytest.param(case, digits, symmetric, marks=pytest.mark.gpu)
             for case in LARGE
@@ -168,16 +156,11 @@ def test_sums_are_within_the_documented_error(case, digits, symmetric):
 
 
 @pytest.mark.slow
-def test_costs_of_none_are_zeros():
-    check_sums(SMALL[1], 3, symmetric=False, costs=False)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "digits", "symmetric"),
     [
-        *(((600, 700, 5, 3, 2), 3, False), ((700, 300, 3, 1, 200), 1, False)),
-        *(((1000, 1000, 5, 1, 1), 3, True), ((300, 300, 5, 200, 200), 3, True)),
+        ((700, 300, 3, 1, 200), 1, False),
+        ((300, 300, 5, 200, 200), 3, True),
     ],
     ids=str,
 )
@@ -213,16 +196,11 @@ def highest_digits(n, d):
     return torch.full((n, d), 10 + tail, dtype=torch.float64)
 
 
-def nearly_constant(n, d):
-    draw = torch.Generator().manual_seed(0)
-    return 60 + 1e-3 * torch.randn(n, d, generator=draw).double()
-
-
 @pytest.mark.slow
 @pairwise(
     make=[
         pytest.param(make, id=make.__name__)
-        for make in (lowest_digits, alternating, highest_digits, nearly_constant)
+        for make in (lowest_digits, alternating, highest_digits)
     ],
     d=[33, pytest.param(2000, marks=pytest.mark.gpu)],
     digits=[3, 4],
@@ -251,26 +229,8 @@ def test_scores_are_within_the_documented_error(make, d, digits, base):
             assert float(errors.max()) > 0.3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("d", [1, 70, 1000])
-def test_products_of_one_digit_are_exact(d):
-    draw = torch.Generator().manual_seed(0)
-    points = torch.randint(-128, 128, (140, d), generator=draw).to(DEVICE)
-    points[0], points[1] = -128, 127
-    layout = arrange(torch.zeros(140, dtype=torch.int64, device=DEVICE), 1)
-    centre = torch.zeros(d, dtype=torch.float64, device=DEVICE)
-    one = arrange(torch.zeros(1, dtype=torch.int64, device=DEVICE), 1)
-    for j in (0, 1, 2):
-        product = points.double() @ points[j].double()
-        rows = DigitSide(points, layout, centre, 1.0, layout.spread(-product, NOTHING))
-        zero = one.spread(torch.zeros(1, dtype=torch.float64, device=DEVICE), NOTHING)
-        columns = DigitSide(points[j : j + 1], one, centre, 1.0, zero)
-        sums, _ = plan_marginals(rows, columns, None, 1.0, 1)
-        assert bool(((sums[:140] - 1).abs() <= SUM_ERROR).all())
-
-
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("e", [128.0, 9999900.0, -125.5, -125.0, -124.9, -1e7, NOTHING, 127.9])
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("e", [9999900.0, 128.0, 127.9, -124.9, -125.0, NOTHING])
 def test_exponents_at_the_ends_of_the_range(e):
     rows = side_of(5, 3, 1, 1, 1)
     zeros = torch.zeros_like(rows.points)
@@ -286,11 +246,10 @@ def test_exponents_at_the_ends_of_the_range(e):
     assert not bool(totals[1:].any())
 
 
-@pytest.mark.slow(after=4)
 @pytest.mark.parametrize("digits", DIGITS[::-1])
-@pytest.mark.parametrize(("n", "d", "classes"), [(130, 70, 2), (1, 1, 1)])
-def test_digits_stand_for_the_points(n, d, classes, digits, base):
-    side = side_of(n, d, classes, digits, 4)
+def test_digits_stand_for_the_points(digits, base):
+    d = 70
+    side = side_of(130, d, 2, digits, 4)
     layout = side.layout
     values = pack_digits(*side[:4], digits, 0, layout.size)
     lost, omitted = digit_losses(side.points, side.centre, side.scale, digits)
@@ -312,16 +271,6 @@ def test_digits_stand_for_the_points(n, d, classes, digits, base):
     torch.testing.assert_close(omitted, expected, rtol=1e-9, atol=0)
 
 
-def test_what_does_not_fit_is_counted_as_lost():
-    layout = arrange(torch.zeros(2, dtype=torch.int64, device=DEVICE), 1)
-    points = torch.tensor([[130.0, 0.0], [-140.0, 5.0]], dtype=torch.float64, device=DEVICE)
-    centre = torch.zeros(2, dtype=torch.float64, device=DEVICE)
-    values = pack_digits(points, layout, centre, 1.0, 3, 0, layout.size)
-    lost, _ = digit_losses(points, centre, 1.0, 3)
-    expected = (decoded(values)[:2, :2] - points).square().sum(1)
-    torch.testing.assert_close(lost, expected, rtol=1e-9, atol=0)
-
-
 def test_points_of_any_type_strides_and_rows():
     draw = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 2, (400,), generator=draw).to(DEVICE)
@@ -336,19 +285,3 @@ def test_points_of_any_type_strides_and_rows():
     assert torch.equal(whole[:, 128:384], part)
     losses = [digit_losses(each, centre, 20.0, 3) for each in (points, strided)]
     assert torch.equal(*losses)
-
-
-def test_a_wrong_number_of_digits_is_refused():
-    rows = side_of(3, 2, 1, 1, 1)
-    with pytest.raises(ValueError, match="got 2"):
-        plan_marginals(rows, rows, None, 1.0, 2)
-
-
-@pytest.mark.parametrize("row_bytes", [16, 1536, 3136, 200_000])
-def test_chunks_stay_small(row_bytes):
-    height, width = chunk_sizes(row_bytes)
-    assert height % width == 0
-    assert width % 128 == 0
-    assert width * row_bytes <= CHUNK_BYTES // 2 or width == 128
-    assert height * row_bytes <= CHUNK_BYTES or height == width
-    assert height // 64 * width * 8 <= 64 << 20

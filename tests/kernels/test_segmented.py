@@ -4,56 +4,84 @@ from __future__ import annotations
 
 import pytest
 import torch
-from segmented_cases import CASES, DEVICE, EPSILON, LARGE, MEMORY, Case, close
 
 from otdd_flash.engine.segments import Evaluation, Move, WeightedPoints
-from otdd_flash.kernels.adder import PROBED, UNIT, UNPROBED, chain_error
-from otdd_flash.kernels.segments.evaluation import segmented_evaluation
+from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.segments.totals import BLOCK, first_blocks, segmented_totals
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.kernel_segments import KernelSegments
-from otdd_flash.operators.kernel_vectors import whole_layout
+from otdd_flash.operators.kernel_segments import KernelSegments, is_small
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EPSILON = 0.3
+MEMORY = KernelSegments.memory
+# Sizes of classes, dimension, and pairs of them: small classes meet large ones, which have several
+# blocks.
+CASES = [
+    pytest.param([1, 33, 130], 3, [(2, 0), (2, 1), (1, 0)], id="mixed"),
+    pytest.param([300, 65], 40, [(0, 1)], id="blocks"),
+]
+LARGE = [
+    pytest.param([5000, 4001, 70], 784, [(0, 1), (1, 2), (0, 2)], marks=pytest.mark.gpu),
+    pytest.param([64] * 40 + [50, 1], 512, [(i, 41) for i in range(41)], marks=pytest.mark.gpu),
+    pytest.param([3000, 2500], 64, [(0, 1)], marks=pytest.mark.gpu),
+    pytest.param([700, 129], 4096, [(0, 1)], marks=pytest.mark.gpu),
+]
+
+
+def classes(sizes, dim):
+    draw = torch.Generator().manual_seed(sum(sizes) + dim)
+    clouds = []
+    for k, size in enumerate(sizes):
+        points = torch.randn(size, dim, generator=draw) / dim**0.5 * (1 + k) + 5 * k
+        masses = torch.rand(size, generator=draw).double() + 0.1
+        clouds.append(WeightedPoints(points.to(DEVICE), (masses / masses.sum()).to(DEVICE)))
+    return clouds
+
+
+class Case:
+    """The segments of a case, and what they compute with, dense and in float64."""
+
+    def __init__(self, sizes, dim, pairs, *, zeros=False):
+        self.clouds, self.sizes, self.pairs = classes(sizes, dim), sizes, pairs
+        self.pool = ClassPool(self.clouds)
+        index = torch.tensor(pairs, device=DEVICE)
+        small = bool(is_small(self.pool.sizes[index]).all())
+        self.segments = KernelSegments(self.pool, *index.T.contiguous(), small=small)
+        self.vectors = self.segments._vectors
+        if zeros:
+            # Every third mass is taken for 0 by what reads potentials.
+            self.pool.pool.masses[::3] = 0
+        draw = torch.Generator().manual_seed(7)
+        potential = self.vectors.columns.candidate
+        noise = torch.randn(len(potential), generator=draw).to(DEVICE)
+        potential.copy_(potential * 0.3 + noise)
+
+    def evaluate(self):
+        epsilon = torch.full((len(self.pairs),), EPSILON, dtype=torch.float64, device=DEVICE)
+        active = torch.ones(len(self.pairs), dtype=torch.bool, device=DEVICE)
+        return Evaluation.of(*self.segments.numbers(epsilon, active))
+
+    def fill_vectors(self):
+        """Numbers for what was kept and remembered before, of the size of differences."""
+        draw = torch.Generator().manual_seed(11)
+        vectors = self.vectors.columns
+        for k, vector in enumerate(vectors[1:]):
+            noise = torch.randn(len(vector), generator=draw).to(DEVICE) * EPSILON
+            vector.copy_(noise + vectors.candidate if k == 1 else noise)
+
+    def columns(self, name):
+        """A vector of the columns of every segment, (m,) or (2 MEMORY, m) float64."""
+        rows = 2 * MEMORY if name == "remembered" else 1
+        counts = [rows * self.sizes[pair[1]] for pair in self.pairs]
+        parts = torch.split(getattr(self.vectors.columns, name).double(), counts)
+        return [part.view(rows, -1) if rows > 1 else part for part in parts]
+
+    def masses(self, segment, side):
+        k = self.pairs[segment][side]
+        return self.pool.pool.masses[int(self.pool.starts[k]) :][: self.sizes[k]]
+
 
 NAMES = ("candidate", "kept", "residual", "level", "remembered")
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize(("sizes", "dim", "pairs"), CASES + LARGE)
-def test_potentials_of_rows_and_residuals_are_softmins(sizes, dim, pairs, coarse):
-    case = Case(sizes, dim, pairs, coarse=coarse)
-    found = case.evaluate()
-    rows, columns, fresh = case.potentials(0), case.potentials(1), case.columns("fresh")
-    for segment, (f, g, change) in enumerate(zip(rows, columns, fresh, strict=True)):
-        close(case, segment, f, case.softmin(segment, 0, g))
-        close(case, segment, change + g, case.softmin(segment, 1, f))
-        masses = case.masses(segment, 0)
-        torch.testing.assert_close(found.row_value[segment], masses @ f)
-        torch.testing.assert_close(found.row_size[segment], masses @ f.abs())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "dim", "pairs"), [CASES[0], CASES[2], *LARGE[:2]])
-def test_a_class_with_itself_has_one_potential(sizes, dim, pairs):
-    case = Case(sizes, dim, [(k, k) for k in range(len(sizes))], themselves=True)
-    found = case.evaluate()
-    assert torch.equal(found.row_value, found.value)
-    assert torch.equal(found.row_size, found.size)
-    for segment, fresh in enumerate(case.columns("fresh")):
-        potential = case.potentials(1)[segment]
-        close(case, segment, fresh + potential, case.softmin(segment, 0, potential))
-
-
-@pytest.mark.slow
-def test_segments_that_are_not_active_keep_their_potentials():
-    case = Case([33, 130, 5], 3, [(1, 0), (1, 2), (0, 2)])
-    case.evaluate()
-    before = [*case.potentials(0), *case.columns("fresh")]
-    case.vectors.columns.candidate.mul_(0.9)
-    case.evaluate(torch.tensor([True, False, True], device=DEVICE))
-    after = [*case.potentials(0), *case.columns("fresh")]
-    same = [torch.equal(one, two) for one, two in zip(before, after, strict=True)]
-    assert same == [False, True, False] * 2
 
 
 def exact_softmin(own, opposite, g, epsilon):
@@ -80,8 +108,8 @@ def wrong(clouds, epsilon, noise):
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize(("sizes", "dim", "pairs"), [CASES[0], CASES[3], LARGE[2], LARGE[3]])
-@pytest.mark.parametrize("epsilon", [1e-2, 1.0, 1e4])
+@pytest.mark.parametrize(("sizes", "dim", "pairs"), [*CASES, *LARGE[2:]])
+@pytest.mark.parametrize("epsilon", [1e-2, 1e4])
 def test_softmins_are_within_their_errors(sizes, dim, pairs, epsilon):
     clouds = [Case(sizes, dim, pairs).clouds[k] for k in pairs[0]]
     error, bound = wrong(clouds, epsilon, 1.0)
@@ -89,34 +117,17 @@ def test_softmins_are_within_their_errors(sizes, dim, pairs, epsilon):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [1.0, 1e3])
-def test_whole_numbers_lose_nothing_but_the_last_bits(noise):
+def test_whole_numbers_lose_nothing_but_the_last_bits():
     """Of one-hot points, so that exponents are known; potentials are far above epsilon."""
     points = torch.eye(40).repeat_interleave(7, 0).to(DEVICE)
     clouds = [
         WeightedPoints(part, torch.full((len(part),), 1 / len(part)).double().to(DEVICE))
         for part in (points, points[:133])
     ]
-    error, bound = wrong(clouds, 0.02, noise)
+    error, bound = wrong(clouds, 0.02, 1e3)
     assert bool((error <= bound).all())
     # With logits in one float32 it would be a unit of the potentials, beside what f loses.
-    assert float(bound.max()) < UNIT * (5 * noise + 40)
-
-
-def test_products_keep_more_than_twenty_digits_of_two():
-    """Per-point bounds of a random class are some units in the last place of ||x|| ||y||."""
-    case = Case([300, 250], 784, [(0, 1)])
-    error = float(case.segments.errors.largest[0])
-    reach = 2 * float(case.pool.radii[0] * case.pool.radii[1])
-    most = 2 if case.pool.chain_error < 400 * UNIT else 24
-    assert error < most * UNIT * reach
-
-
-def test_chains_cost_what_the_adder_says():
-    """16 products and two extra bits: 17 / 2 + 2 units a step; one product and none: 6."""
-    slack = 1 + 2.0**-7
-    assert 10.5 * 16 * UNIT <= chain_error(256, PROBED[9]) < 10.5 * 16 * UNIT * slack
-    assert 6 * 256 * UNIT <= chain_error(256, UNPROBED) < 6 * 256 * UNIT * slack
+    assert float(bound.max()) < UNIT * (5 * 1e3 + 40)
 
 
 def seen(case, segment):
@@ -150,7 +161,6 @@ def seen(case, segment):
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "dim", "pairs"), [*CASES, *LARGE[:2]])
 def test_numbers_of_an_evaluation(sizes, dim, pairs):
-    """Made by half-steps; and, of one segment, from a softmin that is there already."""
     # A class of one point keeps its mass.
     case = Case(sizes, dim, pairs, zeros=1 not in sizes)
     # Near the marginals, where exponentials do not drown each other.
@@ -161,15 +171,6 @@ def test_numbers_of_an_evaluation(sizes, dim, pairs):
     for segment in range(len(pairs)):
         for found, expected in zip(evaluation[2:], seen(case, segment), strict=True):
             torch.testing.assert_close(found[segment], expected, rtol=1e-6, atol=1e-6)
-    if len(pairs) > 1:
-        return
-    vectors, own = case.vectors.columns, whole_layout(sizes[pairs[0][1]], 1, DEVICE)
-    softmin, active = vectors.candidate + vectors.fresh, torch.ones(1, device=DEVICE) > 0
-    at = active, torch.full((1,), EPSILON, dtype=torch.float64, device=DEVICE), vectors
-    partial = segmented_evaluation(softmin, case.masses(0, 1), own.blocks, own.table, *at)
-    numbers = segmented_totals(None, partial, own.first_blocks, own.first_blocks, active)
-    for found, number in zip(Evaluation.of(*numbers)[2:], evaluation[2:], strict=True):
-        torch.testing.assert_close(found, number, rtol=1e-4, atol=1e-5)
 
 
 COUNTS = {"rows": [1, BLOCK, BLOCK + 1, 70, 3], "columns": [BLOCK + 1, 2, 40, 1, BLOCK]}
@@ -183,9 +184,9 @@ def drawn(counts, width):
     return (numbers * signs).to(DEVICE)
 
 
-@pytest.mark.parametrize("width", [14 + 4 * 4, 14 + 4 * 8])
 @pytest.mark.parametrize("themselves", [False, True])
-def test_totals_are_sums_and_two_extremes(width, themselves):
+def test_totals_are_sums_and_two_extremes(themselves):
+    width = 14 + 4 * (8 if themselves else 4)
     parts = None if themselves else drawn(COUNTS["rows"], 2), drawn(COUNTS["columns"], width)
     active, firsts = torch.tensor([True, True, False, True, True], device=DEVICE), []
     for counts in COUNTS.values():
@@ -242,10 +243,9 @@ def moved(case, move, segment):
 
 
 @pytest.mark.slow(after=1)
-@pytest.mark.parametrize("zeros", [True, False])
-@pytest.mark.parametrize(("sizes", "dim", "pairs"), [*CASES, *LARGE[:2]])
-def test_a_move_is_its_formula(sizes, dim, pairs, zeros):
-    case = Case(sizes, dim, pairs, zeros=zeros)
+@pytest.mark.parametrize(("sizes", "dim", "pairs"), [CASES[0], *LARGE[:2]])
+def test_a_move_is_its_formula(sizes, dim, pairs):
+    case = Case(sizes, dim, pairs, zeros=True)
     case.fill_vectors()
     move = random_move(len(pairs))
     active = torch.arange(len(pairs), device=DEVICE) != 1
@@ -258,30 +258,3 @@ def test_a_move_is_its_formula(sizes, dim, pairs, zeros):
                 torch.testing.assert_close(vector, expected[segment][place], rtol=1e-5, atol=1e-4)
             else:
                 assert torch.equal(vector, before[place][segment])
-
-
-@pytest.mark.slow
-def test_segments_do_not_see_each_other():
-    """To the last bit: alone, and among others that come and go; evaluated and moved."""
-    sizes, pairs, order = [33, 300, 5, 70], [(1, 0), (0, 1), (3, 0), (1, 3)], [3, 1]
-    together = Case(sizes, 3, pairs)
-    together.fill_vectors()
-    alone = [Case(sizes, 3, [pairs[segment]]) for segment in order]
-    for segment, case in zip(order, alone, strict=True):
-        case.copy_vectors(together, segment)
-    together.segments.keep(torch.tensor(order, device=DEVICE))
-    together.pairs = [pairs[segment] for segment in order]
-    whole = together.evaluate()
-    for place, case in enumerate(alone):
-        for found, number in zip(whole, case.evaluate(), strict=True):
-            assert torch.equal(found[place], number[0])
-    move, active = random_move(4), torch.ones(4, dtype=torch.bool, device=DEVICE)
-    together, alone = Case(sizes, 3, pairs), [Case(sizes, 3, [pair]) for pair in pairs]
-    together.fill_vectors()
-    for k, case in enumerate(alone):
-        case.copy_vectors(together, k)
-        case.segments.move_by(move.numbers[k : k + 1].contiguous(), active[:1])
-    together.segments.move_by(move.numbers, active)
-    for name in NAMES:
-        for vector, case in zip(together.columns(name), alone, strict=True):
-            assert torch.equal(vector, case.columns(name)[0])

@@ -21,21 +21,8 @@ def manhattan(n: int, m: int, draw: torch.Generator) -> Tensor:
     return torch.cdist(x, y, p=1)
 
 
-def permuted(n: int, m: int, draw: torch.Generator) -> Tensor:
-    """Every row holds the same numbers in another order."""
-    values = random(1, m, draw)[0]
-    return torch.stack([values[torch.randperm(m, generator=draw)] for _ in range(n)])
-
-
 def negative(n: int, m: int, draw: torch.Generator) -> Tensor:
     return -random(n, m, draw) - 0.5
-
-
-def tree(n: int, m: int, draw: torch.Generator) -> Tensor:
-    """Path lengths between leaves of a binary tree."""
-    x, y = (torch.randint(0, 64, (size,), generator=draw) for size in (n, m))
-    apart = x[:, None] ^ y
-    return 2 * (apart.double() + 0.5).log2().floor().add(1).clamp_min(0)
 
 
 def constant(n: int, m: int, draw: torch.Generator) -> Tensor:
@@ -46,9 +33,7 @@ KINDS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
     "random": random,
     "integers": integers,
     "manhattan": manhattan,
-    "permuted": permuted,
     "negative": negative,
-    "tree": tree,
     "constant": constant,
 }
 

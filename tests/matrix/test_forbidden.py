@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.solver.matrix import forbidden
 
 
 def banded(n: int, m: int, width: float, draw: torch.Generator) -> Tensor:
@@ -81,28 +80,3 @@ def test_a_point_without_partners_is_refused(closed: tuple, b: Tensor | None, si
     costs[closed] = math.inf
     with pytest.raises(otdd.InputError, match=f"costs forbids all pairs of {side}"):
         otdd.matrix_transport(costs, b=b, epsilon=0.1)
-
-
-def test_the_width_of_bounds_is_no_goal() -> None:
-    costs = banded(20, 20, 0.3, cases.generator(6))
-    with pytest.raises(otdd.InputError, match=r"set solver\.tolerance"):
-        otdd.matrix_transport(costs, epsilon=0.1, options=otdd.Converged(bound_width=1e-3))
-
-
-def test_the_upper_bound_needs_no_plan_that_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = banded(15, 20, 0.3, cases.generator(7)).float()
-    held = otdd.matrix_transport(costs, epsilon=0.05)
-    monkeypatch.setattr(forbidden, "MOST_HELD", 0)
-    monkeypatch.setattr("otdd_flash.operators.memory.UNASKED", 0)
-    streamed = otdd.matrix_transport(costs, epsilon=0.05)
-    assert streamed.bounds == pytest.approx(held.bounds, abs=1e-9)
-    assert streamed.bounds[1] < math.inf
-
-
-def test_far_from_the_solution_there_is_no_upper_bound() -> None:
-    costs = banded(30, 40, 0.2, cases.generator(8))
-    with pytest.warns(otdd.NotConvergedWarning):
-        found = otdd.matrix_transport(costs, epsilon=0.05, options=otdd.Converged(max_iterations=1))
-    masses = cases.uniform(30), cases.uniform(40)
-    truth = reference.entropic_transport(costs.clamp_max(1e6), *masses, 0.05, 1e-9)[0]
-    assert found.bounds[0] <= truth <= found.bounds[1]

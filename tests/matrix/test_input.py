@@ -44,6 +44,18 @@ def with_entry(value: float) -> torch.Tensor:
         ({"epsilon": 1.0, "start": {"xy": torch.zeros(2)}}, r"start\['xy'\] must hold 3 finite"),
         ({"epsilon": 1.0, "start": {"x": torch.zeros(3)}}, "start holds potentials by term"),
         ({"epsilon": 1.0, "compute": "nowhere"}, "unknown device 'nowhere'"),
+        ({"epsilon": 1.0, "options": otdd.GeomlossSchedule()}, r"set solver\.diameter"),
+        (
+            {"costs": with_entry(math.inf), "options": otdd.Converged(bound_width=1e-3)},
+            r"set solver\.tolerance",
+        ),
+        (
+            {
+                "costs": otdd.CostBlocks(2, 3, lambda rows, columns: COSTS[rows, columns]),
+                "compute": otdd.ComputeOptions("cpu", "triton", memory_budget=0),
+            },
+            "backend=triton reads costs that are held",
+        ),
         (
             {
                 "epsilon": 1.0,

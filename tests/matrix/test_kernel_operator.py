@@ -3,60 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import matrix_cases as cases
 import pytest
 import torch
-from torch import Tensor
 
 import otdd_flash as otdd
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRITON = otdd.ComputeOptions(str(DEVICE), "triton")
 EPSILON = 0.5
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rows": lambda costs: costs,
-    "columns": lambda costs: costs.T.contiguous().T,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "epsilon"), [("rows", 0.1), ("columns", 0.3)])
-def test_solves_are_those_of_the_matrix(layout: str, epsilon: float) -> None:
-    draw = cases.generator(1)
-    costs = LAYOUTS[layout](cases.random(33, 70, draw).float().to(DEVICE))
-    a, b = (cases.masses(k, draw, zero=True) for k in (33, 70))
-    options = otdd.Converged(max_iterations=200)
-    one = otdd.matrix_transport(costs, a, b, epsilon=epsilon, compute=TRITON, options=options)
-    two = otdd.matrix_transport(costs.cpu(), a, b, epsilon=epsilon, compute="cpu")
-    assert one.converged
-    assert one._problem.operator.execution.backend == "triton, costs given"
-    assert one.bounds[0] <= two.bounds[1]
-    assert one.bounds[1] >= two.bounds[0]
-    assert float((one.plan().cpu() - two.plan()).abs().sum()) < 3e-3
-    assert one.value == pytest.approx(two.value, abs=1e-3 * epsilon)
-
-
-@pytest.mark.slow
-def test_forbidden_pairs_and_divergences() -> None:
-    draw = cases.generator(2)
-    costs = cases.random(9, 7, draw).float().to(DEVICE)
-    own = [part + part.T for part in (cases.random(k, k, draw).float() for k in (9, 7))]
-    one, two = (
-        otdd.matrix_loss(
-            costs.to(place), epsilon=EPSILON, self_costs=[part.to(place) for part in own],
-            compute=compute,
-        )
-        for place, compute in ((DEVICE, TRITON), ("cpu", "cpu"))
-    )  # fmt: skip
-    assert float(one) == pytest.approx(float(two), abs=1e-4)
-    costs[torch.rand(9, 7, generator=draw) < 0.3] = math.inf
-    found = otdd.matrix_transport(costs, epsilon=EPSILON, compute=TRITON)
-    same = otdd.matrix_transport(costs.cpu(), epsilon=EPSILON, compute="cpu")
-    assert found.bounds[1] == pytest.approx(same.bounds[1], abs=1e-4)
-    assert float(found.plan()[costs == math.inf].max()) == 0
 
 
 @pytest.mark.parametrize("entry", [math.nan, -math.inf])
@@ -65,13 +21,6 @@ def test_bad_entries_are_found_by_the_kernel(entry: float) -> None:
     costs[30, 65] = entry
     with pytest.raises(otdd.InputError, match=r"costs\[30, 65\] is"):
         otdd.matrix_transport(costs, epsilon=EPSILON, compute=TRITON)
-
-
-def test_functions_are_for_pytorch() -> None:
-    costs = otdd.CostBlocks(9, 8, lambda rows, columns: torch.zeros(9, 8)[rows, columns])
-    asked = otdd.ComputeOptions(str(DEVICE), "triton", memory_budget=0)
-    with pytest.raises(otdd.InputError, match="backend=triton reads costs that are held"):
-        otdd.matrix_transport(costs, epsilon=EPSILON, compute=asked)
 
 
 @pytest.mark.gpu

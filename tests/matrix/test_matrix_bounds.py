@@ -71,7 +71,7 @@ def truth_of(problem: Drawn) -> tuple[float, float] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(k, k + 50) for k in range(0, 250, 50)])
+@pytest.mark.parametrize("seeds", [range(k, k + 50) for k in range(0, 150, 50)])
 def test_hold_for_random_problems(seeds: range) -> None:
     refusals, unknown = Refusals(REFUSALS), 0
     for seed in seeds:
@@ -121,8 +121,8 @@ def test_hold_where_terms_of_sums_repeat(dtype: torch.dtype) -> None:
 
 # At the smallest of them points exchange less with their neighbours than masses are rounded by.
 @pytest.mark.filterwarnings("ignore:potentials are not determined")
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("largest", [1.0, 100.0, 1000.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("largest", [1.0, 1000.0])
 def test_the_stability_grid(largest: float) -> None:
     """Every epsilon converges or is refused in words, where exp(-C / epsilon) underflows."""
     x = torch.linspace(0, 1, 32, dtype=torch.float64)
@@ -151,16 +151,3 @@ def test_the_stability_grid(largest: float) -> None:
     }
     underflown = torch.exp(-costs / min(converged)) == 0
     assert bool(underflown.any())
-
-
-@pytest.mark.parametrize(("epsilon", "dtype"), [(1e-4, torch.float32), (1e-6, torch.float64)])
-def test_small_epsilons_reach_what_rounding_allows(epsilon: float, dtype: torch.dtype) -> None:
-    costs = cases.random(40, 40, cases.generator(1)).to(dtype)
-    found = otdd.matrix_transport(costs, epsilon=epsilon)
-    unit = torch.finfo(dtype).eps / 2
-    potentials = found.term.f, found.term.g
-    size = sum(float(each.abs().mean()) for each in potentials) + 2 * float(costs.mean())
-    assert found.converged
-    assert found.tolerance <= max(1e-3, 2 * unit * size / epsilon)
-    assert found.marginal_error <= found.tolerance
-    assert found.bounds[1] - found.bounds[0] < 1e-2

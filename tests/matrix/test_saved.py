@@ -38,21 +38,6 @@ def test_what_was_saved_comes_back(
     assert loaded.transport_cost == found.transport_cost
 
 
-def test_a_problem_without_a_plan_comes_back_with_its_infinite_bound(tmp_path: Path) -> None:
-    costs = torch.tensor([[0, torch.inf, torch.inf]] * 2 + [[0, 1, 1]])
-    with pytest.warns(otdd.NotConvergedWarning):
-        found = otdd.matrix_transport(costs, epsilon=0.1)
-    assert found.bounds[1] == torch.inf
-    found.save(tmp_path)
-    assert otdd.MatrixTransport.load(tmp_path, costs).bounds == found.bounds
-
-
-def test_costs_are_not_in_the_files(tmp_path: Path) -> None:
-    costs = cases.random(300, 300, cases.generator(1))
-    otdd.matrix_transport(costs, epsilon=0.1).save(tmp_path)
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < costs.nbytes / 10
-
-
 def test_other_costs_are_refused(tmp_path: Path) -> None:
     otdd.matrix_transport(COSTS, epsilon=0.1).save(tmp_path)
     changed = COSTS.clone()
@@ -64,15 +49,3 @@ def test_other_costs_are_refused(tmp_path: Path) -> None:
         otdd.MatrixTransport.load(tmp_path, COSTS[:-1])
     # In whatever order they lie.
     assert otdd.MatrixTransport.load(tmp_path, COSTS.T.contiguous().T.numpy()).converged
-
-
-def test_a_file_that_is_damaged_or_not_there(tmp_path: Path) -> None:
-    with pytest.raises(otdd.InputError, match=r"no complete result in .*MatrixTransport\.save"):
-        otdd.MatrixTransport.load(tmp_path, COSTS)
-    otdd.matrix_transport(COSTS, epsilon=0.1).save(tmp_path)
-    file = tmp_path / "result.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(otdd.InputError, match="is damaged"):
-        otdd.MatrixTransport.load(tmp_path, COSTS)

@@ -10,9 +10,7 @@ import pytest
 import reference
 import torch
 from pairwise import pairwise
-from scipy.optimize import linear_sum_assignment
 from tiers import slow
-from torch import Tensor
 
 import otdd_flash as otdd
 
@@ -65,24 +63,15 @@ def test_products_are_those_of_the_plan() -> None:
             found.apply(values)
 
 
-def test_small_epsilon_is_the_assignment() -> None:
-    costs, epsilon = cases.random(24, 24, cases.generator(2)), 1e-5
-    best = float(costs[linear_sum_assignment(costs.numpy())].mean())
-    found = otdd.matrix_transport(costs, epsilon=epsilon)
-    # OT <= OT_epsilon <= OT + epsilon log n.
-    assert found.bounds[1] >= best - 1e-12
-    assert found.bounds[0] <= best + epsilon * math.log(24)
-    assert found.value == pytest.approx(best, abs=1e-3 * float(costs.max()))
-
-
 def test_masses_of_zero_have_no_influence() -> None:
+    """Nor have subnormal ones; others are divided by their sum."""
     draw = cases.generator(6)
     costs, b = cases.random(6, 5, draw), cases.masses(5, draw)
-    a = torch.tensor([0.3, 0, 0.2, 0.5, 0, 0]).double()
+    a = torch.tensor([0.3, 1e-310, 0.2, 0.5, 0, 0], dtype=torch.float64)
     costs[1], costs[4], costs[5] = 1e6, math.inf, -1e6
-    present = a > 0
+    present = a > 0.1
     one = otdd.matrix_transport(costs, a, b, epsilon=0.1)
-    two = otdd.matrix_transport(costs[present], a[present], b, epsilon=0.1)
+    two = otdd.matrix_transport(costs[present], (1 + 5e-7) * a[present], b, epsilon=0.1)
     assert one.value == pytest.approx(two.value, rel=1e-12)
     torch.testing.assert_close(one.g, two.g)
     torch.testing.assert_close(one.f[present], two.f)
@@ -91,33 +80,17 @@ def test_masses_of_zero_have_no_influence() -> None:
     assert bool(one.f[[1, 5]].isfinite().all())
 
 
-@pytest.mark.parametrize("stride", ["columns", "steps", "backwards"])
-def test_matrices_of_any_strides(stride: str) -> None:
-    costs = cases.random(33, 70, cases.generator(7)).float()
-    expected = otdd.matrix_transport(costs, epsilon=0.1)
-    given: Tensor | np.ndarray = costs.T.contiguous().T
-    if stride == "steps":
-        given = costs.repeat_interleave(2, 1).repeat_interleave(3, 0)[::3, ::2].numpy()
-    elif stride == "backwards":
-        given = costs.numpy()[::-1, ::-1].copy()[::-1, ::-1]
-    found = otdd.matrix_transport(given, epsilon=0.1)
-    assert found.value == pytest.approx(expected.value, rel=1e-6)
-    torch.testing.assert_close(found.plan(), expected.plan(), rtol=1e-4, atol=1e-8)
-
-
-@pytest.mark.parametrize("kind", [np.int32, np.uint8, np.int64, bool])
+@pytest.mark.parametrize("kind", [np.uint8, np.int64, bool])
 def test_integers_are_held_exactly(kind: type) -> None:
     whole = np.random.default_rng(0).integers(0, 2 if kind is bool else 100, (9, 8)).astype(kind)
     found = otdd.matrix_transport(whole, epsilon=30.0)
     assert found.f.dtype == torch.float32
     expected = otdd.matrix_transport(whole * 1.0, epsilon=30.0)
     assert found.value == pytest.approx(expected.value, rel=1e-6)
-
-
-def test_large_integers_take_double_precision() -> None:
-    whole = torch.tensor([[2**24 + 1, 0], [3, 2**24]])
-    assert otdd.matrix_transport(whole, epsilon=1e6).f.dtype == torch.float64
-    assert otdd.matrix_transport(whole - 1, epsilon=1e6).f.dtype == torch.float32
+    # What float32 does not hold takes double precision.
+    large = torch.tensor([[2**24 + 1, 0], [3, 2**24]])
+    assert otdd.matrix_transport(large, epsilon=1e6).f.dtype == torch.float64
+    assert otdd.matrix_transport(large - 1, epsilon=1e6).f.dtype == torch.float32
 
 
 def test_epsilon_relative_is_a_share_of_the_mean_cost() -> None:
@@ -131,15 +104,6 @@ def test_epsilon_relative_is_a_share_of_the_mean_cost() -> None:
     assert found.epsilon == pytest.approx(0.2 * float(a @ costs @ b))
 
 
-def test_a_start_saves_iterations() -> None:
-    costs = cases.random(30, 20, cases.generator(10))
-    one = otdd.matrix_transport(costs, epsilon=0.01, options=otdd.Converged(1e-6))
-    two = otdd.matrix_transport(
-        costs, epsilon=0.01, options=otdd.Converged(1e-6), start={"xy": one.g.float()}
-    )
-    assert two.iterations < one.iterations / 2
-
-
 def test_progress_and_budgets_are_those_of_clouds() -> None:
     costs, seen = cases.random(60, 50, cases.generator(11)), []
     found = otdd.matrix_transport(
@@ -151,38 +115,13 @@ def test_progress_and_budgets_are_those_of_clouds() -> None:
     with pytest.warns(otdd.NotConvergedWarning, match="after 2 iterations in xy"):
         found = otdd.matrix_transport(costs, epsilon=0.001, options=few)
     assert (found.stopped_by, found.converged, found.iterations) == ("max_iterations", False, 2)
-    truth = reference.entropic_transport(costs, cases.uniform(60), cases.uniform(50), 0.001, 1e-9)[
-        0
-    ]
+    masses = cases.uniform(60), cases.uniform(50)
+    truth, *_ = reference.entropic_transport(costs, *masses, 0.001, 1e-9)
     assert held(found.bounds, truth, 1e-8)
+    strict = otdd.Converged(1e-8, max_iterations=2, require_convergence=True)
     with pytest.raises(otdd.ConvergenceError, match="not converged"):
-        otdd.matrix_transport(
-            costs,
-            epsilon=0.001,
-            options=otdd.Converged(1e-8, max_iterations=2, require_convergence=True),
-        )
+        otdd.matrix_transport(costs, epsilon=0.001, options=strict)
     narrow = otdd.matrix_transport(costs, epsilon=0.1, options=otdd.Converged(bound_width=1e-5))
     low, high = narrow.bounds
     assert high - low <= 1e-5 * abs(narrow.value)
     assert (narrow.stopped_by, narrow.tolerance) == ("bound_width", None)
-
-
-@pytest.mark.slow
-def test_a_large_matrix_starts_from_a_sample() -> None:
-    x = torch.linspace(0, 1, 1600, dtype=torch.float64)
-    costs = (x[:, None] - x).abs().sqrt()
-    a, b = torch.exp(-((x - 0.3) ** 2) / 0.02), torch.exp(-((x - 0.6) ** 2) / 0.01)
-    found = otdd.matrix_transport(costs, a / a.sum(), b / b.sum(), epsilon=0.05)
-    assert found.converged
-    assert found.passes != round(found.passes)
-
-
-def test_geomloss_needs_its_diameter() -> None:
-    costs = cases.random(9, 8, cases.generator(12))
-    with pytest.raises(otdd.InputError, match=r"set solver\.diameter"):
-        otdd.matrix_transport(costs, epsilon=0.1, options=otdd.GeomlossSchedule())
-    options = otdd.GeomlossSchedule(diameter=1.0)
-    with pytest.warns(otdd.NotConvergedWarning, match="by the schedule of geomloss") as warned:
-        found = otdd.matrix_transport(costs, epsilon=0.1, options=options)
-    assert warned[0].filename == __file__
-    assert found.stopped_by == "schedule"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,7 @@ from live_bytes import LiveBytes
 from safetensors.torch import save_file
 
 import otdd_flash as otdd
-from otdd_flash.operators import blocked, host_points, request
-from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.block_tiles import Tile
+from otdd_flash.operators import blocked, request
 from otdd_flash.operators.blocked import BlockedOperator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
@@ -52,22 +49,6 @@ def sides(folder: Path | None, kind: str = "npy") -> tuple[otdd.LabeledSamples, 
     return tuple(made)
 
 
-def table() -> torch.Tensor:
-    draw = torch.Generator().manual_seed(1)
-    means = torch.randn(CLASSES, 2, generator=draw).double()
-    return torch.cdist(means, means).square()
-
-
-def operator(folder: Path | None, backend: str, precision: str, pair: tuple[int, int]) -> Operator:
-    budget = "auto" if folder is None else 1000
-    compute = ComputeOptions(str(HERE), backend, precision, budget)
-    prepared = Request.prepare(sides(folder), GroundCost(), compute)
-    return build_operator(prepared.inputs(pair, table().to(HERE)))
-
-
-BACKENDS = [("torch", "double"), pytest.param("triton", "fast", marks=pytest.mark.slow)]
-
-
 @pytest.mark.parametrize(
     ("backend", "precision"),
     [("torch", "double"), pytest.param("triton", "high", marks=pytest.mark.slow)],
@@ -90,7 +71,7 @@ def test_a_block_without_mass_adds_nothing(backend: str, precision: str, tmp_pat
     expected = (weights / 6) @ values.double()
     near = {"rtol": 1e-2 if precision == "high" else 1e-9, "atol": 1e-6}
     # What stands for the logarithm of no mass is rounded up or down.
-    for small in (3e-4, 3e-4 * 9 / 7, 3e-4 * 12 / 7, 3e-4 * 13 / 7):
+    for small in (3e-4, 3e-4 * 9 / 7):
         g = torch.tensor([200 * small]).to(HERE, found.dtype)
         f = (cost[:, 0].to(HERE) - g).to(found.dtype)
         applied = found.apply_plan(f, g, small, values.to(HERE), transposed=True)
@@ -102,25 +83,12 @@ def test_a_block_without_mass_adds_nothing(backend: str, precision: str, tmp_pat
     torch.testing.assert_close(sums.columns.cpu(), torch.ones(1).double(), **near)
 
 
-@pytest.mark.parametrize(("backend", "precision"), BACKENDS)
-def test_errors_of_sums_hold_and_are_not_much_wider(
-    backend: str, precision: str, tmp_path: Path
-) -> None:
-    streamed, held = (operator(at, backend, precision, CROSS) for at in (tmp_path, None))
-    assert refined(streamed).costs.error <= 1.5 * refined(held).costs.error
-    assert streamed.costs.lowest == held.costs.lowest
-    assert streamed.costs.highest == pytest.approx(held.costs.highest, rel=1e-12)
-    assert streamed.costs.mean == pytest.approx(held.costs.mean, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("backend", "kind"),
-    [("torch", "npy"), pytest.param("triton", "safetensors", marks=pytest.mark.slow)],
-)
-def test_a_distance_is_that_of_points_in_memory(backend: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.slow(after=1)
+@pytest.mark.parametrize("kind", ["safetensors", "npy"])
+def test_a_distance_is_that_of_points_in_memory(kind: str, tmp_path: Path) -> None:
     def run(folder: Path | None) -> otdd.DistanceResult:
         budget = "auto" if folder is None else 1000
-        compute = ComputeOptions(str(HERE), backend, memory_budget=budget)
+        compute = ComputeOptions(str(HERE), memory_budget=budget)
         given = sides(folder, kind)
         return otdd.dataset_distance(*given, epsilon_relative=0.3, compute=compute)
 
@@ -150,13 +118,17 @@ def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
     n, dim = 32 * 64, 512
     path = tmp_path / "x.npy"
     np.save(path, np.random.default_rng(0).normal(size=(n, dim)).astype("float32"))
-    samples = otdd.LabeledSamples(otdd.features_file(path), None, ())
+    np.save(tmp_path / "y.npy", np.zeros((64, dim), "float32"))
+    sides = [
+        otdd.LabeledSamples(otdd.features_file(each), None, ())
+        for each in (path, tmp_path / "y.npy")
+    ]
     compute = ComputeOptions("cpu", "torch", memory_budget=1000)
-    prepared = Request.prepare((samples, samples), GroundCost(), compute)
+    prepared = Request.prepare(sides, GroundCost(), compute)
     found = build_operator(prepared.inputs(CROSS, torch.zeros(1, 1).double()))
     live = LiveBytes()
     with live:
-        found.softmin_rows(torch.zeros(n), 1.0)
+        found.softmin_columns(torch.zeros(n), 1.0)
     # Of either side two that were read, and in other types; scores of a block.
     assert live.highest <= 10 * 64 * dim * 4 + 40 * 8 * n
     assert live.highest < n * dim * 4 / 2
@@ -182,33 +154,3 @@ def test_a_budget_says_whether_points_are_streamed(
     assert Request.prepare(sides(None), GroundCost(), small).streaming is None
     with pytest.raises(otdd.InputError, match="ground=cosine needs all points on the device"):
         Request.prepare(given, GroundCost(ground="cosine"), small)
-
-
-def test_blocks_by_class_hold_every_point_once() -> None:
-    labels = torch.tensor([2, 0, 1, 2, 0, 1, 2])
-    blocks = host_points.by_class(labels, 3, 3)
-    rows = torch.cat([torch.as_tensor(block.rows) for block in blocks])
-    assert torch.equal(rows.sort().values, torch.arange(7))
-    assert torch.equal(labels[rows], labels.sort().values)
-
-
-def test_a_self_term_takes_every_pair_of_blocks_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = operator(tmp_path, "torch", "double", SYMMETRIC)
-    f = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(HERE, found.costs.dtype)
-    taken: list[bool] = []
-    tiles = BlockedOperator.tiles
-
-    def counted(self: BlockedOperator, **how: bool) -> Iterator[Tile]:
-        for tile in tiles(self, **how):
-            taken.append(tile.diagonal)
-            yield tile
-
-    monkeypatch.setattr(BlockedOperator, "tiles", counted)
-    found.softmin_rows(f, EPSILON, f)
-    # Of 47 + 47 + 46 points.
-    assert taken == [True, False, False, True, False, True]
-    sums = found.marginals(f, f, EPSILON, accurate=True)
-    assert sums.columns is sums.rows
-    assert len(taken) == 12

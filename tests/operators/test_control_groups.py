@@ -40,10 +40,6 @@ def test_the_tightest_group_above_decides(version: int, tmp_path: Path) -> None:
     assert bytes_left(membership, mount) == 0
 
 
-def test_a_process_of_no_group_has_no_limit(tmp_path: Path) -> None:
-    assert bytes_left(tmp_path / "none", tmp_path) is None
-
-
 def test_free_memory_is_what_the_groups_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     free = memory.free_memory(torch.device("cpu"))
     monkeypatch.setattr(memory, "bytes_left", lambda: 4096)

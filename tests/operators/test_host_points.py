@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -60,22 +58,6 @@ def test_points_on_the_device_are_read_where_passes_run(monkeypatch: pytest.Monk
     assert torch.equal(points[4:6], points.features[4:6])
 
 
-def test_what_a_reader_raises_is_raised_where_its_block_is_asked_for() -> None:
-    points = on_cpu()
-
-    def arrive(block: Block) -> Arrived:
-        if block is BLOCKS[2]:
-            raise ValueError("the third")
-        return points.arrive(block)
-
-    came: list[Any] = []
-    with pytest.raises(ValueError, match="the third"):
-        came.extend(points.stream(BLOCKS, arrive))
-    assert len(came) == 2
-    # Its threads go on.
-    assert torch.equal(torch.cat(list(points.stream(BLOCKS))), points.features)
-
-
 def test_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_points, "PIECE_BYTES", 3 * 8)
     points = on_cpu()
@@ -86,32 +68,6 @@ def test_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         points.part(rows)[torch.tensor([5, 1, 2, 0])], points.features[[13, 3, 44, 7]]
     )
     assert points.streaming.tally.moved == 8 * (8 + 11 + 4)
-
-
-@pytest.mark.parametrize("rows", [slice(3, 70, 9), slice(None, None, 32), slice(5, 20), slice(0)])
-def test_every_kind_of_slice_is_of_the_rows_that_a_tensor_gives(rows: slice) -> None:
-    features = torch.randn(70, 3, generator=torch.Generator().manual_seed(0))
-    points = HostPoints(features, Streaming(torch.device("cpu"), 1))
-    assert torch.equal(points[rows], features[rows])
-    chosen = torch.tensor([4, 60, 7, 31])
-    assert torch.equal(points.part(chosen)[::2], features[chosen][::2])
-
-
-def test_what_was_found_of_all_points_is_found_again_when_they_or_the_numbers_change() -> None:
-    points, masses = on_cpu(), torch.ones(50)
-
-    def total(masses: torch.Tensor) -> torch.Tensor:
-        return points.recalled("total", (masses,), lambda: masses @ points.features)
-
-    first = total(masses)
-    assert total(masses.clone()) is first
-    # Another object for the same points, as each operator has its own.
-    assert HostPoints(points.features, points.streaming).recalled("total", (masses,), int) is first
-    assert torch.equal(total(2 * masses), 2 * first)
-    assert points.recalled("other", (masses,), int) == 0
-    points.features += 1
-    assert torch.equal(total(masses), first + 50)
-    assert points.part(torch.tensor([1])).recalled("total", (masses,), int) == 0
 
 
 @pytest.mark.gpu

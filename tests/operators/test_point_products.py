@@ -21,7 +21,7 @@ from otdd_flash.operators.point_products import PointProducts
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.slow
 EPSILON, DIM = 0.4, 136
-N, M = 300, 170
+N, M = 150, 70
 # What multiplies has 22 bits; exponents are float32, and those of far rows large.
 TOLERANCE = {False: 2e-7, True: 1e-5}
 # Numbers are alike, so that their roundings add up.
@@ -116,13 +116,9 @@ def agree(
     assert float(error.max()) <= tolerance
 
 
-CASES = pytest.mark.parametrize(("classes", "far"), [(60, False), (3, True)], ids=str)
-
-
-@CASES
-def test_products_with_points_and_directions(classes: int, far: bool) -> None:
+def test_products_with_points_and_directions() -> None:
     """There and back, with numbers beside; both parts of what is multiplied count."""
-    case, tolerance = case_of(classes, far=far), TOLERANCE[far]
+    case, tolerance = case_of(60, far=False), TOLERANCE[False]
     x, y = case.products.points
     agree(gathered(case.products, y, transposed=False)[0], case.plan, case.y, tolerance)
     agree(gathered(case.products, x, transposed=True)[0], case.plan.T, case.x, tolerance)
@@ -134,10 +130,9 @@ def test_products_with_points_and_directions(classes: int, far: bool) -> None:
         agree(numbers[:, None], plan, q.double()[:, None], OF_NUMBERS)
 
 
-@CASES
-def test_products_of_a_plan_that_changes(classes: int, far: bool) -> None:
+def test_products_of_a_plan_that_changes() -> None:
     """Weights of directions on either side, whose sizes differ, and of numbers."""
-    case, tolerance = case_of(classes, far=far), TOLERANCE[far]
+    case, tolerance = case_of(2, far=True), TOLERANCE[True]
     x, y = case.products.points
     draw = torch.Generator().manual_seed(1)
     s, t = (torch.randn(k, generator=draw).to(DEVICE) for k in (N, M))
@@ -151,64 +146,3 @@ def test_products_of_a_plan_that_changes(classes: int, far: bool) -> None:
     turned = [(right, left) for left, right in pairs]
     found, _ = gathered(case.products, x, Weights(turned, factor, (t, s)), transposed=True)
     agree(found, (case.plan * weights).T, case.x, tolerance, bound.T)
-
-
-def test_directions_of_very_different_sizes() -> None:
-    """What is far smaller neither counts nor spoils what counts, on whichever side it is."""
-    case = case_of(60, far=False)
-    x, y = case.products.points
-    still = torch.zeros(N, device=DEVICE), torch.zeros(M, device=DEVICE)
-    draw = torch.Generator().manual_seed(1)
-    for sizes in ((1e15, 1e-15), (1e-15, 1e15)):
-        a, b = (
-            size * torch.randn(k, DIM, generator=draw).to(DEVICE)
-            for size, k in zip(sizes, (N, M), strict=True)
-        )
-        pairs = [
-            (case.products.packed(a, torch.zeros_like(a[0]), float(a.abs().max()), 0), y),
-            (x, case.products.packed(b, torch.zeros_like(b[0]), float(b.abs().max()), 1)),
-        ]
-        given = y, Weights(pairs, 1.0, still)
-        found, _ = gathered(case.products, *given, transposed=False)
-        weights = a.double() @ case.y.T + case.x @ b.double().T
-        bound = case.plan * weights.abs().max()
-        agree(found, case.plan * weights, case.y, 1e-6, bound)
-
-
-def test_sums_are_of_the_numbers_that_are_multiplied() -> None:
-    """Whatever large potentials round off: differences of products and sums are what matters."""
-    case = case_of(60, far=False)
-    f, g, _ = case.streamed._at
-    # Sums of a row out of range would be taken with other potentials for all.
-    near = torch.where(case.a > 0, f, f[0])
-    far = StreamedPlan(case.streamed._operator, near + 40, g - 40, EPSILON)
-    products = far.with_points
-    assert products is not None
-    ones = torch.ones((M, DIM), device=DEVICE)
-    packed = products.packed(ones, torch.zeros_like(ones[0]), 1.0, 1)
-    found, _ = gathered(products, packed, transposed=False)
-    there = case.a > 0
-    sums = far.rows[there]
-    off = (found[there, 0] / sums - 1).abs().max()
-    # They are known far less well than they agree.
-    error = (sums / case.plan.sum(1)[there] - 1).abs().max()
-    assert float(off) <= 5e-7 < 2e-6 <= float(error)
-
-
-def test_points_are_read_as_they_are_multiplied() -> None:
-    case = case_of(3, far=True)
-    for side, points in ((0, case.x), (1, case.y)):
-        largest = float(points.abs().max())
-        for rows in (slice(3, 90), torch.tensor([5, 160, 0], device=DEVICE)):
-            off = case.products.some(side, rows).double() - points[rows]
-            assert float(off.abs().max()) <= 2**-21 * largest
-
-
-def test_points_of_few_coordinates_have_no_products_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Other plans take less time for them, or share passes between directions."""
-    case = case_of(60, far=False)
-    monkeypatch.setattr(kernel_plans, "HELD_COORDINATES", DIM)
-    plan = StreamedPlan(case.streamed._operator, *case.streamed._at)  # type: ignore[attr-defined]
-    assert plan.with_points is None

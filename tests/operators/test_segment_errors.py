@@ -9,24 +9,15 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.two_passes import TRIFLE
-from otdd_flash.engine.segments import Evaluation, WeightedPoints
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
-from otdd_flash.kernels.segments.evaluation import Vectors
 from otdd_flash.kernels.segments.step import (
     CHAIN_PRODUCTS,
-    DIGITS,
-    PARTIAL,
     PARTS,
-    RANGE_COLUMNS,
-    RANGES,
-    ROWS,
 )
-from otdd_flash.operators import kernel_segments
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.kernel_segments import KernelSegments, table_of
+from otdd_flash.operators.kernel_segments import KernelSegments
 from otdd_flash.operators.stored_segments import StoredSegments
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.segmented import solve_cross_terms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES, DIM = (1, 20, 33, 7), 5
@@ -56,29 +47,9 @@ class Facts:
         self.peak = self.reach**2 / self.variance if self.size > 1 else 0.0
 
 
-def in_kernels(pairs: list[tuple[int, int]] = PAIRS) -> KernelSegments:
-    rows, columns = torch.tensor(pairs, device=DEVICE).T.contiguous()
-    return KernelSegments(ClassPool(CLOUDS), rows, columns, small=True)
-
-
-def stored(pairs: list[tuple[int, int]] = PAIRS) -> StoredSegments:
-    return StoredSegments([(CLOUDS[i], CLOUDS[j]) for i, j in pairs], SHAPE)
-
-
 def assert_near(found: Tensor, expected: list[float] | float) -> None:
     wanted = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-12, atol=0)
-
-
-def test_costs_of_kernels_are_those_of_centred_classes() -> None:
-    segments, facts = in_kernels(), [Facts(cloud) for cloud in CLOUDS]
-    assert_near(segments.mean_cost, [facts[i].variance + facts[j].variance for i, j in PAIRS])
-    whole = [
-        float(one.masses @ torch.cdist(one.points, two.points).square() @ two.masses)
-        for one, two in ((CLOUDS[i], CLOUDS[j]) for i, j in PAIRS)
-    ]
-    assert_near(segments.offset, whole)
-    assert_near(segments.cost_spread, [4 * facts[i].reach * facts[j].reach for i, j in PAIRS])
 
 
 @pytest.mark.parametrize("dim", [1, 8])
@@ -93,7 +64,8 @@ def test_the_spread_of_costs_is_nearly_attained_and_never_below(dim: int) -> Non
 
 
 def test_errors_of_kernels_are_those_derived() -> None:
-    segments, pool = in_kernels(), ClassPool(CLOUDS)
+    pool = ClassPool(CLOUDS)
+    segments = KernelSegments(pool, *torch.tensor(PAIRS, device=DEVICE).T.contiguous(), small=True)
     facts = [Facts(cloud) for cloud in CLOUDS]
     mean, largest, sums, peaks, offsets = [], [], [], [], []
     for i, j in PAIRS:
@@ -150,98 +122,9 @@ def test_chains_of_products_are_counted(dim: int) -> None:
     assert units <= PARTS * (dim + 64) / CHAIN_PRODUCTS + 2 + 8 + 1e-6
 
 
-@pytest.mark.parametrize("dim", [1, 5, 289])
-def test_whole_digits_are_as_large_as_exact_products_allow(dim: int) -> None:
-    """Norms up to 2^12 and coordinates below 2^11, rounding included: few of either are wasted."""
-    lengths = torch.tensor([-1.0, -0.5, 0.5, 1.0], dtype=torch.float64, device=DEVICE)
-    points = 1e3 * lengths[:, None].expand(4, dim)
-    pool = ClassPool([WeightedPoints(points, torch.full_like(lengths, 0.25))])
-    whole = pool.pool.coordinates.double().unflatten(0, (DIGITS, -1))[1, :4]
-    norm, largest = float(whole.norm(dim=1).max()), float(whole.abs().max())
-    assert norm <= 2**12
-    assert largest < 2**11
-    assert largest == 2**11 - 1 if dim == 1 else norm >= 2**12 - 1 - dim**0.5
-
-
-def test_the_coarse_form_is_off_by_one_rounding_and_moves_the_same_potentials() -> None:
-    segments = in_kernels()
-    coarse = segments.coarse(1e-3)
-    assert coarse._vectors.columns is segments._vectors.columns
-    assert coarse._vectors.rows is segments._vectors.rows
-    errors, none = coarse.errors, torch.zeros(len(PAIRS)).double().to(DEVICE)
-    unit = none + UNIT
-    rounded = segments.mean_cost * UNIT
-    expected = rounded, rounded, none, 2 * unit, unit, *4 * (none,)
-    for found, one in zip(errors, expected, strict=True):
-        assert torch.equal(found, one)
-
-
-@pytest.mark.parametrize("themselves", [False, True])
-def test_every_range_of_columns_has_sums_of_its_own(themselves: bool) -> None:
-    """Three rows of two ranges and the large class's rows of one, or these of two."""
-    count = RANGE_COLUMNS + 5
-    pool = ClassPool([cloud_of(count, 0, 1), cloud_of(3, 1, 1)])
-    large, few = torch.tensor([[0], [1]], device=DEVICE)
-    sides = (large, large) if themselves else (few, large)
-    segments = KernelSegments(pool, *sides, small=False)
-    for numbers in segments._sums:
-        assert len(numbers) == (2 * count if themselves else count)
-
-
-def test_kernels_start_from_potentials_that_are_none_within_a_class() -> None:
-    """-||y'||^2 for every column: with -2 x' . y' that is the whole cost at potential 0."""
-    segments = in_kernels()
-    expected = torch.cat([-Facts(CLOUDS[j]).points.square().sum(1) for _, j in PAIRS])
-    vectors = segments._vectors.columns
-    torch.testing.assert_close(vectors.candidate, expected.float(), rtol=1e-6, atol=0)
-    for vector in vectors[1:]:
-        assert not bool(vector.any())
-    assert len(vectors.remembered) == 2 * segments.memory * len(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("themselves", [False, True])
-@pytest.mark.parametrize("coarse", [False, True])
-def test_segments_that_are_kept_are_what_they_were(themselves: bool, coarse: bool) -> None:
-    pairs = [(k, k) for k in (0, 1, 3)] if themselves else [(1, 3), (3, 0), (0, 1)]
-    segments = in_kernels(pairs)
-    if themselves:
-        rows = torch.tensor([i for i, _ in pairs], device=DEVICE)
-        segments = KernelSegments(ClassPool(CLOUDS), rows, rows, small=True)
-    if coarse:
-        segments = segments.coarse(1e-3)
-    before = _numbers(segments)
-    order = torch.tensor([2, 0, 1], device=DEVICE)
-    for step in (order, order[:2]):
-        segments.keep(step)
-        before = [numbers[step] for numbers in before]
-        for one, two in zip(before, _numbers(segments), strict=True):
-            assert torch.equal(one, two)
-
-
-def test_the_coarse_form_of_what_is_left_is_what_is_left_of_the_coarse_form() -> None:
-    order = torch.tensor([2, 0], device=DEVICE)
-    first, last = in_kernels(), in_kernels()
-    coarse = first.coarse(1e-3)
-    for segments in (first, coarse, last):
-        segments.keep(order)
-    for one, two in zip(_numbers(coarse), _numbers(last.coarse(1e-3)), strict=True):
-        assert torch.equal(one, two)
-
-
-def _numbers(segments: KernelSegments) -> list[Tensor]:
-    """An evaluation of the candidates, and what is known of the costs."""
-    count = len(segments.mean_cost)
-    epsilon = torch.full((count,), 2.0, dtype=torch.float64, device=DEVICE)
-    active = torch.ones(count, dtype=torch.bool, device=DEVICE)
-    found = Evaluation.of(*segments.numbers(epsilon, active))
-    costs = segments.mean_cost, segments.offset, segments.cost_spread
-    return [*found, *costs, *segments.errors]
-
-
 def test_errors_of_stored_costs_are_those_derived() -> None:
     """(2 d + 16) v (||x_i|| + ||y_j||)^2 of a cost, points centred by the columns' mean."""
-    segments, unit = stored(), 2.0**-53
+    segments, unit = StoredSegments([(CLOUDS[i], CLOUDS[j]) for i, j in PAIRS], SHAPE), 2.0**-53
     error, mean, largest = (2 * DIM + 16) * unit, [], []
     for i, j in PAIRS:
         centre = Facts(CLOUDS[j]).mean
@@ -256,54 +139,3 @@ def test_errors_of_stored_costs_are_those_derived() -> None:
     assert_near(errors.peak, [two / one for one, two in zip(mean, largest, strict=True)])
     assert_near(errors.sums, [(max(SHAPE) + 512) * unit] * len(PAIRS))
     assert not bool(torch.stack((errors.stored, errors.offset, segments.offset)).any())
-
-
-def test_facts_of_stored_costs() -> None:
-    segments = stored()
-    for k, (i, j) in enumerate(PAIRS):
-        one, two = CLOUDS[i], CLOUDS[j]
-        cost = (one.points[:, None] - two.points[None]).square().sum(2)
-        found = segments.costs[k, : len(one.points), : len(two.points)]
-        torch.testing.assert_close(found, cost, rtol=1e-13, atol=1e-12)
-        assert_near(segments.mean_cost[k], float(one.masses @ cost @ two.masses))
-        spread, largest = float(found.max() - found.min()), float(segments.errors.largest[k])
-        # Costs that are kept, and the two of them that may be off.
-        assert spread + 2 * largest * (1 - 1e-9) <= float(segments.cost_spread[k])
-        assert float(segments.cost_spread[k]) <= spread + 2 * largest + 1e-15 * spread
-
-
-def test_points_in_one_place_have_no_errors_of_costs() -> None:
-    masses = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
-    cloud = WeightedPoints(torch.ones(3, 2), masses)
-    errors = StoredSegments([(cloud, cloud)], (16, 16)).errors
-    for numbers in (errors.mean, errors.largest, errors.peak):
-        assert float(numbers) == 0
-
-
-def test_sums_of_segments_do_not_overlap() -> None:
-    """Of more rows than columns too."""
-    pool = ClassPool(CLOUDS)
-    rows, columns = torch.tensor([(2, 1), (3, 2), (1, 2)], device=DEVICE).T
-    for table in (table_of(pool, rows, columns), table_of(pool, columns, rows)):
-        partial = (table[:, ROWS] * table[:, RANGES]).cumsum(0).tolist()
-        assert table[:, PARTIAL].tolist() == [0, *partial[:-1]]
-
-
-def test_what_a_column_takes_is_what_its_vectors_take() -> None:
-    vectors = Vectors.at(torch.zeros(10), kernel_segments.MEMORY)
-    taken = sum(part.nbytes for part in vectors)
-    assert taken == 10 * kernel_segments.BYTES_PER_COLUMN
-
-
-def test_problems_that_go_on_keep_their_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others end before them, without a coarse form that does nearly all of it."""
-    monkeypatch.setattr(StoredSegments, "coarse", lambda *_: None)
-    pairs = [(0, 2), (1, 2), (3, 2), (2, 1)]
-
-    def solved(chosen: list[tuple[int, int]]) -> Tensor:
-        return torch.stack(solve_cross_terms(stored(chosen), 0.5, Converged()), 1)
-
-    together = solved(pairs)
-    assert len(set(together[:, -1].tolist())) > 2
-    for pair, found in zip(pairs, together, strict=True):
-        assert torch.equal(solved([pair])[0], found)

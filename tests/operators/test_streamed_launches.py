@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter is given"),
 ]
 SIZE, DIM, EPSILON = 32, 5, 0.7
-ROWS, COLUMNS = 3, 2
+ROWS, COLUMNS = 2, 1
 PAIRS = ROWS * COLUMNS
 
 
