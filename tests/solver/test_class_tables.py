@@ -75,41 +75,6 @@ def by_loss(table: Tensor, **settings: Any) -> Tensor:
     return leaf.grad
 
 
-@pytest.mark.parametrize(
-    ("solve", "where", "entry", "scale"),
-    [
-        (by_divergence, "x, x", (0, 2), 1e-9),
-        (by_divergence, "y, y", (5, 4), 1e9),
-        (by_loss, "y, y", (5, 4), 1.0),
-    ],
-)
-def test_an_asymmetric_self_block_is_refused_before_any_work(
-    solve: Callable[..., object],
-    where: str,
-    entry: tuple[int, int],
-    scale: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise AssertionError("never to be called")
-
-    monkeypatch.setattr("otdd_flash.solver.problem.build_operator", fails)
-    table = with_entry(symmetric_table(scale=scale), *entry, 0.25 * scale)
-    gap = re.escape(f"{0.25 * scale:.6g}")
-    message = rf"\[{where}\] of class_table must be symmetric, but differ by {gap} from"
-    with pytest.raises(InputError, match=message):
-        solve(table)
-
-
-def test_refusals_name_the_way_out_and_hold_for_a_cloud_against_itself() -> None:
-    with pytest.raises(InputError, match=r"debias=False, which reads the block \[x, y\] alone"):
-        by_divergence(symmetric_table()[torch.tensor([1, 0, 2, 3, 4, 5])])
-    table = with_entry(symmetric_table(), 0, 1, 1.0)[:CLASSES, :CLASSES].repeat(2, 2)
-    one = cloud("x")
-    with pytest.raises(InputError, match=r"\[x, x\] of class_table must be symmetric"):
-        otdd.sinkhorn_divergence(one, one, epsilon=0.5, class_table=table, compute=DOUBLE)
-
-
 def test_what_is_not_read_may_be_anything() -> None:
     """The block [y, x] always, both self blocks without debiasing."""
     table = symmetric_table()
@@ -136,21 +101,6 @@ def test_an_asymmetry_of_rounding_is_averaged_out() -> None:
     gradient = by_loss(rounded)
     for block in (gradient[:CLASSES, :CLASSES], gradient[CLASSES:, CLASSES:]):
         assert torch.equal(block, block.T)
-
-
-def test_class_distances_average_it_out_too() -> None:
-    table = with_entry(symmetric_table(), 0, 1, 1e-5)
-    given = otdd.ClassDistances.from_full(table, CLASSES)
-    assert torch.equal(given.xx, given.xx.T)
-    assert given.xx[0, 1] == pytest.approx(float(table[0, 1] + table[1, 0]) / 2, abs=1e-15)
-    assert torch.equal(given.yy, table[CLASSES:, CLASSES:])
-    # Distances that are rounding alone: all of these classes coincide.
-    noise = with_entry(torch.zeros_like(table), 0, 1, 5e-7)
-    nothing = otdd.ClassDistances.from_full(noise, CLASSES)
-    result = otdd.dataset_distance(
-        cloud("x"), cloud("y"), epsilon=0.5, class_distances=nothing, compute=DOUBLE
-    )
-    assert result.converged
 
 
 @pytest.mark.slow
@@ -247,35 +197,6 @@ def test_bounds_hold_for_entries_far_from_0(
         assert re.search("raise epsilon|precision=double", found)
     else:
         assert_proved(found, table, epsilon)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-def test_bounds_hold_for_entries_far_from_0_in_triton() -> None:
-    table, epsilon = TABLES["cross"](1e3), 1e3
-    settings = {"options": Converged(max_iterations=5), "compute": COMPUTE["triton"]}
-    assert_proved(by_divergence(table, epsilon=epsilon, **settings), table, epsilon)
-
-
-def test_a_constant_changes_no_divergence() -> None:
-    """S of costs and of costs plus a constant are one number: both intervals hold it."""
-    plain, moved = (by_divergence(shifted(one), epsilon=2.0) for one in (0.0, 1e3))
-    assert moved.bounds[0] <= plain.bounds[1]
-    assert plain.bounds[0] <= moved.bounds[1]
-    assert moved.value == pytest.approx(plain.value, abs=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::otdd_flash.errors.NotConvergedWarning")
-@pytest.mark.parametrize("name", ["spread", "some"])
-def test_negative_entries_take_no_longer_than_positive_ones(name: str) -> None:
-    """Levels of epsilon start at what costs differ by, whatever the sign of their mean."""
-    table = TABLES[name](1e4)
-    negative, positive = (
-        by_divergence(one, epsilon=10.0, debias=False).xy.iterations
-        for one in (table, table - table.min())
-    )
-    assert negative <= 2 * positive
 
 
 @pytest.mark.parametrize("precision", ["high", "double"])

@@ -182,28 +182,6 @@ def test_heavy_blocks_that_little_ties(size, tie) -> None:
 
 
 @pytest.mark.slow
-def test_a_chain_of_links_that_decay() -> None:
-    """Each link balances by itself; the last ones, of 1e-13 and less, nobody can know."""
-    count, epsilon = 10, 0.1
-    costs = torch.full((count, count), math.inf, dtype=torch.float64)
-    draw = torch.Generator().manual_seed(0)
-    costs.diagonal().copy_(torch.rand(count, generator=draw))
-    for k in range(count - 1):
-        costs[k, k + 1] = costs[k, k] + 0.4 * (k + 1)
-        costs[k + 1, k] = costs[k + 1, k + 1] + 0.4 * (k + 1) + 0.3
-    near = range(count - 1)
-    expected = torch.stack(
-        [(costs[k, k + 1] - costs[k + 1, k] + costs[k, k] - costs[k + 1, k + 1]) / 2 for k in near]
-    )
-    with pytest.warns(otdd.NotConvergedWarning, match=r"3 further groups|rows? \(9\)"):
-        f = otdd.matrix_transport(costs, epsilon=epsilon).f
-    torch.testing.assert_close(-f.diff(), expected, rtol=0, atol=0.02 * epsilon)
-    # The links that are above the rounding of masses alone.
-    f = otdd.matrix_transport(costs[:6, :6], epsilon=epsilon).f
-    torch.testing.assert_close(-f.diff(), expected[:5], rtol=0, atol=0.02 * epsilon)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.01])
 def test_real_images_raise_no_alarm(share) -> None:
     """Digits: rows that hardly exchange mass with others get the potentials of a tight solve."""
@@ -267,23 +245,6 @@ def test_slopes_are_the_ends_of_the_optimal_face() -> None:
         assert found.slopes[:, c].tolist() == pytest.approx(expected, abs=0.01 * size)
         inside = float(values[mine].mean()) * (15 / 16) / (1 - share)
         assert found.slopes[0, c] <= inside <= found.slopes[1, c]
-
-
-def test_slopes_of_one_group_are_the_value_twice() -> None:
-    draw = torch.Generator().manual_seed(2)
-    x, y = torch.randn(30, 2, generator=draw), torch.randn(20, 2, generator=draw) + 1
-    labels = torch.arange(30) % 3
-    found = otdd.dataset_distance(
-        (x, labels), (y, torch.zeros(20).long()), epsilon=2.0, labels="means"
-    ).contributions()
-    low, high = found.slopes
-    assert torch.equal(low, high)
-    means = torch.stack([found.values[labels == c].mean() for c in range(3)])
-    # Shares of 1/30 and of 1/3.
-    torch.testing.assert_close(low, means * (29 / 30) / (2 / 3))
-    alone = otdd.dataset_distance(x, y, epsilon=2.0, labels="none").contributions()
-    assert alone.slopes.shape == (2, 1)
-    assert bool(alone.slopes.isnan().all())
 
 
 def test_forbidden_pairs_leave_blocks_open_at_every_epsilon() -> None:
