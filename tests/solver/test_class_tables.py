@@ -75,6 +75,44 @@ def by_loss(table: Tensor, **settings: Any) -> Tensor:
     return leaf.grad
 
 
+TABLE = symmetric_table()
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: by_divergence(with_entry(1e-9 * TABLE, 0, 2, 0.25e-9)),
+        r"\[x, x\] of class_table must be symmetric, but differ by 2\.5e-10 from",
+    ),
+    (
+        lambda: by_divergence(with_entry(1e9 * TABLE, 5, 4, 0.25e9)),
+        r"\[y, y\] of class_table must be symmetric, but differ by 2\.5e\+08 from",
+    ),
+    (lambda: by_loss(with_entry(TABLE, 5, 4, 0.25)), r"\[y, y\] of class_table .* by 0\.25 from"),
+    (
+        lambda: by_divergence(TABLE[torch.tensor([1, 0, 2, 3, 4, 5])]),
+        r"debias=False, which reads the block \[x, y\] alone",
+    ),
+    (
+        lambda: otdd.sinkhorn_divergence(
+            *[cloud("x")] * 2,
+            epsilon=0.5,
+            class_table=with_entry(TABLE, 0, 1, 1.0)[:CLASSES, :CLASSES].repeat(2, 2),
+        ),
+        r"\[x, x\] of class_table must be symmetric",
+    ),
+]
+
+
+@pytest.mark.parametrize(("solve", "message"), REFUSED)
+def test_an_asymmetric_self_block_is_refused_before_any_work(
+    solve: Callable[[], object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("never to be called")
+
+    monkeypatch.setattr("otdd_flash.solver.problem.build_operator", fails)
+    with pytest.raises(InputError, match=message):
+        solve()
+
+
 def test_what_is_not_read_may_be_anything() -> None:
     """The block [y, x] always, both self blocks without debiasing."""
     table = symmetric_table()
@@ -101,6 +139,9 @@ def test_an_asymmetry_of_rounding_is_averaged_out() -> None:
     gradient = by_loss(rounded)
     for block in (gradient[:CLASSES, :CLASSES], gradient[CLASSES:, CLASSES:]):
         assert torch.equal(block, block.T)
+    given = otdd.ClassDistances.from_full(rounded, CLASSES)
+    assert torch.equal(given.xx, given.xx.T)
+    assert given.xx[0, 1] == pytest.approx(float(rounded[0, 1] + rounded[1, 0]) / 2, abs=1e-15)
 
 
 @pytest.mark.slow
