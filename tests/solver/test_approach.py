@@ -13,7 +13,6 @@ from torch import Tensor
 from otdd_flash.operators.base import Execution, Operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.solver.schedules.converged import Converged
@@ -54,58 +53,30 @@ def dense(cost: LabelledCost) -> Tensor:
     return reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
 
 
-@pytest.mark.usefixtures("small_samples")
-def test_a_sample_has_one_point_of_each_share_of_the_mass() -> None:
-    operator = StoredOperator.keep(labelled_cost(), torch.float64)
-    sample = draw_sample(operator)
-    assert sample is not None
-    drawn = (sample.rows, operator.a, N), (sample.columns, operator.b, M)
-    for indices, weights, size in drawn:
-        count = max(24, size // 16)
-        assert len(indices) == count
-        assert (weights[indices] > 0).all()
-        ends = weights.cumsum(0)[indices]
-        shares = torch.arange(count) / count
-        assert (ends > shares).all()
-        assert (ends - weights[indices] < shares + 1 / count).all()
-
-
-def test_small_problems_and_short_passes_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = StoredOperator.keep(labelled_cost(), torch.float64)
-    assert draw_sample(operator) is None
-    monkeypatch.setattr(approach, "FEWEST", 24)
-    assert draw_sample(operator) is not None
-    short = operator.execution._replace(recorded=True)
-    monkeypatch.setattr(StoredOperator, "execution", short)
-    assert draw_sample(operator) is None
-
-
 @pytest.mark.slow(after=1)
-@pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize(("relative", "uniform"), [(0.07, False), (1e-3, True)])
-def test_the_solution_is_that_of_dense_newton(relative: float, uniform: bool) -> None:
-    cost = labelled_cost(uniform=uniform)
+def test_the_solution_is_that_of_dense_newton(
+    relative: float, uniform: bool, small_samples: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pass is counted, those of the sample by their share."""
+    cost, passes = labelled_cost(uniform=uniform), []
+    for name in ("softmin_rows", "softmin_columns", "marginals"):
+        run = getattr(StreamedOperator, name)
+
+        def counted(self: TiledOperator, *given: Any, run: Any = run, **named: Any) -> Any:
+            passes.append(self.shape[0] * self.shape[1] / (N * M))
+            return run(self, *given, **named)
+
+        monkeypatch.setattr(StreamedOperator, name, counted)
     operator = StreamedOperator(cost, torch.float64)
     epsilon = relative * operator.costs.mean
     term = solve_alternating(operator, epsilon, Converged(1e-8))
+    assert min(passes) < 1 == max(passes)
+    assert term.passes == pytest.approx(sum(passes))
     value, _, _ = reference.entropic_transport(dense(cost), cost.a, cost.b, epsilon)
     assert term.converged
     assert term.bounds[0] - 1e-10 <= value <= term.bounds[1] + 1e-10
     assert term.value == pytest.approx(value, rel=1e-7)
-
-
-@pytest.mark.usefixtures("small_samples")
-def test_the_first_error_is_small_where_a_sample_knows_the_potential() -> None:
-    operator = StreamedOperator(labelled_cost(), torch.float64)
-    errors: list[float] = []
-    solve_alternating(
-        operator,
-        0.3 * operator.costs.mean,
-        Converged(1e-4),
-        progress=lambda _, iteration, error: errors.append(error),
-    )
-    # From zero it is 1.1.
-    assert errors[0] < 0.1
 
 
 KINDS: dict[str, Callable[[LabelledCost], Operator]] = {
@@ -135,9 +106,7 @@ def cost_in_a_unit(unit: float, device: torch.device | str) -> LabelledCost:
     ("kind", "unit", "relative", "whole"),
     [
         ("single", 1e-10, 0.01, False),
-        ("single", 3e17, 10.0, True),
-        ("double", 1e-100, 10.0, False),
-        ("double", 1e100, 0.01, True),
+        ("double", 1e100, 10.0, True),
         pytest.param("kernels", 1e-10, 0.01, False, marks=pytest.mark.slow),
         pytest.param("kernels", 3e17, 10.0, True, marks=pytest.mark.slow),
     ],
@@ -179,23 +148,6 @@ class Whole:
 
 
 @pytest.mark.usefixtures("small_samples")
-def test_every_pass_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = StreamedOperator(labelled_cost(), torch.float64)
-    scores = []
-    for name in ("softmin_rows", "softmin_columns", "marginals"):
-        run = getattr(StreamedOperator, name)
-
-        def counted(self: TiledOperator, *arguments: Any, run: Any = run, **named: Any) -> Tensor:
-            scores.append(self.shape[0] * self.shape[1])
-            return run(self, *arguments, **named)
-
-        monkeypatch.setattr(StreamedOperator, name, counted)
-    term = solve_alternating(operator, 0.03 * operator.costs.mean, Converged(1e-3))
-    assert min(scores) < N * M == max(scores)
-    assert term.passes == pytest.approx(sum(scores) / (N * M))
-
-
-@pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize("options", [Converged(max_seconds=1e-9), Converged(max_iterations=2)])
 def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converged) -> None:
     operator = StreamedOperator(labelled_cost(), torch.float64)
@@ -206,23 +158,3 @@ def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converge
     nothing = solve_alternating(operator, operator.costs.mean, once)
     assert (nothing.iterations, nothing.converged) == (1, False)
     assert 3 * term.marginal_error < nothing.marginal_error
-
-
-@pytest.mark.slow
-def test_a_sample_saves_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(1500, 3, generator=draw) + shift for shift in (0, 0.5))
-    even, one = torch.full((1500,), 1 / 1500).double(), torch.zeros(1500, dtype=torch.int64)
-    table = torch.zeros(1, 1).double()
-    cost = LabelledCost(
-        x, y, even, even, labels_x=one, labels_y=one, class_costs=table, lambda_x=0.5
-    )
-    operator = StoredOperator.keep(cost, torch.float32)
-
-    def passes() -> float:
-        epsilons = (share * operator.costs.mean for share in (0.3, 0.1, 0.03))
-        return sum(solve_alternating(operator, e, Converged(1e-3)).passes for e in epsilons)
-
-    with_sample = passes()
-    monkeypatch.setattr(approach, "draw_sample", lambda _: None)
-    assert with_sample < 0.8 * passes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -77,34 +76,9 @@ def test_rounded_points_end_a_solve_where_rounding_is_little(relative: float, li
     truth, *_ = reference.entropic_transport(dense, cost.a, cost.b, epsilon)
     assert term.converged
     assert term.bounds[0] <= truth <= term.bounds[1]
-    plan = reference.plan(dense, cost.a, cost.b, term.f, term.g, epsilon)
-    error = float((plan.sum(0) - cost.b).abs().sum() + (plan.sum(1) - cost.a).abs().sum())
-    assert error <= term.marginal_error * (1 + 1e-6) <= 1e-3
     # With the original points the certificate alone, or iterations before it.
     assert refined.passes["marginals"] == 1
     assert (sum(refined.passes.values()) == 1) == little
-    if not little:
-        # Then the estimate changes nothing.
-        other, without, _ = rounding_pair(13)
-        del other.given["rounded_by"]
-        solve_alternating(other, epsilon, Converged())
-        assert (other.passes, without.passes) == (operator.passes, refined.passes)
-
-
-@pytest.mark.slow
-def test_iterations_leave_room_for_what_rounding_adds() -> None:
-    last = []
-    for relative in torch.linspace(0.02, 0.3, 8).tolist():
-        operator, _, cost = rounding_pair(20)
-        epsilon, seen = relative * cost.mean_cost, list[float]()
-        operator.given["rounded_by"] = partial(float, 0.19 * 1e-3 * epsilon)
-        solve_alternating(
-            operator, epsilon, Converged(), progress=lambda *found, seen=seen: seen.append(found[2])
-        )
-        last.append(seen[-1])
-    assert max(last) <= 0.81e-3
-    # Some would have ended between the two.
-    assert max(last) > 0.4e-3
 
 
 def test_where_the_estimate_is_wrong_the_original_points_go_on() -> None:
@@ -114,20 +88,6 @@ def test_where_the_estimate_is_wrong_the_original_points_go_on() -> None:
     assert term.converged
     assert term.marginal_error <= 1e-3
     assert refined.passes["softmin_rows"] >= 1
-
-
-def test_refined_iterations_begin_from_the_update() -> None:
-    """That leaves a smaller error than the last potentials once more, which is what it was."""
-    operator, _, cost = rounding_pair(20)
-    del operator.given["rounded_by"]
-    seen: list[float] = []
-    solve_alternating(
-        operator,
-        0.1 * cost.mean_cost,
-        Converged(),
-        progress=lambda _, iteration, error: seen.append(error),
-    )
-    assert seen[-1] < seen[-2] / 3
 
 
 @pytest.mark.parametrize(("shift", "scale"), [(0.7, 1.0), (30.0, 1.0), (0.7, 1e-12), (0.0, 1e9)])
