@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,15 +9,15 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Execution, Operator
-from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term import approach
 from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.approach import draw_sample
 
 N, M = 400, 333
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,74 +78,6 @@ def test_the_solution_is_that_of_dense_newton(
     assert term.value == pytest.approx(value, rel=1e-7)
 
 
-KINDS: dict[str, Callable[[LabelledCost], Operator]] = {
-    "single": lambda cost: StreamedOperator(cost, torch.float32),
-    "double": lambda cost: StreamedOperator(cost, torch.float64),
-    "kernels": lambda cost: KernelOperator(cost, "high"),
-}
-
-
-def cost_in_a_unit(unit: float, device: torch.device | str) -> LabelledCost:
-    """Of its columns the first 280, whole tiles of a kernel, are too light to be drawn."""
-    draw = torch.Generator().manual_seed(4)
-    x, y = (unit * torch.randn(size, 3, generator=draw).double() for size in (N, M))
-    b = torch.where(torch.arange(M) < 280, 1e-12, 1.0).double()
-    one = torch.zeros(max(N, M), dtype=torch.int64)
-    return LabelledCost(
-        *(x.to(device), y.to(device)),
-        *(side.to(device) for side in (torch.full((N,), 1 / N).double(), b / b.sum())),
-        labels_x=one[:N].to(device),
-        labels_y=one[:M].to(device),
-        class_costs=torch.zeros(1, 1, dtype=torch.float64, device=device),
-        lambda_x=0.5,
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "unit", "relative", "whole"),
-    [
-        ("single", 1e-10, 0.01, False),
-        ("double", 1e100, 10.0, True),
-        pytest.param("kernels", 1e-10, 0.01, False, marks=pytest.mark.slow),
-        pytest.param("kernels", 3e17, 10.0, True, marks=pytest.mark.slow),
-    ],
-)
-def test_in_any_unit_a_potential_extends_by_the_columns_of_its_sample_alone(
-    kind: str, unit: float, relative: float, whole: bool, small_samples: None
-) -> None:
-    operator = KINDS[kind](cost_in_a_unit(unit, DEVICE if kind == "kernels" else "cpu"))
-    sample = draw_sample(operator)
-    assert sample is not None
-    held = sample.columns.unique()
-    assert int(held.min()) >= 280
-    epsilon = relative * operator.costs.mean
-    potential = torch.randn(M, generator=torch.Generator().manual_seed(0)).double()
-    g = (epsilon * potential).to(operator.b.device, operator.dtype)
-    found, part = approach._extended(
-        Whole(operator) if whole else operator, sample.columns, g[sample.columns], epsilon
-    )
-    assert part == (1 if whole else len(held) / M)
-    dense = reference.dense_cost(*cost_in_a_unit(1.0, "cpu").points)
-    cost, b, g = (part.double().cpu() for part in (dense[:, held.cpu()], operator.b[held], g[held]))
-    expected = reference.softmin_rows(cost, b, g / unit**2, epsilon / unit**2)
-    tolerance = 1e-5 * max(relative, 1.0) * float(dense.max())
-    torch.testing.assert_close(found.double().cpu() / unit**2, expected, rtol=0, atol=tolerance)
-
-
-class Whole:
-    """An operator for which a pass over some columns is one over all."""
-
-    def __init__(self, operator: Operator) -> None:
-        self.inner = operator
-
-    @property
-    def execution(self) -> Execution:
-        return self.inner.execution._replace(over_columns=None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
 @pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize("options", [Converged(max_seconds=1e-9), Converged(max_iterations=2)])
 def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converged) -> None:
@@ -158,3 +89,27 @@ def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converge
     nothing = solve_alternating(operator, operator.costs.mean, once)
     assert (nothing.iterations, nothing.converged) == (1, False)
     assert 3 * term.marginal_error < nothing.marginal_error
+
+
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize(
+    ("precision", "units"), [("fast", (1e-10, 1e15)), ("double", (1e-70, 1e70))]
+)
+def test_a_unit_changes_nothing(precision: str, units: tuple[float, float]) -> None:
+    """Most columns are too light to be drawn."""
+    draw = torch.Generator().manual_seed(4)
+    x, y = (torch.randn(size, 3, generator=draw).double() for size in (N, M))
+    b = torch.where(torch.arange(M) < 280, 1e-12, 1.0).double()
+    given = {"options": Converged(1e-2), "compute": ComputeOptions("cpu", precision=precision)}
+    one, *others = (
+        sinkhorn(
+            LabeledSamples(unit * x, None, ()),
+            LabeledSamples(unit * y, None, (), b),
+            epsilon=0.3 * unit**2,
+            **given,
+        )
+        for unit in (1.0, *units)
+    )
+    for unit, found in zip(units, others, strict=True):
+        assert abs(found.iterations - one.iterations) <= 1
+        assert found.value / unit**2 == pytest.approx(one.value, rel=1e-3)

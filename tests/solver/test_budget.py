@@ -14,7 +14,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.solver import bound_width, term_solves
+from otdd_flash.solver import term_solves
 from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
@@ -23,7 +23,6 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.shortfall import shortfall
 from otdd_flash.solver.term import iteration
-from otdd_flash.solver.term.result import TransportTerm
 
 EPSILON = 0.05
 DOUBLE = otdd.ComputeOptions("cpu", precision="double")
@@ -67,43 +66,6 @@ def test_a_solve_ends_at_the_width_that_was_asked_for(epsilon: float, precision:
     term = otdd.sinkhorn(cloud(70, 0), cloud(53, 1, 1.0), epsilon=epsilon, options=options)
     assert relative_width(term.value, term.bounds) <= 1e-3
     assert (term.converged, term.stopped_by) == (True, "bound_width")
-
-
-@pytest.mark.slow
-def test_the_width_replaces_the_tolerance_in_both_directions() -> None:
-    coarse, fine = solve(bound_width=0.3), solve(bound_width=1e-5)
-    assert coarse.marginal_error > Converged().asked_tolerance > fine.marginal_error
-    # Ending at the width costs little more than a solve to the marginal error that it took.
-    known = solve(tolerance=fine.xy.marginal_error)
-    assert fine.passes < 1.3 * known.passes
-
-
-def test_only_terms_that_make_the_interval_wide_go_on() -> None:
-    heard: list[tuple[str, int]] = []
-    found = solve(bound_width=1e-4, progress=lambda name, count, _: heard.append((name, count)))
-    assert len(heard) == sum(term.iterations for term in found.terms.values())
-    turns = [name for name, count in heard if count == 1]
-    assert turns[:3] == ["xx", "yy", "xy"]
-    assert turns.count("xy") > turns.count("xx")
-
-
-def test_terms_go_on_by_the_factor_that_is_missing() -> None:
-    solved = solve(tolerance=1e-2).xy
-
-    def term(value: float, width: float) -> TransportTerm:
-        return replace(solved, value=value, bounds=(value - width / 2, value + width / 2))
-
-    terms = {"xy": term(3.0, 0.4), "xx": term(1.0, 0.02), "yy": term(1.0, 0.3)}
-    # A divergence of 2 in an interval of 0.4 + (0.02 + 0.3) / 2.
-    names, factor = bound_width._too_wide(terms, 0.1, 0.0)
-    assert names == ["xy", "yy"]
-    assert factor == pytest.approx(bound_width.AIM * 0.2 / 0.56)
-    # Never by more or less than these, and not at all where it is narrow.
-    assert bound_width._too_wide(terms, 1e-6, 0.0)[1] == bound_width.MOST_FALL
-    assert bound_width._too_wide(terms, 0.27, 0.0)[1] == bound_width.LEAST_FALL
-    assert bound_width._too_wide(terms, 0.29, 0.0) == ([], 1.0)
-    # Of the number that is asked for.
-    assert bound_width._too_wide(terms, 0.1, 4.0) == ([], 1.0)
 
 
 @pytest.mark.slow
@@ -187,15 +149,6 @@ def test_the_width_of_a_cloud_from_itself_is_0_and_its_plan_converged() -> None:
         assert found.marginal_error <= reached
 
 
-def test_gradients_are_taken_at_the_end() -> None:
-    gradients = []
-    for options in (Converged(bound_width=1e-8), Converged(1e-8)):
-        x = cloud(12, 0).requires_grad_()
-        otdd.sinkhorn_loss(x, cloud(9, 1, 1.0), epsilon=0.5, options=options).backward()
-        gradients.append(x.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
-
-
 def test_a_known_self_term_goes_on_where_it_is_too_wide() -> None:
     problem = Problem.between(cloud(30, 0), cloud(20, 1, 1.0), 0.5, compute=DOUBLE)
     rough = problem.solve(Converged(0.5))
@@ -233,13 +186,6 @@ def test_the_cross_term_gets_the_time_that_self_terms_leave(clock: Any, truth: f
     assert sum(term.iterations for term in found.terms.values()) == 30 + 1
     assert found.xy.iterations > 15
     assert found.bounds[0] <= truth <= found.bounds[1]
-
-
-def test_self_terms_leave_the_cross_term_its_share_of_the_time(clock: Any) -> None:
-    with pytest.warns(NotConvergedWarning, match="in xy, xx, yy"):
-        found = solve(tolerance=1e-12, max_seconds=12, progress=clock)
-    # Each its share of what is left, and an iteration that certifies.
-    assert [term.iterations for term in found.terms.values()] == [3, 5, 5]
 
 
 @pytest.mark.parametrize("goal", [{"tolerance": 1e-10}, {"bound_width": 1e-9}])

@@ -144,19 +144,6 @@ def test_an_asymmetry_of_rounding_is_averaged_out() -> None:
     assert given.xx[0, 1] == pytest.approx(float(rounded[0, 1] + rounded[1, 0]) / 2, abs=1e-15)
 
 
-@pytest.mark.slow
-def test_the_gradient_by_a_table_is_a_difference_of_values() -> None:
-    """One entry of a self block moved alone moves the mean with its mirror image by half."""
-    table, step, tight = symmetric_table(), 1e-5, {"epsilon": 2.0, "options": Converged(1e-11)}
-    gradient = by_loss(table, **tight)
-    for entry in ((0, 1), (5, 4), (1, 4)):
-        up, down = (
-            by_divergence(with_entry(table, *entry, sign * step), **tight).value for sign in (1, -1)
-        )
-        difference = (up - down) / (2 * step)
-        assert float(gradient[entry]) == pytest.approx(difference, rel=1e-5, abs=1e-6), entry
-
-
 def shifted(by: float, of_each: Tensor | None = None) -> Tensor:
     """Every distance lower by as much, or by a share of it for each."""
     return symmetric_table() - (by if of_each is None else by * of_each)
@@ -254,16 +241,6 @@ def test_entries_that_overflow_are_refused_in_one_sentence(precision: str, sign:
             assert size < largest
             assert all(math.isfinite(end) for end in found.bounds)
             assert found.bounds[0] <= found.bounds[1]
-
-
-@pytest.mark.slow
-def test_whole_numbers_on_a_gpu_take_negative_costs() -> None:
-    """Points that float16 holds are kept on a lattice, whose error model reads the mean cost."""
-    x, y = (
-        LabeledSamples((16 * cloud(side).features), LABELS[side], ("a", "b", "c")) for side in "xy"
-    )
-    found = otdd.sinkhorn(*(x, y), epsilon=1e3, class_table=shifted(1e4), compute=COMPUTE["triton"])
-    assert found.bounds[0] <= found.bounds[1]
 
 
 @pytest.mark.slow(after=1)

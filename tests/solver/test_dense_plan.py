@@ -17,10 +17,9 @@ import otdd_flash as otdd
 from otdd_flash import CGOptions, ComputeOptions, Converged
 from otdd_flash.operators import memory
 from otdd_flash.operators.host_points import Streaming
-from otdd_flash.solver import adjoint, direct
+from otdd_flash.solver import direct
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.schur import Solver
 
 
 def cross_term(n: int, m: int, **settings: Any) -> tuple[Any, Any]:
@@ -29,13 +28,6 @@ def cross_term(n: int, m: int, **settings: Any) -> tuple[Any, Any]:
     weights = masses(n, 0, zeros=True), masses(m, 1, zeros=True)
     found = quiet(otdd.sinkhorn_hessian, *clouds(n, m), *weights, debias=False, **options)
     return found._problem.inputs("xy"), found.divergence.xy
-
-
-def test_potentials_without_mass_may_be_anything() -> None:
-    inputs, term = cross_term(9, 7)
-    f = torch.where(inputs.source.masses > 0, term.f, torch.nan)
-    plans = [dense_plan(inputs, potential, term.g, EPSILON) for potential in (term.f, f)]
-    assert torch.equal(plans[0].entries, plans[1].entries)
 
 
 def test_where_no_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,22 +66,6 @@ def test_a_plan_takes_no_more_than_was_counted() -> None:
     highest = peak(lambda: dense_plan(inputs, f, g, EPSILON), torch.device(DEVICE))
     # Vectors of either side, and of the dimension.
     assert points <= highest <= points + 2 * entries + 64 * (n + m + dim)
-
-
-@pytest.mark.parametrize("dense", [True, False])
-def test_a_plan_with_masses_of_0_is_made_once(dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both systems of its solver are one, which has nothing to be corrected by another."""
-    if not dense:
-        monkeypatch.setattr(direct, "MOST_POINTS", 0)
-        monkeypatch.setattr(adjoint, "MOST_HELD", 0)
-    given: list[Any] = []
-    monkeypatch.setattr(adjoint, "Solver", lambda *args: given.append(args) or Solver(*args))
-    x, y = clouds(9, 7)
-    x.requires_grad_()
-    f, _ = quiet(otdd.sinkhorn_potentials, x, y, masses(9, 0, zeros=True), epsilon=EPSILON)
-    f.square().sum().backward()
-    ((system, rounded, _),) = given
-    assert system is rounded
 
 
 class Calls(TorchDispatchMode):

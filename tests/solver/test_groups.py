@@ -137,50 +137,6 @@ def test_balanced_potentials_are_those_of_the_dense_optimum(sizes, apart, epsilo
     )
 
 
-def two_blocks(size: int, tie: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A plan P of two blocks and the rows and columns of a tie, made optimal for a cost.
-
-    Any f, g and P with C = f + g - epsilon log(P / (a b)) are the optimum at the masses of P.
-
-    Returns:
-        C at epsilon 1, a, b and f.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    middle, count = len(tie) // 2, 2 * size + len(tie) // 2
-    plan = torch.full((count, count), 1e-30, dtype=torch.float64)
-    for block in (slice(0, size), slice(size, 2 * size)):
-        plan[block, block] = torch.rand(size, size, generator=draw).double() + 0.1
-    plan /= plan.sum()
-    # Of each added row and column: with block one, with block two; of both together, the last.
-    for k in range(middle):
-        place = 2 * size + k
-        plan[place, :size], plan[place, size : 2 * size] = tie[0] / size, tie[1] / size
-        plan[:size, place], plan[size : 2 * size, place] = tie[0] / size, tie[1] / size
-        plan[place, place] = tie[2]
-    plan /= plan.sum()
-    a, b = plan.sum(1), plan.sum(0)
-    f, g = torch.rand(2, count, generator=draw, dtype=torch.float64)
-    f[:size] += 6
-    g[size : 2 * size] += 3
-    return f[:, None] + g - (plan / a[:, None] / b).log(), a, b, f
-
-
-@pytest.mark.parametrize(
-    ("size", "tie"),
-    [
-        # A light row and column of both blocks, alone or beside many.
-        (1, (1e-6, 1e-6, 1e-8)),
-        (1, (2e-9, 1e-9, 1e-11)),
-        (40, (1e-4, 1e-4, 0.0)),
-    ],
-)
-def test_heavy_blocks_that_little_ties(size, tie) -> None:
-    """Links that are strong in their row, of a row that is light beside the marginal error."""
-    costs, a, b, f = two_blocks(size, torch.tensor(tie).double().clamp_min(1e-30), 8)
-    error = otdd.matrix_transport(costs, a, b, epsilon=1.0).f - f
-    assert float(error.max() - error.min()) < 0.1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.01])
 def test_real_images_raise_no_alarm(share) -> None:

@@ -15,9 +15,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.solver.matrix import problem
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small import forget, matrix_route, pooled_solve
-from otdd_flash.solver.small.exchanged import Read
-from otdd_flash.solver.small.pooled_solve import PooledSolve
+from otdd_flash.solver.small import forget, matrix_route
 from otdd_flash.solver.term.result import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,47 +82,6 @@ def test_a_room_serves_another_matrix_of_its_size() -> None:
     again = solved(*drawn(18, 13), 0.3, start={"xy": back.g})
     assert again is not None
     assert again.iterations < back.iterations
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
-def test_potentials_of_points_without_mass(turned: bool) -> None:
-    """Sweeps leave them out; a solution has the softmin."""
-    costs, a, b = drawn(18, 40)
-    b[[3, 20, 39]] = 0.0
-    b /= b.sum()
-    given = costs.T.contiguous().T if turned else costs
-    term = solved(given, a, b, 0.2)
-    assert term is not None
-    rows, f, exact = a > 0, term.f.cpu().double(), costs.double()
-    back = reference.softmin_rows(exact[rows].T, a.double()[rows] / a.double().sum(), f[rows], 0.2)
-    torch.testing.assert_close(term.g.cpu().double()[b == 0], back[b == 0], rtol=0, atol=1e-3)
-    columns, g = b > 0, term.g.cpu().double()
-    there = reference.softmin_rows(exact[:, columns], b.double()[columns], g[columns], 0.2)
-    torch.testing.assert_close(f[a == 0], there[a == 0], rtol=0, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_a_solve_that_is_not_done_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is asked more than once; the next solve of this size asks once."""
-    monkeypatch.setattr(pooled_solve, "FIRST_REPLAYS", 1)
-    asked: list[bool] = []
-    whole = PooledSolve.read
-
-    def counted(solve: PooledSolve) -> Read:
-        read = whole(solve)
-        asked.append(read.done)
-        return read
-
-    monkeypatch.setattr(PooledSolve, "read", counted)
-    costs, a, b = drawn(30, 41)
-    term, again = solved(costs, a, b, 0.05), solved(costs, a, b, 0.05)
-    assert asked[0] is False
-    assert asked[-2:] == [True, True]
-    assert term is not None
-    assert again is not None
-    assert term.converged
-    assert again.bounds == term.bounds
 
 
 def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Execution
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
@@ -88,17 +87,3 @@ def test_where_the_estimate_is_wrong_the_original_points_go_on() -> None:
     assert term.converged
     assert term.marginal_error <= 1e-3
     assert refined.passes["softmin_rows"] >= 1
-
-
-@pytest.mark.parametrize(("shift", "scale"), [(0.7, 1.0), (30.0, 1.0), (0.7, 1e-12), (0.0, 1e9)])
-def test_the_estimate_is_near_what_rounding_changes(shift: float, scale: float) -> None:
-    cost = cost_of(*(scale * side for side in clouds(shift)))
-    near = (side.double() - cost.centre for side in cost.points)
-    unit = 2.0 ** torch.tensor(cost.largest).log2().floor().sub(14).double()
-    rounded = [((side / unit).half().double() * unit) for side in near]
-    dense = [
-        reference.dense_cost(*points, 0.5, cost.class_costs * 0, *cost.labels)
-        for points in ([side.double() - cost.centre for side in cost.points], rounded)
-    ]
-    actual = float((dense[0] - dense[1]).square().mean().sqrt())
-    assert float16_rounding(cost) == pytest.approx(actual, rel=0.1)

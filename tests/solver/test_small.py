@@ -179,17 +179,6 @@ def test_gradients_by_points(labels: bool, debias: bool) -> None:
         assert float(off) < 1e-3 * float(expected.abs().max())
 
 
-@pytest.mark.slow
-def test_what_is_to_be_refused_is_left_to_who_names_it() -> None:
-    """A table that is not symmetric, and costs that overflow."""
-    given = problem(side(8, 0), side(5, 1), 0.5)
-    given.table[0, 1] += 0.5
-    assert solved(given) is None
-    assert solved(given, debias=False) is not None
-    x, y = (LabeledSamples(torch.tensor([[0.0], [far]]), None, ()) for far in (3e19, 1.0))
-    assert solved(Problem.between(x, y, 1.0, None, GroundCost(), IN_TRITON)) is None
-
-
 def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ones used last; one in use twice is there twice, and one that failed is gone."""
     made: list[Any] = []

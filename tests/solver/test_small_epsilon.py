@@ -15,8 +15,6 @@ from otdd_flash.errors import InputError
 from otdd_flash.labels import measure_classes
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.term.certificate import Certificate
-from otdd_flash.solver.term.result import TransportTerm
 
 # Over the mean cost.
 EPSILONS = (1.0, 0.1, 0.01, 1e-3, 1e-4)
@@ -103,15 +101,6 @@ def test_the_default_tolerance_gives_way_to_rounding(clouds: Problem, precision:
     assert found.xy.tolerance == pytest.approx(2 * floor, rel=1e-4)
 
 
-def test_above_the_reach_of_rounding_the_default_tolerance_is_a_thousandth(
-    clouds: Problem,
-) -> None:
-    for relative, precision in ((3e-3, "fast"), (1e-4, "double")):
-        found = solve(clouds, relative * mean_cost(clouds), precision, otdd.Converged())
-        assert (found.stopped_by, found.tolerance) == ("tolerance", 1e-3), precision
-        assert found.marginal_error <= 1e-3
-
-
 TOO_SMALL = r"^epsilon=.* is too small for float32.*; raise epsilon .* or set precision=double$"
 TOO_TIGHT = r"too tight for float32.*precision=double"
 
@@ -196,19 +185,3 @@ def test_real_images_from_large_to_small_epsilon(real_data: Path) -> None:
         for name in ("mnist", "usps")
     )
     check_descent(labelled(*sides), "high", otdd.Converged(1e-2))
-
-
-@pytest.mark.parametrize(("error", "reason"), [(9e-4, "tolerance"), (1.1e-3, "rounding")])
-def test_rounding_is_the_reason_only_where_the_error_is_larger(error: float, reason: str) -> None:
-    none = torch.zeros(1)
-    term = TransportTerm.from_certificate(
-        Certificate(none, none, 1.0, (0.9, 1.1), error, 1e-4, 1),
-        0.1,
-        iterations=3,
-        passes=7.0,
-        tolerance=2e-3,
-        asked=1e-3,
-        unless_converged="max_iterations",
-    )
-    assert term.converged
-    assert term.stopped_by == reason
