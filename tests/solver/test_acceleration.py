@@ -17,7 +17,6 @@ from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.symmetric import solve_symmetric
 
 Case = tuple[Tensor, Tensor, Tensor]
 TOLERANCE = 1e-3
@@ -148,33 +147,3 @@ def test_every_tolerance_that_is_not_refused_is_reached_in_float32(
         solve_alternating(operator, epsilon, Converged(1.9 * floor))
     term = solve_alternating(operator, epsilon, Converged(2.5 * floor, max_iterations=2000))
     assert term.converged
-
-
-def averaged_iterations(cost: Tensor, a: Tensor, epsilon: float) -> int:
-    f = torch.zeros_like(a)
-    for iteration in range(1, MOST):
-        softmin = reference.softmin_rows(cost, a, f, epsilon)
-        rows = a * ((f - softmin) / epsilon).exp()
-        if float((rows / rows.sum() - a).abs().sum()) <= TOLERANCE:
-            return iteration + 1
-        f = (f + softmin) / 2
-    return MOST
-
-
-@pytest.mark.parametrize(("scale", "relative", "fraction"), [(100.0, 1.0, 1), (30.0, 0.01, 5)])
-def test_self_terms_take_no_more_than_averaging(
-    scale: float, relative: float, fraction: int
-) -> None:
-    """Of costs whose class distances make exp(-C / epsilon) indefinite."""
-    draw, labels = torch.Generator().manual_seed(1), torch.arange(60) % 10
-    table = scale * torch.rand(10, 10, generator=draw).double()
-    x, a = torch.randn(60, 3, generator=draw), uniform(60)
-    cost = reference.dense_cost(x, x, 0.5, table + table.T, labels, labels)
-    operator = MatrixOperator(cost, a, a)
-    epsilon = relative * operator.costs.mean
-    term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
-    value, _, _ = reference.entropic_transport(cost, a, a, epsilon)
-    assert term.converged
-    assert term.f is term.g
-    assert term.bounds[0] <= value <= term.bounds[1]
-    assert fraction * term.iterations <= averaged_iterations(cost, a, epsilon) + 2

@@ -228,16 +228,6 @@ def test_memory_that_runs_out_is_said_without_a_traceback(
         assert raised.value.__context__ is None, name
 
 
-def test_memory_that_runs_out_in_a_gradient_is_said(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An allocation that the machine really refuses."""
-    monkeypatch.setattr(StoredOperator, "apply_plan", lambda *_, **__: torch.empty(1 << 50))
-    x, y = (side.features for side in pair)
-    with pytest.raises(InputError, match=r"an allocation of 4096\.0 TiB found"):
-        otdd.sinkhorn_loss(x.requires_grad_(), y, epsilon=5.0, compute=STORED)
-
-
 def test_other_failures_are_defects(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def break_down(*_: object, **__: object) -> Any:
         raise RuntimeError("an illegal memory access was encountered")

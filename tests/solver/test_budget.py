@@ -17,7 +17,6 @@ from otdd_flash.errors import NotConvergedWarning
 from otdd_flash.solver import term_solves
 from otdd_flash.solver.bound_width import relative_width
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
@@ -117,17 +116,6 @@ def test_iterations_of_all_continuations_count_together() -> None:
     assert solve(tolerance=0.1).xy.iterations < 30
 
 
-def test_the_tolerance_is_the_largest_of_those_that_missed_theirs_or_of_all() -> None:
-    with pytest.warns(NotConvergedWarning, match=r"in xy: .* against solver\.tolerance=0\.00[67]"):
-        found = solve("high", epsilon=1e-4, max_iterations=3)
-    assert found.xx is not None
-    assert found.xy.tolerance is not None
-    assert found.tolerance == found.xy.tolerance > found.xx.tolerance > 1e-3
-    wide = replace(found, xx=replace(found.xx, tolerance=1.0))
-    assert wide.tolerance == found.xy.tolerance
-    assert replace(wide, xy=replace(found.xy, converged=True)).tolerance == 1.0
-
-
 def test_the_term_that_stopped_early_says_what_stopped_the_whole() -> None:
     found, timed = solve(), solve(max_seconds=1e6)
     assert (timed.value, timed.bounds, timed.stopped_by) == (found.value, found.bounds, "tolerance")
@@ -147,21 +135,6 @@ def test_the_width_of_a_cloud_from_itself_is_0_and_its_plan_converged() -> None:
         assert found.converged
         # The second is out of reach of float32.
         assert found.marginal_error <= reached
-
-
-def test_a_known_self_term_goes_on_where_it_is_too_wide() -> None:
-    problem = Problem.between(cloud(30, 0), cloud(20, 1, 1.0), 0.5, compute=DOUBLE)
-    rough = problem.solve(Converged(0.5))
-    assert rough.yy is not None
-    options = Converged(bound_width=1e-6, max_iterations=40)
-    found = problem.solve(options, known={"yy": replace(rough.yy, iterations=1000)})
-    assert found.converged
-    assert found.yy is not None
-    assert 1000 < found.yy.iterations < 1040
-    # Of a coarse one, that is enough.
-    kept = problem.solve(Converged(bound_width=0.9), known={"yy": rough.yy})
-    assert kept.yy is not None
-    assert kept.yy.iterations == rough.yy.iterations
 
 
 @pytest.fixture
@@ -197,14 +170,6 @@ def test_without_time_every_term_gets_one_iteration_and_its_bounds(
     assert [term.iterations for term in found.terms.values()] == [2, 2, 2]
     assert (found.converged, found.stopped_by) == (False, "max_seconds")
     assert found.bounds[0] <= truth <= found.bounds[1]
-
-
-def test_continuations_share_the_time(clock: Any) -> None:
-    with pytest.warns(NotConvergedWarning, match=r"max_seconds=30.*solver\.bound_width=1e-12"):
-        found = solve(bound_width=1e-12, max_seconds=30, progress=clock)
-    assert found.stopped_by == "max_seconds"
-    # At the least one iteration and the certifying one for each of the terms.
-    assert 30 <= sum(term.iterations for term in found.terms.values()) <= 36
 
 
 @pytest.mark.parametrize(

@@ -26,19 +26,6 @@ def assert_held(outcome: Outcome) -> None:
     assert outcome.status in ("held", "refused"), outcome
 
 
-@pytest.mark.parametrize("relative_epsilon", [1e-3, 0.05, 1.0, 100.0, 1e4])
-def test_two_clusters_have_the_closed_form(relative_epsilon: float) -> None:
-    """OT = epsilon (log 2 - log1p(exp(-s^2 / (2 epsilon))))."""
-    problem = two_clusters(frame(0, 16, 8), separation=1.25)
-    epsilon = relative_epsilon * problem.scale()
-    truth = problem.truth("xy", epsilon)
-    gap = np.longdouble(1.25) ** 2 / (2 * np.longdouble(epsilon))
-    # log 2 - log(1 + exp(-gap)), without cancellation.
-    closed = -np.longdouble(epsilon) * np.log1p(np.expm1(-gap) / 2)
-    assert abs(float(closed) - truth.value) <= truth.error
-    assert truth.error <= 1e-15 * (problem.scale() + 0.01 * epsilon)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:

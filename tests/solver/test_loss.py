@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from derivative_cases import CLASSES, EARLY, EPSILON, clouds, labelled, masses, quiet
+from derivative_cases import CLASSES, EARLY, EPSILON, clouds, labelled, masses
 from pairwise import pairwise
 from torch import Tensor
 
@@ -44,9 +44,15 @@ LABELS: dict[str, Any] = {"labels_x": torch.arange(9) % 2, "labels_y": torch.ara
     labels=[True, False],
     zeros=[True, False],
     debias=[True, False],
+    ground=["sqeuclidean", "cosine"],
 )
 def test_gradients_are_those_of_the_dense_dual(
-    shape: tuple[int, int], options: otdd.Converged, labels: bool, zeros: bool, debias: bool
+    shape: tuple[int, int],
+    options: otdd.Converged,
+    labels: bool,
+    zeros: bool,
+    debias: bool,
+    ground: str,
 ) -> None:
     """At the potentials that there are: of plans with neither the masses nor the mass 1 as well.
 
@@ -54,20 +60,34 @@ def test_gradients_are_those_of_the_dense_dual(
     """
     given = dict(zip(("x", "y"), clouds(*shape), strict=True))
     given |= {"a": masses(shape[0], 3, zeros=zeros), "b": masses(shape[1], 4, zeros=zeros)}
-    given |= {"lambda_x": torch.tensor(0.6).double()}
+    given |= {"lambda_x": torch.tensor(0.6, dtype=torch.float64)}
     fixed = labelled(*shape) if labels else {}
     if labels:
-        given |= {"class_table": fixed.pop("class_table"), "lambda_y": torch.tensor(0.4).double()}
+        given |= {
+            "class_table": fixed.pop("class_table"),
+            "lambda_y": torch.tensor(0.4, dtype=torch.float64),
+        }
     settings = {"epsilon": EPSILON, "debias": debias, "options": options}
-    solved = quiet(otdd.sinkhorn_hessian, **given, **fixed, **settings).divergence
     ours, theirs = ({key: leaf(part) for key, part in given.items()} for _ in range(2))
+    names = tuple("abc") if labels else ()
+    sides = (
+        otdd.LabeledSamples(given[x], fixed.get(f"labels_{x}"), names, given[a])
+        for x, a in ("xa", "yb")
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotConvergedWarning)
-        loss = otdd.sinkhorn_loss(**ours, **fixed, **settings)
+        loss = otdd.sinkhorn_loss(**ours, **fixed, **settings, ground=ground)
+        solved = otdd.sinkhorn_divergence(
+            *sides,
+            **settings,
+            class_table=given.get("class_table"),
+            cost=otdd.GroundCost(0.6, 0.4, ground),
+            compute=otdd.ComputeOptions("cpu", precision="double"),
+        )
     shares = {"xy": 1.0, "xx": -0.5, "yy": -0.5}
     dual = torch.zeros(()).double()
     for name, term in solved.terms.items():
-        dual = dual + shares[name] * dense_dual(name, theirs, fixed, term.f, term.g)
+        dual = dual + shares[name] * dense_dual(name, ground, theirs, fixed, term)
     found, expected = (
         torch.autograd.grad(value, list(inputs.values()))
         for value, inputs in ((loss, ours), (dual, theirs))
@@ -81,10 +101,13 @@ def test_gradients_are_those_of_the_dense_dual(
         assert float(off.abs().max()) <= 1e-9 * (1 + float(other.abs().max())), key
 
 
-def dense_dual(name: str, given: dict[str, Tensor], fixed: Any, f: Tensor, g: Tensor) -> Tensor:
+def dense_dual(name: str, ground: str, given: dict[str, Tensor], fixed: Any, term: Any) -> Tensor:
     """Of a term at fixed potentials, those of points without mass their best."""
     (x, a), (y, b) = ((given[side], given["a" if side == "x" else "b"]) for side in name)
-    cost = given["lambda_x"] * (x[:, None] - y).square().sum(2)
+    share, f, g = 1.0, term.f, term.g
+    if ground == "cosine":
+        share, (x, y) = 0.5, (side / side.norm(dim=1, keepdim=True) for side in (x, y))
+    cost = share * given["lambda_x"] * (x[:, None] - y).square().sum(2)
     if fixed:
         labels = (fixed[f"labels_{side}"] + (CLASSES if side == "y" else 0) for side in name)
         rows, columns = labels
@@ -94,6 +117,25 @@ def dense_dual(name: str, given: dict[str, Tensor], fixed: Any, f: Tensor, g: Te
         best_g = reference.softmin_rows(cost.T, a, torch.where(a > 0, f, 0), EPSILON)
     f, g = torch.where(a > 0, f, best_f), torch.where(b > 0, g, best_g)
     return reference.dual_value(cost, a, b, f, g, EPSILON)
+
+
+@pytest.mark.parametrize("debias", [True, False])
+def test_inner_products_are_squared_distances_but_for_terms_of_one_side(debias: bool) -> None:
+    """-<x, y> = |x - y|^2 / 2 - |x|^2 / 2 - |y|^2 / 2."""
+    x, y = clouds(9, 7)
+    leaves = [leaf(part) for part in (x, y, masses(9, 0), masses(7, 1))]
+    options = {"epsilon": EPSILON, "debias": debias, "options": EXACT}
+    found = otdd.sinkhorn_loss(*leaves, **options, lambda_x=0.8, ground="inner")
+    expected = otdd.sinkhorn_loss(*leaves, **options, lambda_x=0.4)
+    x, y, a, b = leaves
+    if not debias:
+        expected = expected - 0.4 * (a @ x.square().sum(1) + b @ y.square().sum(1))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    gradients = (torch.autograd.grad(value, leaves) for value in (found, expected))
+    for one, other in zip(*gradients, strict=True):
+        # By masses up to a constant.
+        off = (one - other) - (one - other).mean() if one.ndim == 1 else one - other
+        assert float(off.abs().max()) <= 1e-9
 
 
 def test_a_far_point_without_mass_has_its_softmin_as_gradient() -> None:
@@ -216,9 +258,9 @@ def test_gradients_come_in_the_type_of_the_input(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "scale"), [("fast", 1.0), ("high", 1e6)])
-def test_kernels_give_the_same_gradients(precision: str, scale: float) -> None:
-    """In `fast` a plan is applied to matrices of 11 bits, in `high` of 22."""
+def test_kernels_give_the_same_gradients() -> None:
+    """In `fast` a plan is applied to matrices of 11 bits."""
+    scale = 1e3
     exact, found = (
         {
             "x": leaf(scale * cloud(9, 0)),
@@ -231,13 +273,11 @@ def test_kernels_give_the_same_gradients(precision: str, scale: float) -> None:
     )
     more: dict[str, Any] = {"epsilon": 4 * EPSILON * scale**2, **LABELS}
     otdd.sinkhorn_loss(**exact, **more, options=EXACT).backward()
-    compute = otdd.ComputeOptions(device="cpu", backend="triton", precision=precision)
-    options = otdd.Converged(2e-5)
-    otdd.sinkhorn_loss(**found, **more, options=options, compute=compute).backward()
-    most = {"fast": 2e-3, "high": 1e-4}[precision]
+    compute = otdd.ComputeOptions(device="cpu", backend="triton")
+    otdd.sinkhorn_loss(**found, **more, options=otdd.Converged(1e-4), compute=compute).backward()
     for name, value in found.items():
         off = value.grad - exact[name].grad
-        assert float(off.abs().max()) <= most * float(exact[name].grad.abs().max()), name
+        assert float(off.abs().max()) <= 2e-3 * float(exact[name].grad.abs().max()), name
 
 
 def test_an_absent_last_class_needs_the_class_totals() -> None:

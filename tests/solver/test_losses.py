@@ -184,19 +184,6 @@ def test_a_batch_of_clouds_has_the_values_and_gradients_of_its_pairs(labelled: b
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 5, 1), (0, 5, 2)])
-def test_batches_of_any_size(shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y = torch.ones(shape[0], 3, shape[2])
-    found = otdd.sinkhorn_loss(x, y, epsilon=EPSILON, debias=False)
-    pairs = zip(x.detach(), y, strict=True)
-    expected = [otdd.sinkhorn_loss(*pair, epsilon=EPSILON, debias=False) for pair in pairs]
-    assert found.dtype == torch.float32
-    assert found.tolist() == [float(value) for value in expected]
-    found.sum().backward()
-    assert x.grad is not None
-
-
 X, Y = torch.zeros(4, 7, 3), torch.ones(4, 5, 3)
 OF_LISTS: list[tuple[dict[str, Any], str]] = [
     ({"y": clouds(1, side=1)[:2]}, "x holds 3 clouds and y is for 2"),
@@ -238,14 +225,3 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(function: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         function(**{"epsilon": 1.0, **given})
-
-
-def test_what_errors_advise_is_accepted() -> None:
-    images, y = torch.rand(2, 1, 2, 2), Y[:2]
-    assert otdd.sinkhorn_loss(images.flatten(1), images.flatten(1), epsilon=1.0) == 0
-    nested = torch.rand(1, 2, 7, 3).flatten(0, -3)
-    for x in (nested, X[0].expand(2, -1, -1)):
-        assert otdd.sinkhorn_loss(x, y, epsilon=9.0, debias=False).shape == (2,)
-    assert otdd.sinkhorn_plans(torch.rand(2, 2, 3, 3).flatten(0, -3), epsilon=1.0).value.shape == (
-        4,
-    )

@@ -140,31 +140,6 @@ def test_scales_out_of_the_range_of_float32_are_refused(scale: float, message: s
     assert otdd.sinkhorn(x, y, epsilon=epsilon, compute=double).converged
 
 
-def test_double_precision_is_no_way_out_of_double_precision() -> None:
-    x, y = 1e-150 * torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0)).double()
-    message = r"^epsilon=1e-312 underflows in precision=double; raise epsilon or scale the .* up$"
-    with pytest.raises(InputError, match=message):
-        otdd.sinkhorn_loss(x, y, epsilon=1e-312, lambda_x=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("precision", "given", "message"),
-    [
-        ("fast", {"epsilon": 1e39}, r"^epsilon=1e\+39 overflows .*; lower .* precision=double$"),
-        ("fast", {"epsilon_relative": 1e300}, r"^epsilon_relative=1e\+300 overflows in "),
-        ("double", {"epsilon_relative": 1.5e308}, r"^epsilon_relative=1\.5e\+308 overflows in "),
-        ("double", {"epsilon": 1e308}, r"^epsilon=1e\+308 overflows in .*; lower epsilon$"),
-    ],
-)
-def test_an_epsilon_above_the_range_of_the_precision_is_refused(
-    precision: str, given: dict[str, float], message: str
-) -> None:
-    points = 3 * torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0))
-    compute = otdd.ComputeOptions("cpu", precision=precision)
-    with pytest.raises(InputError, match=message):
-        otdd.dataset_distance(*points, labels="none", compute=compute, **given)
-
-
 def test_a_plan_whose_mass_overflows_by_rounding_is_refused() -> None:
     draw = torch.Generator().manual_seed(5)
     x, y = torch.randn(300, 3, generator=draw), torch.randn(150, 3, generator=draw)
@@ -175,6 +150,31 @@ def test_a_plan_whose_mass_overflows_by_rounding_is_refused() -> None:
     options = otdd.Converged(bound_width=0.01, max_iterations=20)
     with pytest.raises(InputError, match=r"too far above the mean.*leave out points"):
         otdd.sinkhorn(x, far, epsilon=0.02, options=options, compute=otdd.ComputeOptions("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "scale", "given", "message"),
+    [
+        ("fast", 1, {"epsilon": 1e39}, r"^epsilon=1e\+39 overflows .*; lower .* precision=double$"),
+        ("fast", 1, {"epsilon_relative": 1e300}, r"^epsilon_relative=1e\+300 overflows in "),
+        ("double", 1, {"epsilon_relative": 1.5e308}, r"^epsilon_relative=1\.5e\+308 overflows in "),
+        ("double", 1, {"epsilon": 1e308}, r"^epsilon=1e\+308 overflows in .*; lower epsilon$"),
+        (
+            "double",
+            1e-150,
+            {"epsilon": 1e-312, "lambda_x": 1e-12},
+            r"^epsilon=1e-312 underflows in precision=double; raise epsilon or scale the .* up$",
+        ),
+    ],
+)
+def test_an_epsilon_out_of_the_range_of_the_precision_is_refused(
+    precision: str, scale: float, given: dict[str, float], message: str
+) -> None:
+    """Double precision is no way out of double precision."""
+    points = 3 * scale * torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0)).double()
+    compute = otdd.ComputeOptions("cpu", precision=precision)
+    with pytest.raises(InputError, match=message):
+        otdd.dataset_distance(*points, labels="none", compute=compute, **given)
 
 
 @pytest.mark.slow

@@ -235,19 +235,6 @@ def test_masses_by_differences(function: Any) -> None:
             assert abs(off) <= 1e-6 * (1 + float(found[key].abs().max())), (key, k)
 
 
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("way", ["decomposed", "streamed"])
-def test_points_far_from_the_origin(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cg, near = solve_by(way, monkeypatch), problem(8, 9, labels=False)
-    found = []
-    for shift in (0.0, 1e6):
-        given = leaves(near | {key: near[key] + shift for key in ("x", "y")})
-        mapped = solved(MAP, given, values=near["y"], cg=cg)
-        found.append(gradients((mapped * drawn(8, 3, seed=1)).sum(), given))
-    for key in ("x", "y", "lambda_x", "a"):
-        torch.testing.assert_close(found[1][key], found[0][key], rtol=0, atol=1e-7)
-
-
 @pytest.mark.usefixtures("iterations_alone")
 @pytest.mark.parametrize(
     ("backend", "precision"),
