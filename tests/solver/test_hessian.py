@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
-from otdd_flash.operators import kernel_plans, memory
+from otdd_flash.operators import kernel_plans
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import curvature, direct, plan_points, second_derivatives
 from otdd_flash.solver.hessian import DivergenceCurvature
@@ -258,40 +257,6 @@ def test_points_in_float32(
         expected, _, energy = exact.along(along)
         assert float((values - expected).norm() / expected.norm()) <= most
         assert abs(float(curvature_ - energy)) <= 5e-5 * float(along.norm() * expected.norm())
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("iterations_alone")
-@pairwise(held=["none", "half", "double"], labels=[False, True], debias=[False, True])
-def test_products_of_many_points(
-    held: str, labels: bool, debias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against products in float64 at the same potentials."""
-    if held != "double":
-        monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
-        monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
-    options = on_the_device(labelled(3000, 2500)) if labels else {}
-    x, y = (points.float().to(DEVICE) / 3 for points in clouds(3000, 2500, 48))
-    v = drawn(3000, 48, seed=4).float().to(DEVICE) / 3
-    directions = torch.stack((v, v.flip(0), v.roll(1, 1)))
-    found = otdd.sinkhorn_hessian(x, y, epsilon=2.0, debias=debias, **options)
-    with monkeypatch.context() as short:
-        if held == "none":
-            # After the solve, which would be refused.
-            short.setattr(memory, "UNASKED", 0)
-            short.setattr(memory, "free_memory", lambda _: 0)
-        got = found.product(directions)
-    assert bool(got.converged.all())
-    exact = otdd.sinkhorn_hessian(
-        x.double(), y.double(), epsilon=2.0, debias=debias, cg=CGOptions(1e-8), **options
-    )
-    exact._curvature._terms = {
-        name: replace(term, f=term.f.double(), g=term.g.double())
-        for name, term in found.divergence.terms.items()
-    }
-    expected = exact.product(directions.double())
-    assert float((got.values - expected.values).norm() / expected.values.norm()) <= 1e-4
-    torch.testing.assert_close(got.curvature, expected.curvature, rtol=1e-3, atol=1e-6)
 
 
 SHAPES = r"^v must be a tensor \(12, 3\), or \(s, 12, 3\) of s >= 1 directions, "
