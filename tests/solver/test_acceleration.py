@@ -1,4 +1,4 @@
-"""Accelerated solves reach the fixed point of the plain ones, and never much later."""
+"""Accelerated solves survive bad steps, and reach every tolerance that is not refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from otdd_flash.engine.differences import Differences, Direction
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
-from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, first_level
 from otdd_flash.errors import InputError
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
@@ -20,7 +19,6 @@ from otdd_flash.solver.term.alternating import solve_alternating
 
 Case = tuple[Tensor, Tensor, Tensor]
 TOLERANCE = 1e-3
-MOST = 600
 
 
 def uniform(n: int) -> Tensor:
@@ -70,28 +68,6 @@ def case_of(make: Make) -> Case:
 
 def operator_of(case: Case, dtype: torch.dtype = torch.float64) -> StoredOperator:
     return MatrixOperator(case[0].to(dtype), *case[1:])
-
-
-@pytest.mark.slow(after=2)
-@pytest.mark.parametrize("make", CASES)
-@pytest.mark.parametrize("relative", [0.01, 1.0])
-def test_the_fixed_point_is_reached_and_no_later_than_by_plain_iterations(
-    make: Make, relative: float
-) -> None:
-    operator = operator_of(case := case_of(make))
-    epsilon = relative * operator.costs.mean
-    plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
-    top = first_level(epsilon, operator.a.new_tensor([operator.costs.mean]))
-    descent = ITERATIONS_PER_LEVEL * int((top / epsilon).log2())
-    term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
-    assert term.converged
-    assert term.iterations <= plain + descent
-    value, f, _ = reference.entropic_transport(*case, epsilon)
-    assert term.bounds[0] - 1e-10 <= value <= term.bounds[1] + 1e-10
-    term = solve_alternating(operator, epsilon, Converged(1e-9), start=term.g)
-    assert term.value == pytest.approx(value, rel=1e-9, abs=1e-9)
-    off = (term.f - f)[operator.a > 0]
-    assert float(off.max() - off.min()) <= 2e-4
 
 
 # What the residual is scaled by, and the size of weights of remembered differences.
