@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from single_problems import DEVICE, InTriton, draw, masses, problem
+from single_problems import InTriton, draw, problem
 
-from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
 from otdd_flash.solver.term.symmetric import solve_symmetric
@@ -62,16 +61,3 @@ def test_whole_solves_in_triton_are_those_of_the_reference(size, relative) -> No
         softmin, without = operator.softmin_rows(found.g, epsilon), operator.a == 0
         off = (found.f - softmin)[without].abs().max()
         assert float(off) < 1e-3 * epsilon
-
-
-@pytest.mark.parametrize("relative", [1e-3, 1.0, 1e3])
-def test_a_cloud_of_one_point(relative) -> None:
-    """The plan is all of its mass, at once."""
-    one = masses(1)
-    cost = torch.full((1, 1), 0.7, dtype=torch.float64, device=DEVICE)
-    operator = MatrixOperator(cost, one, one)
-    for solve in (solve_symmetric, solve_alternating):
-        term = solve(operator, 0.7 * relative, Converged(1e-9))
-        assert term.converged
-        assert term.value == pytest.approx(0.7, rel=1e-9)
-        assert term.iterations <= 3
