@@ -85,10 +85,6 @@ def begin(operator, top):
     return segment, segment.iterations(goal, SELF if symmetric else CROSS, start)
 
 
-def state(segment, rule):
-    return segment.kept, segment.updated, rule.terms.clone(), rule.active.clone()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "m"), [(130, 70), (130, 130)])
 @pytest.mark.parametrize("many", [1, 1 << 26])
@@ -105,36 +101,6 @@ def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
     for name in ("__float__", "__bool__", "item", "tolist"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
     rule.step()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("n", "m"), [(900, 700), (800, 800)])
-@pytest.mark.parametrize("many", [1, 1 << 26])
-def test_recorded_steps_are_those_that_are_not_at_every_level(n, m, many, monkeypatch):
-    monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
-    operator = KernelOperator(labelled_cost(n, m), "fast")
-    assert operator.execution.recorded
-    segment, rule = begin(operator, 1.0)
-    for _ in range(12):
-        segment.repeat(rule.step)
-    alone, by_itself = begin(operator, 1.0)
-    for _ in range(12 * STEPS):
-        by_itself.step()
-    for one, two in zip(state(segment, rule), state(alone, by_itself), strict=True):
-        assert torch.equal(one, two)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_numbers_come_back_one_exchange_late_and_in_order():
-    reader: LateReader[int] = LateReader()
-    sent = [torch.full((2,), float(i), device="cuda") for i in range(5)]
-    received = [reader.exchange(numbers, i) for i, numbers in enumerate(sent)]
-    received.append(reader.last())
-    assert received[0] is None
-    assert [(reading.numbers, reading.kept) for reading in received[1:]] == [
-        ([float(i)] * 2, i) for i in range(5)
-    ]
-    assert reader.last() is None
 
 
 @pytest.mark.gpu

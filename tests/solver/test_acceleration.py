@@ -1,4 +1,4 @@
-"""Accelerated solves reach the fixed point of the plain ones, and never much later."""
+"""Accelerated solves survive bad steps, and reach every tolerance that is not refused."""
 
 from __future__ import annotations
 
@@ -11,31 +11,24 @@ from torch import Tensor
 
 from otdd_flash.engine.differences import Differences, Direction
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
-from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, first_level
 from otdd_flash.errors import InputError
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.symmetric import solve_symmetric
 
 Case = tuple[Tensor, Tensor, Tensor]
 TOLERANCE = 1e-3
-MOST = 600
 
 
 def uniform(n: int) -> Tensor:
     return torch.ones(n).double() / n
 
 
-def normalised(masses: Tensor) -> Tensor:
-    return masses / masses.sum()
-
-
 def random_clouds(draw: torch.Generator) -> Case:
     x, y = torch.randn(33, 2, generator=draw), torch.randn(41, 2, generator=draw) + 1
-    weights = (torch.rand(n, generator=draw).double() + 0.01 for n in (33, 41))
-    return reference.dense_cost(x, y), *map(normalised, weights)
+    a, b = (torch.rand(n, generator=draw).double() + 0.01 for n in (33, 41))
+    return reference.dense_cost(x, y), a / a.sum(), b / b.sum()
 
 
 def nearly_decoupled(draw: torch.Generator) -> Case:
@@ -57,11 +50,7 @@ def without_mass(draw: torch.Generator) -> Case:
     a[::3], b[1::3] = 0, 0
     # What carries no mass may be anywhere.
     cost[::3] += 1e4
-    return cost, normalised(a), normalised(b)
-
-
-def one_point(draw: torch.Generator) -> Case:
-    return torch.rand(1, 25, generator=draw).double(), uniform(1), uniform(25)
+    return cost, a / a.sum(), b / b.sum()
 
 
 def no_geometry(draw: torch.Generator) -> Case:
@@ -70,69 +59,15 @@ def no_geometry(draw: torch.Generator) -> Case:
 
 Make = Callable[[torch.Generator], Case]
 # The quickest first.
-CASES = [one_point, decoupled, no_geometry, random_clouds, nearly_decoupled, without_mass]
+CASES = [decoupled, no_geometry, random_clouds, nearly_decoupled, without_mass]
 
 
-def case_of(make: Make, seed: int = 0) -> Case:
-    return make(torch.Generator().manual_seed(seed))
+def case_of(make: Make) -> Case:
+    return make(torch.Generator().manual_seed(0))
 
 
 def operator_of(case: Case, dtype: torch.dtype = torch.float64) -> StoredOperator:
     return MatrixOperator(case[0].to(dtype), *case[1:])
-
-
-@pytest.mark.slow(after=3)
-@pytest.mark.parametrize("make", CASES)
-@pytest.mark.parametrize("relative", [0.03, 1e-3])
-def test_the_fixed_point_is_that_of_dense_newton(make: Make, relative: float) -> None:
-    operator = operator_of(case := case_of(make))
-    epsilon = relative * operator.costs.mean
-    term = solve_alternating(operator, epsilon, Converged(1e-9))
-    value, f, _ = reference.entropic_transport(*case, epsilon)
-    assert term.converged
-    assert term.value == pytest.approx(value, rel=1e-9, abs=1e-9)
-    assert term.bounds[0] - 1e-10 <= value <= term.bounds[1] + 1e-10
-    rows = operator.a > 0
-    shift = operator.a @ (term.f - f)
-    torch.testing.assert_close((term.f - f)[rows], shift.expand(len(f))[rows], rtol=0, atol=1e-4)
-
-
-@pytest.mark.slow(after=4)
-@pytest.mark.parametrize("make", CASES)
-@pytest.mark.parametrize("relative", [1.0, 0.01])
-def test_no_solve_takes_much_longer_than_a_plain_one(make: Make, relative: float) -> None:
-    operator = operator_of(case := case_of(make))
-    epsilon = relative * operator.costs.mean
-    plain = reference.plain_iterations(*case, epsilon, TOLERANCE, MOST)
-    term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
-    top = first_level(epsilon, operator.a.new_tensor([operator.costs.mean]))
-    descent = ITERATIONS_PER_LEVEL * int((top / epsilon).log2())
-    assert term.converged
-    assert term.iterations <= plain + descent
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize("make", [no_geometry, nearly_decoupled])
-def test_a_small_epsilon_takes_a_fraction_of_the_plain_iterations(make: Make) -> None:
-    operator = operator_of(case := case_of(make))
-    epsilon = 3e-3 * operator.costs.mean
-    term = solve_alternating(operator, epsilon, Converged(TOLERANCE))
-    most = 3 * term.iterations + 1
-    assert reference.plain_iterations(*case, epsilon, TOLERANCE, most) >= most
-
-
-@pytest.mark.slow
-def test_levels_of_epsilon_need_fewer_iterations_than_a_cold_start() -> None:
-    draws = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
-    x, y = (torch.randn(60, 2, generator=draw).double() for draw in draws)
-    y = y + 2
-    operator = operator_of((reference.dense_cost(x, y), uniform(60), uniform(60)))
-    epsilon = operator.costs.mean * 3e-3
-    scaled = solve_alternating(operator, epsilon, Converged())
-    cold = solve_alternating(operator, epsilon, Converged(), start=torch.zeros(60).double())
-    assert scaled.converged
-    assert cold.converged
-    assert scaled.iterations < 0.7 * cold.iterations
 
 
 # What the residual is scaled by, and the size of weights of remembered differences.
@@ -173,7 +108,7 @@ def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
     assert term.iterations <= plain + held_up
 
 
-@pytest.mark.slow(after=3)
+@pytest.mark.slow(after=2)
 @pytest.mark.parametrize("make", CASES)
 @pytest.mark.parametrize("relative", [0.3, 3e-3])
 def test_every_tolerance_that_is_not_refused_is_reached_in_float32(
@@ -188,41 +123,3 @@ def test_every_tolerance_that_is_not_refused_is_reached_in_float32(
         solve_alternating(operator, epsilon, Converged(1.9 * floor))
     term = solve_alternating(operator, epsilon, Converged(2.5 * floor, max_iterations=2000))
     assert term.converged
-
-
-def indefinite(scale: float) -> tuple[Tensor, Tensor]:
-    """A self cost whose class distances make exp(-C / epsilon) indefinite."""
-    draw = torch.Generator().manual_seed(1)
-    labels = torch.arange(60) % 10
-    table = scale * torch.rand(10, 10, generator=draw).double()
-    x = torch.randn(60, 3, generator=draw)
-    return reference.dense_cost(x, x, 0.5, table + table.T, labels, labels), uniform(60)
-
-
-def averaged_iterations(cost: Tensor, a: Tensor, epsilon: float) -> int:
-    f = torch.zeros_like(a)
-    for iteration in range(1, MOST):
-        softmin = reference.softmin_rows(cost, a, f, epsilon)
-        rows = a * ((f - softmin) / epsilon).exp()
-        if float((rows / rows.sum() - a).abs().sum()) <= TOLERANCE:
-            return iteration + 1
-        f = (f + softmin) / 2
-    return MOST
-
-
-@pytest.mark.parametrize(
-    ("scale", "relative", "fraction"),
-    [(0.0, 0.1, 1), (100.0, 1.0, 1), (30.0, 0.01, 5)],
-)
-def test_self_terms_take_no_more_than_averaging(
-    scale: float, relative: float, fraction: int
-) -> None:
-    cost, a = indefinite(scale)
-    operator = MatrixOperator(cost, a, a)
-    epsilon = relative * operator.costs.mean
-    term = solve_symmetric(operator, epsilon, Converged(TOLERANCE))
-    value, _, _ = reference.entropic_transport(cost, a, a, epsilon)
-    assert term.converged
-    assert term.f is term.g
-    assert term.bounds[0] <= value <= term.bounds[1]
-    assert fraction * term.iterations <= averaged_iterations(cost, a, epsilon) + 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +9,15 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Execution, Operator
-from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term import approach
 from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.approach import draw_sample
 
 N, M = 400, 333
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,145 +52,30 @@ def dense(cost: LabelledCost) -> Tensor:
     return reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
 
 
-@pytest.mark.usefixtures("small_samples")
-def test_a_sample_has_one_point_of_each_share_of_the_mass() -> None:
-    operator = StoredOperator.keep(labelled_cost(), torch.float64)
-    sample = draw_sample(operator)
-    assert sample is not None
-    drawn = (sample.rows, operator.a, N), (sample.columns, operator.b, M)
-    for indices, weights, size in drawn:
-        count = max(24, size // 16)
-        assert len(indices) == count
-        assert (weights[indices] > 0).all()
-        ends = weights.cumsum(0)[indices]
-        shares = torch.arange(count) / count
-        assert (ends > shares).all()
-        assert (ends - weights[indices] < shares + 1 / count).all()
-
-
-def test_small_problems_and_short_passes_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = StoredOperator.keep(labelled_cost(), torch.float64)
-    assert draw_sample(operator) is None
-    monkeypatch.setattr(approach, "FEWEST", 24)
-    assert draw_sample(operator) is not None
-    short = operator.execution._replace(recorded=True)
-    monkeypatch.setattr(StoredOperator, "execution", short)
-    assert draw_sample(operator) is None
-
-
 @pytest.mark.slow(after=1)
-@pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize(("relative", "uniform"), [(0.07, False), (1e-3, True)])
-def test_the_solution_is_that_of_dense_newton(relative: float, uniform: bool) -> None:
-    cost = labelled_cost(uniform=uniform)
+def test_the_solution_is_that_of_dense_newton(
+    relative: float, uniform: bool, small_samples: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pass is counted, those of the sample by their share."""
+    cost, passes = labelled_cost(uniform=uniform), []
+    for name in ("softmin_rows", "softmin_columns", "marginals"):
+        run = getattr(StreamedOperator, name)
+
+        def counted(self: TiledOperator, *given: Any, run: Any = run, **named: Any) -> Any:
+            passes.append(self.shape[0] * self.shape[1] / (N * M))
+            return run(self, *given, **named)
+
+        monkeypatch.setattr(StreamedOperator, name, counted)
     operator = StreamedOperator(cost, torch.float64)
     epsilon = relative * operator.costs.mean
     term = solve_alternating(operator, epsilon, Converged(1e-8))
+    assert min(passes) < 1 == max(passes)
+    assert term.passes == pytest.approx(sum(passes))
     value, _, _ = reference.entropic_transport(dense(cost), cost.a, cost.b, epsilon)
     assert term.converged
     assert term.bounds[0] - 1e-10 <= value <= term.bounds[1] + 1e-10
     assert term.value == pytest.approx(value, rel=1e-7)
-
-
-@pytest.mark.usefixtures("small_samples")
-def test_the_first_error_is_small_where_a_sample_knows_the_potential() -> None:
-    operator = StreamedOperator(labelled_cost(), torch.float64)
-    errors: list[float] = []
-    solve_alternating(
-        operator,
-        0.3 * operator.costs.mean,
-        Converged(1e-4),
-        progress=lambda _, iteration, error: errors.append(error),
-    )
-    # From zero it is 1.1.
-    assert errors[0] < 0.1
-
-
-KINDS: dict[str, Callable[[LabelledCost], Operator]] = {
-    "single": lambda cost: StreamedOperator(cost, torch.float32),
-    "double": lambda cost: StreamedOperator(cost, torch.float64),
-    "kernels": lambda cost: KernelOperator(cost, "high"),
-}
-
-
-def cost_in_a_unit(unit: float, device: torch.device | str) -> LabelledCost:
-    """Of its columns the first 280, whole tiles of a kernel, are too light to be drawn."""
-    draw = torch.Generator().manual_seed(4)
-    x, y = (unit * torch.randn(size, 3, generator=draw).double() for size in (N, M))
-    b = torch.where(torch.arange(M) < 280, 1e-12, 1.0).double()
-    one = torch.zeros(max(N, M), dtype=torch.int64)
-    return LabelledCost(
-        *(x.to(device), y.to(device)),
-        *(side.to(device) for side in (torch.full((N,), 1 / N).double(), b / b.sum())),
-        labels_x=one[:N].to(device),
-        labels_y=one[:M].to(device),
-        class_costs=torch.zeros(1, 1, dtype=torch.float64, device=device),
-        lambda_x=0.5,
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "unit", "relative", "whole"),
-    [
-        ("single", 1e-10, 0.01, False),
-        ("single", 3e17, 10.0, True),
-        ("double", 1e-100, 10.0, False),
-        ("double", 1e100, 0.01, True),
-        pytest.param("kernels", 1e-10, 0.01, False, marks=pytest.mark.slow),
-        pytest.param("kernels", 3e17, 10.0, True, marks=pytest.mark.slow),
-    ],
-)
-def test_in_any_unit_a_potential_extends_by_the_columns_of_its_sample_alone(
-    kind: str, unit: float, relative: float, whole: bool, small_samples: None
-) -> None:
-    operator = KINDS[kind](cost_in_a_unit(unit, DEVICE if kind == "kernels" else "cpu"))
-    sample = draw_sample(operator)
-    assert sample is not None
-    held = sample.columns.unique()
-    assert int(held.min()) >= 280
-    epsilon = relative * operator.costs.mean
-    potential = torch.randn(M, generator=torch.Generator().manual_seed(0)).double()
-    g = (epsilon * potential).to(operator.b.device, operator.dtype)
-    found, part = approach._extended(
-        Whole(operator) if whole else operator, sample.columns, g[sample.columns], epsilon
-    )
-    assert part == (1 if whole else len(held) / M)
-    dense = reference.dense_cost(*cost_in_a_unit(1.0, "cpu").points)
-    cost, b, g = (part.double().cpu() for part in (dense[:, held.cpu()], operator.b[held], g[held]))
-    expected = reference.softmin_rows(cost, b, g / unit**2, epsilon / unit**2)
-    tolerance = 1e-5 * max(relative, 1.0) * float(dense.max())
-    torch.testing.assert_close(found.double().cpu() / unit**2, expected, rtol=0, atol=tolerance)
-
-
-class Whole:
-    """An operator for which a pass over some columns is one over all."""
-
-    def __init__(self, operator: Operator) -> None:
-        self.inner = operator
-
-    @property
-    def execution(self) -> Execution:
-        return self.inner.execution._replace(over_columns=None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
-@pytest.mark.usefixtures("small_samples")
-def test_every_pass_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    operator = StreamedOperator(labelled_cost(), torch.float64)
-    scores = []
-    for name in ("softmin_rows", "softmin_columns", "marginals"):
-        run = getattr(StreamedOperator, name)
-
-        def counted(self: TiledOperator, *arguments: Any, run: Any = run, **named: Any) -> Tensor:
-            scores.append(self.shape[0] * self.shape[1])
-            return run(self, *arguments, **named)
-
-        monkeypatch.setattr(StreamedOperator, name, counted)
-    term = solve_alternating(operator, 0.03 * operator.costs.mean, Converged(1e-3))
-    assert min(scores) < N * M == max(scores)
-    assert term.passes == pytest.approx(sum(scores) / (N * M))
 
 
 @pytest.mark.usefixtures("small_samples")
@@ -208,21 +91,25 @@ def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converge
     assert 3 * term.marginal_error < nothing.marginal_error
 
 
-@pytest.mark.slow
-def test_a_sample_saves_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(1500, 3, generator=draw) + shift for shift in (0, 0.5))
-    even, one = torch.full((1500,), 1 / 1500).double(), torch.zeros(1500, dtype=torch.int64)
-    table = torch.zeros(1, 1).double()
-    cost = LabelledCost(
-        x, y, even, even, labels_x=one, labels_y=one, class_costs=table, lambda_x=0.5
+@pytest.mark.usefixtures("small_samples")
+@pytest.mark.parametrize(
+    ("precision", "units"), [("fast", (1e-10, 1e15)), ("double", (1e-70, 1e70))]
+)
+def test_a_unit_changes_nothing(precision: str, units: tuple[float, float]) -> None:
+    """Most columns are too light to be drawn."""
+    draw = torch.Generator().manual_seed(4)
+    x, y = (torch.randn(size, 3, generator=draw).double() for size in (N, M))
+    b = torch.where(torch.arange(M) < 280, 1e-12, 1.0).double()
+    given = {"options": Converged(1e-2), "compute": ComputeOptions("cpu", precision=precision)}
+    one, *others = (
+        sinkhorn(
+            LabeledSamples(unit * x, None, ()),
+            LabeledSamples(unit * y, None, (), b),
+            epsilon=0.3 * unit**2,
+            **given,
+        )
+        for unit in (1.0, *units)
     )
-    operator = StoredOperator.keep(cost, torch.float32)
-
-    def passes() -> float:
-        epsilons = (share * operator.costs.mean for share in (0.3, 0.1, 0.03))
-        return sum(solve_alternating(operator, e, Converged(1e-3)).passes for e in epsilons)
-
-    with_sample = passes()
-    monkeypatch.setattr(approach, "draw_sample", lambda _: None)
-    assert with_sample < 0.8 * passes()
+    for unit, found in zip(units, others, strict=True):
+        assert abs(found.iterations - one.iterations) <= 1
+        assert found.value / unit**2 == pytest.approx(one.value, rel=1e-3)

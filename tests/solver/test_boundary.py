@@ -10,13 +10,11 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash import samples as samples_module
 from otdd_flash.errors import InputError
 from otdd_flash.operators import build, memory
 from otdd_flash.operators.cost_tiles import CentredProducts
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.problem import Problem
 from tests.refusals import naming
 
 # Kernels on a GPU, else in the interpreter.
@@ -96,12 +94,6 @@ def fails(*_: object, **__: object) -> Any:
     raise AssertionError("never to be called")
 
 
-def test_labels_are_not_checked_while_solving(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem.between(*pair, 5.0, TABLE, compute=STORED)
-    monkeypatch.setattr(samples_module, "_as_class_indices", fails)
-    assert problem.solve(otdd.Converged()).converged
-
-
 def elsewhere(side: LabeledSamples) -> LabeledSamples:
     """The samples on a device that holds no numbers."""
     twin = copy.copy(side)
@@ -157,21 +149,6 @@ def test_features_that_became_nan_after_samples_were_made_are_refused(pair: Pair
     y[7, 1] = float("nan")
     with pytest.raises(InputError, match=r"^y: features hold 1 NaN .* row 7, column 1\)"):
         otdd.sinkhorn_loss(x.requires_grad_(), y, epsilon=0.5)
-
-
-@pytest.mark.parametrize("reader", list(READERS)[:4])
-def test_samples_are_read_once_for_that(
-    pair: Pair, reader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[torch.Tensor] = []
-    largest = samples_module.largest_entry
-    monkeypatch.setattr(
-        samples_module, "largest_entry", lambda part: read.append(part) or largest(part)
-    )
-    monkeypatch.setattr("otdd_flash.operators.cloud.squared_distances", fails)
-    with pytest.raises(AssertionError, match="never to be called"):
-        READERS[reader](*pair)
-    assert [len(part) for part in read] == [40, 33]
 
 
 def test_a_sparse_tensor_is_the_dense_one(pair: Pair) -> None:
@@ -249,16 +226,6 @@ def test_memory_that_runs_out_is_said_without_a_traceback(
             solve()
         # Nothing holds the frames of the solve, and with them its tensors.
         assert raised.value.__context__ is None, name
-
-
-def test_memory_that_runs_out_in_a_gradient_is_said(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An allocation that the machine really refuses."""
-    monkeypatch.setattr(StoredOperator, "apply_plan", lambda *_, **__: torch.empty(1 << 50))
-    x, y = (side.features for side in pair)
-    with pytest.raises(InputError, match=r"an allocation of 4096\.0 TiB found"):
-        otdd.sinkhorn_loss(x.requires_grad_(), y, epsilon=5.0, compute=STORED)
 
 
 def test_other_failures_are_defects(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

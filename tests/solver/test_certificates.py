@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
@@ -12,15 +11,10 @@ from operation_counts import OperationCounts
 from refusals import Refusals
 from torch import Tensor
 
-from otdd_flash.engine.evidence.primal import filled_value, filling_of
-from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
 from otdd_flash.solver.term.certificate import Certificate, certify, certify_self
-from otdd_flash.solver.term.symmetric import solve_symmetric
 
 
 def cost_between(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> LabelledCost:
@@ -72,20 +66,6 @@ def test_of_one_potential(seeds: range) -> None:
         assert_proved(certify_self(operator, f, epsilon), cost, a, a, epsilon)
 
 
-@pytest.mark.parametrize("seed", [308, 397, 443])
-def test_above_the_costs_the_bound_by_oscillation_is_the_lesser(seed: int) -> None:
-    operator, a, f, epsilon = one_potential(seed)
-    cost = -next(operator.negative_costs())[1]
-    rows = reference.plan(cost, a, a, f, f, epsilon).sum(1)
-    total = float(rows.sum())
-    # Of the plan of mass 1.
-    dual = 2 * float(a @ f) - epsilon * math.log(total)
-    swing = float(f.max() - f.min()) + operator.costs.spread
-    upper = dual + float((rows / total - a).abs().sum()) * swing
-    found = certify_self(operator, f, epsilon).bounds[1]
-    assert found == pytest.approx(upper, rel=1e-9, abs=1e-9)
-
-
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("seeds", [range(10), range(10, 80)])
 def test_of_two_potentials(seeds: range) -> None:
@@ -110,103 +90,7 @@ def test_of_two_potentials(seeds: range) -> None:
     refusals.check()
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_converged_is_a_marginal_error_within_the_tolerance(own: bool) -> None:
-    draw = torch.Generator().manual_seed(1)
-    x, y = torch.randn(40, 2, generator=draw), torch.randn(30, 2, generator=draw) + 1
-    y = x if own else y
-    a, b = (torch.full((len(side),), 1 / len(side)).double() for side in (x, y))
-    operator = StreamedOperator(cost_between(x, y, a, b), torch.float64)
-    solve = solve_symmetric if own else solve_alternating
-    epsilon, near = 0.05 * operator.costs.mean, 0
-    for iterations in (2, 3, 4):
-        error = solve(operator, epsilon, Converged(1e-9, iterations)).marginal_error
-        for tolerance in (0.4 * error, 0.9 * error, 1.1 * error):
-            term = solve(operator, epsilon, Converged(tolerance, iterations))
-            assert term.converged == (term.marginal_error <= tolerance)
-            near += tolerance < term.marginal_error <= 3 * tolerance
-    assert near >= 3
-
-
 # What rounding adds to the bounds of a cross term, and when its plan is evaluated once more.
-
-EPSILON = 0.1
-
-
-def masses(*shares: float) -> Tensor:
-    return torch.tensor(shares, dtype=torch.float64) / sum(shares)
-
-
-class Summed(StreamedOperator):
-    """Entries without errors, of which sums are off by a share that shows in the bounds."""
-
-    share = 1e-3
-
-    def marginals(
-        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = False
-    ) -> Marginals:
-        found = super().marginals(f, g, epsilon, accurate=accurate)
-        none = torch.zeros_like(found.rows), torch.zeros_like(found.columns)
-        return found._replace(
-            row_errors=none[0], column_errors=none[1], relative_error=self.share, lost=0.0
-        )
-
-
-def test_bounds_move_by_what_sums_may_be_off() -> None:
-    """Far points of little mass: the bound by the filled plan is the lesser."""
-    x = torch.tensor([[0.0], [0.1], [3.0]], dtype=torch.float64)
-    y = torch.tensor([[0.0], [0.2], [4.0]], dtype=torch.float64)
-    a, b = masses(1, 1, 0.01), masses(1, 0.5, 0.02)
-    operator, relative = Summed(cost_between(x, y, a, b), torch.float64), Summed.share
-    cost = reference.dense_cost(x, y, 1.0)
-    value, f, g = reference.entropic_transport(cost, a, b, EPSILON)
-    f, g = f + 2.0, g - 2.0
-    found = certify(operator, f, g, EPSILON, updated=g)
-    size, spread = float(a @ f.abs() + b @ g.abs()), operator.costs.spread
-    additions = (sum(operator.shape) + 16) * 2.0**-53 * (size + EPSILON)
-    rounding = relative * EPSILON + additions
-    assert found.bounds[0] == pytest.approx(value - rounding, rel=1e-9)
-    kappa = 1 / (1 + relative)
-    both, scale = torch.cat((a, b)), torch.tensor(kappa, dtype=torch.float64)
-    filling = filling_of(operator, both, both == 0, both, scale)
-    paid = kappa * float(a @ f + b @ g + EPSILON * math.log(kappa))
-    primal = filled_value(filling._make(map(float, filling)), paid, kappa, EPSILON)
-    added = relative * (size + 4 * spread + 2 * EPSILON * (1 - math.log(relative)))
-    assert found.bounds[1] == pytest.approx(primal + added + rounding, rel=1e-8)
-
-
-def test_additions_are_of_the_size_of_both_potentials() -> None:
-    """At 1e9 and -1e9 the sums over points are off, where their entries would not be."""
-    points, half = torch.zeros(2, 1).double(), masses(1, 1)
-    operator = Summed(cost_between(points, points.clone(), half, half.clone()), torch.float64)
-    large = torch.full((2,), 1e9, dtype=torch.float64)
-    found = certify(operator, large, -large, EPSILON, updated=-large)
-    additions = (4 + 16) * 2.0**-53 * (2e9 + EPSILON)
-    rounding = Summed.share * EPSILON + additions
-    assert found.value - found.bounds[0] == pytest.approx(rounding, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("columns", "passes"),
-    [
-        pytest.param((1.0, 1.0), 1, id="exact"),
-        pytest.param((1.0, 0.5), 1, id="too small"),
-        pytest.param((1.25, 0.73), 3, id="one too large"),
-        pytest.param((1.001, 0.999), 3, id="one a little too large"),
-    ],
-)
-def test_a_plan_whose_columns_are_too_large_is_corrected_by_exact_sums(
-    columns: tuple[float, float], passes: int
-) -> None:
-    """One pass is enough where scaling the plan down costs little beside what is missing."""
-    points, a = torch.zeros(2, 1), masses(1, 1)
-    cost = cost_between(points, points.clone(), a, a.clone())
-    g = EPSILON * torch.tensor(columns).log()
-    found = certify(StreamedOperator(cost, torch.float32), torch.zeros(2), g, EPSILON, updated=g)
-    assert found.passes == passes
-    assert found.bounds[0] <= 0 <= found.bounds[1]
-    if columns == (1.0, 1.0):
-        assert found.bounds[1] - found.bounds[0] < 1e-6
 
 
 @pytest.mark.slow

@@ -6,22 +6,14 @@ sizes and epsilons at which single sums of many equal terms go wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
-import reference
-import torch
 
 from experiments.exact_families.building import Frame
 from experiments.exact_families.checking import Outcome, check, has_pairs
 from experiments.exact_families.duplicates import clusters, two_clusters
 from experiments.exact_families.families import FAMILIES, draw_problem
-from experiments.exact_families.marginals import marginal_error
-from experiments.exact_families.problem import Problem
-from experiments.exact_families.products import gaussian_grid, irregular_product
 from experiments.exact_families.settings import Settings, draw_settings
-from experiments.exact_families.transport import entropic_transport, extended
 
 PROBLEMS_PER_FAMILY = 8
 
@@ -30,85 +22,8 @@ def frame(seed: int, n: int, m: int, device: str = "cpu", elements: int = 1 << 2
     return Frame(np.random.default_rng(seed), n, m, device, elements)
 
 
-def dense_costs(problem: Problem, term: str = "xy") -> torch.Tensor:
-    """(n, m) float64 from the points that the library gets."""
-    left, right = problem.sides(term)
-    block = problem.block(term)
-    labels = [
-        torch.zeros(len(side.samples), dtype=torch.int64)
-        if side.samples.labels is None
-        else side.samples.labels
-        for side in (left, right)
-    ]
-    cost = reference.dense_cost(
-        left.samples.features, right.samples.features, problem.cost.lambda_x
-    )
-    if block is not None:
-        table = torch.from_numpy(block) * problem.cost.lambda_y
-        cost = cost + table[labels[0]][:, labels[1]]
-    return cost
-
-
 def assert_held(outcome: Outcome) -> None:
     assert outcome.status in ("held", "refused"), outcome
-
-
-@pytest.mark.parametrize("relative_epsilon", [1e-3, 0.05, 1.0, 100.0, 1e4])
-def test_two_clusters_have_the_closed_form(relative_epsilon: float) -> None:
-    """OT = epsilon (log 2 - log1p(exp(-s^2 / (2 epsilon))))."""
-    problem = two_clusters(frame(0, 16, 8), separation=1.25)
-    epsilon = relative_epsilon * problem.scale()
-    truth = problem.truth("xy", epsilon)
-    gap = np.longdouble(1.25) ** 2 / (2 * np.longdouble(epsilon))
-    # log 2 - log(1 + exp(-gap)), without cancellation.
-    closed = -np.longdouble(epsilon) * np.log1p(np.expm1(-gap) / 2)
-    assert abs(float(closed) - truth.value) <= truth.error
-    assert truth.error <= 1e-15 * (problem.scale() + 0.01 * epsilon)
-
-
-@pytest.mark.parametrize(
-    ("draw", "relative_epsilon"), [(clusters, 0.05), (irregular_product, 0.1), (gaussian_grid, 1.0)]
-)
-def test_truths_are_those_of_the_points(
-    draw: Callable[[Frame], Problem], relative_epsilon: float
-) -> None:
-    """Dense Newton steps in float64, for atoms of which there are copies, and products."""
-    for seed in range(2):
-        problem = draw(frame(seed, 40, 23))
-        epsilon = relative_epsilon * problem.scale()
-        masses = [torch.from_numpy(side.masses) for side in problem.sides("xy")]
-        dense, _, _ = reference.entropic_transport(dense_costs(problem), *masses, epsilon)
-        assert dense == pytest.approx(problem.truth("xy", epsilon).value, rel=1e-9), seed
-
-
-@pytest.mark.parametrize("family", ["orders_of_magnitude", "irregular_product"])
-def test_marginal_errors_are_those_of_the_dense_plan(family: str) -> None:
-    problem = draw_problem(frame(1, 50, 30), family)
-    epsilon = 0.1 * problem.scale()
-    draw = torch.Generator().manual_seed(0)
-    f, g = (epsilon * torch.randn(size, generator=draw).double() for size in problem.shape)
-    a, b = (torch.from_numpy(side.masses) for side in problem.sides("xy"))
-    plan = reference.plan(dense_costs(problem), a, b, f, g, epsilon)
-    dense = max(float((plan.sum(1) - a).abs().sum()), float((plan.sum(0) - b).abs().sum()))
-    found = marginal_error(problem, "xy", f, g, epsilon)
-    assert found is not None
-    assert found[0] == pytest.approx(dense, rel=1e-10)
-
-
-@pytest.mark.parametrize("relative_epsilon", [1e-4, 1e-2, 1.0, 1e4])
-def test_truths_prove_their_own_error(relative_epsilon: float) -> None:
-    """Random atoms with masses over ten orders of magnitude."""
-    random = np.random.default_rng(0)
-    for _ in range(5):
-        shape = random.integers(1, 9, 2)
-        points = [extended(random.normal(size=(count, 2))) for count in shape]
-        cost = ((points[0][:, None] - points[1]) ** 2).sum(2)
-        a, b = (extended(10 ** random.uniform(-10, 0, count)) for count in shape)
-        a, b = a / a.sum(), b / b.sum()
-        mean = float(a @ cost @ b)
-        truth = entropic_transport(cost, a, b, relative_epsilon * mean)
-        assert truth.error <= 1e-14 * mean
-        assert truth.value <= mean + truth.error
 
 
 @pytest.mark.slow

@@ -12,10 +12,9 @@ import otdd_flash as otdd
 from experiments.peers import Problem, geomloss_divergence
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import problem as problem_module
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, box_diagonal, schedule
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
 RELATIVE = {"fast": 1e-5, "double": 1e-12}
 
@@ -71,17 +70,6 @@ def test_the_value_is_the_number_that_geomloss_gave(
     assert found.value == pytest.approx(PINNED[epsilon, scaling], rel=RELATIVE[precision])
 
 
-@pytest.mark.parametrize(("epsilon", "scaling"), [(0.001, 0.5), (0.1, 0.9), (30.0, 0.5)])
-def test_the_value_is_that_of_the_installed_geomloss(epsilon: float, scaling: float) -> None:
-    geomloss = pytest.importorskip("geomloss")
-    options = {"blur": math.sqrt(epsilon), "scaling": scaling, "backend": "tensorized"}
-    sides = SOURCE.masses, SOURCE.features, TARGET.masses, TARGET.features
-    for debias in (True, False):
-        theirs = float(geomloss.SamplesLoss("sinkhorn", p=2, debias=debias, **options)(*sides))
-        found = by_schedule(SOURCE, TARGET, epsilon, scaling, debias=debias).value
-        assert found == pytest.approx(theirs, rel=1e-10), debias
-
-
 @pytest.mark.parametrize("precision", list(RELATIVE))
 def test_labels_and_weights_of_the_cost_take_part(precision: str) -> None:
     pytest.importorskip("geomloss")
@@ -119,35 +107,6 @@ def test_bounds_and_marginal_error_are_those_of_the_converged_distance() -> None
     assert found.to_dict()["schedule"] == "geomloss"
     assert found.bounds[0] <= truth <= found.bounds[1]
     assert not found.bounds[0] <= found.value <= found.bounds[1]
-
-
-def test_a_schedule_that_ends_within_the_tolerance_counts_as_converged() -> None:
-    options = GeomlossSchedule(scaling=0.99)
-    found = otdd.sinkhorn_divergence(SOURCE, TARGET, epsilon=3.0, options=options)
-    assert (found.converged, found.stopped_by) == (True, "schedule")
-    assert found.marginal_error <= options.asked_tolerance
-    # A cloud is at 0 from itself.
-    own = by_schedule(SOURCE, waves(31, 0.0), 0.1)
-    assert (own.value, own.bounds, own.stopped_by) == (0.0, (0.0, 0.0), "schedule")
-
-
-def test_terms_known_from_another_diameter_are_not_taken() -> None:
-    options = GeomlossSchedule(tolerance=2.0 - 1e-9)
-    problem = problem_module.Problem.between(SOURCE, TARGET, 0.1)
-    other = problem_module.Problem.between(waves(31, 9.0), TARGET, 0.1).solve(options)
-    assert other.yy is not None
-    start = {"xy": other.xy.g}
-    found = problem.solve(options, known={"yy": other.yy}, start=start)
-    assert found.value == problem.solve(options).value
-
-
-def test_the_schedule_goes_down_from_the_diagonal_of_the_box_around_both_clouds() -> None:
-    x, y = torch.tensor([[0.0, 5.0], [1.0, 2.0]]), torch.tensor([[-2.0, 1.0], [0.5, 2.0]])
-    assert box_diagonal(x, y) == box_diagonal(y, x) == 5.0
-    # By the square of the scaling.
-    assert schedule(0.1, 2.0, 0.5) == pytest.approx([4.0, 4.0, 1.0, 0.25, 0.1])
-    # A blur above the diameter leaves two updates.
-    assert schedule(9.0, 2.0, 0.5) == [4.0, 9.0]
 
 
 def test_a_diameter_is_positive_and_finite_or_there_is_none() -> None:

@@ -137,72 +137,6 @@ def test_balanced_potentials_are_those_of_the_dense_optimum(sizes, apart, epsilo
     )
 
 
-def two_blocks(size: int, tie: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A plan P of two blocks and the rows and columns of a tie, made optimal for a cost.
-
-    Any f, g and P with C = f + g - epsilon log(P / (a b)) are the optimum at the masses of P.
-
-    Returns:
-        C at epsilon 1, a, b and f.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    middle, count = len(tie) // 2, 2 * size + len(tie) // 2
-    plan = torch.full((count, count), 1e-30, dtype=torch.float64)
-    for block in (slice(0, size), slice(size, 2 * size)):
-        plan[block, block] = torch.rand(size, size, generator=draw).double() + 0.1
-    plan /= plan.sum()
-    # Of each added row and column: with block one, with block two; of both together, the last.
-    for k in range(middle):
-        place = 2 * size + k
-        plan[place, :size], plan[place, size : 2 * size] = tie[0] / size, tie[1] / size
-        plan[:size, place], plan[size : 2 * size, place] = tie[0] / size, tie[1] / size
-        plan[place, place] = tie[2]
-    plan /= plan.sum()
-    a, b = plan.sum(1), plan.sum(0)
-    f, g = torch.rand(2, count, generator=draw, dtype=torch.float64)
-    f[:size] += 6
-    g[size : 2 * size] += 3
-    return f[:, None] + g - (plan / a[:, None] / b).log(), a, b, f
-
-
-@pytest.mark.parametrize(
-    ("size", "tie"),
-    [
-        # A light row and column of both blocks, alone or beside many.
-        (1, (1e-6, 1e-6, 1e-8)),
-        (1, (2e-9, 1e-9, 1e-11)),
-        (40, (1e-4, 1e-4, 0.0)),
-    ],
-)
-def test_heavy_blocks_that_little_ties(size, tie) -> None:
-    """Links that are strong in their row, of a row that is light beside the marginal error."""
-    costs, a, b, f = two_blocks(size, torch.tensor(tie).double().clamp_min(1e-30), 8)
-    error = otdd.matrix_transport(costs, a, b, epsilon=1.0).f - f
-    assert float(error.max() - error.min()) < 0.1
-
-
-@pytest.mark.slow
-def test_a_chain_of_links_that_decay() -> None:
-    """Each link balances by itself; the last ones, of 1e-13 and less, nobody can know."""
-    count, epsilon = 10, 0.1
-    costs = torch.full((count, count), math.inf, dtype=torch.float64)
-    draw = torch.Generator().manual_seed(0)
-    costs.diagonal().copy_(torch.rand(count, generator=draw))
-    for k in range(count - 1):
-        costs[k, k + 1] = costs[k, k] + 0.4 * (k + 1)
-        costs[k + 1, k] = costs[k + 1, k + 1] + 0.4 * (k + 1) + 0.3
-    near = range(count - 1)
-    expected = torch.stack(
-        [(costs[k, k + 1] - costs[k + 1, k] + costs[k, k] - costs[k + 1, k + 1]) / 2 for k in near]
-    )
-    with pytest.warns(otdd.NotConvergedWarning, match=r"3 further groups|rows? \(9\)"):
-        f = otdd.matrix_transport(costs, epsilon=epsilon).f
-    torch.testing.assert_close(-f.diff(), expected, rtol=0, atol=0.02 * epsilon)
-    # The links that are above the rounding of masses alone.
-    f = otdd.matrix_transport(costs[:6, :6], epsilon=epsilon).f
-    torch.testing.assert_close(-f.diff(), expected[:5], rtol=0, atol=0.02 * epsilon)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.01])
 def test_real_images_raise_no_alarm(share) -> None:
@@ -267,23 +201,6 @@ def test_slopes_are_the_ends_of_the_optimal_face() -> None:
         assert found.slopes[:, c].tolist() == pytest.approx(expected, abs=0.01 * size)
         inside = float(values[mine].mean()) * (15 / 16) / (1 - share)
         assert found.slopes[0, c] <= inside <= found.slopes[1, c]
-
-
-def test_slopes_of_one_group_are_the_value_twice() -> None:
-    draw = torch.Generator().manual_seed(2)
-    x, y = torch.randn(30, 2, generator=draw), torch.randn(20, 2, generator=draw) + 1
-    labels = torch.arange(30) % 3
-    found = otdd.dataset_distance(
-        (x, labels), (y, torch.zeros(20).long()), epsilon=2.0, labels="means"
-    ).contributions()
-    low, high = found.slopes
-    assert torch.equal(low, high)
-    means = torch.stack([found.values[labels == c].mean() for c in range(3)])
-    # Shares of 1/30 and of 1/3.
-    torch.testing.assert_close(low, means * (29 / 30) / (2 / 3))
-    alone = otdd.dataset_distance(x, y, epsilon=2.0, labels="none").contributions()
-    assert alone.slopes.shape == (2, 1)
-    assert bool(alone.slopes.isnan().all())
 
 
 def test_forbidden_pairs_leave_blocks_open_at_every_epsilon() -> None:

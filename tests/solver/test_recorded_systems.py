@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-import otdd_flash as otdd
 from otdd_flash.operators import kernel_plans
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -65,24 +62,6 @@ def agree(found: Solution, expected: Solution) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
-def test_a_later_solve_is_that_of_a_new_solver(own: bool) -> None:
-    """And leaves what an earlier one has found."""
-    again, (n, m) = solver(40, 40 if own else 30, own=own), (40, 40 if own else 30)
-    earlier = again.solve(right_sides(m, 2, 1))
-    kept = Solution(*(part.clone() for part in earlier))
-    found = again.solve(right_sides(m, 2, 2))
-    assert isinstance(again._iterates, KernelIterates)
-    agree(earlier, kept)
-    assert bool(found.converged.all())
-    agree(found, solver(n, m, own=own).solve(right_sides(m, 2, 2)))
-    # Of another number of right-hand sides; every direction goes by itself.
-    alone = again.solve(right_sides(m, 2, 2)[:, :1])
-    assert int(alone.iterations) == int(found.iterations[0])
-    torch.testing.assert_close(alone.values[:, 0], found.values[:, 0], rtol=1e-5, atol=1e-9)
-
-
-@pytest.mark.slow
 def test_a_step_leaves_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a recorded one must, on which the host has no more say."""
     near = solver(40, 30, own=False)._rounded
@@ -129,19 +108,3 @@ def test_recorded_solves_are_those_that_are_not(
         elsewhere = recorded.solve(right)
     torch.cuda.current_stream().wait_stream(stream)
     agree(elsewhere, found)
-
-
-@pytest.mark.gpu
-def test_products_with_a_hessian_are_the_same_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x, y, *directions = (torch.randn(1500, 30, generator=draw).to(DEVICE) for _ in range(7))
-    recorded = otdd.sinkhorn_hessian(x, y, epsilon=3.0)
-    plain = otdd.sinkhorn_hessian(x, y, epsilon=3.0)
-    plain._curvature._terms = {name: replace(t) for name, t in recorded.divergence.terms.items()}
-    for v in directions:
-        found = recorded.product(v)
-        with monkeypatch.context() as patched:
-            patched.setattr(conjugate_gradients_kernels, "RECORDED_ROWS", 0)
-            expected = plain.product(v)
-        assert torch.equal(found.values, expected.values)
-        assert torch.equal(found.iterations, expected.iterations)

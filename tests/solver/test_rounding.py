@@ -2,64 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-from refusals import Refusals
 
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.certificate import certify_self
-from otdd_flash.solver.term.symmetric import solve_symmetric
-
-DIMS = (1, 3, 30, 300)
-
-
-def operators(seed: int, *, own: bool) -> tuple[StreamedOperator, StreamedOperator]:
-    """The cost of random labelled clouds, or of one with itself, in float32 and in float64."""
-    draw = torch.Generator().manual_seed(seed)
-    n, m = torch.randint(2, 40, (2,), generator=draw).tolist()
-    d = DIMS[seed % len(DIMS)]
-    x, y = torch.randn(n, d, generator=draw), torch.randn(m, d, generator=draw)
-    a, b = (torch.rand(size, generator=draw).double() + 0.01 for size in (n, m))
-    a, b = a / a.sum(), b / b.sum()
-    labels = [torch.randint(0, 3, (size,), generator=draw) for size in (n, m)]
-    table = 5 * torch.rand(3, 3, generator=draw).double()
-    table = (table + table.T).fill_diagonal_(0)
-    cost = LabelledCost(
-        x,
-        x if own else y,
-        a,
-        a if own else b,
-        labels_x=labels[0],
-        labels_y=labels[0] if own else labels[1],
-        class_costs=table,
-        lambda_x=0.5,
-    )
-    return StreamedOperator(cost, torch.float32), StreamedOperator(cost, torch.float64)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("relative_epsilon", [2e-3, 0.3])
-def test_cross_terms(relative_epsilon: float) -> None:
-    refusals = Refusals("too tight")
-    for seed in range(8):
-        single, double = operators(seed, own=False)
-        epsilon = relative_epsilon * single.costs.mean
-        term = refusals.outcome(
-            partial(solve_alternating, single, epsilon, Converged(3e-4, max_iterations=300))
-        )
-        if term is None:
-            continue
-        options = Converged(1e-6, max_iterations=200)
-        truth = solve_alternating(double, epsilon, options, start=term.g.double())
-        assert term.bounds[0] <= truth.bounds[1]
-        assert truth.bounds[0] <= term.bounds[1]
-    refusals.check()
 
 
 def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:
@@ -114,15 +64,3 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
     assert term.bounds[0] <= truth.bounds[1]
     assert truth.bounds[0] <= term.bounds[1]
     assert term.bounds[1] - term.bounds[0] <= 1e-4 * cost.mean_cost
-
-
-@pytest.mark.slow(after=1)
-@pytest.mark.parametrize(("epsilon", "count"), [(0.5, 8), (1.0, 20), (20.0, 10)])
-def test_self_terms(epsilon: float, count: int) -> None:
-    for seed in range(count):
-        single, double = operators(seed, own=True)
-        term = solve_symmetric(single, epsilon, Converged(1e-3, max_iterations=20))
-        again = certify_self(double, term.f, epsilon)
-        assert term.bounds[0] <= again.bounds[1]
-        assert again.bounds[0] <= term.bounds[1]
-        assert again.marginal_error <= term.marginal_error + 1e-12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,53 +75,63 @@ def solved(given: Problem, options: Converged | None = None, **other: Any) -> An
     )
 
 
-def assert_proved(found: dict[str, TransportTerm], given: Problem, *, debias: bool = True) -> None:
-    """Every interval and marginal error holds, and intervals are narrow."""
+def assert_proved(found: dict[str, TransportTerm], given: Problem) -> None:
+    """Every interval and marginal error holds, and intervals of what converged are narrow."""
     for name, term in found.items():
         inputs = given.inputs(name)
+        sides = inputs.source, inputs.target
         cost = reference.dense_cost(
-            inputs.source.features,
-            inputs.target.features,
+            *(side.features for side in sides),
             inputs.cost.squared.lambda_x,
             inputs.cost.lambda_y * inputs.class_distances,
             *(
-                torch.zeros(len(one), dtype=torch.int64) if one.labels is None else one.labels
-                for one in (inputs.source, inputs.target)
+                torch.zeros(len(side)).long() if side.labels is None else side.labels
+                for side in sides
             ),
         )
-        a, b = inputs.source.masses, inputs.target.masses
+        a, b = (side.masses for side in sides)
         rows, columns = a > 0, b > 0
         truth, *_ = reference.entropic_transport(
             cost[rows][:, columns], a[rows], b[columns], given.epsilon
         )
         low, high = term.bounds
         assert low <= truth <= high, name
-        assert high - low < 3e-3 * abs(truth) + 1e-6
+        assert not term.converged or high - low < 3e-3 * abs(truth) + 1e-6
         plan = reference.plan(cost, a, b, term.f, term.g, given.epsilon)
         errors = (plan.sum(1) - a).abs().sum(), (plan.sum(0) - b).abs().sum()
         assert float(max(errors)) <= term.marginal_error + 1e-9
-        assert term.converged
-    assert set(found) == ({"xy", "xx", "yy"} if debias else {"xy"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("epsilon", "labels", "weights", "debias", "ground"),
+    ("epsilon", "labels", "weights", "debias", "ground", "most"),
     [
-        (0.3, True, True, False, "sqeuclidean"),
-        (0.3, True, False, True, "cosine"),
-        (100.0, False, True, True, "inner"),
+        (0.3, True, True, False, "sqeuclidean", None),
+        (0.3, True, False, True, "cosine", None),
+        (100.0, False, True, True, "inner", None),
+        (0.02, True, True, True, "sqeuclidean", 3),
     ],
 )
 def test_terms_are_proved(
-    epsilon: float, labels: bool, weights: bool, debias: bool, ground: str
+    epsilon: float, labels: bool, weights: bool, debias: bool, ground: str, most: int | None
 ) -> None:
+    """Also of a solve that is out of iterations, and says so; every term's progress is told."""
     x = side(18, 0, labels=labels, weights=weights)
     y = side(13, 1, labels=labels)
     given = problem(x, y, epsilon, ground=ground, debias=debias)
-    found = solved(given, debias=debias)
-    other = problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground)
-    assert_proved(found, other, debias=debias)
+    told: set[str] = set()
+    found = solved(
+        given,
+        Converged(max_iterations=most or 1000),
+        debias=debias,
+        progress=lambda name, *_: told.add(name),
+    )
+    assert told == set(found) == ({"xy", "xx", "yy"} if debias else {"xy"})
+    xy = found["xy"]
+    assert xy.stopped_by == ("tolerance" if most is None else "max_iterations")
+    assert xy.converged == (most is None)
+    assert most is None or xy.iterations == most
+    assert_proved(found, problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground))
 
 
 @pytest.mark.slow
@@ -144,22 +153,6 @@ def test_what_stood_there_before_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_solve_out_of_iterations_says_so_and_is_proved_all_the_same() -> None:
-    given = problem(side(18, 0), side(13, 1), 0.02)
-    told: list[tuple[str, int]] = []
-    found = solved(
-        given,
-        Converged(max_iterations=3),
-        progress=lambda name, count, _: told.append((name, count)),
-    )
-    term = found["xy"]
-    assert (term.iterations, term.converged, term.stopped_by) == (3, False, "max_iterations")
-    assert {name for name, _ in told} == {"xy", "xx", "yy"}
-    truth = problem(side(18, 0), side(13, 1), 0.02, IN_DOUBLE).solve(Converged(tolerance=1e-8))
-    assert term.bounds[0] <= truth.xy.value <= term.bounds[1]
-
-
-@pytest.mark.slow
 def test_what_rounding_hides_is_refused() -> None:
     for epsilon in (1e-6, 1e-30):
         given = problem(side(18, 0, labels=False), side(13, 1, labels=False), epsilon)
@@ -173,85 +166,35 @@ def test_what_rounding_hides_is_refused() -> None:
 @pytest.mark.parametrize(("labels", "debias"), [(False, True), (True, False)])
 def test_gradients_by_points(labels: bool, debias: bool) -> None:
     x, y = side(18, 0, labels=labels, weights=True), side(13, 1, labels=labels)
-    given = problem(x, y, 0.5, debias=debias)
     found: list[Tensor] = []
-    solved(given, debias=debias, pulled={0: found.append, 1: found.append})
+    pulled = {0: found.append, 1: found.append}
+    solved(problem(x, y, 0.5, debias=debias), debias=debias, pulled=pulled)
     points = [one.features.double().requires_grad_() for one in (x, y)]
     labelled = {"labels_x": x.labels, "labels_y": y.labels, "class_table": table()}
-    loss = otdd.sinkhorn_loss(
-        *points,
-        x.masses,
-        y.masses,
-        epsilon=0.5,
-        debias=debias,
-        options=Converged(tolerance=1e-9),
-        compute=ComputeOptions("cpu", precision="double"),
-        **(labelled if labels else {}),
-    )
+    options = {"epsilon": 0.5, "debias": debias, "options": Converged(tolerance=1e-9)}
+    options |= labelled if labels else {}
+    loss = otdd.sinkhorn_loss(*points, x.masses, y.masses, **options)
     for part, expected in zip(found, torch.autograd.grad(loss, points), strict=True):
         off = (part.double().cpu() - expected).abs().max()
         assert float(off) < 1e-3 * float(expected.abs().max())
 
 
-@pytest.mark.slow
-def test_what_is_to_be_refused_is_left_to_who_names_it() -> None:
-    """A table that is not symmetric, and costs that overflow."""
-    given = problem(side(8, 0), side(5, 1), 0.5)
-    given.table[0, 1] += 0.5
-    assert solved(given) is None
-    assert solved(given, debias=False) is not None
-    x, y = (LabeledSamples(torch.tensor([[0.0], [far]]), None, ()) for far in (3e19, 1.0))
-    assert solved(Problem.between(x, y, 1.0, None, GroundCost(), IN_TRITON)) is None
-
-
-def test_rooms_are_a_little_larger_than_what_they_hold() -> None:
-    rooms = {1: 16, 16: 16, 17: 32, 100: 112, 1000: 1024, 5000: 5120}
-    assert {count: route.padded(count) for count in rooms} == rooms
-    assert [route.padded(room) for room in rooms.values()] == list(rooms.values())
-
-
 def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ones used last; one in use twice is there twice, and one that failed is gone."""
-
-    class Empty:
-        def __init__(self, room: Any, *, debias: bool) -> None:
-            made.append(room)
-
     made: list[Any] = []
-    monkeypatch.setattr(kept_solves, "PooledSolve", Empty)
+    monkeypatch.setattr(kept_solves, "PooledSolve", lambda room, **_: made.append(room) or object())
     monkeypatch.setattr(kept_solves, "MOST_KEPT", 2)
     rooms = [Room(1, size, size, 2, 1, torch.float32, torch.device("cpu")) for size in (16, 32, 48)]
     for room in rooms:
         with kept_solves.kept(room, True) as one, kept_solves.kept(room, True) as other:
             assert one is not other
-    assert made == [room for room in rooms for _ in range(2)]
-    with kept_solves.kept(rooms[2], True):
-        assert len(made) == 6
-    with kept_solves.kept(rooms[0], True):
-        assert len(made) == 7
-    forget()
+    for room, count in ((rooms[2], 6), (rooms[0], 7)):
+        with kept_solves.kept(room, True):
+            assert len(made) == count
     with pytest.raises(ValueError, match="lost"), kept_solves.kept(rooms[0], True):
         raise ValueError("lost")
     with kept_solves.kept(rooms[0], True):
-        assert len(made) == 9
-
-
-def test_large_problems_go_elsewhere() -> None:
-    here = torch.device("cpu")
-    assert route.pays(Room(1, 5120, 5120, 64, 1, torch.float32, here))
-    assert not route.pays(Room(1, 20_480, 20_480, 1, 1, torch.float32, here))
-    assert not route.pays(Room(1, 5120, 5120, 512, 1, torch.float32, here))
-
-
-@pytest.mark.slow
-def test_a_table_between_points_without_labels_counts() -> None:
-    x, y = side(20, 0, labels=False), side(17, 1, labels=False)
-    none = solved(problem(x, y, 0.5))
-    table = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
-    given = Problem.between(x, y, 0.5, table, GroundCost(0.5, 0.5), IN_TRITON)
-    found = solved(given, table=given.table)
-    for name, more in (("xy", 1.0), ("xx", 0.0), ("yy", 0.0)):
-        assert math.isclose(found[name].value, none[name].value + more, rel_tol=1e-5)
+        assert len(made) == 8
 
 
 class Asked(TorchDispatchMode):
@@ -357,8 +300,7 @@ def test_a_small_solve_is_few_launches_and_waits(labels: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [100, 1000, 5000])
-@pytest.mark.parametrize("relative", [0.1, 0.01])
+@pytest.mark.parametrize(("n", "relative"), [(100, 0.1), (1000, 0.01), (5000, 0.1)])
 def test_intervals_meet_those_of_streamed_kernels(
     n: int, relative: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,7 +311,6 @@ def test_intervals_meet_those_of_streamed_kernels(
     other = otdd.sinkhorn_divergence(x, y, **given)
     assert (one.backend, other.backend != one.backend) == ("triton, scores kept", True)
     for name, term in one.terms.items():
-        low, high = other.terms[name].bounds
-        assert term.bounds[0] <= high
-        assert low <= term.bounds[1]
-    assert math.isclose(one.value, other.value, rel_tol=2e-3, abs_tol=1e-5)
+        (low, high), (lower, higher) = term.bounds, other.terms[name].bounds
+        assert max(low, lower) <= min(high, higher), name
+    assert one.value == pytest.approx(other.value, rel=2e-3, abs=1e-5)

@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import reference
 import torch
-from refusals import naming
 from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.operators.matrix import MatrixOperator
-from otdd_flash.solver.term.alternating import solve_alternating
 
 DOUBLE = otdd.ComputeOptions(device="cpu", precision="double")
 SOLVES = [otdd.sinkhorn, otdd.sinkhorn_divergence]
@@ -42,28 +39,6 @@ def test_values_of_a_closed_form() -> None:
         off = 1e-3 * expected if epsilon > 1 else 1e-7
         assert found.value == pytest.approx(expected, abs=off), name
         assert found.bounds[0] - off <= expected <= found.bounds[1] + off, name
-
-
-def uniform_operator(cost: Tensor) -> MatrixOperator:
-    n, m = cost.shape
-    return MatrixOperator(cost, torch.ones(n).double() / n, torch.ones(m).double() / m)
-
-
-def test_stopped_early_a_solve_proves_less_and_starts_anew_where_it_ended() -> None:
-    """Any potentials are valid in the dual: the value is a lower bound, and intervals shrink."""
-    cost = reference.dense_cost(cloud(20, 0), cloud(30, 1, 1.0))
-    operator = uniform_operator(cost)
-    epsilon = operator.costs.mean / 2
-    truth, _, _ = reference.entropic_transport(cost, operator.a, operator.b, epsilon)
-    for iterations, width in ((1, 3.0), (10, 1e-2), (60, 1e-8)):
-        options = otdd.Converged(1e-10, max_iterations=iterations)
-        term = solve_alternating(operator, epsilon, options)
-        with naming(iterations):
-            assert term.value <= truth + 1e-10 <= term.bounds[1] + 2e-10
-            assert term.bounds[1] - term.bounds[0] <= width
-    # The one that sees that it has converged is the one that certifies.
-    again = solve_alternating(operator, epsilon, otdd.Converged(), start=term.g)
-    assert again.iterations == 1
 
 
 @pytest.mark.parametrize("solve", SOLVES)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, NotConvergedWarning
-from otdd_flash.solver.units import largest
 
 # Squares of 2^-540 and 2^540 are 0 and infinite, as those of what they multiply. In float32
 # products of small ones with a plan leave no digit.
@@ -108,31 +107,3 @@ def test_directions(case: Case, way: str, debias: bool, monkeypatch: pytest.Monk
         of_one, of_other, of_none = found.curvature.tolist()
         assert of_other == pytest.approx(of_one * 4.0**power, rel=1e-4)
         assert of_none == 0
-
-
-@pytest.mark.parametrize(("power", "way"), [(-500, "decomposed"), (500, "iterations")])
-def test_values_of_a_map(power: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right-hand sides of the size of the values."""
-    solve_by(way, monkeypatch)
-    x, y = clouds(torch.float64)
-    x.requires_grad_()
-    one, found = (
-        torch.autograd.grad(
-            otdd.transport_map(x, y, values=values, **settings("double")),
-            x,
-            drawn(30, 3, seed=3).to(DEVICE),
-        )[0]
-        for values in (y, times_power(y, power))
-    )
-    assert_linear(found, one, power, "double")
-
-
-def test_the_largest() -> None:
-    one, two = torch.tensor([[1.0, -3.0], [0.0, 2.0]]), torch.tensor([[-4.0, 0.5]])
-    assert largest(one, two).tolist() == 4
-    assert largest(one, dim=0).tolist() == [1, 3]
-    assert largest(one[None], two[None], dim=(1, 2)).tolist() == [4]
-    for dtype in (torch.float32, torch.float64):
-        zeros = torch.zeros(3, dtype=dtype)
-        assert torch.equal(zeros / largest(zeros), zeros)
-    assert bool(largest(torch.tensor([1.0, torch.nan])).isnan())
