@@ -1,4 +1,4 @@
-"""What a step of a flow in Triton asks of the devices of one process, and of two.
+"""What a step of a flow in Triton asks of the devices of two processes.
 
 A GPU has done what a step asks for long before a host has asked it, where ranks share the work.
 """
@@ -34,8 +34,8 @@ class Asked(NamedTuple):
     reads: int
 
 
-def asked_by(ranks: Ranks | None = None) -> Asked:
-    """In the third step, by when all that is found once is."""
+def flow(ranks: Ranks) -> None:
+    """Of which the third step is counted, by when all that is found once is."""
     draw, labels = torch.Generator().manual_seed(0), torch.arange(COUNT) % 2
     clouds = [
         otdd.LabeledSamples(torch.randn(COUNT, DIM, generator=draw) + k, labels.clone(), ("a", "b"))
@@ -45,7 +45,7 @@ def asked_by(ranks: Ranks | None = None) -> Asked:
 
     def progress(record: StepRecord) -> None:
         if record.step in (1, 2):
-            counts(None, record.step) if ranks is None else ranks.order(counts, record.step)
+            ranks.order(counts, record.step)
 
     otdd.gradient_flow(
         *clouds,
@@ -55,10 +55,9 @@ def asked_by(ranks: Ranks | None = None) -> Asked:
         compute=otdd.ComputeOptions("cpu", "triton", group=ranks),
         callbacks=otdd.Callbacks(progress=progress),
     )
-    return asked()
 
 
-def counts(ranks: Ranks | None, step: int) -> None:
+def counts(ranks: Ranks, step: int) -> None:
     """Begin to count, or stop."""
     if step == 1:
         COUNTED[0].__enter__()
@@ -66,29 +65,20 @@ def counts(ranks: Ranks | None, step: int) -> None:
         COUNTED[0].__exit__(None, None, None)
 
 
-def asked() -> Asked:
-    return Asked(COUNTED[0].operations, COUNTED[0].reads)
-
-
-def counted(size: int) -> list[Asked]:
-    """By every process of so many."""
+def counted() -> Asked:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", COUNT // PIECES * DIM)
         COUNTED[:] = [OperationCounts(patch)]
-        if size == 1:
-            return [asked_by()]
-        otdd.led(asked_by)
-        return [asked()]
+        otdd.led(flow)
+        return Asked(COUNTED[0].operations, COUNTED[0].reads)
 
 
 # Some tenth above what they are; on a GPU a copy less of every piece that is centred.
-MOST = {1: [Asked(850, 19)], 2: [Asked(1070, 27), Asked(720, 18)]}
+MOST = [Asked(1070, 27), Asked(720, 18)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_step_asks_for_little(size: int) -> None:
-    found = [each for (each,) in pool(2).run(counted, size)][:size]
-    for each, most in zip(found, MOST[size], strict=True):
+def test_a_step_asks_for_little() -> None:
+    for each, most in zip(pool(2).run(counted), MOST, strict=True):
         assert 0.8 * most.operations <= each.operations <= most.operations
         assert each.reads <= most.reads

@@ -10,12 +10,8 @@ from rank_pool import lead, pool
 
 import otdd_flash as otdd
 from otdd_flash.distributed import ranks
-from otdd_flash.distributed.ranks import Ranks, balanced
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
-from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.labels.classes import pool as pool_classes
-from otdd_flash.labels.metrics import Sinkhorn
-from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.operators import sharing
 from otdd_flash.solver.problem import Problem
 
@@ -88,31 +84,8 @@ def subsamples(compute: otdd.ComputeOptions) -> list[Any]:
     return [torch.tensor(found.values), torch.tensor([found.lower, floor.between.value])]
 
 
-def minibatches(compute: otdd.ComputeOptions) -> list[Any]:
-    """A flow whose steps see a part of both sides."""
-    moves = otdd.Flow(3, stepping=otdd.Stepping(0.5, minibatch=11))
-    result = otdd.gradient_flow(*sides(), moves, epsilon=EPSILON, compute=compute)
-    return [result.samples.features, torch.tensor(result.to_dict()["value"])]
-
-
 def of_group(ranks: Ranks, work: Any, options: dict[str, Any]) -> list[Any]:
     return work(otdd.ComputeOptions("cpu", precision="double", group=ranks, **options))
-
-
-def settings(compute: otdd.ComputeOptions) -> list[Any]:
-    """What each of some settings leads to."""
-    given: list[dict[str, Any]] = [
-        {"debias": False},
-        {"labels": "none"},
-        {"epsilon": None, "epsilon_relative": 0.05},
-        {"solver": otdd.Converged(bound_width=1e-3)},
-        {"ground": "cosine"},
-    ]
-    found = [
-        otdd.dataset_distance(*sides(), compute=compute, **({"epsilon": EPSILON} | more))
-        for more in given
-    ]
-    return [torch.tensor([each.value, *each.bounds]) for each in found]
 
 
 def in_a_ring(work: Any) -> list[Any]:
@@ -122,7 +95,7 @@ def in_a_ring(work: Any) -> list[Any]:
         return lead(of_group, work, {"backend": "torch", "memory_budget": 0})
 
 
-SLOW = [flow, minibatches, derivatives, potentials, classes, subsamples, settings]
+SLOW = [flow, derivatives, potentials, classes, subsamples]
 
 
 @pytest.mark.parametrize(
@@ -139,51 +112,6 @@ def test_led_work_is_that_of_one_process(work: Any, ring: bool) -> None:
     for value, copy, alone in zip(*answers, expected, strict=True):
         assert torch.equal(value, copy)
         assert torch.allclose(value, alone, rtol=1e-6, atol=1e-7)
-
-
-def rows_of_passes() -> list[int]:
-    """How many rows a rank computes in every pass of a step that sees 11 rows a side."""
-    from otdd_flash.operators.tiled import TiledOperator
-
-    rows: list[int] = []
-    before = TiledOperator.softmin_rows
-
-    def counted(self: Any, *args: Any) -> Any:
-        rows.append(len(self.a))
-        return before(self, *args)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TiledOperator, "softmin_rows", counted)
-        lead(of_group, minibatches, {})
-    return rows
-
-
-@pytest.mark.slow
-def test_passes_of_minibatches_are_shared() -> None:
-    for rows in pool(2).run(rows_of_passes):
-        assert {5, 6} & set(rows)
-        assert 11 not in rows
-
-
-def of_kernels(ranks: Ranks) -> list[Any]:
-    """A whole distance in the interpreter, of few iterations."""
-    compute = otdd.ComputeOptions("cpu", "triton", group=ranks)
-    result = otdd.dataset_distance(*sides(), epsilon=5.0, compute=compute)
-    return [result.value, result.bounds, result.divergence.backend, *result.potentials]
-
-
-@pytest.mark.slow
-def test_kernels_are_shared_as_well() -> None:
-    found, _ = pool(2).led(of_kernels)
-    alone = otdd.dataset_distance(
-        *sides(), epsilon=5.0, compute=otdd.ComputeOptions("cpu", precision="double")
-    )
-    value, (lower, upper), backend, f, g = found
-    assert backend == "triton, scores streamed, fast, 2 ranks"
-    assert lower <= alone.value <= upper
-    assert value == pytest.approx(alone.value, abs=1e-3)
-    assert torch.allclose(f.double(), alone.potentials[0].double(), atol=2e-3)
-    assert torch.allclose(g.double(), alone.potentials[1].double(), atol=2e-3)
 
 
 def refused_by_the_leader(ranks: Ranks, epsilon: float) -> float:
@@ -260,52 +188,6 @@ def test_terms_of_pairs_are_dealt() -> None:
     first, second = pool(2).run(solved_terms)
     assert first + second == 8
     assert 2 <= first <= 6
-
-
-def test_units_go_to_the_least_loaded_rank() -> None:
-    assert balanced([1, 5, 2, 2], 2) == [1, 0, 1, 1]
-    assert balanced([], 3) == []
-    assert balanced([1.0, 1.0, 1.0], 2) == [0, 1, 0]
-
-
-def measured(ranks: Ranks, pairs: torch.Tensor, classes: int) -> tuple[list[torch.Tensor], int]:
-    """Distances of pairs, and the bytes that these took once ranks had the classes."""
-    metric = measured_by_ranks(otdd.labels.Sinkhorn(epsilon=0.2), ranks)
-    clouds = uneven(classes)
-    metric.measure(clouds, pairs[:1])
-    before = ranks.shared.bytes_moved
-    return list(metric.measure(clouds, pairs)), ranks.shared.bytes_moved - before
-
-
-def uneven(classes: int) -> Any:
-    """Classes of 1, 2, 3, ... points, so that pairs are not dealt in the order of their list."""
-    draw = torch.Generator().manual_seed(1)
-    labels = torch.repeat_interleave(torch.arange(classes), torch.arange(classes) % 5 + 1)
-    points = torch.randn(len(labels), 3, generator=draw)
-    names = tuple(map(str, range(classes)))
-    return pool_classes([otdd.LabeledSamples(points, labels, names)])[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_numbers_of_pairs_come_in_the_order_of_their_list(size: int) -> None:
-    # Of one pair some ranks measure nothing.
-    for pairs in (all_pairs(7), all_pairs(7)[2:17:3], all_pairs(7)[:1]):
-        (found, _), *_ = pool(size).led(measured, pairs, 7)
-        alone = Sinkhorn(epsilon=0.2).measure(uneven(7), pairs)
-        for value, expected in zip(found, alone, strict=True):
-            assert torch.equal(value, expected)
-
-
-@pytest.mark.slow
-def test_a_table_of_all_classes_is_no_list_that_is_sent() -> None:
-    pairs = all_pairs(40)
-    (table, sent), _ = pool(2).led(measured, pairs, 40)
-    (turned, more), _ = pool(2).led(measured, pairs.flip(0).contiguous(), 40)
-    # Three numbers a pair of the other rank come, and orders go.
-    assert 24 * len(pairs) // 2 <= sent <= 24 * len(pairs) // 2 + 1000
-    assert more - sent == pytest.approx(16 * len(pairs), abs=400)
-    assert torch.equal(table[0], turned[0].flip(0))
 
 
 def late_subsamples() -> Any:

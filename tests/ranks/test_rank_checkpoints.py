@@ -19,8 +19,7 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.flows import checkpoint, shard
-from otdd_flash.flows.stepper import Stepper
-from otdd_flash.flows.stepping import Stepping, generator, optimizers
+from otdd_flash.flows.stepping import Stepping
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -110,32 +109,6 @@ def test_as_many_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
     for one, other in zip(whole, resumed, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[1] == other[1]
-
-
-def moved(ranks: Ranks | None, name: str) -> list[Tensor]:
-    """Two variables after three steps, after a step more and back, and after another process."""
-    draw = torch.Generator().manual_seed(0)
-    variables = {"points": torch.randn(5, 3, generator=draw), "means": torch.ones(1, 2)}
-    stepper = Stepper(variables, Stepping(0.1, name), 9, 0.5, ranks=ranks)
-    for step in range(4):
-        against = {key: torch.randn(part.shape, generator=draw) for key, part in variables.items()}
-        stepper.step(against, step, generator(0, step, 1))
-        if step == 2:
-            kept = [part.clone() for part in variables.values()]
-    stepper.undo()
-    return [*kept, *variables.values()]
-
-
-@pytest.mark.slow
-def test_rows_move_apart_as_they_do_together() -> None:
-    """With any optimiser; of three ranks two have no row of the second variable."""
-    for name in sorted(optimizers()):
-        alone = moved(None, name)
-        for answer in pool(3).led(moved, name):
-            assert torch.equal(answer[0], answer[2]), name
-            assert torch.equal(answer[1], answer[3]), name
-            for own, expected in zip(answer, alone, strict=True):
-                torch.testing.assert_close(own, expected, msg=lambda said, name=name: name + said)
 
 
 def few(ranks: Ranks) -> Tensor:

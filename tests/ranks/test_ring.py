@@ -11,13 +11,11 @@ from test_shared_distance import EPSILON, datasets
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.distributed.ranks import Ranks, put_together, taken_apart
+from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import sharing
 from otdd_flash.operators.ring_blocks import RingBlocks
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 def in_a_ring(work: Any, *arguments: Any) -> Any:
@@ -83,44 +81,6 @@ def test_no_rank_holds_all_points() -> None:
     most = pool(2).run(held_points)
     assert all(count <= (61 + 1) // 2 + (45 + 1) // 2 for count in most)
     assert sum(most) == 61 + 45
-
-
-def passed_round(count: int | None) -> tuple[list[tuple[int, list[list[int]]]], int]:
-    """What comes by of ranks that have as many numbers as they are many, and none, and bytes."""
-    ranks = Ranks()
-    own = [torch.full((ranks.rank,), ranks.rank), torch.full((0, 2), 7)]
-    shapes = [[torch.Size((rank,)), torch.Size((0, 2))] for rank in range(ranks.size)]
-    seen = [
-        (rank, [found.flatten().tolist() for found in came])
-        for rank, came in ranks.circulated(own, shapes, count)
-    ]
-    return seen, ranks.shared.bytes_moved
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_everything_comes_by_once(size: int) -> None:
-    for count in (None, 1, size // 2 + 1):
-        far = size if count is None else count
-        for rank, (seen, moved) in enumerate(pool(size).run(passed_round, count)):
-            order = [(rank + step) % size for step in range(far)]
-            assert seen == [(owner, [[owner] * owner, []]) for owner in order]
-            # Sent on, all but the last; received, all but the own.
-            assert moved == 8 * (sum(order[:-1]) + sum(order[1:]))
-
-
-def test_tensors_of_an_order_are_no_part_of_what_is_pickled() -> None:
-    one, other = torch.arange(10_000), torch.ones(10_000)
-    content, tensors = taken_apart({"x": one, "y": [other, one], "n": 3}, torch.device("cpu"))
-    assert len(content) < 200
-    assert [each is there for each, there in zip(tensors, (one, other), strict=True)] == [True] * 2
-    found = put_together(content, [each.clone() for each in tensors])
-    assert torch.equal(found["x"], one)
-    assert torch.equal(found["y"][0], other)
-    # One tensor stays one.
-    assert found["y"][1] is found["x"]
-    content, tensors = taken_apart(one, torch.device("meta"))
-    assert tensors == []
-    assert torch.equal(put_together(content, tensors), one)
 
 
 def budgets(budget: str) -> str:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import reference
 import torch
 from operation_counts import OperationCounts
 from rank_pool import pool
@@ -16,7 +15,6 @@ from torch import Tensor
 from otdd_flash.distributed.exchange import Exchange
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import kernel, parts
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
@@ -190,51 +188,6 @@ def test_shards_are_packed_once_and_go_round_packed(
         bytes_of = 8 * 2 * parts_read
         assert answer["passes"] == [(torch.float16, bytes_of * one, count)] * 2
         assert answer["moved"] == bytes_of * (one + both)
-
-
-def points_of_passes() -> list[Any]:
-    """What goes round in passes of the certificate and at full accuracy."""
-    ranks = Ranks()
-    cost, _ = held(ranks, "fast", 61, 45)
-    f, g = potentials(cost, 0.1)
-    parts.facts(ranks, 0)
-    with watched() as (rounds, _):
-        parts.marginals(ranks, 0, f, g, EPSILON, True)
-        parts.refine(ranks, 0, 1)
-        # What costs are off by is known.
-        parts.facts(ranks, 1)
-        parts.softmin(ranks, 1, False, g, EPSILON, None)
-        parts.expected_costs(ranks, 1, cost.b)
-    return rounds
-
-
-@pytest.mark.slow
-def test_certificates_take_points_and_errors_are_found_once() -> None:
-    for rank, rounds in enumerate(pool(2).run(points_of_passes)):
-        (first, points, _), (second, coordinates, _) = rounds
-        assert (first, second) == (torch.float32, torch.float16)
-        assert points == 4 * DIM * (45 * (rank + 1) // 2 - 45 * rank // 2)
-        # Both parts of 8 coordinates of packed rows.
-        assert coordinates % (2 * 2 * 8 * 128) == 0
-
-
-def kept_apart() -> bool:
-    """Whether what was refined finds the costs of the points themselves."""
-    ranks = Ranks()
-    cost, mine = held(ranks, "fast", 61, 45)
-    _, g = potentials(cost, 0.1)
-    parts.refine(ranks, 0, 1)
-    near, exact = (parts.softmin(ranks, number, False, g, EPSILON, None) for number in (0, 1))
-    dense = reference.dense_cost(*cost.held, 0.5, cost.class_costs, *cost.labels)
-    formula = reference.softmin_rows(dense, cost.b, g.double(), EPSILON)
-    assert refined(mine.rows.operator) is not mine.rows.operator
-    off = [float((value.double() - formula).abs().max()) for value in (near, exact)]
-    return off[1] < off[0] / 20
-
-
-@pytest.mark.slow
-def test_refined_parts_read_what_float16_lost() -> None:
-    assert pool(2).run(kept_apart) == [True, True]
 
 
 def launches(symmetric: bool) -> dict[str, tuple[int, int]]:

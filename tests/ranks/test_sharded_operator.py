@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +14,12 @@ from torch import Tensor
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.lattice import lattice_of
-from otdd_flash.operators.parts import Part, Parts, facts
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 EPSILON = 0.3
-SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 def cloud(n: int, seed: int) -> LabeledSamples:
@@ -69,28 +65,6 @@ def test_columns_may_be_off_by_what_any_rank_says() -> None:
             assert bool((errors >= 1).all()), wrong
 
 
-def ranks_own(count: int) -> tuple[Tensor, Tensor, list[int]]:
-    """A tensor put together of shares, one of sums, and what lengths came together."""
-    ranks = Ranks()
-    own = ranks.share(count)
-    gathered = ranks.gathered(torch.arange(2 * count).view(count, 2)[own], count)
-    summed = ranks.summed(torch.tensor([2.0**60, 1.0, -(2.0**60)][ranks.rank % 3]).double())
-    rows = ranks.concatenated(torch.full((ranks.rank,), ranks.rank))
-    return gathered, summed, rows.tolist()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_shares_are_put_together_in_the_order_of_ranks(size: int) -> None:
-    expected = 0.0
-    for rank in range(size):
-        expected += [2.0**60, 1.0, -(2.0**60)][rank % 3]
-    for count in (0, 1, 7, 12):
-        for gathered, summed, rows in pool(size).run(ranks_own, count):
-            assert torch.equal(gathered, torch.arange(2 * count).view(count, 2))
-            assert float(summed) == expected
-            assert rows == [rank for rank in range(size) for _ in range(rank)]
-
-
 def taken_by_a_gather() -> float:
     """Bytes that putting shares together takes, over those of the whole."""
     ranks = Ranks()
@@ -123,51 +97,3 @@ def test_ranks_hold_what_rank_0_does() -> None:
     held, left = pool(2).led(what_is_held)[0]
     assert [len(each) for each in held] == [3, 3]
     assert left == [[], []]
-
-
-def test_parts_lie_where_the_whole_does() -> None:
-    """Integers among other points are taken as the others are, so that all parts round alike."""
-    points = torch.cat((torch.arange(12.0).view(4, 3), torch.randn(4, 3)))
-    samples = LabeledSamples(points, None, ())
-    whole = Problem.between(samples, samples, EPSILON)
-    cost = whole.inputs("xy").labelled
-    integers = Problem.between(points[:4], points[:4], EPSILON).inputs("xy").labelled
-    assert lattice_of(integers) is not None
-    assert lattice_of(cost) is None
-    assert lattice_of(cost.part(slice(0, 4), slice(0, 4))) is None
-
-
-class TwoRanks:
-    """Rank 0 of two, and what the other one says."""
-
-    size = 2
-
-    def __init__(self, parts: Any, each: list[float]) -> None:
-        self.held, self._each = {0: parts}, each
-
-    def all_gathered(self, mine: Tensor) -> Tensor:
-        return torch.stack((mine, mine.new_tensor(self._each)))
-
-
-def cross_parts(over_columns: Any = None) -> Any:
-    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
-    errors = torch.ones_like(half), torch.tensor([0.0, 4.0], dtype=torch.float64)
-    operator = SimpleNamespace(a=half, b=half, accurate_errors=errors, rounding=0.25)
-    operator.execution = SimpleNamespace(over_columns=over_columns)
-    return SimpleNamespace(
-        cost=SimpleNamespace(b=half), share=None, rows=Part(cast(Any, operator), 0.5)
-    )
-
-
-def test_a_plan_may_give_all_of_a_column_to_the_rank_that_errs_more_there() -> None:
-    ranks = TwoRanks(cast(Parts, cross_parts()), [4.0, 0.0, 0.125, 0.0, 0.5])
-    # Rows 1 / 2 + 1 / 2, columns 4 wherever they are, and the most rounding.
-    assert facts(cast(Ranks, ranks), 0).error == pytest.approx(1 + 4 + 0.25, rel=1e-12)
-
-
-@pytest.mark.parametrize("here", [False, True])
-@pytest.mark.parametrize("there", [False, True])
-def test_some_columns_are_asked_of_all_ranks_or_of_none(here: bool, there: bool) -> None:
-    parts = cross_parts(len if here else None)
-    ranks = TwoRanks(cast(Parts, parts), [0.0, 0.0, 0.0, float(not there), 0.5])
-    assert facts(cast(Ranks, ranks), 0).takes_columns == (here and there)

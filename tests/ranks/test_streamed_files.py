@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
 from rank_pool import lead, pool
 
@@ -18,7 +17,6 @@ from otdd_flash.errors import InputError
 from otdd_flash.features.feature_file import FeatureFile
 from otdd_flash.features.file_features import features_of
 from otdd_flash.operators import blocked, request
-from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -90,41 +88,6 @@ def test_distances_are_those_of_one_process(size: int, precision: str, tmp_path:
     again = pool(size).run(in_blocks, distance, folder, precision)[0]
     assert torch.equal(first["f"], again["f"])
     assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
-
-
-def of_kernels(ranks: Ranks, folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Operations in the interpreter, beside their formulas in float64."""
-    source, target = datasets(folder)[:2]
-    table = torch.rand(7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    table = (table + table.T).fill_diagonal_(0)
-    compute = otdd.ComputeOptions("cpu", "triton", "high", memory_budget=1, group=ranks)
-    whole = Problem.between(source, target, EPSILON, table, compute=compute)
-    operator = whole.operator("xy")
-    assert operator.execution.backend.startswith("triton")
-    assert "points streamed in blocks" in operator.execution.backend
-    f, g = torch.zeros(61), torch.zeros(45)
-    x, y = (side.features[:] for side in (source, target))
-    cost = reference.dense_cost(x, y, 0.5, table[:4, 4:] / 2, source.labels, target.labels)
-    a, b = source.masses, target.masses
-    plan = reference.plan(cost, a, b, f.double(), g.double(), EPSILON)
-    sums = operator.marginals(f, g, EPSILON)
-    return [
-        (operator.softmin_rows(g, EPSILON), reference.softmin_rows(cost, b, g.double(), EPSILON)),
-        (
-            operator.softmin_columns(f, EPSILON),
-            reference.softmin_rows(cost.T, a, f.double(), EPSILON),
-        ),
-        (sums.rows, plan.sum(1)),
-        (sums.columns, plan.sum(0)),
-        (operator.apply_plan(f, g, EPSILON, y).values, plan @ y.double()),
-    ]
-
-
-@pytest.mark.slow
-def test_kernels_take_files(tmp_path: Path) -> None:
-    answer = pool(2).run(in_blocks, of_kernels, written(tmp_path))[0]
-    for found, expected in answer:
-        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def pairwise(ranks: Ranks | None, folder: str | None) -> torch.Tensor:

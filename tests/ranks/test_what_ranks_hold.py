@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import lead, pool
+from rank_pool import pool
 from test_ring import in_a_ring
 
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import LostRankError
-from otdd_flash.operators import sharing
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -49,36 +48,6 @@ def test_points_that_changed_in_place_are_sent_anew() -> None:
     assert (replicated, ring) == ("replicated", "ring")
     assert found == pytest.approx(alone, rel=1e-9)
     assert round_it == pytest.approx(alone, rel=1e-9)
-
-
-def refused_once(ranks: Ranks) -> tuple[str, float]:
-    """A distance after the other rank has refused what it was sent first."""
-    asked = {"epsilon": 0.5, "compute": otdd.ComputeOptions("cpu", group=ranks)}
-    source, target = sides()
-    with pytest.raises(otdd.InputError) as refused:
-        otdd.dataset_distance(source, target, **asked)
-    return str(refused.value), otdd.dataset_distance(source, target, **asked).value
-
-
-def refusing(work: Any) -> Any:
-    made = otdd.LabeledSamples
-    with pytest.MonkeyPatch.context() as patched:
-
-        def refuse(*given: Any) -> Any:
-            patched.setattr(sharing, "LabeledSamples", made)
-            raise otdd.InputError("not here")
-
-        if torch.distributed.get_rank() == 1:
-            patched.setattr(sharing, "LabeledSamples", refuse)
-        return lead(work)
-
-
-@pytest.mark.slow
-def test_what_was_refused_is_sent_again() -> None:
-    found = pool(2).run(refusing, refused_once)
-    said, value = found[0]
-    assert said == "rank 1: not here"
-    assert value == pytest.approx(otdd.dataset_distance(*sides(), epsilon=0.5).value, rel=1e-6)
 
 
 def interrupted(ranks: Ranks) -> Any:
