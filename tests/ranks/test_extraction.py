@@ -26,10 +26,7 @@ BATCHES: list[int] = []
 
 
 def as_tensor(item: Any) -> Tensor:
-    values = torch.from_numpy(np.array(item)).float() / 255
-    if float(values.sum()) == 0:
-        raise InputError("an image is black")
-    return values
+    return torch.from_numpy(np.array(item)).float() / 255
 
 
 def forward(module: nn.Module, items: list[Tensor]) -> Tensor:
@@ -113,19 +110,6 @@ def test_what_ranks_extract_is_written_to_a_file_and_gone_on_with(tmp_path: Path
 
 def batches_of() -> list[int]:
     return list(BATCHES)
-
-
-def refused_on_one(ranks: Ranks, black: int) -> Tensor:
-    dataset = images(8)
-    dataset.inputs[black] = 0
-    return features(ranks, dataset, {"batch_size": 2})
-
-
-def test_an_input_that_cannot_be_prepared_is_heard_of_on_every_rank() -> None:
-    for black in (0, 7):
-        for answer in pool(2).led(refused_on_one, black):
-            assert isinstance(answer, InputError)
-            assert str(answer) == f"rank {black // 4}: an image is black"
 
 
 CALLS: list[int] = []

@@ -30,12 +30,8 @@ Y = torch.randn(13, 3, generator=DRAW, dtype=torch.float64) + 0.5
 STEPS = 6
 
 WAYS: dict[str, dict[str, Any]] = {
-    "momentum": {"stepping": Stepping(0.1, optimizer_options={"momentum": 0.9})},
+    "momentum": {"stepping": Stepping(0.1, optimizer_options={"momentum": 0.9}, box=(-2.0, 2.5))},
     "adam, joint": {"stepping": Stepping(0.1, "adam"), "mode": "joint"},
-    "langevin, box": {
-        "stepping": Stepping(0.1, "rmsprop", box=(-2.0, 2.5)),
-        "functionals": [{"name": "entropy", "weight": 0.01}],
-    },
     "minibatch": {"stepping": Stepping(0.1, "adam", noise=0.1, minibatch=7), "mode": "augmented"},
 }
 
@@ -81,7 +77,7 @@ def rows_on_disk(folder: Path, step: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "momentum"])
+@pytest.mark.parametrize("way", ["adam, joint", "minibatch"])
 def test_a_flow_goes_on_with_other_numbers_of_ranks(way: str, tmp_path: Path) -> None:
     """Two processes, then three, then one: but for rounding where one process would have been."""
     points, seen, _ = flow(None, str(tmp_path / "whole"), -1, way)
@@ -114,22 +110,14 @@ def test_as_many_ranks_go_on_to_the_last_bit(tmp_path: Path) -> None:
 def few(ranks: Ranks) -> Tensor:
     """Fewer particles than ranks."""
     compute = otdd.ComputeOptions("cpu", group=ranks)
-    points = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     moves = otdd.Flow(2, stepping=Stepping(0.5))
-    result = otdd.gradient_flow(
-        otdd.LabeledSamples(points, None, ()),
-        otdd.LabeledSamples(Y[:, :2].float(), None, ()),
-        moves,
-        labels="none",
-        compute=compute,
-    )
-    return result.samples.features
+    return otdd.gradient_flow(X[:2], Y, moves, labels="none", compute=compute).samples.features
 
 
 @pytest.mark.slow
 def test_there_may_be_more_ranks_than_rows() -> None:
     for answer in pool(3).led(few):
-        assert answer.shape == (2, 2), answer
+        assert answer.shape == (2, 3), answer
 
 
 def _broken(rank: int) -> Callable[..., Any]:
