@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 import reference
@@ -11,7 +9,6 @@ import torch
 
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
 from otdd_flash.labels import ClassDistances, Gaussian, Means, Sinkhorn, measure_classes, metric_of
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged
@@ -101,14 +98,9 @@ def assert_same_distance(one, two):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (PAIR, 3.0, {}),
                 (PAIR, 0.5, {"labels": "exact"}),
-                (PAIR, 0.5, {"labels": "upper_bound"}),
-                (PAIR, 0.5, {"lambda_y": 0.0}),
                 ((SOURCE, SOURCE), 0.5, {"debias": False}),
-                (one_class(1, 1), 0.5, {"labels": "means"}),
                 (one_class(9, 1), 0.5, {"labels": "means"}),
-                (one_class(9, 12), 0.5, {}),
             )
         ),
     ],
@@ -121,31 +113,17 @@ def test_the_dense_value_lies_in_the_bounds(pair, epsilon, options):
     assert_holds(result, truth(*pair, table, epsilon, **weights), width=0.05)
     assert result.converged
     assert result.method == method
-    terms = {"xy"} if options.get("debias") is False else {"xy", "xx", "yy"}
-    assert set(result.divergence.terms) == terms
     if pair is not BARE:
         assert result.class_names == tuple(side.class_names for side in pair)
 
 
-def test_double_precision_takes_float64_features():
-    pair = clusters(16, 0, dtype=torch.float64), clusters(14, 1, dtype=torch.float64)
-    double, solver = ComputeOptions(precision="double"), Converged(tolerance=1e-9)
-    result = dataset_distance(*pair, epsilon=0.5, compute=double, solver=solver)
-    assert result.potentials[0].dtype == torch.float64
-    expected = truth(*pair, result.class_distances, 0.5)
-    assert_holds(result, expected, width=1e-6)
-    assert result.value == pytest.approx(expected, rel=1e-10)
-
-
-@pytest.mark.parametrize(("apart", "value"), [(1.0, 1.0), (2.0, 4.0)])
-def test_features_and_class_distances_are_squared(apart, value):
+def test_features_and_class_distances_are_squared():
     """1/2 ||x - y||^2 + 1/2 W, and both are the squared distance."""
     one, two = (
         LabeledSamples(torch.full((2, 1), place), torch.tensor([0, 1]), ("a", "b"))
-        for place in (0.0, apart)
+        for place in (0.0, 2.0)
     )
-    found = dataset_distance(one, two, labels="means")
-    assert found.value == pytest.approx(value, rel=1e-5)
+    assert dataset_distance(one, two, labels="means").value == pytest.approx(4.0, rel=1e-5)
 
 
 def test_class_statistics_can_come_from_larger_datasets():
@@ -158,11 +136,6 @@ def moved(samples):
     return LabeledSamples(samples.features + 7.5, samples.labels, samples.class_names)
 
 
-def renamed(samples):
-    names = tuple(f"class {name}" for name in samples.class_names)
-    return LabeledSamples(samples.features, samples.labels, names)
-
-
 def renumbered(samples):
     return samples.keep_classes(list(reversed(range(samples.class_total))))
 
@@ -170,15 +143,6 @@ def renumbered(samples):
 def shuffled(samples):
     rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(3))
     return samples.take(rows)
-
-
-def far_numbers(samples):
-    return LabeledSamples.from_arrays(samples.features, 1000 - 7 * samples.labels.numpy())
-
-
-@cache
-def solved(source, target, labels):
-    return dataset_distance(source, target, labels=labels, epsilon=1.0, solver=TIGHT)
 
 
 def both(change):
@@ -192,34 +156,22 @@ REPEATED = SOURCE.take(torch.repeat_interleave(torch.arange(len(SOURCE)), COUNTS
 @pytest.mark.parametrize(
     ("one", "two", "labels"),
     [
-        pytest.param(PAIR, both(moved), "gaussian", id="moved"),
-        pytest.param(PAIR, both(renumbered), "gaussian", id="renumbered"),
-        pytest.param(PAIR, both(renamed), "gaussian", id="renamed", marks=pytest.mark.slow),
-        pytest.param(PAIR, both(shuffled), "gaussian", id="shuffled", marks=pytest.mark.slow),
-        pytest.param(PAIR, (TARGET, SOURCE), "gaussian", id="turned", marks=pytest.mark.slow),
-        pytest.param(
-            (HEAVY, TARGET),
-            (HEAVY.take(torch.nonzero(HEAVY.masses).squeeze(1)), TARGET),
-            "gaussian",
-            id="zero weights",
-        ),
+        # All that changes nothing at once.
+        (PAIR, both(lambda side: moved(renumbered(shuffled(side))))[::-1], "gaussian"),
+        ((HEAVY, TARGET), (HEAVY.take(torch.nonzero(HEAVY.masses).squeeze(1)), TARGET), "gaussian"),
         # Unbiased covariances tell repetitions from weights, means do not.
-        pytest.param(
-            (weighted(SOURCE, COUNTS), TARGET), (REPEATED, TARGET), "means", id="repetitions"
-        ),
+        ((weighted(SOURCE, COUNTS), TARGET), (REPEATED, TARGET), "means"),
     ],
+    ids=["moved, renumbered, shuffled and turned", "zero weights", "repetitions"],
 )
 def test_what_changes_nothing(one, two, labels):
-    assert_same_distance(solved(*one, labels), solved(*two, labels))
+    assert_same_distance(
+        *(dataset_distance(*pair, labels=labels, epsilon=1.0, solver=TIGHT) for pair in (one, two))
+    )
 
 
 def test_numbers_of_classes_do_not_matter():
-    """Classes numbered from 1,000 are the same classes; the iterations are the same too."""
-    near, far = (dataset_distance(*pair, epsilon=0.5) for pair in (PAIR, both(far_numbers)))
-    assert far.value == pytest.approx(near.value, rel=1e-5)
-    assert far.divergence.xy.iterations == near.divergence.xy.iterations
-    assert far.class_names[0] == ("986", "993", "1000")
-    # One name without samples between two with samples is no class.
+    """One name without samples between two with samples is no class."""
     labels = np.array([3, 9] * 4)
     features = np.random.default_rng(0).normal(size=(8, 2)) + 10 * (labels == 9)[:, None]
     gaps = LabeledSamples.from_arrays(features, labels)
@@ -230,14 +182,9 @@ def test_numbers_of_classes_do_not_matter():
     torch.testing.assert_close(result.class_coupling(), expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("weights", [None, some_zeros(20, 0)])
-@pytest.mark.parametrize(
-    "labels",
-    ["gaussian", "none", pytest.param(Sinkhorn(epsilon=0.5), marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_equal_datasets_are_at_zero(labels, weights):
-    once, again = (clusters(20, 0, weights=weights) for _ in range(2))
+@pytest.mark.parametrize("labels", ["gaussian", Sinkhorn(epsilon=0.5)], ids=str)
+def test_equal_datasets_are_at_zero(labels):
+    once, again = (clusters(20, 0, weights=some_zeros(20, 0)) for _ in range(2))
     for other in (once, again):
         result = dataset_distance(once, other, labels=labels, epsilon=0.5)
         assert (result.value, result.bounds) == (0.0, (0.0, 0.0))
@@ -252,8 +199,7 @@ def test_a_shuffled_copy_has_zero_within_its_bounds():
 
 
 @pytest.mark.parametrize(
-    ("block", "scale", "factor"),
-    [("xy", 1e-9, 1 + 1e-12), ("yy", 1.0, 1 + 1e-12), ("xy", 1.0, 1 + 9e-7), ("yy", 1e-9, 9)],
+    ("block", "scale", "factor"), [("xy", 1e-9, 1 + 1e-12), ("yy", 1.0, 1 + 1e-12)]
 )
 def test_equal_points_at_other_class_distances_are_not_equal_datasets(block, scale, factor):
     """Tables of any scale and any difference: a tolerance would prove 0 where it is not."""
@@ -272,8 +218,7 @@ def test_small_classes_can_be_dropped():
     labels[5] = 2
     source = LabeledSamples(SOURCE.features, labels, SOURCE.class_names)
     with pytest.warns(DataNotice, match="points, with covariance 0: 'c' of .*min_class_size=2"):
-        whole = dataset_distance(source, TARGET, epsilon=3.0)
-    assert len(whole.source) == len(source)
+        dataset_distance(source, TARGET, epsilon=3.0)
     with pytest.warns(DataNotice, match=r"c \(1\)"):
         result = dataset_distance(source, TARGET, min_class_size=2, epsilon=3.0)
     expected = dataset_distance(source.keep_classes([0, 1]), TARGET, epsilon=3.0)
@@ -332,8 +277,8 @@ def test_progress_hears_of_every_term():
     assert steps[-1][1] <= 1e-3
 
 
-@pytest.mark.slow(after=4)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("seed", range(12))
 def test_a_little_mass_with_far_to_go_stays_in_the_bounds(seed):
     """Rounding hides an imbalance of two far points, whose transport is most of the value.
 

@@ -95,7 +95,7 @@ def _held(ranks: Ranks) -> list[int]:
 
 
 def test_ranks_hold_what_rank_0_does() -> None:
-    assert pool(2).led(what_is_held)[0] == [[3, 3], [0, 0]]
+    assert pool(2).led(what_is_held)[0] == [[1, 1], [0, 0]]
 
 
 def taken_by_a_gather() -> float:
