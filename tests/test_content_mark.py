@@ -28,10 +28,6 @@ def one_bit(x: Any) -> None:
     x.view(np.uint64)[-1, -1] ^= np.uint64(1)
 
 
-def swap_columns(x: Any) -> None:
-    x[:] = x[:, ::-1].copy()
-
-
 @pytest.mark.parametrize(
     ("ask", "change"),
     [
@@ -65,15 +61,6 @@ def test_a_flow_says_nothing_of_points_that_were_changed(tmp_path: Path) -> None
             ask()
 
 
-def test_a_result_of_copies_stays(tmp_path: Path) -> None:
-    x = points()
-    result = otdd.dataset_distance((x.copy(), KINDS), (points(1), KINDS), epsilon=1.0)
-    x += 1
-    result.save(tmp_path)
-    loaded = otdd.DistanceResult.load(tmp_path)
-    assert torch.equal(loaded.class_coupling(), result.class_coupling())
-
-
 @pytest.mark.parametrize("part", ["features", "labels", "weights"])
 def test_a_fingerprint_is_of_what_is_there_now(part: str) -> None:
     """One that was kept let a study and a flow that resumes take changed points for the old."""
@@ -102,12 +89,6 @@ def test_blocks_in_threads_see_every_change() -> None:
     once = mark_of(samples)
     x[[0, -1]] = torch.tensor([[0.0], [1.0]])
     assert len({before, once, mark_of(samples)}) == 3
-
-
-def test_marks_do_not_ask_how_points_lie_in_memory() -> None:
-    x = torch.from_numpy(points())
-    by_columns = otdd.LabeledSamples(x.T.contiguous().T, None, ())
-    assert mark_of(by_columns) == mark_of(otdd.LabeledSamples(x, None, ()))
 
 
 def test_one_column_of_a_matrix_has_a_mark() -> None:

@@ -74,24 +74,6 @@ def test_they_are_the_derivative_of_leaving_mass_out(source, labels, options) ->
     assert float(found.values[row]) == pytest.approx(expected, rel=2e-4, abs=2e-5)
 
 
-def test_without_debiasing_and_labels_they_are_the_calibrated_gradient_of_potentials() -> None:
-    result = distance(SOURCE, TARGET, "none", debias=False)
-    f = result.potentials[0].double()
-    n = len(f)
-    expected = torch.stack([f[i] - (f.sum() - f[i]) / (n - 1) for i in range(n)])
-    torch.testing.assert_close(result.contributions().values, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_class_distances_that_do_not_follow_the_masses_are_held() -> None:
-    held = distance(SOURCE, TARGET, otdd.labels.Sinkhorn(epsilon=5.0)).contributions()
-    assert not held.through_classes
-    whole = some(0, n=30), some(1, n=30)
-    table = distance(SOURCE, TARGET, "gaussian", class_statistics=whole)
-    assert table.method == "gaussian"
-    assert not table.contributions().through_classes
-
-
 def test_rows_without_mass_have_none_and_the_others_theirs() -> None:
     masses = UNEVEN.masses.clone()
     masses[[2, 5]] = 0
@@ -101,10 +83,6 @@ def test_rows_without_mass_have_none_and_the_others_theirs() -> None:
     other = distance(with_zeros.take(kept), TARGET, "gaussian").contributions().values
     assert one.isnan().nonzero().squeeze(1).tolist() == [2, 5]
     torch.testing.assert_close(one[kept], other, rtol=1e-6, atol=1e-7)
-
-
-def test_of_equal_datasets_nothing_is_carried() -> None:
-    assert distance(SOURCE, SOURCE, "none").contributions().values.abs().max() < 1e-8
 
 
 def test_a_loaded_result_has_the_same(tmp_path) -> None:

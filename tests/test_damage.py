@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import otdd_flash as otdd
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import load_checkpoint
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.maps.residual import ResidualMap
@@ -70,11 +68,6 @@ def write_pairs(folder: Path) -> Path:
     return folder / "result.json"
 
 
-def write_pairs_with_a_table(folder: Path) -> Path:
-    write_pairs(folder)
-    return folder / "class_distances.npz"
-
-
 def read_pairs(folder: Path) -> str:
     result = otdd.PairwiseResult.load(folder)
     return fingerprint(result.values, result.lower, result.upper, result.class_distances.full)
@@ -93,12 +86,6 @@ def read_map(folder: Path) -> str:
 def write_checkpoint(folder: Path) -> Path:
     otdd.gradient_flow(SOURCE, TARGET, otdd.Flow(2, checkpoints=otdd.Checkpoints(folder)), **MOVE)
     return folder / "checkpoint.json"
-
-
-def write_rows(folder: Path) -> Path:
-    write_checkpoint(folder)
-    (file,) = (folder / "checkpoint").iterdir()
-    return file
 
 
 def read_checkpoint(folder: Path) -> str:
@@ -168,32 +155,6 @@ def test_damaged_files_are_refused_and_never_used(kind: str, tmp_path: Path) -> 
         assert str(tmp_path) in refusal
         assert "\n" not in refusal
         assert "weights_only" not in refusal
-
-
-@pytest.mark.parametrize("kind", ["distance", "flow", "map", "pairs"])
-def test_a_file_of_an_earlier_version_is_read_with_a_notice(kind: str, tmp_path: Path) -> None:
-    write, read = KEPT[kind]
-    file = write(tmp_path)
-    undamaged, content = read(tmp_path), file.read_bytes()
-    if kind == "pairs":
-        texts = json.loads(content)
-        del texts["checksum"]
-        file.write_text(json.dumps(texts))
-    else:
-        length = int.from_bytes(content[:8], "little")
-        texts = json.loads(content[8 : 8 + length])["__metadata__"]
-        del texts["checksum"]
-        save_file(load_file(file), file, metadata=texts)
-    with pytest.warns(DataNotice, match=rf"{file.suffix} was written by an earlier version"):
-        assert read(tmp_path) == undamaged
-
-
-def test_the_advice_to_load_an_untrusted_file_is_not_passed_on(tmp_path: Path) -> None:
-    torch.save(network(), tmp_path / "weights.pt")
-    with pytest.raises(InputError, match="holds more than tensors") as refused:
-        read_weights(tmp_path)
-    assert "weights_only" not in str(refused.value)
-    assert "trust" not in str(refused.value)
 
 
 class Evil:

@@ -38,16 +38,6 @@ def test_blocks_and_files_change_nothing(
     assert otdd.LabeledSamples(features, LABELS, NAMES).fingerprint == whole
 
 
-def test_parts_add_up() -> None:
-    digest = fingerprint.digest_of_rows
-    whole = digest(FEATURES)
-    parts = [
-        digest(FEATURES[start:stop], first=start) for start, stop in ((20, 50), (0, 13), (13, 20))
-    ]
-    assert sum(parts) % 2**256 == whole
-    assert sum(parts) - parts[0] + digest(FEATURES[20:]) != whole
-
-
 def test_names_cannot_pass_for_others() -> None:
     one, other = (
         otdd.LabeledSamples(FEATURES, torch.zeros(50, dtype=torch.int64), names).fingerprint
@@ -116,27 +106,6 @@ def test_one_content_is_at_distance_0_from_itself_whatever_holds_it(
         assert (found.value, found.bounds) == (0, (0, 0))
     assert otdd.pairwise_distances(pair, labels="none").values.tolist() == [[0, 0]] * 2
     assert otdd.sliced_distances(pair, projections=5).values.tolist() == [[0, 0]] * 2
-
-
-WHOLE = np.arange(50)[:, None] % np.array([2, 2])
-BRAIN = FEATURES.bfloat16()
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        *((WHOLE, WHOLE.astype(kind)) for kind in ("i1", "u2", "u4", "u8", "f2", "f8", "?")),
-        (BRAIN, BRAIN.double()),
-        *(
-            (torch.zeros(50, 2, dtype=kind), -torch.zeros(50, 2, dtype=kind))
-            for kind in (torch.float32, torch.float64)
-        ),
-    ],
-)
-def test_equal_numbers_are_one_content(one: Any, other: Any) -> None:
-    """Integers, half types and the floats that they equal; both zeros."""
-    prints = {otdd.LabeledSamples(each, LABELS, NAMES).fingerprint for each in (one, other)}
-    assert len(prints) == 1
 
 
 def test_a_rounded_copy_is_other_content_unless_nothing_was_rounded() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from experiments.fuzzing.commands import Ended, judged
-from experiments.fuzzing.verdict import Attempt, summary
+from experiments.fuzzing.verdict import summary
 
 
 @pytest.mark.slow
@@ -54,16 +54,3 @@ def test_bad_input_has_a_sentence_unless_its_stream_is_lost() -> None:
     assert judged("process", "distance", ["epsilon=x"], wide).failure is None
     traceback = "Traceback (most recent".encode("utf-16").decode(errors="replace")
     assert judged("process", "distance", [], Ended(2, "", traceback, None)).failure is not None
-
-
-def test_the_value_of_geomloss_may_lie_outside_of_bounds_of_the_converged_distance() -> None:
-    ended = Ended(0, "", "", {**DONE, "value": 0.5})
-    assert judged("command", "flow", ["solver=geomloss"], ended).failure is None
-    assert judged("command", "flow", ["solver=converged"], ended).failure is not None
-
-
-def test_failures_are_listed() -> None:
-    attempts = [Attempt("call", "f(x=1)", "done"), Attempt("call", "f(x=2)", "raised", "TypeError")]
-    content = summary(attempts)
-    assert content["kinds"] == {"call": {"done": 1, "raised": 1}}
-    assert [failure["what"] for failure in content["failures"]] == ["f(x=2)"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.offline import network
+from otdd_flash.errors import InputError
 
 
 class Connected(BaseException):
@@ -80,19 +78,6 @@ def test_what_is_asked_for_is_fetched(build: Any) -> None:
         build(download=True)
 
 
-def test_torchvision_weights_that_are_there_are_found(tmp_path: Path) -> None:
-    from torchvision import models
-
-    network = models.squeezenet1_1()
-    address = models.SqueezeNet1_1_Weights.DEFAULT.url
-    folder = tmp_path / "torch" / "hub" / "checkpoints"
-    folder.mkdir(parents=True)
-    torch.save(network.state_dict(), folder / Path(address).name)
-    found = otdd.extractors.torchvision("squeezenet1_1", weights="DEFAULT").module
-    name, expected = next(iter(network.state_dict().items()))
-    assert torch.equal(found.state_dict()[name], expected)
-
-
 def test_timm_weights_in_the_hubs_cache_are_found(tmp_path: Path) -> None:
     import timm
     from safetensors.torch import save_file
@@ -107,25 +92,6 @@ def test_timm_weights_in_the_hubs_cache_are_found(tmp_path: Path) -> None:
     save_file(network.state_dict(), snapshot)
     found = otdd.extractors.timm("test_resnet", pretrained=True).module.state_dict()
     assert all(torch.equal(found[key], network.state_dict()[key]) for key in found)
-
-
-def test_doors_are_open_again_afterwards() -> None:
-    import huggingface_hub.constants
-    import torch.hub
-
-    before = torch.hub.urlopen, huggingface_hub.constants.HF_HUB_OFFLINE
-    with network(allowed=False):
-        assert huggingface_hub.constants.HF_HUB_OFFLINE
-        with pytest.raises(OSError, match="https://there may not be opened"):
-            torch.hub.urlopen("https://there")
-    with network(allowed=True):
-        assert torch.hub.urlopen is urllib.request.urlopen
-    assert (torch.hub.urlopen, huggingface_hub.constants.HF_HUB_OFFLINE) == before
-
-
-def test_untrained_networks_need_no_network() -> None:
-    with pytest.warns(DataNotice, match="random weights"):
-        otdd.extractors.timm("test_resnet")
 
 
 IMAGE = {"_type": "Image"}
@@ -208,13 +174,6 @@ def test_no_address_in_data_is_opened_unless_asked_for(tmp_path: Path, case: str
     where = "row 0 of .* is the address" if case.startswith("row") else "address"
     with pytest.raises(InputError, match=f"{where}.*download=true"):
         _read(tmp_path / "data", case)
-
-
-@pytest.mark.parametrize("case", ["row https", "row of csv", "readme https", "path of a file"])
-def test_an_address_in_data_is_opened_if_asked_for(tmp_path: Path, case: str) -> None:
-    """The alarm rings: the test above would hear it."""
-    with pytest.raises(Connected):
-        _read(tmp_path / "data", case, download=True)
 
 
 @pytest.mark.slow(after=1)

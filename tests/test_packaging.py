@@ -53,8 +53,3 @@ def test_configs_are_found_in_the_installed_package():
 
 def test_versions_agree():
     assert SETTINGS["project"]["version"] == otdd_flash.__version__
-
-
-def test_type_annotations_are_shipped():
-    assert SETTINGS["tool"]["setuptools"]["package-data"]["otdd_flash"][0] == "py.typed"
-    assert (ROOT / "otdd_flash" / "py.typed").exists()

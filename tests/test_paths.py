@@ -12,7 +12,7 @@ import otdd_flash as otdd
 from otdd_flash.checks import path
 from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
 from otdd_flash.data.writing import write_npz
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import InputError
 from otdd_flash.report.distance.writing import write_report
 from otdd_flash.report.study.writing import write_study_report
 from tests.refusals import naming
@@ -114,10 +114,3 @@ def test_a_key_that_is_given_twice_is_said() -> None:
         "labels is given 2 times: labels=means, the last one, is taken"
     ]
     assert twice_given(["-m", "epsilon=1,2", "~x", "seed=1"]) == []
-
-
-def test_labels_that_clusters_replace_are_said() -> None:
-    from otdd_flash.data.pseudo_labels import with_pseudo_labels
-
-    with pytest.warns(DataNotice, match="its labels are replaced by those of 2 clusters"):
-        with_pseudo_labels(samples(), 2)

@@ -140,32 +140,6 @@ def test_every_public_name_is_kept_or_its_move_is_in_the_changelog():
             )
 
 
-def test_documented_names_are_found_in_every_form():
-    text = """::: otdd_flash.Flow
-    `otdd.sinkhorn(x)` and `labels.metrics.base`; `solver.tolerance` is a key, see `report.html`.
-    ```python
-    from otdd_flash.flows import (Checkpoints as C,
-        Flow)
-    import otdd_flash.report.pairwise
-    my_otdd.load(); ./otdd.py
-    ```"""
-    names = "Flow sinkhorn labels.metrics.base flows.Checkpoints flows.Flow report.pairwise flows"
-    expected = {f"otdd_flash.{name}" for name in names.split()}
-    assert names_in(text, {"solver.tolerance"}) == expected
-    with pytest.raises(LookupError):
-        resolved("otdd_flash.solver.smaller.forget")
-    with pytest.raises(LookupError):
-        resolved("otdd_flash.solver.small.forgets")
-    said = "- `load` reads more.\n- `otdd_flash.solver.small.forget()`\n  moved to `otdd.forget`.\n"
-    assert moved("otdd_flash.solver.small.forget", said)
-    assert not moved("otdd_flash.load", said)
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'otdd_flash' has no attribute 'distence'"):
-        _ = otdd_flash.distence
-
-
 def test_no_function_hides_a_module_of_its_name():
     """`otdd_flash.load` must not be both a function and the module otdd_flash/load.py."""
     folder = Path(otdd_flash.__file__).parent

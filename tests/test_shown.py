@@ -31,12 +31,6 @@ SOURCE, TARGET = _blobs()
 HOSTILE = otdd.LabeledSamples(SOURCE.features, SOURCE.labels, ("a", "b", "c"), name="\x1b[2J\u202e")
 
 
-def test_samples_show_name_and_sizes() -> None:
-    assert repr(SOURCE) == "LabeledSamples('photos', 15 x 2, 3 classes)"
-    unlabelled = otdd.LabeledSamples(SOURCE.features, None, ())
-    assert repr(unlabelled) == "LabeledSamples('samples', 15 x 2, no labels)"
-
-
 def test_a_distance_shows_value_bounds_and_datasets() -> None:
     result = otdd.dataset_distance(SOURCE, TARGET, epsilon=2.0)
     shown = (
@@ -54,25 +48,6 @@ def test_a_distance_shows_value_bounds_and_datasets() -> None:
         assert second.startswith("sampling error was not measured: otdd_flash.subsample_interval")
     same = otdd.dataset_distance(SOURCE, SOURCE, epsilon=2.0)
     assert str(same) == repr(same)
-
-
-def test_a_solve_that_stopped_early_says_so() -> None:
-    costs = torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
-    found = otdd.matrix_transport(costs, epsilon=0.1)
-    assert repr(found).endswith("epsilon=0.1, converged, 6 x 5)")
-    options = otdd.Converged(tolerance=1e-4, max_iterations=1)
-    with pytest.warns(otdd.NotConvergedWarning):
-        early = otdd.matrix_transport(costs, epsilon=0.01, options=options)
-    assert repr(early).endswith("epsilon=0.01, not converged, 6 x 5)")
-
-
-def test_slices_and_flows_show_one_line() -> None:
-    sliced = otdd.sliced_distances([SOURCE, TARGET], projections=1000)
-    assert repr(sliced) == "SlicedResult(2 datasets: photos, drawings; 1,000 draws)"
-    flow = otdd.gradient_flow(SOURCE, TARGET, otdd.Flow(steps=2), epsilon=2.0)
-    start = f"FlowResult({flow.before.divergence:.7g} to {flow.after.divergence:.7g}, mode=features"
-    assert repr(flow).startswith(start + ", 2 steps")
-    assert "tensor" not in repr(flow)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
     operator = KernelOperator(cost_of(500), "fast")
     for rank in range(2):
         operator.self_share(rank, 2).softmin(torch.zeros(500, device=DEVICE), EPSILON)
-    blocks = 4
+    # Two a class.
+    blocks = 6
     assert sorted(seen) == [(row, column) for row in range(blocks) for column in range(row, blocks)]
 
 
