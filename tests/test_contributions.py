@@ -31,7 +31,6 @@ def distance(source, target, labels, **options):
 
 SOURCE, TARGET = some(0), some(1, n=12)
 UNEVEN = some(0, weights=True)
-BIASED = {"unbiased": False}
 
 
 @pytest.mark.parametrize(
@@ -41,15 +40,8 @@ BIASED = {"unbiased": False}
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (SOURCE, otdd.labels.Gaussian(**BIASED, diagonal=True), {"debias": False}),
-                (SOURCE, "gaussian", {}),
-                (UNEVEN, otdd.labels.Gaussian(diagonal=True), {}),
-                (UNEVEN, otdd.labels.Gaussian(**BIASED), {"debias": False}),
-                (SOURCE, otdd.labels.Gaussian(**BIASED), {}),
-                (UNEVEN, otdd.labels.Gaussian(**BIASED, diagonal=True), {}),
-                (UNEVEN, "means", {}),
+                (UNEVEN, otdd.labels.Gaussian(unbiased=False, diagonal=True), {}),
                 (SOURCE, "means", {"debias": False}),
-                (UNEVEN, "none", {}),
                 (SOURCE, "gaussian", {"ground": "cosine", "epsilon": 0.2}),
                 (SOURCE, "none", {"ground": "inner", "debias": False}),
             )
@@ -93,7 +85,7 @@ def test_a_loaded_result_has_the_same(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_they_tell_what_50_rows_of_the_digits_change() -> None:
+def test_they_tell_what_25_rows_of_the_digits_change() -> None:
     pixels = otdd.extractors.pixels()
     source = otdd.embed(otdd.load("digits", max_samples=300), pixels)
     target = otdd.embed(otdd.load("digits", split="test", rotate=30, max_samples=200), pixels)
@@ -102,7 +94,7 @@ def test_they_tell_what_50_rows_of_the_digits_change() -> None:
     whole = otdd.dataset_distance(source, target, **settings)
     values = whole.contributions().values
     changes, first_order = [], []
-    for row in np.random.default_rng(0).permutation(len(source))[:50]:
+    for row in np.random.default_rng(0).permutation(len(source))[:25]:
         kept = torch.tensor([k for k in range(len(source)) if k != row])
         without = otdd.dataset_distance(source.take(kept), target, **settings)
         changes.append(without.value - whole.value)
