@@ -64,8 +64,10 @@ def test_led_work_is_that_of_one_process(name: str, ring: bool) -> None:
     for field, (expected, allowance) in alone.items():
         if allowance is not None:
             assert np.array_equal(first[field].value, copy[field].value, equal_nan=True), field
-            scale = np.abs(expected).max()
-            assert np.allclose(first[field].value, expected, 1e-6, 1e-6 * scale, True), field
+            # Linear systems end at a residual, wherever they are.
+            near = 1e-5 if field == "gradient" else 1e-6
+            far = np.abs(expected).max() * near
+            assert np.allclose(first[field].value, expected, near, far, equal_nan=True), field
 
 
 def refused_by_the_leader(ranks: Ranks, epsilon: float) -> float:
