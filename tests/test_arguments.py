@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -190,15 +189,6 @@ def test_arrays_with_labels_and_a_devices_name_just_work() -> None:
         found = otdd.dataset_distance(source, target, epsilon=1, compute=compute)
         assert found.value == expected
     assert otdd.sinkhorn_divergence(POINTS, POINTS + 1, epsilon=1.0).value > 0
-
-
-def test_numbers_of_any_library_are_numbers() -> None:
-    for one in (1, 1.0, np.float32(1), np.int64(1), torch.ones(()), Fraction(1)):
-        options = otdd.Converged(tolerance=one, max_seconds=one)
-        assert (options.tolerance, options.max_seconds) == (1.0, 1.0), one
-        assert type(options.tolerance) is float, one
-    assert type(otdd.Converged(max_iterations=np.int64(3)).max_iterations) is int
-    assert type(otdd.labels.Gaussian(unbiased=np.bool_(False)).unbiased) is bool
 
 
 def test_declarations_import_no_torch() -> None:

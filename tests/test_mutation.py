@@ -3,49 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.mutation import drawing, listed, running
+from tests.mutation import drawing, running
 from tests.mutation.listed import LISTS, Entry, NotFoundError, find, read
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = '''"""Numbers."""
-
-SIZE = 4
-
-
-class Plan:
-    def __repr__(self):
-        return "a" * (2 + 3)
-
-    def apply(self, x: int | None):
-        if x < 0:
-            raise ValueError(x + 1)
-
-        def inner(y):
-            return y + 1
-
-        return (x + 1) * inner(x)
-
-
-@jit
-def kernel(x):
-    return x - 1
-'''
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A checkout of one file, without any tests."""
-    root = tmp_path / "checkout"
-    (root / "kernels").mkdir(parents=True)
-    (root / "kernels" / "numbers_of_a_mutant.py").write_text(SOURCE)
-    (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    return root
 
 
 @pytest.mark.slow
@@ -76,35 +42,14 @@ def test_the_lists_are_of_the_code_as_it_is() -> None:
     assert not wrong
 
 
-def entry(function: str, expression: str, replacement: str = "0", module: str = "") -> Entry:
-    return Entry(module or "kernels/numbers_of_a_mutant.py", function, expression, replacement)
+SOURCE = """
+class Plan:
+    def apply(self, x):
+        def inner(y):
+            return y + 1
 
-
-@pytest.mark.parametrize(
-    ("listed_as", "old"),
-    [
-        (entry("Plan.apply", "x <0"), "x < 0"),
-        (entry("Plan.apply", "x < 0", module="kernels/before.py"), "x < 0"),
-        (entry("Plan.apply.inner", "y + 1"), "y + 1"),
-        (entry("Plan.apply", "return (x+1)*inner(x)"), "return (x + 1) * inner(x)"),
-        (entry("", "SIZE=4"), "SIZE = 4"),
-        (entry("Plan.apply", "x + 1"), 2),
-        (entry("apply", "x < 0"), 0),
-        (entry("Plan.apply", "x < 1"), 0),
-        (entry("Plan.apply", "y + 1"), 0),
-    ],
-)
-def test_an_expression_is_found_by_its_function(
-    checkout: Path, listed_as: Entry, old: str | int
-) -> None:
-    if isinstance(old, int):
-        with pytest.raises(NotFoundError, match=f"{old} times" if old else "nowhere"):
-            find(listed_as, checkout)
-    else:
-        mutant = find(listed_as, checkout)
-        assert (mutant.file, mutant.old) == ("kernels/numbers_of_a_mutant.py", old)
-
-
+        return (x + 1) * inner(x)
+"""
 # Names that no test of the suite has: a fork inherits the modules of those that ran.
 TESTS = """
 import subprocess, sys, time
@@ -129,17 +74,6 @@ def test_that_waits():
 """
 
 
-@pytest.fixture
-def with_tests(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (checkout / "test_of_a_mutant.py").write_text(TESTS)
-    path = checkout / "kernels" / "numbers_of_a_mutant.py"
-    path.write_text(SOURCE.replace("@jit\n", ""))
-    listed._file.cache_clear()
-    monkeypatch.setattr(running, "SECONDS", 0.5)
-    yield checkout
-    listed._file.cache_clear()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tests", "new", "status", "by"),
@@ -153,14 +87,26 @@ def with_tests(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     ],
 )
 def test_a_failing_test_kills(
-    with_tests: Path, tests: list[str], new: str, status: str, by: str
+    tests: list[str],
+    new: str,
+    status: str,
+    by: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = with_tests / "kernels" / "numbers_of_a_mutant.py"
-    before = path.read_bytes()
-    mutant = find(entry("Plan.apply.inner", "y + 1", new), with_tests)
+    path = tmp_path / "kernels" / "numbers_of_a_mutant.py"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    (tmp_path / "test_of_a_mutant.py").write_text(TESTS)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    monkeypatch.setattr(running, "SECONDS", 0.5)
+    # Listed where it stood before.
+    mutant = find(Entry("kernels/before.py", "Plan.apply.inner", "y+1", new), tmp_path)
     names = [f"test_of_a_mutant.py::test_{name}" for name in tests]
     known = {"test_of_a_mutant.py::test_that_waits": 0.1}
     limit = 15.0 if status == "hangs" else 60.0
-    found = running.run(with_tests, mutant, names, limit, known)
+    found = running.run(tmp_path, mutant, names, limit, known)
     assert (found.status, found.by.rpartition("::")[2]) == (status, by)
-    assert path.read_bytes() == before
+    assert path.read_text() == SOURCE
+    with pytest.raises(NotFoundError, match="nowhere"):
+        find(Entry("kernels/before.py", "Plan.apply", "y + 1", new), tmp_path)

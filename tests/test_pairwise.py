@@ -20,32 +20,24 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
 
-def clusters(size, seed, *, dim=3, classes=3, weights=None):
+def clusters(size, seed, *, classes=3, weights=None):
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(size) % classes)
-    features = 2 * rng.normal(size=(classes, dim))[labels] + rng.normal(size=(size, dim))
+    features = 2 * rng.normal(size=(classes, 3))[labels] + rng.normal(size=(size, 3))
     names = tuple("abcdefgh"[:classes])
-    return LabeledSamples(
-        torch.from_numpy(features).float(),
-        torch.from_numpy(labels),
-        names,
-        weights,
-        name=f"set {seed}",
-    )
+    return LabeledSamples(features.astype("f4"), labels, names, weights, name=f"set {seed}")
 
 
-WEIGHTS = torch.linspace(0, 1, 12)
 DATASETS = [
     clusters(15, 0),
-    clusters(12, 1, classes=2, weights=WEIGHTS),
+    clusters(12, 1, classes=2, weights=torch.linspace(0, 1, 12)),
     clusters(14, 2, classes=4),
 ]
-UNLABELLED = LabeledSamples(torch.eye(3), None, (), name="cells")
 
 
 @pytest.fixture(scope="module")
 def result():
-    return pairwise_distances(DATASETS, epsilon=0.5)
+    return pairwise_distances(DATASETS, epsilon=3.0)
 
 
 @pytest.fixture
@@ -95,33 +87,27 @@ def test_every_number_is_that_of_a_single_comparison(options):
         assert not table.diagonal().any()
 
 
-def test_every_term_is_solved_once(solves):
+def test_every_term_is_solved_once_and_equal_datasets_are_at_zero(solves):
     heard: list[tuple[int, int]] = []
-    datasets = [*DATASETS, clusters(10, 3)]
-    pairwise_distances(datasets, epsilon=3.0, progress=lambda *event: heard.append(event))
-    assert solves == {"self": 4, "cross": 6}
-    assert heard == [(done, 10) for done in range(1, 11)]
-
-
-def test_identical_datasets_are_at_exactly_zero(solves):
-    one, two, _ = DATASETS
-    copy = LabeledSamples(one.features.clone(), one.labels, one.class_names, name=one.name)
-    result = pairwise_distances([one, two, copy], epsilon=0.5)
-    assert result.names == ("set 0 (0)", "set 1", "set 0 (2)")
+    one, two, three = DATASETS
+    copy = replace(one, features=one.features.clone())
+    progress = {"progress": lambda *event: heard.append(event)}
+    result = pairwise_distances([one, two, three, copy], epsilon=3.0, **progress)
+    assert solves == {"self": 4, "cross": 5}
+    assert [done for done, _ in heard] == list(range(1, len(heard) + 1))
+    assert result.names == ("set 0 (0)", "set 1", "set 2", "set 0 (3)")
     for table in (result.values, result.lower, result.upper):
-        assert float(table[0, 2]) == 0
-    assert float(result.lower[1, 0]) <= float(result.values[1, 2]) <= float(result.upper[1, 0])
-    assert solves == {"self": 3, "cross": 2}
+        assert float(table[0, 3]) == 0
+        assert float(table[1, 3]) == pytest.approx(float(table[1, 0]), rel=1e-2)
 
 
 @pytest.mark.slow
 def test_a_table_can_be_given():
     table = otdd.class_distances(DATASETS, "means")
-    result = pairwise_distances(DATASETS, epsilon=3.0, class_distances=table)
-    assert result.method == "given"
     # Subsets take the distances between whole classes.
     some = [samples.take(torch.arange(8)) for samples in DATASETS]
     part = pairwise_distances(some, epsilon=3.0, class_distances=table)
+    assert part.method == "given"
     assert torch.equal(part.class_distances.full, table.full)
 
 
@@ -134,8 +120,7 @@ def test_pairs_and_rows_of_the_table_are_listed_from_the_nearest(result):
     frame = result.to_frame()
     assert [tuple(row)[:-1] for row in frame.itertuples(index=False)] == list(rows)
     assert list(frame.columns) == [*ComparedPair._fields, "epsilon"]
-    assert set(frame.epsilon) == {0.5}
-    assert {str(frame[name].dtype) for name in ("value", "lower", "upper")} == {"float64"}
+    assert {str(frame[name].dtype) for name in ("value", "lower", "epsilon")} == {"float64"}
     assert frame.converged.dtype == bool
 
 
@@ -146,7 +131,6 @@ def test_saved_results_load_again(result, tmp_path):
     content = json.loads((folder / "result.json").read_text())
     assert content["datasets"] == ["set 0", "set 1", "set 2"]
     assert content["values"] == result.values.tolist()
-    assert content["converged"] == [[True] * 3] * 3
     loaded = PairwiseResult.load(folder)
     assert loaded.to_dict() == result.to_dict()
     assert torch.equal(loaded.class_distances.full, result.class_distances.full)
@@ -162,13 +146,13 @@ def test_saved_results_load_again(result, tmp_path):
 
 def test_stopping_early_is_said_once_with_names():
     early = Converged(tolerance=1e-4, max_iterations=2)
-    with pytest.warns(NotConvergedWarning) as said:
+    with pytest.warns(NotConvergedWarning) as warned:
         result = pairwise_distances(DATASETS, epsilon=0.05, solver=early)
-    assert len(said) == 1
-    assert "set 0 and set 1" in str(said[0].message)
-    assert "after 2 iterations" in str(said[0].message)
+    assert len(warned) == 1
+    assert "set 0 and set 1" in str(warned[0].message)
+    assert "after 2 iterations" in str(warned[0].message)
     assert not result.converged[0, 1]
-    required = Converged(tolerance=1e-4, max_iterations=2, require_convergence=True)
+    required = replace(early, require_convergence=True)
     with pytest.raises(ConvergenceError, match=r"set 1 and itself.*solver.tolerance=0.0001"):
         pairwise_distances(DATASETS, epsilon=0.05, solver=required)
 
@@ -179,28 +163,17 @@ TABLE = otdd.class_distances(DATASETS, "means")
 @pytest.mark.parametrize(
     ("datasets", "options", "message"),
     [
-        *(
-            (DATASETS, options, message)
-            for options, message in (
-                ({"epsilon": -1.0}, "epsilon must be positive and finite, got -1"),
-                ({"labels": "gauss"}, "unknown labels.method 'gauss'"),
-                ({"labels": "given"}, "labels=given needs a table"),
-                ({"solver": Converged(tolerance=1e-12)}, "too tight for float32"),
-                ({"solver": Converged(bound_width=0.1)}, "every term once, to solver.tolerance"),
-                ({"solver": Converged(max_seconds=9.0)}, r"solver\.max_seconds .*dataset_distance"),
-                ({"solver": GeomlossSchedule()}, r"geomloss are for dataset_distance"),
-                (
-                    {"class_distances": TABLE.between(0, 1)},
-                    r"must be JointClassDistances, .* got ClassDistances",
-                ),
-            )
-        ),
-        (DATASETS[:1], {}, "holds 1 datasets, and at least 2"),
-        (DATASETS[0], {}, "datasets must be a list, got LabeledSamples"),
-        ([DATASETS[0], "usps"], {}, r"datasets\[1\] must be LabeledSamples, .*, got 'usps'"),
-        ([DATASETS[0], clusters(20, 5, dim=4)], {}, r"3 .*4|4 .*3"),
-        ([DATASETS[0], UNLABELLED], {}, "cells has no labels"),
+        (DATASETS, {"epsilon": -1.0}, "epsilon must be positive and finite, got -1"),
+        (DATASETS, {"labels": "given"}, "labels=given needs a table"),
+        (DATASETS, {"solver": Converged(tolerance=1e-12)}, "too tight for float32"),
+        (DATASETS, {"solver": Converged(bound_width=0.1)}, "every term once, to solver.tolerance"),
+        (DATASETS, {"solver": Converged(max_seconds=9.0)}, r"solver\.max_seconds .*dataset_distan"),
+        (DATASETS, {"solver": GeomlossSchedule()}, r"geomloss are for dataset_distance"),
+        (DATASETS, {"class_distances": TABLE.between(0, 1)}, r"Joint.* got ClassDistances"),
         (DATASETS[:2], {"class_distances": TABLE}, "about 3 datasets"),
+        (DATASETS[:1], {}, "holds 1 datasets, and at least 2"),
+        ([DATASETS[0], "usps"], {}, r"datasets\[1\] must be LabeledSamples, .*, got 'usps'"),
+        ([DATASETS[0], LabeledSamples(torch.eye(3), None, ())], {}, "has no labels"),
     ],
 )
 def test_impossible_requests_are_refused(datasets, options, message):
