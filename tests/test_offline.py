@@ -51,27 +51,22 @@ def alarmed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 FETCHED: list[Callable[..., Any]] = [
     lambda **more: otdd.extractors.timm("test_resnet", pretrained=True, **more),
     lambda **more: otdd.extractors.torchvision("squeezenet1_1", weights="DEFAULT", **more),
+    lambda **more: otdd.load("huggingface", path="owner/name", **more),
+    lambda **more: otdd.load("torchvision", dataset="CIFAR10", root="nowhere", **more),
+    # By the common option alone.
+    lambda **more: otdd.load(
+        "torchvision", dataset="CIFAR10", root="nowhere", arguments={"download": True}, **more
+    ),
 ]
-CIFAR = {"dataset": "CIFAR10", "root": "nowhere"}
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        *FETCHED,
-        lambda: otdd.extractors.timm("hf-hub:timm/test_resnet.r160_in1k"),
-        lambda: otdd.load("huggingface", path="owner/name"),
-        lambda: otdd.load("torchvision", **CIFAR),
-        # By the common option alone.
-        lambda: otdd.load("torchvision", arguments={"download": True}, **CIFAR),
-    ],
-)
+@pytest.mark.parametrize("build", FETCHED)
 def test_nothing_is_fetched_unless_asked_for(build: Any) -> None:
     with pytest.raises(InputError, match="download=true"):
         build()
 
 
-@pytest.mark.parametrize("build", FETCHED)
+@pytest.mark.parametrize("build", FETCHED[:2])
 def test_what_is_asked_for_is_fetched(build: Any) -> None:
     """The alarm rings: the test above would hear a connection."""
     with pytest.raises(Connected):
@@ -115,19 +110,6 @@ def _saved(folder: Path, path: str, feature: dict[str, Any]) -> dict[str, Any]:
     return {"path": str(folder)}
 
 
-def _parquet(folder: Path, path: str) -> dict[str, Any]:
-    import pyarrow
-    import pyarrow.parquet
-
-    stored = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
-    image = pyarrow.array([{"bytes": None, "path": path}] * 2, stored)
-    features = {"image": IMAGE, "label": {"dtype": "int64", "_type": "Value"}}
-    said = {"huggingface": json.dumps({"info": {"features": features}})}
-    table = pyarrow.table({"image": image, "label": [0, 1]}).replace_schema_metadata(said)
-    pyarrow.parquet.write_table(table, folder / "a.parquet")
-    return {"path": str(folder / "a.parquet")}
-
-
 def _with_readme(folder: Path, lines: str, rows: str = "u,0") -> dict[str, Any]:
     (folder / "README.md").write_text(f"---\n{lines}\n---\n")
     (folder / "a.csv").write_text(f"text,label\n{rows}\nv,1\n")
@@ -149,7 +131,6 @@ ADDRESSES: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{f"row {protocol}": lambda f, p=protocol: _saved(f, f"{p}://h/a.png", IMAGE)
        for protocol in PROTOCOLS},
     "row, in an archive": lambda f: _saved(f, f"zip://a.png::{A}.zip", IMAGE),
-    "row of parquet": lambda f: _parquet(f, f"{A}.png"),
     "row of csv": lambda f: _with_readme(f, CAST, f"{A}.png,0"),
     **{f"readme {protocol}": lambda f, p=protocol: _with_readme(f, _configuration(f"{p}://h/a.csv"))
        for protocol in PROTOCOLS},
@@ -178,13 +159,12 @@ def test_no_address_in_data_is_opened_unless_asked_for(tmp_path: Path, case: str
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("role", ["label", "weights"])
-@pytest.mark.parametrize("feature", [IMAGE, {"_type": "List", "feature": IMAGE}])
-def test_what_is_no_label_or_mass_is_not_fetched_to_find_out(
-    tmp_path: Path, role: str, feature: dict[str, Any]
-) -> None:
+def test_what_is_no_label_or_mass_is_not_fetched_to_find_out(tmp_path: Path, role: str) -> None:
     columns = {"input": "text", "label": "label", role: "image"}
-    with pytest.raises(InputError):
-        otdd.load("huggingface", **_saved(tmp_path / "data", f"{A}.png", feature), **columns)
+    for place, feature in enumerate((IMAGE, {"_type": "List", "feature": IMAGE})):
+        data = _saved(tmp_path / f"{place}", f"{A}.png", feature)
+        with pytest.raises(InputError):
+            otdd.load("huggingface", **data, **columns)
 
 
 def test_other_readers_take_no_address() -> None:
