@@ -124,28 +124,21 @@ class Silent(Broken):
 
 
 @pytest.mark.parametrize("kind", [Broken, Silent])
-def test_a_store_that_is_gone_is_missed_too(
+def test_a_store_that_is_gone_is_missed_and_keeps_nobody(
     kind: type[Broken], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "ANSWER", LIMIT)
     store = kind()
     alone = Watched(store, 0, 2)
-    with beating(alone):
-        assert waited(lambda: alone.lost)
+    alone.start()
+    assert waited(lambda: alone.lost)
     assert alone.lost == [("the store of torchrun", None)]
     # Every call of a broken store prints a page of frames of C++.
     assert store.calls == 1
-
-
-def test_a_silent_store_does_not_keep_a_process_that_is_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(heartbeat, "ANSWER", LIMIT)
-    store = Silent()
-    alone = Watched(store, 0, 2)
-    alone.start()
-    assert waited(lambda: store.calls)
-    ending = threading.Thread(target=alone.stop, daemon=True)
+    # One that is done does not wait for it.
+    done = Watched(kind(), 0, 2)
+    done.start()
+    ending = threading.Thread(target=done.stop, daemon=True)
     ending.start()
     ending.join(10 * LIMIT)
     assert not ending.is_alive()

@@ -185,26 +185,6 @@ def test_masses_of_shards_add_up() -> None:
     assert torch.allclose(found["coupling"], alone.class_coupling(), atol=1e-5)
 
 
-def without_mass_on_one() -> Any:
-    """Rank 1 has rows of both sides that count nothing."""
-    rank = torch.distributed.get_rank()
-    shards = [
-        replace(side, features=side.features + rank, weights=torch.full((len(side),), 1.0 - rank))
-        for side in datasets()
-    ]
-    if rank == 1:
-        with pytest.raises(otdd.InputError, match="source: weights must not all be zero"):
-            otdd.dataset_distance(*shards, epsilon=EPSILON, compute="cpu")
-    compute = otdd.ComputeOptions("cpu", group="world")
-    return otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute).value
-
-
-@pytest.mark.slow
-def test_a_shard_may_be_without_mass() -> None:
-    alone = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute="cpu")
-    assert pool(2).run(without_mass_on_one) == [pytest.approx(alone.value, rel=1e-6)] * 2
-
-
 def refused(given: str) -> Any:
     """Shards or calls that ranks cannot agree on."""
     rank = torch.distributed.get_rank()
