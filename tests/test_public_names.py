@@ -127,6 +127,7 @@ def test_every_documented_name_is_there_and_frozen():
             assert name in frozen, f"{page.name} shows {name}: add it to {FROZEN.name}"
 
 
+@pytest.mark.slow
 def test_every_public_name_is_kept_or_its_move_is_in_the_changelog():
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
     for name in FROZEN.read_text("utf-8").split():
