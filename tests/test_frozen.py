@@ -126,4 +126,3 @@ def test_a_changed_package_differs_from_its_last_commit(tmp_path: Path) -> None:
     left = subprocess.run(worktrees, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert len(left.stdout.splitlines()) == 1
     assert ask(tmp_path, "--against", "no-such-commit").returncode == 2
-    assert ask(tmp_path, "--against", "HEAD", "no such case").returncode == 2
