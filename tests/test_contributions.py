@@ -31,7 +31,6 @@ def distance(source, target, labels, **options):
 
 SOURCE, TARGET = some(0), some(1, n=12)
 UNEVEN = some(0, weights=True)
-BIASED = {"unbiased": False}
 
 
 @pytest.mark.parametrize(
@@ -41,15 +40,8 @@ BIASED = {"unbiased": False}
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (SOURCE, otdd.labels.Gaussian(**BIASED, diagonal=True), {"debias": False}),
-                (SOURCE, "gaussian", {}),
-                (UNEVEN, otdd.labels.Gaussian(diagonal=True), {}),
-                (UNEVEN, otdd.labels.Gaussian(**BIASED), {"debias": False}),
-                (SOURCE, otdd.labels.Gaussian(**BIASED), {}),
-                (UNEVEN, otdd.labels.Gaussian(**BIASED, diagonal=True), {}),
-                (UNEVEN, "means", {}),
+                (UNEVEN, otdd.labels.Gaussian(unbiased=False, diagonal=True), {}),
                 (SOURCE, "means", {"debias": False}),
-                (UNEVEN, "none", {}),
                 (SOURCE, "gaussian", {"ground": "cosine", "epsilon": 0.2}),
                 (SOURCE, "none", {"ground": "inner", "debias": False}),
             )
@@ -74,24 +66,6 @@ def test_they_are_the_derivative_of_leaving_mass_out(source, labels, options) ->
     assert float(found.values[row]) == pytest.approx(expected, rel=2e-4, abs=2e-5)
 
 
-def test_without_debiasing_and_labels_they_are_the_calibrated_gradient_of_potentials() -> None:
-    result = distance(SOURCE, TARGET, "none", debias=False)
-    f = result.potentials[0].double()
-    n = len(f)
-    expected = torch.stack([f[i] - (f.sum() - f[i]) / (n - 1) for i in range(n)])
-    torch.testing.assert_close(result.contributions().values, expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.slow
-def test_class_distances_that_do_not_follow_the_masses_are_held() -> None:
-    held = distance(SOURCE, TARGET, otdd.labels.Sinkhorn(epsilon=5.0)).contributions()
-    assert not held.through_classes
-    whole = some(0, n=30), some(1, n=30)
-    table = distance(SOURCE, TARGET, "gaussian", class_statistics=whole)
-    assert table.method == "gaussian"
-    assert not table.contributions().through_classes
-
-
 def test_rows_without_mass_have_none_and_the_others_theirs() -> None:
     masses = UNEVEN.masses.clone()
     masses[[2, 5]] = 0
@@ -103,10 +77,6 @@ def test_rows_without_mass_have_none_and_the_others_theirs() -> None:
     torch.testing.assert_close(one[kept], other, rtol=1e-6, atol=1e-7)
 
 
-def test_of_equal_datasets_nothing_is_carried() -> None:
-    assert distance(SOURCE, SOURCE, "none").contributions().values.abs().max() < 1e-8
-
-
 def test_a_loaded_result_has_the_same(tmp_path) -> None:
     result = distance(SOURCE, TARGET, "means")
     result.save(tmp_path)
@@ -115,7 +85,7 @@ def test_a_loaded_result_has_the_same(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_they_tell_what_50_rows_of_the_digits_change() -> None:
+def test_they_tell_what_25_rows_of_the_digits_change() -> None:
     pixels = otdd.extractors.pixels()
     source = otdd.embed(otdd.load("digits", max_samples=300), pixels)
     target = otdd.embed(otdd.load("digits", split="test", rotate=30, max_samples=200), pixels)
@@ -124,7 +94,7 @@ def test_they_tell_what_50_rows_of_the_digits_change() -> None:
     whole = otdd.dataset_distance(source, target, **settings)
     values = whole.contributions().values
     changes, first_order = [], []
-    for row in np.random.default_rng(0).permutation(len(source))[:50]:
+    for row in np.random.default_rng(0).permutation(len(source))[:25]:
         kept = torch.tensor([k for k in range(len(source)) if k != row])
         without = otdd.dataset_distance(source.take(kept), target, **settings)
         changes.append(without.value - whole.value)

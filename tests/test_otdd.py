@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ import torch
 
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
 from otdd_flash.labels import ClassDistances, Gaussian, Means, Sinkhorn, measure_classes, metric_of
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged
@@ -19,22 +18,13 @@ from otdd_flash.solver.schedules.converged import Converged
 TIGHT = Converged(tolerance=1e-4)
 
 
-def clusters(size, seed, *, dim=3, classes=3, shift=0.0, weights=None, dtype=torch.float32):
+def clusters(size, seed, *, dim=3, classes=3, shift=0.0):
     """Labelled Gaussian clusters; every class has at least two points if size >= 2 classes."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(size) % classes)
     centres = 2 * rng.normal(size=(classes, dim))
-    features = torch.from_numpy(centres[labels] + rng.normal(size=(size, dim)) + shift).to(dtype)
-    names = tuple("abcdefgh"[:classes])
-    return LabeledSamples(features, torch.from_numpy(labels), names, weights, name=f"set {seed}")
-
-
-def one_class(*sizes):
-    return [clusters(size, seed, classes=1) for seed, size in enumerate(sizes)]
-
-
-def weighted(samples, weights):
-    return LabeledSamples(samples.features, samples.labels, samples.class_names, weights)
+    features = (centres[labels] + rng.normal(size=(size, dim)) + shift).astype(np.float32)
+    return LabeledSamples(features, labels, tuple("abcdefgh"[:classes]), name=f"set {seed}")
 
 
 def some_zeros(size, seed):
@@ -45,40 +35,32 @@ def some_zeros(size, seed):
 
 SOURCE, TARGET = PAIR = clusters(21, 0), clusters(16, 1, classes=2, shift=1.0)
 BARE = [LabeledSamples(side.features, None, ()) for side in PAIR]
-HEAVY = weighted(SOURCE, some_zeros(21, 4))
+HEAVY = replace(SOURCE, weights=some_zeros(21, 4))
+POINT = clusters(1, 0, classes=1), clusters(9, 1, classes=1)
 MEANS = measure_classes(*PAIR, Means())
 GIVEN = ClassDistances(2 * MEANS.xx, 3 * MEANS.xy, 2 * MEANS.yy)
 
 
 def truth(source, target, table, epsilon, *, lambda_x=0.5, lambda_y=0.5, debias=True):
     """S_epsilon, or OT_epsilon, in float64 from the table of class distances."""
-    sides = {"x": source, "y": target}
-    labels = {
-        name: torch.zeros(len(side)).long() if side.labels is None else side.labels
-        for name, side in sides.items()
-    }
-    costs = [
-        reference.dense_cost(
-            sides[one].features,
-            sides[two].features,
-            lambda_x,
-            lambda_y * getattr(table, one + two),
-            labels[one],
-            labels[two],
-        )
-        for one, two in ("xy", "xx", "yy")
-    ]
+    points = []
+    for side, first in ((source, 0), (target, len(table.xx))):
+        labels = torch.zeros(len(side)).long() if side.labels is None else side.labels
+        points.append((side.features, labels + first))
+    costs = tuple(
+        reference.dense_cost(one[0], two[0], lambda_x, lambda_y * table.full, one[1], two[1])
+        for one, two in ((points[0], points[1]), (points[0],) * 2, (points[1],) * 2)
+    )
     if debias:
-        return reference.sinkhorn_divergence(tuple(costs), source.masses, target.masses, epsilon)
+        return reference.sinkhorn_divergence(costs, source.masses, target.masses, epsilon)
     return reference.entropic_transport(costs[0], source.masses, target.masses, epsilon)[0]
 
 
-def assert_holds(result, expected, width=None):
+def assert_holds(result, expected, width=np.inf):
     low, high = result.bounds
     assert low - 1e-9 <= expected <= high + 1e-9
     assert low <= result.value <= high
-    if width is not None:
-        assert high - low < width
+    assert high - low < width
 
 
 def assert_same_distance(one, two):
@@ -97,20 +79,10 @@ def assert_same_distance(one, two):
         (BARE, 0.5, {"labels": "none"}),
         ((HEAVY, TARGET), 0.5, {}),
         (PAIR, 0.5, {"class_distances": GIVEN}),
-        (one_class(1, 9), 0.5, {"labels": "means"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (PAIR, 3.0, {}),
-                (PAIR, 0.5, {"labels": "exact"}),
-                (PAIR, 0.5, {"labels": "upper_bound"}),
-                (PAIR, 0.5, {"lambda_y": 0.0}),
-                ((SOURCE, SOURCE), 0.5, {"debias": False}),
-                (one_class(1, 1), 0.5, {"labels": "means"}),
-                (one_class(9, 1), 0.5, {"labels": "means"}),
-                (one_class(9, 12), 0.5, {}),
-            )
-        ),
+        (POINT, 0.5, {"labels": "means"}),
+        pytest.param(PAIR, 0.5, {"labels": "exact"}, marks=pytest.mark.slow),
+        pytest.param((SOURCE, SOURCE), 0.5, {"debias": False}, marks=pytest.mark.slow),
+        pytest.param(POINT[::-1], 0.5, {"labels": "means"}, marks=pytest.mark.slow),
     ],
 )
 def test_the_dense_value_lies_in_the_bounds(pair, epsilon, options):
@@ -121,68 +93,33 @@ def test_the_dense_value_lies_in_the_bounds(pair, epsilon, options):
     assert_holds(result, truth(*pair, table, epsilon, **weights), width=0.05)
     assert result.converged
     assert result.method == method
-    terms = {"xy"} if options.get("debias") is False else {"xy", "xx", "yy"}
-    assert set(result.divergence.terms) == terms
     if pair is not BARE:
         assert result.class_names == tuple(side.class_names for side in pair)
 
 
-def test_double_precision_takes_float64_features():
-    pair = clusters(16, 0, dtype=torch.float64), clusters(14, 1, dtype=torch.float64)
-    double, solver = ComputeOptions(precision="double"), Converged(tolerance=1e-9)
-    result = dataset_distance(*pair, epsilon=0.5, compute=double, solver=solver)
-    assert result.potentials[0].dtype == torch.float64
-    expected = truth(*pair, result.class_distances, 0.5)
-    assert_holds(result, expected, width=1e-6)
-    assert result.value == pytest.approx(expected, rel=1e-10)
-
-
-@pytest.mark.parametrize(("apart", "value"), [(1.0, 1.0), (2.0, 4.0)])
-def test_features_and_class_distances_are_squared(apart, value):
+def test_features_and_class_distances_are_squared():
     """1/2 ||x - y||^2 + 1/2 W, and both are the squared distance."""
     one, two = (
         LabeledSamples(torch.full((2, 1), place), torch.tensor([0, 1]), ("a", "b"))
-        for place in (0.0, apart)
+        for place in (0.0, 2.0)
     )
-    found = dataset_distance(one, two, labels="means")
-    assert found.value == pytest.approx(value, rel=1e-5)
+    assert dataset_distance(one, two, labels="means").value == pytest.approx(4.0, rel=1e-5)
 
 
 def test_class_statistics_can_come_from_larger_datasets():
     subsets = [side.take(torch.arange(12)) for side in PAIR]
-    result = dataset_distance(*subsets, class_statistics=PAIR, epsilon=0.5)
+    result = dataset_distance(*subsets, class_statistics=PAIR, epsilon=3.0)
     torch.testing.assert_close(result.class_distances.full, measure_classes(*PAIR, Gaussian()).full)
 
 
-def moved(samples):
-    return LabeledSamples(samples.features + 7.5, samples.labels, samples.class_names)
-
-
-def renamed(samples):
-    names = tuple(f"class {name}" for name in samples.class_names)
-    return LabeledSamples(samples.features, samples.labels, names)
-
-
-def renumbered(samples):
-    return samples.keep_classes(list(reversed(range(samples.class_total))))
-
-
 def shuffled(samples):
-    rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(3))
-    return samples.take(rows)
+    return samples.take(torch.randperm(len(samples), generator=torch.Generator().manual_seed(3)))
 
 
-def far_numbers(samples):
-    return LabeledSamples.from_arrays(samples.features, 1000 - 7 * samples.labels.numpy())
-
-
-@cache
-def solved(source, target, labels):
-    return dataset_distance(source, target, labels=labels, epsilon=1.0, solver=TIGHT)
-
-
-def both(change):
-    return tuple(change(side) for side in PAIR)
+def moved(samples):
+    """Shifted, with its classes in another order and its rows shuffled."""
+    shifted = LabeledSamples(samples.features + 7.5, samples.labels, samples.class_names)
+    return shuffled(shifted.keep_classes(list(reversed(range(samples.class_total)))))
 
 
 COUNTS = torch.arange(len(SOURCE)) % 3
@@ -192,54 +129,22 @@ REPEATED = SOURCE.take(torch.repeat_interleave(torch.arange(len(SOURCE)), COUNTS
 @pytest.mark.parametrize(
     ("one", "two", "labels"),
     [
-        pytest.param(PAIR, both(moved), "gaussian", id="moved"),
-        pytest.param(PAIR, both(renumbered), "gaussian", id="renumbered"),
-        pytest.param(PAIR, both(renamed), "gaussian", id="renamed", marks=pytest.mark.slow),
-        pytest.param(PAIR, both(shuffled), "gaussian", id="shuffled", marks=pytest.mark.slow),
-        pytest.param(PAIR, (TARGET, SOURCE), "gaussian", id="turned", marks=pytest.mark.slow),
-        pytest.param(
-            (HEAVY, TARGET),
-            (HEAVY.take(torch.nonzero(HEAVY.masses).squeeze(1)), TARGET),
-            "gaussian",
-            id="zero weights",
-        ),
+        (PAIR, (moved(TARGET), moved(SOURCE)), "gaussian"),
+        ((HEAVY, TARGET), (HEAVY.take(torch.nonzero(HEAVY.masses).squeeze(1)), TARGET), "gaussian"),
         # Unbiased covariances tell repetitions from weights, means do not.
-        pytest.param(
-            (weighted(SOURCE, COUNTS), TARGET), (REPEATED, TARGET), "means", id="repetitions"
-        ),
+        ((replace(SOURCE, weights=COUNTS), TARGET), (REPEATED, TARGET), "means"),
     ],
+    ids=["moved and turned", "zero weights", "repetitions"],
 )
 def test_what_changes_nothing(one, two, labels):
-    assert_same_distance(solved(*one, labels), solved(*two, labels))
+    settings = {"labels": labels, "epsilon": 1.0, "solver": TIGHT}
+    assert_same_distance(*(dataset_distance(*pair, **settings) for pair in (one, two)))
 
 
-def test_numbers_of_classes_do_not_matter():
-    """Classes numbered from 1,000 are the same classes; the iterations are the same too."""
-    near, far = (dataset_distance(*pair, epsilon=0.5) for pair in (PAIR, both(far_numbers)))
-    assert far.value == pytest.approx(near.value, rel=1e-5)
-    assert far.divergence.xy.iterations == near.divergence.xy.iterations
-    assert far.class_names[0] == ("986", "993", "1000")
-    # One name without samples between two with samples is no class.
-    labels = np.array([3, 9] * 4)
-    features = np.random.default_rng(0).normal(size=(8, 2)) + 10 * (labels == 9)[:, None]
-    gaps = LabeledSamples.from_arrays(features, labels)
-    names = LabeledSamples(features, torch.from_numpy(np.where(labels == 9, 2, 0)), ("3", "6", "9"))
-    result = dataset_distance(gaps, names, epsilon=0.5)
-    assert result.class_names == (("3", "9"), ("3", "9"))
-    expected = 0.5 * torch.eye(2, dtype=torch.float64)
-    torch.testing.assert_close(result.class_coupling(), expected, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("weights", [None, some_zeros(20, 0)])
-@pytest.mark.parametrize(
-    "labels",
-    ["gaussian", "none", pytest.param(Sinkhorn(epsilon=0.5), marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_equal_datasets_are_at_zero(labels, weights):
-    once, again = (clusters(20, 0, weights=weights) for _ in range(2))
-    for other in (once, again):
-        result = dataset_distance(once, other, labels=labels, epsilon=0.5)
+@pytest.mark.parametrize("labels", ["gaussian", Sinkhorn(epsilon=0.5)], ids=str)
+def test_equal_datasets_are_at_zero(labels):
+    for other in (HEAVY, replace(HEAVY, features=HEAVY.features.clone())):
+        result = dataset_distance(HEAVY, other, labels=labels, epsilon=0.5)
         assert (result.value, result.bounds) == (0.0, (0.0, 0.0))
         assert result.converged
 
@@ -252,13 +157,12 @@ def test_a_shuffled_copy_has_zero_within_its_bounds():
 
 
 @pytest.mark.parametrize(
-    ("block", "scale", "factor"),
-    [("xy", 1e-9, 1 + 1e-12), ("yy", 1.0, 1 + 1e-12), ("xy", 1.0, 1 + 9e-7), ("yy", 1e-9, 9)],
+    ("block", "scale", "factor"), [("xy", 1e-9, 1 + 1e-12), ("yy", 1.0, 1 + 1e-12)]
 )
 def test_equal_points_at_other_class_distances_are_not_equal_datasets(block, scale, factor):
     """Tables of any scale and any difference: a tolerance would prove 0 where it is not."""
     samples = clusters(12, 0, classes=2)
-    samples = LabeledSamples(samples.features * scale**0.5, samples.labels, samples.class_names)
+    samples = replace(samples, features=samples.features * scale**0.5)
     apart = scale * torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
     table = ClassDistances(**({"xx": apart, "xy": apart, "yy": apart} | {block: factor * apart}))
     result = dataset_distance(samples, samples, class_distances=table, epsilon=0.5 * scale)
@@ -270,15 +174,13 @@ def test_equal_points_at_other_class_distances_are_not_equal_datasets(block, sca
 def test_small_classes_can_be_dropped():
     labels = torch.where(SOURCE.labels == 2, 0, SOURCE.labels)
     labels[5] = 2
-    source = LabeledSamples(SOURCE.features, labels, SOURCE.class_names)
+    source = replace(SOURCE, labels=labels)
     with pytest.warns(DataNotice, match="points, with covariance 0: 'c' of .*min_class_size=2"):
-        whole = dataset_distance(source, TARGET, epsilon=3.0)
-    assert len(whole.source) == len(source)
+        dataset_distance(source, TARGET, epsilon=3.0)
     with pytest.warns(DataNotice, match=r"c \(1\)"):
         result = dataset_distance(source, TARGET, min_class_size=2, epsilon=3.0)
     expected = dataset_distance(source.keep_classes([0, 1]), TARGET, epsilon=3.0)
     assert_same_distance(result, expected)
-    assert len(result.source) == len(source) - 1
     assert result.class_names[0] == ("a", "b")
 
 
@@ -287,7 +189,6 @@ def test_stopping_early_is_said_and_still_brackets_the_truth():
     with pytest.warns(NotConvergedWarning, match="after 2 iterations in xy"):
         result = dataset_distance(*PAIR, epsilon=0.1, solver=Converged(**hasty))
     assert (result.converged, result.divergence.stopped_by) == (False, "max_iterations")
-    assert result.divergence.marginal_error > 1e-4
     assert_holds(result, truth(*PAIR, result.class_distances, 0.1))
     strict = Converged(**hasty, require_convergence=True)
     message = r"after 2 iterations in xy.*solver\.tolerance=0\.0001"
@@ -298,21 +199,13 @@ def test_stopping_early_is_said_and_still_brackets_the_truth():
 @pytest.mark.parametrize(
     ("pair", "arguments", "message"),
     [
-        *(
-            (PAIR, arguments, message)
-            for arguments, message in (
-                ({"epsilon": 0.0}, "epsilon must be positive and finite, got 0"),
-                ({"epsilon": -1.0}, "epsilon must be positive and finite, got -1"),
-                ({"epsilon": float("nan")}, "epsilon must be positive and finite, got nan"),
-                ({"epsilon_relative": 0.0}, "epsilon_relative must be positive and finite, got 0"),
-                ({"lambda_x": -1.0}, "lambda_x must be finite and not negative, got -1"),
-                ({"lambda_y": float("inf")}, "lambda_y must be finite and not negative, got inf"),
-                ({"lambda_x": 0.0, "lambda_y": 0.0}, "both 0"),
-                ({"labels": "mean"}, "unknown labels.method 'mean'; choose one of: gaussian"),
-                ({"min_class_size": 0}, "min_class_size must be at least 1, got 0"),
-                ({"epsilon": 1e-5}, "too small for float32.*precision=double"),
-            )
-        ),
+        (PAIR, {"epsilon": 0.0}, "epsilon must be positive and finite, got 0"),
+        (PAIR, {"epsilon_relative": -1.0}, "epsilon_relative must be positive and finite, got -1"),
+        (PAIR, {"lambda_x": -1.0}, "lambda_x must be finite and not negative, got -1"),
+        (PAIR, {"lambda_x": 0.0, "lambda_y": 0.0}, "both 0"),
+        (PAIR, {"labels": "mean"}, "unknown labels.method 'mean'; choose one of: gaussian"),
+        (PAIR, {"min_class_size": 0}, "min_class_size must be at least 1, got 0"),
+        (PAIR, {"epsilon": 1e-5}, "too small for float32.*precision=double"),
         ((TARGET, SOURCE), {"class_distances": GIVEN}, "3 source classes"),
         ((SOURCE, clusters(20, 2, dim=4)), {}, r"3 .*4|4 .*3"),
         ((BARE[0], TARGET), {}, r"has no labels; label it .*pseudo_labels=kmeans.*labels=none"),
@@ -332,8 +225,8 @@ def test_progress_hears_of_every_term():
     assert steps[-1][1] <= 1e-3
 
 
-@pytest.mark.slow(after=4)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.slow(after=2)
+@pytest.mark.parametrize("seed", range(12))
 def test_a_little_mass_with_far_to_go_stays_in_the_bounds(seed):
     """Rounding hides an imbalance of two far points, whose transport is most of the value.
 
@@ -342,11 +235,10 @@ def test_a_little_mass_with_far_to_go_stays_in_the_bounds(seed):
     rng = np.random.default_rng(seed)
     half, excess = 0.5, 10 ** rng.uniform(-6.5, -4.5)
     centres = np.array([[300.0, 0, 0], [-300.0, 0, 0]])
-    ends = [centres + rng.normal(size=(2, 3)) for _ in range(2)]
     masses = torch.tensor([half + excess, half - excess], dtype=torch.float64)
     source, target = (
-        LabeledSamples(points.astype(np.float32), None, (), weights)
-        for points, weights in zip(ends, (masses, None), strict=True)
+        LabeledSamples((centres + rng.normal(size=(2, 3))).astype(np.float32), None, (), weights)
+        for weights in (masses, None)
     )
     settings = {"labels": "none", "debias": False, "solver": Converged(tolerance=3e-3)}
     result = dataset_distance(source, target, epsilon=300.0, **settings)
@@ -358,12 +250,9 @@ def test_a_little_mass_with_far_to_go_stays_in_the_bounds(seed):
 
 @pytest.mark.slow
 def test_far_points_without_weight_neither_widen_nor_slow():
-    far = LabeledSamples(
-        torch.cat((SOURCE.features, torch.full((1, 3), 1e6))),
-        torch.cat((SOURCE.labels, torch.zeros(1, dtype=torch.int64))),
-        SOURCE.class_names,
-        torch.cat((SOURCE.masses, torch.zeros(1))),
-    )
+    names, labels = SOURCE.class_names, torch.cat((SOURCE.labels, torch.zeros(1).long()))
+    features = torch.cat((SOURCE.features, torch.full((1, 3), 1e6)))
+    far = LabeledSamples(features, labels, names, torch.cat((SOURCE.masses, torch.zeros(1))))
     with_it, without = (dataset_distance(side, TARGET, epsilon=0.5) for side in (far, SOURCE))
     assert with_it.divergence.xy.iterations <= 2 * without.divergence.xy.iterations
     widths = [high - low for low, high in (with_it.bounds, without.bounds)]

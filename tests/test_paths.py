@@ -12,7 +12,7 @@ import otdd_flash as otdd
 from otdd_flash.checks import path
 from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
 from otdd_flash.data.writing import write_npz
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import InputError
 from otdd_flash.report.distance import write_report
 from otdd_flash.report.study.writing import write_study_report
 from tests.refusals import naming
@@ -37,16 +37,11 @@ def distance(**more: Any) -> otdd.DistanceResult:
 
 
 def test_a_path_is_the_one_that_a_shell_would_take(home: Path) -> None:
-    for given, expected in (
-        *(("~/x", f"{home}/x"), ("~", f"{home}"), ("a/~/x", "a/~/x")),
-        *(("./~x", "./~x"), (" x", " x")),
-    ):
+    for given, expected in (("~/x", f"{home}/x"), ("a/~/x", "a/~/x"), ("./~x", "./~x")):
         assert path("cache_dir", given) == expected
-        if not given.startswith("./"):
-            assert path("cache_dir", Path(given)) == Path(expected)
+    assert path("cache_dir", Path("~")) == home
     for given, match in (
         ("", "cache_dir must name a file or folder, got ''; or leave it out"),
-        ("  ", "must name a file"),
         ("a\0b", "must name a file"),
         ("~nobody-of-this-name/x", r"no user 'nobody-of-this-name'; write /.*/work/~nobody"),
         (3, "must be a path"),
@@ -86,7 +81,7 @@ def test_folders_of_library_calls(home: Path, name: str) -> None:
     assert [entry.name for entry in Path().iterdir() if entry.name != "there"] == []
 
 
-@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "++hydra.sweep.subdir"])
+@pytest.mark.parametrize("key", ["hydra.run.dir", "++hydra.sweep.subdir"])
 def test_folders_of_runs_before_hydra_reads_them(home: Path, key: str) -> None:
     for given in ("~/x", "'~/x'", '"~/x"'):
         assert with_folders(["epsilon=1", f"{key}={given}"]) == ["epsilon=1", f"{key}='{home}/x'"]
@@ -97,16 +92,13 @@ def test_folders_of_runs_before_hydra_reads_them(home: Path, key: str) -> None:
             with_folders([f"{key}={empty}"])
 
 
-@pytest.mark.parametrize(
-    "group", ["source", "target", "tasks", "extractor", "labels", "solver", "report"]
-)
-def test_a_group_takes_one_choice(group: str) -> None:
-    for given in ("[exact,means]", "[exact]", "'[exact, means]'", "means,[exact,none]", "{a:1}"):
-        for prefix in ("", "+", "++"):
-            found = refused_argument(["epsilon=1", f"{prefix}{group}={given}"])
+def test_a_group_takes_one_choice() -> None:
+    for given in ("[exact,means]", "'[exact, means]'", "means,[exact,none]", "{a:1}"):
+        for argument in (f"labels={given}", f"++labels={given}"):
+            found = refused_argument(["epsilon=1", argument])
             assert found is not None
-            assert found.startswith(f"{group} takes one choice, got {given}; write {group}=CHOICE")
-    assert refused_argument([f"{group}.key=[1,2]", "study.tasks=[{name: mnist}]"]) is None
+            assert found.startswith(f"labels takes one choice, got {given}; write labels=CHOICE")
+    assert refused_argument(["labels.key=[1,2]", "study.tasks=[{name: mnist}]"]) is None
 
 
 def test_a_key_that_is_given_twice_is_said() -> None:
@@ -114,10 +106,3 @@ def test_a_key_that_is_given_twice_is_said() -> None:
         "labels is given 2 times: labels=means, the last one, is taken"
     ]
     assert twice_given(["-m", "epsilon=1,2", "~x", "seed=1"]) == []
-
-
-def test_labels_that_clusters_replace_are_said() -> None:
-    from otdd_flash.data.pseudo_labels import with_pseudo_labels
-
-    with pytest.warns(DataNotice, match="its labels are replaced by those of 2 clusters"):
-        with_pseudo_labels(samples(), 2)

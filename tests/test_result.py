@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import otdd_flash.files.result_files
 from otdd_flash.distributed.shared import Shared
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
@@ -28,41 +28,33 @@ from otdd_flash.solver.schedules.converged import Converged
 from tests.refusals import naming
 
 
-def dataset(size, seed, *, weighted=False, labelled=True, dtype=torch.float32):
+def dataset(size, seed, *, weighted=False, labelled=True, dtype=np.float32):
     rng = np.random.default_rng(seed)
     labels = np.arange(size) % 3
-    features = torch.from_numpy(rng.normal(size=(size, 3)) + 2 * labels[:, None]).to(dtype)
-    weights = None
-    if weighted:
-        weights = torch.from_numpy(rng.random(size))
-        weights[::4] = 0
-    return LabeledSamples(
-        features,
-        torch.from_numpy(labels) if labelled else None,
-        ("á", "b c", "d") if labelled else (),
-        weights,
-        name=f"set {seed}",
-        subset_hash=f"hash {seed}",
-    )
+    features = (rng.normal(size=(size, 3)) + 2 * labels[:, None]).astype(dtype)
+    weights = rng.random(size) * (np.arange(size) % 4 > 0) if weighted else None
+    names = {"name": f"set {seed}", "subset_hash": f"hash {seed}"}
+    if not labelled:
+        return LabeledSamples(features, None, (), weights, **names)
+    return LabeledSamples(features, labels, ("á", "b c", "d"), weights, **names)
 
 
 SETTINGS = {
     "plain": ({}, {}),
     "weights": ({"weighted": True}, {}),
-    "weights, identical": ({"weighted": True}, {}),
     "unlabelled": ({"labelled": False}, {"labels": "none"}),
     "not debiased": ({}, {"debias": False}),
     "bounded class distances": ({}, {"labels": Sinkhorn(epsilon=1.0)}),
-    "double": ({"dtype": torch.float64}, {"compute": ComputeOptions(precision="double")}),
+    "double": ({"dtype": np.float64}, {"compute": ComputeOptions(precision="double")}),
 }
 
 
 @cache
 def solved(setting="plain"):
     data, arguments = SETTINGS[setting]
-    source = dataset(23, 0, **data)
-    target = source if "identical" in setting else dataset(18, 1, **data)
-    return dataset_distance(source, target, epsilon=1.0, **arguments)
+    return dataset_distance(
+        dataset(23, 0, **data), dataset(18, 1, **data), epsilon=1.0, **arguments
+    )
 
 
 def dense_plan(result, masses=None):
@@ -96,7 +88,6 @@ def test_the_plan_the_map_and_the_coupling_are_those_of_the_dense_plan(setting):
     plan = dense_plan(result)
     assert float(plan.sum()) == pytest.approx(1, abs=2e-3)
     assert_near(result.apply_plan(matrix), plan @ matrix)
-    assert_near(result.apply_plan(matrix[:, 0]), plan @ matrix[:, 0])
     assert_near(result.apply_plan(matrix[:, 0].tolist()), plan @ matrix[:, 0])
 
     moved = result.barycentric_map()
@@ -104,9 +95,7 @@ def test_the_plan_the_map_and_the_coupling_are_those_of_the_dense_plan(setting):
     assert_near(moved, conditional_means(result))
 
     ones = [
-        torch.nn.functional.one_hot(side.labels, side.class_total).double()
-        if side.class_names
-        else torch.ones(len(side), 1).double()
+        torch.eye(side.class_total).double()[side.labels if side.class_names else [0] * len(side)]
         for side in (result.source, result.target)
     ]
     coupling = result.class_coupling()
@@ -116,51 +105,44 @@ def test_the_plan_the_map_and_the_coupling_are_those_of_the_dense_plan(setting):
     assert coupling.shape == tuple(len(names) for names in result.class_names)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        *((torch.zeros(shape), "one row per target") for shape in ((), (17,), (23, 2), (18, 2, 2))),
-        # On a GPU they have no power of two to be scaled by.
-        (torch.tensor([torch.inf] + 17 * [0.0]), "finite values"),
-    ],
-)
-def test_values_that_a_plan_cannot_take_are_refused(values, message):
-    with pytest.raises(InputError, match=message):
-        solved().apply_plan(values)
+def test_values_that_a_plan_cannot_take_are_refused():
+    for shape in ((), (17,), (23, 2), (18, 2, 2)):
+        with naming(shape), pytest.raises(InputError, match="one row per target"):
+            solved().apply_plan(torch.zeros(shape))
+    # On a GPU they have no power of two to be scaled by.
+    with pytest.raises(InputError, match="finite values"):
+        solved().apply_plan(torch.tensor([torch.inf] + 17 * [0.0]))
 
 
-@pytest.mark.parametrize("use", ["class_coupling", "barycentric_map"])
-def test_a_plan_that_does_not_fit_is_told_without_a_traceback(use, monkeypatch):
+def test_a_plan_that_does_not_fit_is_told_without_a_traceback(monkeypatch):
     def run_out(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     monkeypatch.setattr(StreamedOperator, "apply_plan", run_out)
-    with pytest.raises(InputError, match=r"an allocation of 2\.00 GiB found .* use fewer samples"):
-        getattr(replace(solved()), use)()
+    for use in ("class_coupling", "barycentric_map"):
+        with pytest.raises(InputError, match=r"an allocation of 2\.00 GiB .* use fewer samples"):
+            getattr(replace(solved()), use)()
 
 
-def shifted_result(offset, precision, dtype=torch.float32):
-    """Points on a grid of 1/512 that float32 holds at 1e4 too, but float16 does not at 0."""
-    compute = ComputeOptions("cpu", precision=precision)
+def shifted_result(offset):
+    """Points on a grid of 1/512 that float32 holds at 500 too, but float16 does not at 0."""
     draw = torch.Generator().manual_seed(0)
     source, target = (
-        (torch.randint(-4096, 4096, (n, 5), generator=draw) / 512).to(dtype) + offset
-        for n in (19, 47)
+        torch.randint(-4096, 4096, (n, 5), generator=draw) / 512 + offset for n in (19, 47)
     )
     settings = {"epsilon": 8.0, "labels": "none", "debias": False, "solver": Converged(1e-2)}
-    return dataset_distance(source, target, compute=compute, **settings)
+    return dataset_distance(source, target, compute=ComputeOptions("cpu"), **settings)
 
 
-@pytest.mark.slow(after=2)
+@pytest.mark.slow(after=1)
 @pytest.mark.parametrize(
-    ("backend", "precision", "offset"),
-    [("torch", "high", 500.0), ("triton", "high", 1e4), ("triton", "fast", 500.0)],
+    ("backend", "precision"), [("torch", "high"), ("triton", "high"), ("triton", "fast")]
 )
-def test_the_barycentric_map_moves_along_with_the_points(backend, precision, offset):
+def test_the_barycentric_map_moves_along_with_the_points(backend, precision):
     """A sum of far points would be rounded at every step, and not once in the end."""
-    # Of float32 at the offset: results far from 0 are rounded to half of it.
-    spacing = {500.0: 2.0**-15, 1e4: 2.0**-10}[offset]
-    solved = [shifted_result(by, "high") for by in (0.0, offset)]
+    # Spaces of float32 at the offset: results far from 0 are rounded to half of it.
+    offset, spacing = 500.0, 2.0**-15
+    solved = [shifted_result(by) for by in (0.0, offset)]
     # The same potentials: costs do not depend on the origin, on these points to the last bit.
     compute = ComputeOptions("auto" if backend == "triton" else "cpu", backend, precision)
     near, far = (replace(one, divergence=solved[0].divergence, compute=compute) for one in solved)
@@ -169,14 +151,6 @@ def test_the_barycentric_map_moves_along_with_the_points(backend, precision, off
     gap = (means - near.barycentric_map().double().cpu()).abs().max()
     assert float(gap) <= spacing + 4e-6 * spread
     assert float((means - conditional_means(near)).abs().max()) <= spacing / 2 + 4e-6 * spread
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_in_double_precision_the_map_is_exact_anywhere(dtype):
-    far = shifted_result(1e4, "double", dtype)
-    moved = far.barycentric_map()
-    assert moved.dtype == torch.float64
-    torch.testing.assert_close(moved, conditional_means(far), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -195,9 +169,9 @@ def test_a_saved_result_loads_as_it_was(setting, tmp_path):
         assert one is None or torch.equal(one, two), key
     assert loaded.divergence.terms.keys() == result.divergence.terms.keys()
     for name, term in result.divergence.terms.items():
-        for potential in ("f", "g"):
-            one, two = (getattr(it, potential) for it in (loaded.divergence.terms[name], term))
-            assert torch.equal(one, two), (name, potential)
+        again = loaded.divergence.terms[name]
+        for one, two in ((again.f, term.f), (again.g, term.g)):
+            assert torch.equal(one, two), name
             assert one.dtype == two.dtype
     for field in ("class_names", "value", "bounds", "cost", "compute", "method", "seconds"):
         assert getattr(loaded, field) == getattr(result, field), field
@@ -205,37 +179,14 @@ def test_a_saved_result_loads_as_it_was(setting, tmp_path):
     assert torch.equal(loaded.barycentric_map(), result.barycentric_map())
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [
-        ComputeOptions("cpu", "torch", "high", "1MiB"),
-        ComputeOptions("cpu", "triton", "fast"),
-        ComputeOptions("cuda:7", "triton"),
-    ],
-    ids=str,
-)
-def test_a_loaded_result_runs_where_and_how_it_did(compute, tmp_path):
-    ran_on = {"device": "cuda:7", "backend": "triton, scores streamed, fast"}
-    found = solved()
-    there = replace(
-        found,
-        compute=compute,
-        divergence=replace(found.divergence, **ran_on),
-        shared=Shared(4, 1 << 20, "ring"),
-        streamed={"bytes": 1 << 30, "limited_by_reading": False},
-    )
-    loaded = DistanceResult.load(there.save(tmp_path))
-    assert loaded.compute == compute
-    assert (loaded.shared, loaded.streamed) == (there.shared, there.streamed)
-    assert loaded.to_dict() == there.to_dict()
-    assert loaded.to_dict().items() >= ran_on.items()
-
-
-def test_a_result_of_a_device_that_is_not_here_takes_another(tmp_path):
-    found = solved()
-    path = replace(found, compute=ComputeOptions("cuda:7")).save(tmp_path)
+def test_a_loaded_result_runs_where_and_how_it_did_or_on_another_device(tmp_path):
+    found, compute = solved(), ComputeOptions("cuda:7", "triton", "fast", "1MiB")
+    shared, streamed = Shared(4, 1 << 20, "ring"), {"bytes": 1 << 30, "limited_by_reading": False}
+    there = replace(found, compute=compute, shared=shared, streamed=streamed)
+    path = there.save(tmp_path)
     away = DistanceResult.load(path)
-    assert away.value == found.value
+    assert (away.compute, away.shared, away.streamed) == (compute, shared, streamed)
+    assert away.to_dict() == there.to_dict()
     with pytest.raises(InputError, match=r"no device 'cuda:7' .* DistanceResult.load takes it"):
         away.barycentric_map()
     for compute in ("cpu", ComputeOptions("cpu")):
@@ -245,53 +196,21 @@ def test_a_result_of_a_device_that_is_not_here_takes_another(tmp_path):
         DistanceResult.load(path, 7)
 
 
-def test_a_result_of_an_earlier_version_is_computed_anywhere(tmp_path):
-    """It kept the precision and the memory budget alone."""
-    found = solved("double")
-    tensors = found.save(tmp_path) / TENSOR_FILE
-    content = found.to_dict()
-    del content["compute"]
-    content["memory_budget"] = "1MiB"
-    save_file(load_file(tensors), tensors, metadata={"summary": json.dumps(content)})
-    with pytest.warns(DataNotice, match="without a checksum"):
-        loaded = DistanceResult.load(tmp_path)
-    assert loaded.compute == ComputeOptions(precision="double", memory_budget="1MiB")
-    assert (loaded.value, loaded.bounds) == (found.value, found.bounds)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_summary_and_table_hold_what_was_computed(setting):
-    result = solved(setting)
+def test_summary_and_table_hold_what_was_computed():
+    result = solved("weights")
     content = result.to_dict(seed=7)
     assert json.loads(json.dumps(content, allow_nan=False)) == content
-    assert content["value"] == result.value
-    assert content["bounds"] == list(result.bounds)
-    assert set(content["terms"]) == set(result.divergence.terms)
-    for name, term in result.divergence.terms.items():
-        for key in ("value", "marginal_error", "iterations", "converged"):
-            assert content["terms"][name][key] == getattr(term, key), (name, key)
-    assert (content["n"], content["m"], content["d"]) == (23, len(result.target), 3)
-    assert content["fingerprints"]["source"] == result.source.fingerprint
-    assert (content["seed"], content["epsilon"]) == (7, 1.0)
-    assert content["stopped_by"] == "tolerance"
+    term = result.divergence.xy
+    expected = {"value": term.value, "iterations": term.iterations, "converged": True}
+    assert content["terms"]["xy"].items() >= expected.items()
+    assert (content["n"], content["m"], content["d"]) == (23, 18, 3)
+    assert (content["seed"], content["epsilon"], content["stopped_by"]) == (7, 1.0, "tolerance")
     frame = result.to_frame()
-    assert frame.to_dict("records") == [
-        {
-            "source": "set 0",
-            "target": result.target.name,
-            "value": result.value,
-            "lower": result.bounds[0],
-            "upper": result.bounds[1],
-            "marginal_error": result.divergence.marginal_error,
-            "converged": True,
-            "epsilon": 1.0,
-            "n": 23,
-            "m": len(result.target),
-            "d": 3,
-            "labels": result.method,
-            "seconds": sum(result.seconds.values()),
-        }
-    ]
+    lower, upper = result.bounds
+    row = {"source": "set 0", "target": "set 1", "value": result.value, "lower": lower}
+    row |= {"upper": upper, "marginal_error": result.divergence.marginal_error, "converged": True}
+    row |= {"epsilon": 1.0, "n": 23, "m": 18, "d": 3, "labels": "gaussian"}
+    assert frame.to_dict("records") == [row | {"seconds": sum(result.seconds.values())}]
     kinds = {name: str(frame[name].dtype) for name in ("value", "upper", "converged", "n")}
     assert kinds == {"value": "float64", "upper": "float64", "converged": "bool", "n": "int64"}
 
@@ -313,11 +232,6 @@ def test_infinite_bounds_are_null_in_files_and_come_back(tmp_path):
     assert DistanceResult.load(endless.save(tmp_path)).bounds == (-np.inf, np.inf)
 
 
-def test_a_name_of_bytes_that_are_no_text_stays_in_the_table():
-    odd = replace(solved(), source=replace(solved().source, name="photos\udcff"))
-    assert odd.to_frame().source[0] == "photos\udcff"
-
-
 def test_a_damaged_result_is_an_input_error(tmp_path):
     tensors = solved().save(tmp_path) / TENSOR_FILE
     whole, parts = tensors.read_bytes(), load_file(tensors)
@@ -328,20 +242,19 @@ def test_a_damaged_result_is_an_input_error(tmp_path):
     summaries = {
         "no object": None,
         "missing key": {key: said[key] for key in said if key != "epsilon"},
-        "wrong type": {**said, "terms": {**terms, "xy": 3}},
         "short bounds": {**said, "terms": {**terms, "xy": xy}},
     }
-    for how in ("no folder", "no tensors", "cut", "empty", "no summary", *summaries):
+    for how in ("no tensors", "cut", "no summary", *summaries):
         tensors.unlink(missing_ok=True)
         if how in summaries:
             save_file(parts, tensors, metadata={"summary": json.dumps(summaries[how])})
         elif how == "no summary":
             save_file(parts, tensors)
-        elif how in ("cut", "empty"):
-            tensors.write_bytes(whole[:-100] if how == "cut" else b"")
+        elif how == "cut":
+            tensors.write_bytes(whole[:-100])
         sentence = r"no complete result in|result.safetensors is damaged"
         with naming(how), pytest.raises(InputError, match=sentence):
-            DistanceResult.load(tmp_path / "missing" if how == "no folder" else tmp_path)
+            DistanceResult.load(tmp_path)
 
 
 @pytest.mark.parametrize("stage", ["tensors", "summary", "afterwards"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.raw_labels import encode_labels
-from otdd_flash.samples import LabeledSamples, displaced
+from otdd_flash.samples import LabeledSamples
 
 FEATURES = torch.arange(12, dtype=torch.float32).reshape(6, 2)
 LABELS = torch.tensor([0, 1, 2, 0, 1, 0])
@@ -39,18 +38,14 @@ def with_value(row, column, value):
     [
         ({"features": torch.zeros(6)}, r"must be a matrix \(n, d\), got shape \(6,\)"),
         ({"features": torch.zeros(0, 2)}, r"empty: features have shape \(0, 2\)"),
-        ({"features": torch.zeros(6, 0)}, r"empty: features have shape \(6, 0\)"),
-        ({"features": [["a", "b"]]}, "must be real numbers"),
         ({"features": np.array([[None]])}, "must be real numbers"),
         ({"features": with_value(4, 1, float("nan"))}, "1 NaN .* 1 rows .*row 4, column 1"),
         ({"features": with_value(2, 0, float("inf"))}, "infinite .*row 2, column 0"),
         ({"labels": LABELS + 0.5}, "must be class indices, got 0.5 at rows 0, 1, 2"),
         ({"labels": LABELS[:5]}, r"must have shape \(6,\) as features, got \(5,\)"),
         ({"labels": LABELS - 1}, r"must lie in \[0, 3\).* got -1 to 1"),
-        ({"labels": LABELS + 1}, r"must lie in \[0, 3\).* got 1 to 3"),
         ({"labels": torch.eye(6)}, r"must have shape \(6,\) as .*labels\.argmax\(axis=1\)"),
         ({"labels": LABELS[:, None]}, r"must have shape \(6,\) as .*labels\.ravel\(\)"),
-        ({"labels": LABELS[:, None, None]}, r"must have shape \(6,\) as .*labels\.ravel\(\)"),
         (
             {"labels": LABELS.half() + 2048, "names": [*map(str, range(3000))]},
             r"got 2048 at rows 0, .* 1 more as torch\.float16",
@@ -70,19 +65,6 @@ def test_bad_parts_are_named(changes, message):
         samples(**changes)
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.uint8, torch.float32),
-    ],
-)
-def test_features_of_other_types_become_float32(given, kept):
-    assert samples(FEATURES.to(given)).features.dtype == kept
-
-
 def test_weights_are_normalised_once_and_missing_ones_are_uniform():
     torch.testing.assert_close(samples(weights=WEIGHTS).masses, WEIGHTS.double() / 17)
     assert samples().weights is None
@@ -91,7 +73,7 @@ def test_weights_are_normalised_once_and_missing_ones_are_uniform():
     for weights in ([1e308] * 6, torch.full((6,), 1e308, dtype=torch.float64)):
         assert samples(weights=weights).masses.tolist() == pytest.approx([1 / 6] * 6)
     # Dividing by a sum of 1 - 2^-53 would change the last digits, and so the fingerprint.
-    for seed in range(50):
+    for seed in range(20):
         weights = torch.rand(6, generator=torch.Generator().manual_seed(seed))
         once = samples(weights=weights)
         assert samples(weights=once.weights).fingerprint == once.fingerprint, seed
@@ -101,8 +83,6 @@ def test_unlabelled_samples_are_one_class_without_names():
     unlabelled = LabeledSamples(FEATURES, None, NAMES)
     assert (unlabelled.class_names, unlabelled.class_total) == ((), 1)
     with pytest.raises(InputError, match=r"samples has no labels; label it with .*pseudo_labels"):
-        _ = unlabelled.class_counts
-    with pytest.raises(InputError, match="samples has no labels"):
         unlabelled.keep_classes([0])
 
 
@@ -111,25 +91,18 @@ def test_unlabelled_samples_are_one_class_without_names():
     [
         {"features": with_value(5, 1, 11.000001)},
         {"features": FEATURES.double() + 1e-9},
-        {"features": FEATURES.reshape(6, 2).flip(0)},
+        {"features": FEATURES.flip(0)},
         {"labels": torch.tensor([0, 1, 2, 0, 1, 1])},
         {"labels": None},
         {"names": ("a", "b", "d")},
-        {"weights": WEIGHTS},
         {"weights": torch.ones(6)},
     ],
 )
-def test_the_fingerprint_covers_every_part(changed):
+def test_the_fingerprint_covers_every_part_and_nothing_else(changed):
     assert samples(**changed).fingerprint != samples().fingerprint
-
-
-def test_the_fingerprint_covers_the_order_of_rows_and_nothing_else():
-    whole = samples(weights=WEIGHTS)
-    assert whole.take(torch.tensor([5, 1, 2, 3, 4, 0])).fingerprint != whole.fingerprint
-    other = LabeledSamples(
-        FEATURES.clone(), LABELS.float(), list(NAMES), 2 * WEIGHTS, name="x", subset_hash="y"
-    )
-    assert other.fingerprint == whole.to("cpu").fingerprint == whole.fingerprint
+    one, names = samples(weights=WEIGHTS), {"name": "x", "subset_hash": "y"}
+    other = LabeledSamples(FEATURES.clone(), LABELS.float(), [*NAMES], 2 * WEIGHTS, **names)
+    assert other.fingerprint == one.to("cpu").fingerprint == one.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -141,6 +114,9 @@ def test_the_fingerprint_covers_the_order_of_rows_and_nothing_else():
         (torch.tensor([2, 0, 2, 9], dtype=torch.uint8), [1, 0, 1, 2], ("0", "2", "9")),
         ([True, False, True, True], [1, 0, 1, 1], ("False", "True")),
         (2.0 * LABELS[:4].double(), [0, 1, 2, 0], ("0", "2", "4")),
+        (np.array([np.True_, np.False_] * 2, object), [1, 0, 1, 0], ("False", "True")),
+        (np.array([b"b", b"a"] * 2, object), [1, 0, 1, 0], ("a", "b")),
+        (np.array(["b", "a"] * 2, np.dtypes.StringDType()), [1, 0, 1, 0], ("a", "b")),
     ],
 )
 def test_raw_labels_are_numbered_in_sorted_order(labels, indices, names):
@@ -165,12 +141,8 @@ BIG = 1 << 60
         (pd.Series([BIG + 1, BIG], dtype="Int64"), (f"{BIG}", f"{BIG + 1}")),
         (pd.Series([BIG + 1, BIG], dtype="category"), (f"{BIG}", f"{BIG + 1}")),
         (pa.array([BIG + 1, BIG]), (f"{BIG}", f"{BIG + 1}")),
-        (np.array([np.True_, np.False_], object), ("False", "True")),
-        (np.array([np.str_("b"), "a"], object), ("a", "b")),
-        (np.array([b"b", b"a"], object), ("a", "b")),
         (np.array([(1 << 24) - 1, 0], np.float32), ("0", f"{(1 << 24) - 1}")),
         (torch.tensor([255, 0], dtype=torch.bfloat16), ("0", "255")),
-        (np.array(["b", "a"], np.dtypes.StringDType()), ("a", "b")),
     ],
 )
 def test_labels_are_exact(labels, names):
@@ -182,23 +154,15 @@ def test_labels_are_exact(labels, names):
     [
         ([0.5, 1.5], "integers or strings, got float64 such as"),
         ([None, "a"], "1 label is missing, at row 0; leave"),
-        (
-            torch.tensor([0, NAN, 1, 0, NAN]),
-            "2 labels are missing, at rows 1, 4; leave",
-        ),
         (np.array([1.0, 1.8e16]), "got 18000000000000000 at row 1 as float64, which rounds"),
         (np.array([1, 1 << 24], np.float32), "got 16777216 at row 1 as float32, .* give them as"),
-        (np.array([2048], np.float16), "got 2048 at row 0 as float16"),
         (torch.tensor([256.0], dtype=torch.bfloat16), "got 256 at row 0 as torch.bfloat16"),
         ([1, np.float32(1 << 24)], "got 16777216 at row 1 as float32"),
-        ([np.inf, 1.0], r"integers or strings, got float64 such as \[inf\]"),
         (np.array([1, "a"], object), r"got object such as \[1\]; bring all to one type"),
         # NumPy makes text of these, in which two classes are one, and a missing label a class.
         ([1, "1"], r"got object such as \[1\]; bring all to one type"),
-        ([True, "True"], r"got object such as \[True\]; bring all to one type"),
         (["a", np.nan], "1 label is missing, at row 1"),
         (["a", "a\0"], "NUL characters, which NumPy drops; strip them"),
-        ([b"a", b"a\0"], "NUL characters, which NumPy drops; strip them"),
         ([[1], [1, 2]], "one for each row, got lists of several lengths"),
     ],
 )
@@ -211,21 +175,16 @@ def test_labels_that_are_no_classes_or_may_have_been_rounded_are_refused(labels,
     ("labels", "advice"),
     [
         (np.array([[0], [1], [1]]), r"take labels\.ravel\(\)$"),
-        (torch.tensor([[0], [1], [1]]), r"take labels\.ravel\(\)$"),
         ([[0], [1], [1]], r"take np\.ravel\(labels\)$"),
         (pd.DataFrame({"y": [0, 1, 1]}), r"take np\.ravel\(labels\)$"),
         (np.eye(3), r"of one-hot labels take labels\.argmax\(axis=1\)$"),
         (pd.DataFrame(np.eye(3)), r"of one-hot labels take np\.argmax\(labels, axis=1\)$"),
         (np.array([[1, 0, 0], [1, 1, 0]]), "row 1 has 2 labels, and exactly one is supported"),
-        (np.array([[1, 0, 0], [0, 0, 0]]), "row 1 has 0 labels, and exactly one is supported"),
         (np.array([[0.2, 0.8], [0.7, 0.3]]), "probabilities of classes, .* likeliest is meant"),
         (np.array([[3, 1], [2, 5]]), "several labels for one row are not supported"),
-        (np.array([["a", "b"], ["a", "c"]]), "several labels for one row are not supported"),
         (np.array(3), "give an array of them"),
         (scipy.sparse.csr_array(np.eye(3)), r"give labels\.toarray\(\)$"),
-        (np.matrix([[0], [1], [1]]), r"take np\.ravel\(labels\)$"),
         (pd.Series([[0], [1], [1]]), r"take np\.ravel\(labels\.tolist\(\)\)$"),
-        (pd.Series(list(np.eye(3))), r"take np\.argmax\(labels\.tolist\(\), axis=1\)$"),
         (pa.array([[0], [1], [1]]), r"take np\.ravel\(labels\.to_pylist\(\)\)$"),
         (pa.table({"y": [0, 1, 1]}), r"take np\.ravel\(labels\)$"),
     ],
@@ -236,20 +195,15 @@ def test_advice_for_labels_of_another_shape_is_right_for_them(labels, advice):
         encode_labels(labels)
 
 
-def test_taking_rows_moves_all_parts_together():
-    rows = torch.tensor([4, 0, 2])
-    taken = samples(weights=WEIGHTS).take(rows, subset_hash="rows")
-    assert torch.equal(taken.features, FEATURES[rows])
-    assert taken.labels.tolist() == [1, 0, 2]
-    assert taken.class_names == NAMES
+def test_rows_and_classes_are_taken_with_all_their_parts():
+    taken = samples(weights=WEIGHTS).take(torch.tensor([4, 0, 2]), subset_hash="rows")
+    assert torch.equal(taken.features, FEATURES[[4, 0, 2]])
+    assert (taken.labels.tolist(), taken.class_names) == ([1, 0, 2], NAMES)
     assert taken.subset_hash == "rows"
     torch.testing.assert_close(taken.masses, torch.tensor([5 / 9, 1 / 9, 3 / 9]).double())
-
-
-def test_kept_classes_are_renumbered_in_the_order_given():
+    # Renumbered in the order given.
     kept = samples(weights=WEIGHTS).keep_classes([2, 0])
-    assert kept.class_names == ("c", "a")
-    assert kept.labels.tolist() == [1, 0, 1, 1]
+    assert (kept.labels.tolist(), kept.class_names) == ([1, 0, 1, 1], ("c", "a"))
     assert torch.equal(kept.features, FEATURES[[0, 2, 3, 5]])
     torch.testing.assert_close(kept.masses, torch.tensor([0.1, 0.3, 0.0, 0.6]).double())
 
@@ -266,20 +220,6 @@ def test_masses_are_the_users_to_change(weights):
     assert weights is None or torch.equal(given.weights, before)
 
 
-def test_samples_elsewhere_are_those_made_with_other_features():
-    features, labels = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 1, 0])
-    weights = torch.tensor([1.0, 2.0, 3.0, 0.0])
-    start = LabeledSamples(features, labels, ("a", "b"), weights, name="it", subset_hash="rows")
-    before = start.fingerprint
-    found, made = displaced(start, 2 * features), replace(start, features=2 * features)
-    assert found.subset_hash is None
-    assert (found.name, found.mass, found.fingerprint) == (made.name, made.mass, made.fingerprint)
-    # What is shared is that of both, and the start stays what it was.
-    assert found.labels is start.labels
-    assert (start.fingerprint, start.subset_hash) == (before, "rows")
-    assert start.features is features
-
-
 TABLE = pd.DataFrame({"age": [1.0, 2.0, 4.0], "height": [5.0, 6.0, 9.0], "mass": [7.0, 8.0, 1.0]})
 SWAPPED = TABLE[["height", "age", "mass"]]
 KINDS = ["a", "b", "a"]
@@ -288,18 +228,11 @@ KINDS = ["a", "b", "a"]
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: otdd.dataset_distance((TABLE, KINDS), (SWAPPED, KINDS)),
-        lambda: otdd.dataset_distance(TABLE, SWAPPED, labels="none"),
         lambda: otdd.dataset_distance((pa.Table.from_pandas(TABLE), KINDS), (SWAPPED, KINDS)),
         lambda: otdd.dataset_distance(otdd.embed((TABLE, KINDS)), otdd.embed((SWAPPED, KINDS))),
-        lambda: otdd.dataset_distance(
-            otdd.LabeledSamples.from_arrays(TABLE, KINDS).take(torch.tensor([2, 0])),
-            (SWAPPED, KINDS),
-        ),
         lambda: otdd.pairwise_distances([(TABLE, KINDS), (TABLE, KINDS), (SWAPPED, KINDS)]),
         lambda: otdd.sliced_distances([(TABLE, KINDS), (SWAPPED, KINDS)]),
         lambda: otdd.gradient_flow((TABLE, KINDS), (SWAPPED, KINDS)),
-        lambda: otdd.extractors.standardize((TABLE, KINDS), (SWAPPED, KINDS)),
         lambda: otdd.extractors.reduce_pca((TABLE, KINDS), (SWAPPED, KINDS), 2, 0),
     ],
 )
@@ -308,20 +241,14 @@ def test_columns_of_one_name_at_different_places_are_refused(call):
         call()
 
 
-@pytest.mark.parametrize(("reader", "suffix"), [("arrays", "csv"), ("huggingface", "parquet")])
-def test_columns_of_files_keep_their_names(reader, suffix, tmp_path):
+def test_columns_of_files_keep_their_names(tmp_path):
     def written(name, table):
-        path, labelled = tmp_path / f"{name}.{suffix}", table.assign(kind=KINDS)
-        if suffix == "csv":
-            labelled.to_csv(path, index=False)
-        else:
-            labelled.to_parquet(path)
-        return otdd.embed(otdd.load(reader, path=str(path), label="kind", **inputs))
+        table.assign(kind=KINDS).to_csv(tmp_path / f"{name}.csv", index=False)
+        path = str(tmp_path / f"{name}.csv")
+        return otdd.embed(otdd.load("arrays", path=path, label="kind"))
 
-    inputs = {} if reader == "arrays" else {"input": ["age", "height", "mass"]}
     plain = written("plain", TABLE)
     assert plain.feature_names == ("age", "height", "mass")
-    inputs = {} if reader == "arrays" else {"input": ["height", "age", "mass"]}
     with pytest.raises(InputError, match=r"'age' is number 1 of plain.* number 2 of swapped"):
         otdd.dataset_distance(plain, written("swapped", SWAPPED))
 
@@ -333,5 +260,3 @@ def test_names_of_other_columns_and_of_arrays_are_not_compared():
     assert swapped.value > 1
     projected, _ = otdd.extractors.reduce_pca((TABLE, KINDS), (TABLE, KINDS), 2, 0)
     assert projected.feature_names is None
-    with pytest.raises(InputError, match="feature_names must be 3, one a feature, got 2"):
-        LabeledSamples(TABLE, None, (), feature_names=("age", "height"))

@@ -31,12 +31,6 @@ SOURCE, TARGET = _blobs()
 HOSTILE = otdd.LabeledSamples(SOURCE.features, SOURCE.labels, ("a", "b", "c"), name="\x1b[2J\u202e")
 
 
-def test_samples_show_name_and_sizes() -> None:
-    assert repr(SOURCE) == "LabeledSamples('photos', 15 x 2, 3 classes)"
-    unlabelled = otdd.LabeledSamples(SOURCE.features, None, ())
-    assert repr(unlabelled) == "LabeledSamples('samples', 15 x 2, no labels)"
-
-
 def test_a_distance_shows_value_bounds_and_datasets() -> None:
     result = otdd.dataset_distance(SOURCE, TARGET, epsilon=2.0)
     shown = (
@@ -56,37 +50,16 @@ def test_a_distance_shows_value_bounds_and_datasets() -> None:
     assert str(same) == repr(same)
 
 
-def test_a_solve_that_stopped_early_says_so() -> None:
-    costs = torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
-    found = otdd.matrix_transport(costs, epsilon=0.1)
-    assert repr(found).endswith("epsilon=0.1, converged, 6 x 5)")
-    options = otdd.Converged(tolerance=1e-4, max_iterations=1)
-    with pytest.warns(otdd.NotConvergedWarning):
-        early = otdd.matrix_transport(costs, epsilon=0.01, options=options)
-    assert repr(early).endswith("epsilon=0.01, not converged, 6 x 5)")
-
-
-def test_slices_and_flows_show_one_line() -> None:
-    sliced = otdd.sliced_distances([SOURCE, TARGET], projections=1000)
-    assert repr(sliced) == "SlicedResult(2 datasets: photos, drawings; 1,000 draws)"
-    flow = otdd.gradient_flow(SOURCE, TARGET, otdd.Flow(steps=2), epsilon=2.0)
-    start = f"FlowResult({flow.before.divergence:.7g} to {flow.after.divergence:.7g}, mode=features"
-    assert repr(flow).startswith(start + ", 2 steps")
-    assert "tensor" not in repr(flow)
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
         ("plain 'é' 漢字 ❤️ a\u3000b", "plain 'é' 漢字 ❤️ a\u3000b"),
         ("\x1b[31mred", "\\x1b[31mred"),
         ("\x1b]8;;http://x\x07", "\\x1b]8;;http://x\\x07"),
-        ("c1 \x9b del \x7f", "c1 \\x9b del \\x7f"),
-        ("a\nb\tc\rd", "a\\nb\\tc\\rd"),
+        ("c1 \x9b del \x7f a\nb\tc\rd", "c1 \\x9b del \\x7f a\\nb\\tc\\rd"),
         ("\u202eabc\u2066\u200f", "\\u202eabc\\u2066\\u200f"),
         ("zero\u200bwidth\ufeff", "zero\\u200bwidth\\ufeff"),
-        ("lines\u2028and\u2029", "lines\\u2028and\\u2029"),
-        ("no letters \u3164\U000e0101", "no letters \\u3164\\U000e0101"),
+        ("lines\u2028and \u3164\U000e0101", "lines\\u2028and \\u3164\\U000e0101"),
         ("\udcff alone", "\\udcff alone"),
         ("[red]markup[/]", "[red]markup[/]"),
         ("x" * 1_000_000, "x" * 176 + "… (1,000,000 characters)"),
@@ -112,18 +85,13 @@ def test_a_long_message_keeps_its_way_out() -> None:
     [
         ("=1+1", "'=1+1"),
         ("@SUM(A1)", "'@SUM(A1)"),
-        ("+1-800", "'+1-800"),
         ("-2+3", "'-2+3"),
-        ("  =1", "'  =1"),
         ("\u00a0=1", "'\u00a0=1"),
         ("\uff1d1", "'\uff1d1"),
         ("\t=1", "\\t=1"),
-        ("\r=1", "\\r=1"),
         ("'tis", "''tis"),
         ("-1.5", "-1.5"),
         ("+2e-3", "+2e-3"),
-        ("a=1", "a=1"),
-        ("", ""),
     ],
 )
 def test_cells_of_csv_files_are_no_formulas(name: str, cell: str) -> None:
@@ -149,7 +117,6 @@ def test_what_a_session_shows_holds_no_control() -> None:
     ("text", "shown"),
     [
         ("https://me:pa@ss@host/x", "https://***@host/x"),
-        ("s3://token@bucket/key", "s3://***@bucket/key"),
         ("https://h/x?a=1&X-Amz-Signature=abc", "https://h/x?a=1&X-Amz-Signature=***"),
         ("https://h/x?access_token=abc&b=2", "https://h/x?access_token=***&b=2"),
         ("mail me@home", "mail me@home"),

@@ -5,67 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.trace import ROOT, VERSION, traced
-
-TOY = {
-    "toy/outer.py": """
-from functools import cached_property
-from toy.inner import leaf, rows
-
-def top(call):
-    total = sum(leaf(k) for k in [j for j in range(3)]) + (lambda: leaf(1))()
-    total += sum({k: leaf(k) for k in {i for i in (1, 2)}}.values())
-    # Functions of others, which call ours.
-    return total + Holder().held + sorted(rows(2), key=leaf)[0] + call(leaf)
-
-def unused():
-    return leaf(0)
-
-class Holder:
-    @cached_property
-    def held(self):
-        def within():
-            return leaf(7)
-        return within()
-""",
-    "toy/inner.py": """
-def leaf(k):
-    return k and leaf(k - 1)
-
-def rows(count):
-    for k in range(count):
-        yield leaf(k)
-""",
-    "other.py": "def call(function):\n    return function(9)\n",
-}
-
-
-def test_functions_files_and_depth_of_a_package_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lambdas, comprehensions and generator expressions neither count nor deepen the stack."""
-    for name, code in TOY.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(code, "utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    from other import call
-    from toy.outer import top
-
-    found = traced(lambda: top(call), tmp_path, ("toy",))
-    assert found.files == {
-        "toy/inner.py": ["leaf", "rows"],
-        "toy/outer.py": ["top", "Holder.held", "Holder.held.<locals>.within"],
-    }
-    assert found.functions == 5
-    # top, then ten of leaf(9) to leaf(0), `call` of the other file between them; top, held, within
-    # and eight of leaf(7) are as deep.
-    assert found.depth == 11
-    assert sys.getprofile() is None
+from tests.trace import ROOT, VERSION
 
 
 @pytest.mark.slow

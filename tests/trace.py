@@ -8,7 +8,6 @@ a reader has to hold.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -16,10 +15,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("otdd_flash", "kernels")
+FOLDERS = tuple(f"{ROOT / package}/" for package in ("otdd_flash", "kernels"))
 VERSION = (3, 11)
 # Parts of the function around them, to a reader; later versions of Python make them its own.
 NO_FUNCTIONS = {"<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"}
@@ -30,42 +29,21 @@ print(json.dumps(sorted(name for name, part in ours.items() if not hasattr(part,
 """
 
 
-class Trace(NamedTuple):
-    """What a call entered.
+def traced(call: Callable[[], Any]) -> tuple[dict[str, list[str]], int]:
+    """The functions that a call enters by file, and the most that are on one stack at once.
 
-    Attributes:
-        files: the qualified names of the functions entered, by file.
-        depth: the most of them that were on one thread's stack at once.
+    Of threads that start meanwhile as well.
     """
-
-    files: dict[str, list[str]]
-    depth: int
-
-    @property
-    def functions(self) -> int:
-        """How many."""
-        return sum(map(len, self.files.values()))
-
-
-def traced(call: Callable[[], Any], root: Path, packages: tuple[str, ...] = PACKAGES) -> Trace:
-    """Trace a call, and threads that start meanwhile.
-
-    Args:
-        call: what to trace.
-        root: the folder of the packages.
-        packages: folders below it whose functions count.
-    """
-    folders = tuple(f"{(root / package).resolve()}/" for package in packages)
     files: dict[CodeType, str | None] = {}
     entered: set[tuple[str, int, str]] = set()
     deepest = 0
 
     def file_of(code: CodeType) -> str | None:
-        """The file of a function of the packages; None for all others."""
+        """The file of a function of the package; None for all others."""
         if code not in files:
             path = Path(code.co_filename).resolve()
-            ours = str(path).startswith(folders) and code.co_name not in NO_FUNCTIONS
-            files[code] = path.relative_to(root.resolve()).as_posix() if ours else None
+            ours = str(path).startswith(FOLDERS) and code.co_name not in NO_FUNCTIONS
+            files[code] = path.relative_to(ROOT).as_posix() if ours else None
         return files[code]
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -89,7 +67,7 @@ def traced(call: Callable[[], Any], root: Path, packages: tuple[str, ...] = PACK
     by_file: dict[str, list[str]] = {}
     for file, _, name in sorted(entered):
         by_file.setdefault(file, []).append(name)
-    return Trace(by_file, deepest)
+    return by_file, deepest
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -111,44 +89,29 @@ def calls() -> dict[str, Callable[[], Any]]:
     return {"dataset_distance": distance, "sinkhorn_loss, backward": loss}
 
 
-def loaded_modules() -> list[str]:
-    """The modules of the package that `otdd_flash.dataset_distance` imports."""
-    run = subprocess.run(
-        [sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    names: list[str] = json.loads(run.stdout)
-    return names
-
-
 def main() -> None:
     """Print the table, and with --list what is in it."""
-    parser = argparse.ArgumentParser(description="Count what of the package a call enters.")
-    parser.add_argument("--list", action="store_true", help="name files, functions and modules")
-    listed = parser.parse_args().list
     if sys.version_info[:2] != VERSION:
         print(
             f"the trace is counted in Python {'.'.join(map(str, VERSION))}, whose frames it is "
             f"compared by, and this is {sys.version.split()[0]}"
         )
         return
-    traces = {}
+    lists = []
+    print(f"{'':24} {'files':>6} {'functions':>10} {'depth':>6}")
     for name, call in calls().items():
         # Once before, for what is imported, compiled and remembered.
         call()
-        traces[name] = traced(call, ROOT)
-    modules = loaded_modules()
-    print(f"{'':24} {'files':>6} {'functions':>10} {'depth':>6}")
-    for name, trace in traces.items():
-        print(f"{name:24} {len(trace.files):6} {trace.functions:10} {trace.depth:6}")
+        files, depth = traced(call)
+        print(f"{name:24} {len(files):6} {sum(map(len, files.values())):10} {depth:6}")
+        lists += ["", name, *(f"  {file}: {', '.join(files[file])}" for file in files)]
+    command = [sys.executable, "-c", LOADED]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    modules: list[str] = json.loads(run.stdout)
     kernels = sum(name.startswith("otdd_flash.kernels.") for name in modules)
     print(f"{'modules loaded':24} {len(modules) - kernels:6}  and {kernels} of kernels")
-    if not listed:
-        return
-    for name, trace in traces.items():
-        print(f"\n{name}")
-        for file, functions in trace.files.items():
-            print(f"  {file}: {', '.join(functions)}")
-    print("\nmodules loaded", *(f"  {name}" for name in modules), sep="\n")
+    if "--list" in sys.argv:
+        print(*lists, "", "modules loaded", *(f"  {name}" for name in modules), sep="\n")
 
 
 if __name__ == "__main__":

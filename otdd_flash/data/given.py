@@ -98,7 +98,7 @@ def opened(
     """Return what a user holds as a dataset, or as pairs to be read; see the table above.
 
     Args:
-        given: of a type that `arguments.values.dataset` accepts.
+        given: of a type that `arguments.dataset` accepts.
         name: of the argument, for messages; what has no name of its own is called so as well.
         max_samples: the most rows that are taken.
         seed: of the draw.
@@ -173,7 +173,7 @@ def as_samples(given: Samples, name: str) -> LabeledSamples:
     """Return what an entry point was called with as samples: datasets must be of vectors.
 
     Args:
-        given: of a type that `arguments.values.samples` accepts.
+        given: of a type that `arguments.samples` accepts.
         name: of the argument, for messages.
 
     Raises:

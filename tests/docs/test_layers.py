@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # `python -m otdd_flash.study` is a command.
 ENTRIES = ("otdd_flash.study.__main__",)
@@ -50,6 +52,7 @@ def place(module, parts):
     return parts.index(max(fitting, key=len)) if fitting else None
 
 
+@pytest.mark.slow
 def test_imports_point_down():
     found = modules()
     for page in ("CONTRIBUTING.md", "docs/how-it-works.md"):
@@ -66,12 +69,3 @@ def test_imports_point_down():
         assert len(arrows) > 1000
         upward = [both for both in arrows if places[both[1]] < places[both[0]]]
         assert not upward, page
-
-
-def test_a_package_names_all_of_its_modules():
-    for package in ("batched", "distributed", "engine", "features", "files", "operators"):
-        folder = ROOT / "otdd_flash" / package
-        text = (folder / "__init__.py").read_text(encoding="utf-8")
-        stems = {path.stem for path in folder.glob("[a-z]*.py")}
-        assert stems
-        assert not {stem for stem in stems if f"`{stem}" not in text}, package

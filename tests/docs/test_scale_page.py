@@ -36,44 +36,30 @@ def test_a_row_shows_the_numbers_of_its_file(workload, baseline):
     assert shows(cells(workload), values), (cells(workload), values)
 
 
-def test_four_million_points_a_side_are_those_of_the_file():
+def test_what_is_said_of_one_gpu_and_of_two_is_in_the_file():
     two = row("bench_scale_cuda", workload="four_million", processes=2)
     assert two["points"] == 4_000_000
     assert two["converged"]
-    moved = [100 * two["communication_share"], two["bytes_moved"] / 1e9]
-    values = [two["seconds"], *moved, max(two["gib_per_process"])]
+    shares = [100 * two["communication_share"], two["bytes_moved"] / 1e9]
+    values = [two["seconds"], *shares, max(two["gib_per_process"])]
     assert shows(cells("four_million"), values), values
-
-
-def test_streamed_points_and_memory_are_those_of_the_file():
     one = row("bench_scale_cuda", workload="imagenet_0.1", processes=1)
     streamed = row("bench_scale_cuda", workload="imagenet_streamed", processes=1)
     held = one["gib_per_process"][0] - one["gib_of_inputs"]
     assert f"{held:.1f} GiB besides the {one['gib_of_inputs']:.1f} GiB of the inputs" in PAGE
     times = streamed["seconds"] / one["seconds"]
-    memory = streamed["gib_per_process"][0]
-    assert (
-        f"took {streamed['seconds']:.1f} s, {times:.2f} times as long, and {memory:.1f} GiB in all"
-    ) in PAGE
-
-
-def test_class_distances_and_particles_are_as_near_to_those_of_one_gpu_as_said():
+    said = f"took {streamed['seconds']:.1f} s, {times:.2f} times as long, and "
+    assert f"{said}{streamed['gib_per_process'][0]:.1f} GiB in all" in PAGE
     farthest = {
-        workload: row("bench_scale_cuda", workload=workload, processes=2)[
-            "farthest_from_one_process"
-        ]
-        for workload in ("imagenet_0.1", "imagenet_0.01", "class_table", "imagenet_ring", "flow")
+        name: row("bench_scale_cuda", workload=name, processes=2)["farthest_from_one_process"]
+        for name in BASELINES
     }
-    ring, flow = farthest.pop("imagenet_ring"), farthest.pop("flow")
-    assert set(farthest.values()) == {0}
     assert "they are within 1e-3 at a value of 89" in PAGE
-    assert ring <= 1e-3
+    assert farthest.pop("imagenet_ring") <= 1e-3
     assert "within 5e-5 after the flow" in PAGE
-    assert flow <= 5e-5
-
-
-def test_the_readme_says_what_one_gpu_and_two_take():
-    both = [row("bench_scale_cuda", workload="imagenet_0.1", processes=count) for count in (1, 2)]
+    assert farthest.pop("flow") <= 5e-5
+    assert {*farthest.values()} == {0}
+    both = one, row("bench_scale_cuda", workload="imagenet_0.1", processes=2)
     held = [f"{max(r['gib_per_process']) - r['gib_of_inputs']:.1f}" for r in both]
     seconds = " / ".join(f"{r['seconds']:.0f}" for r in both)
     assert f"class distances known | one H100 / two | {seconds} s | |" in README

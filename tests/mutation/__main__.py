@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.mutation.choosing import Executions
 from tests.mutation.listed import LISTS, Entry, Mutant, NotFoundError, find, read
@@ -122,7 +122,7 @@ def _run(
             tests, possible = executions.choose(mutant, SHARE * given.seconds)
         if entry.test:
             tests = [entry.test, *(test for test in tests if test != entry.test)]
-        tasks.append(_Task(entry, mutant, tests, max(possible, len(tests)), given.seconds))
+        tasks.append((entry, mutant, tests, max(possible, len(tests)), given.seconds))
     preload()
     known, rows = executions.seconds if executions else {}, []
     with tempfile.TemporaryDirectory() as folder:
@@ -143,16 +143,6 @@ def _run(
             )
 
 
-class _Task(NamedTuple):
-    """A mutant, the tests to run against it, and of how many these are."""
-
-    entry: Entry
-    mutant: Mutant
-    tests: list[str]
-    possible: int
-    seconds: float
-
-
 def _start(copy: Path, known: dict[str, float]) -> None:
     """Give a worker a copy of its own, and the times of tests."""
     global _checkout
@@ -161,11 +151,12 @@ def _start(copy: Path, known: dict[str, float]) -> None:
     _checkout = copied(copy, copy.parent / str(os.getpid())), known
 
 
-def _row(task: _Task) -> dict[str, Any]:
-    copy, known = _checkout
-    verdict = run(copy, task.mutant, task.tests, task.seconds, known)
-    counts = {"line": task.mutant.line, "tests": len(task.tests), "possible": task.possible}
-    return task.entry._asdict() | verdict._asdict() | counts
+def _row(task: tuple[Entry, Mutant, list[str], int, float]) -> dict[str, Any]:
+    """Run the tests of a mutant, which are some of the possible ones, for so many seconds."""
+    entry, mutant, tests, possible, seconds = task
+    verdict = run(_checkout[0], mutant, tests, seconds, _checkout[1])
+    counts = {"line": mutant.line, "tests": len(tests), "possible": possible}
+    return entry._asdict() | verdict._asdict() | counts
 
 
 def _failing(tests: list[str]) -> set[str]:

@@ -33,38 +33,21 @@ LONGEST = 120
 # Graphs, streams and events of a GPU.
 ON_A_GPU = ("recording.py", "late_reader.py", "departure.py", "launch.py")
 
+PAIRS = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)),
+    *((ast.In, ast.NotIn), (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr)),
+)
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
+    **dict(PAIRS),
+    **{other: one for one, other in PAIRS},
+    **dict.fromkeys((ast.Pow, ast.FloorDiv, ast.Mod), ast.Mult),
     ast.LShift: ast.RShift,
 }
 OPPOSITES = (
-    ("min", "max"),
-    ("minimum", "maximum"),
-    ("amin", "amax"),
-    ("any", "all"),
-    ("floor", "ceil"),
-    ("clamp_min", "clamp_max"),
-    ("argmin", "argmax"),
+    *(("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("argmin", "argmax")),
+    *(("any", "all"), ("floor", "ceil"), ("clamp_min", "clamp_max")),
 )
-RENAMED = {name: other for pair in OPPOSITES for name, other in (pair, pair[::-1])}
+RENAMED = {**dict(OPPOSITES), **{other: name for name, other in OPPOSITES}}
 # Calls of types and messages.
 WORDS = ("TypeVar", "cast", "Error", "Warning", "warn")
 # Keywords that change no value.
@@ -91,8 +74,9 @@ def draw(root: Path, count: int, seed: int, listed: list[Entry]) -> list[Entry]:
     """So many entries, half of them in `CORE`; of files in turn, one a function where that goes."""
     random_state, drawn = random.Random(seed), [*listed]
     groups: dict[str, list[Path]] = {name: [] for name in (*CORE, "rest")}
-    for path in (path for path in sources(root) if path.name not in ON_A_GPU):
-        groups[group(path.relative_to(root).as_posix())].append(path)
+    for path in sources(root):
+        if path.name not in ON_A_GPU:
+            groups[group(path.relative_to(root).as_posix())].append(path)
     for number, (name, paths) in enumerate(groups.items()):
         wanted = count - count // 2 if name == "rest" else (count // 2 + number) // len(CORE)
         queues = {path: _candidates(path, root, random_state) for path in paths}
@@ -227,7 +211,7 @@ def _replacements(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[ast.A
         case ast.BinOp() if type(node.op) in SWAPPED:
             yield node, _changed(node, op=SWAPPED[type(node.op)]())
         case ast.AugAssign() if type(node.op) in SWAPPED:
-            yield node, ast.unparse(_copied(node, op=SWAPPED[type(node.op)]()))
+            yield node, _changed(node, op=SWAPPED[type(node.op)]())
         case ast.BoolOp():
             other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
             yield node, _changed(node, op=other)
@@ -254,15 +238,12 @@ def _replacements(node: ast.AST, parent: ast.AST | None) -> Iterator[tuple[ast.A
             yield node.test, "False"
 
 
-def _copied(node: ast.AST, **parts: object) -> ast.AST:
+def _changed(node: ast.AST, **parts: object) -> str:
     changed = copy.copy(node)
     for name, part in parts.items():
         setattr(changed, name, part)
-    return changed
-
-
-def _changed(node: ast.AST, **parts: object) -> str:
-    return f"({ast.unparse(_copied(node, **parts))})"
+    source = ast.unparse(changed)
+    return source if isinstance(node, ast.stmt) else f"({source})"
 
 
 if __name__ == "__main__":

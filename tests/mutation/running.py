@@ -43,25 +43,20 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-class _Told:
+class _Reporter:
     """Writes the names of tests that start and fail into a pipe."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
 
-    def _tell(self, what: str, name: str) -> None:
-        os.write(self._pipe, f"{what}{name}\n".encode())
-
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._tell("S", nodeid)
+        os.write(self._pipe, f"S{nodeid}\n".encode())
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
-            self._tell("F", report.nodeid)
+            os.write(self._pipe, f"F{report.nodeid}\n".encode())
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._tell("F", report.nodeid)
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def copied(root: Path, folder: Path) -> Path:
@@ -197,6 +192,6 @@ def _child(copy: Path, tests: Sequence[str], pipe: int, option: str) -> None:
         plugins = ("cacheprovider", "xdist", "cov")
         options = [part for name in plugins for part in ("-p", f"no:{name}")]
         options += ["-c", str(copy / "pyproject.toml"), "--rootdir", str(copy), option]
-        code = int(pytest.main([*options, *tests], plugins=[_Told(pipe)]))
+        code = int(pytest.main([*options, *tests], plugins=[_Reporter(pipe)]))
     finally:
         os._exit(code)

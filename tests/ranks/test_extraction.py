@@ -26,10 +26,7 @@ BATCHES: list[int] = []
 
 
 def as_tensor(item: Any) -> Tensor:
-    values = torch.from_numpy(np.array(item)).float() / 255
-    if float(values.sum()) == 0:
-        raise InputError("an image is black")
-    return values
+    return torch.from_numpy(np.array(item)).float() / 255
 
 
 def forward(module: nn.Module, items: list[Tensor]) -> Tensor:
@@ -50,11 +47,11 @@ def images(count: int) -> LabeledDataset:
 
 
 def extracted(count: int, batch_size: int) -> tuple[Any, list[int], list[tuple[int, int]]]:
-    """Features, the batches of this rank, and what was told of them."""
+    """Features, the batches of this rank, and its progress."""
     BATCHES.clear()
-    told: list[tuple[int, int]] = []
-    more = {"batch_size": batch_size, "progress": lambda *done: told.append(done)}
-    return lead(features, images(count), more), list(BATCHES), told
+    heard: list[tuple[int, int]] = []
+    more = {"batch_size": batch_size, "progress": lambda *done: heard.append(done)}
+    return lead(features, images(count), more), list(BATCHES), heard
 
 
 def features(ranks: Ranks, dataset: LabeledDataset, more: dict[str, Any]) -> Tensor:
@@ -72,8 +69,7 @@ def test_features_are_those_of_one_process(size: int, count: int, batch_size: in
     assert sum(map(sum, batches)) == count
     most = -(-count // batch_size)
     assert max(map(len, batches)) == -(-most // size)
-    told = answers[0][2]
-    assert told[-1] == (count, count)
+    assert answers[0][2][-1] == (count, count)
 
 
 def folder_of(path: Path, count: int) -> None:
@@ -116,19 +112,6 @@ def batches_of() -> list[int]:
     return list(BATCHES)
 
 
-def refused_on_one(ranks: Ranks, black: int) -> Tensor:
-    dataset = images(8)
-    dataset.inputs[black] = 0
-    return features(ranks, dataset, {"batch_size": 2})
-
-
-def test_an_input_that_cannot_be_prepared_is_heard_of_on_every_rank() -> None:
-    for black in (0, 7):
-        for answer in pool(2).led(refused_on_one, black):
-            assert isinstance(answer, InputError)
-            assert str(answer) == f"rank {black // 4}: an image is black"
-
-
 CALLS: list[int] = []
 
 
@@ -139,22 +122,18 @@ def mean_and_size(batch: list[Any]) -> np.ndarray[Any, Any]:
     return np.stack([values.mean((1, 2, 3)), values.std((1, 2, 3))], 1)
 
 
-def given(path: str, kind: str, batch_size: int = 3) -> tuple[Any, list[int]]:
+def given(path: str, kind: str) -> tuple[Any, list[int]]:
     CALLS.clear()
     dataset = otdd.load("image_folder", path=path)
-    extractor: Any
-    match kind:
-        case "pixels":
-            extractor = otdd.extractors.pixels()
-        case "function":
-            extractor = otdd.extractors.from_callable(mean_and_size)
-        case "local":
-            extractor = otdd.extractors.from_callable(lambda batch: mean_and_size(batch))
-        case _:
-            extractor = otdd.extractors.from_callable(globals()[kind])
+    if kind == "pixels":
+        extractor = otdd.extractors.pixels()
+    elif kind == "local":
+        extractor = otdd.extractors.from_callable(lambda batch: mean_and_size(batch))
+    else:
+        extractor = otdd.extractors.from_callable(globals()[kind])
 
     def work(ranks: Ranks | None) -> Tensor:
-        more = {"batch_size": batch_size, "device": "cpu", "group": ranks}
+        more = {"batch_size": 3, "device": "cpu", "group": ranks}
         return otdd.embed(dataset, extractor, **more).features
 
     led = torch.distributed.is_initialized()
@@ -167,17 +146,6 @@ def refused(batch: list[Any]) -> Any:
     return mean_and_size(batch)
 
 
-class Kept:
-    """A user's object that no other process can have."""
-
-    def __call__(self, batch: list[Any]) -> Any:
-        return mean_and_size(batch)
-
-    def __reduce__(self) -> Any:
-        raise RuntimeError("this stays here")
-
-
-kept = Kept()
 DRAWN: list[Tensor] = []
 
 
@@ -187,17 +155,6 @@ def drawn(batch: list[Any]) -> Any:
         seed = torch.distributed.get_rank()
         DRAWN.append(torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)))
     return mean_and_size(batch) @ DRAWN[0].numpy()
-
-
-FITTED: list[Any] = []
-
-
-def fitted(batch: list[Any]) -> Any:
-    """Remembers its first batch."""
-    values = mean_and_size(batch)
-    if not FITTED:
-        FITTED.append(values.mean(0))
-    return values - FITTED[0]
 
 
 @pytest.mark.slow
@@ -211,15 +168,7 @@ def test_a_function_that_is_another_one_on_another_rank_is_refused(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_function_that_remembers_its_first_batch_is_that_of_one_process(tmp_path: Path) -> None:
-    folder_of(tmp_path, 5)
-    alone, _ = given(str(tmp_path), "fitted")
-    for found, _ in pool(2).run(given, str(tmp_path), "fitted"):
-        assert torch.equal(found, alone)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pixels", "function", "local", "kept"])
+@pytest.mark.parametrize("kind", ["pixels", "mean_and_size", "local"])
 def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: Path) -> None:
     folder_of(tmp_path, 5)
     alone, _ = given(str(tmp_path), kind)
@@ -229,7 +178,7 @@ def test_pixels_of_files_and_functions_are_shared_out_too(kind: str, tmp_path: P
         assert torch.equal(found, alone)
     # Four batches, and the first once more where functions are compared; a function that others
     # cannot have is called by rank 0 alone.
-    calls = {"pixels": [0, 0], "function": [3, 3], "local": [4, 0], "kept": [4, 0]}
+    calls = {"pixels": [0, 0], "mean_and_size": [3, 3], "local": [4, 0]}
     assert [len(called) for _, called in answers] == calls[kind]
 
 
@@ -242,15 +191,11 @@ def test_what_a_function_raises_on_another_rank_is_heard_of(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(4, 5), (2, 8)])
-def test_images_of_other_shapes_on_another_rank_are_refused(
-    shape: tuple[int, int], tmp_path: Path
-) -> None:
-    """Also where they have as many pixels."""
+def test_images_of_another_shape_on_another_rank_are_refused(tmp_path: Path) -> None:
+    """Of as many pixels."""
     folder_of(tmp_path, 3)
     for file in (tmp_path / "dog").iterdir():
-        Image.fromarray(np.ones((*shape, 3), dtype=np.uint8)).save(file)
+        Image.fromarray(np.ones((2, 8, 3), dtype=np.uint8)).save(file)
     (said,) = {str(answer) for answer in pool(2).run(given, str(tmp_path), "pixels")}
-    assert f"images differ in shape (4 x 4 with 3 channels and {shape[0]} x {shape[1]}" in said or (
-        f"images differ in shape ({shape[0]} x {shape[1]} with 3 channels and 4 x 4" in said
-    )
+    assert "images differ in shape (" in said
+    assert all(shape in said for shape in ("4 x 4", "2 x 8"))

@@ -32,35 +32,8 @@ def own_pool() -> Iterator[RankPool]:
         own.close()
 
 
-def stumbling(ranks: Ranks) -> list[str]:
-    """What rank 0 hears of an order that it leaves, and of the next one."""
-    said = []
-    for order in (_stumble, _sum):
-        try:
-            ranks.order(order)
-        except (LostRankError, MemoryError) as error:
-            said.append(str(error))
-    return said
-
-
-def _stumble(ranks: Ranks) -> torch.Tensor:
-    if ranks.rank == 0:
-        raise MemoryError("rank 0 is short of it")
-    return _sum(ranks)
-
-
 def _sum(ranks: Ranks) -> torch.Tensor:
     return ranks.summed(torch.ones(1, dtype=torch.float64))
-
-
-@pytest.mark.slow
-def test_ranks_that_are_left_in_an_order_are_given_no_other() -> None:
-    with own_pool() as own:
-        answer = own.answer_of(0, lead, stumbling)
-    assert answer == [
-        "rank 0 is short of it",
-        "rank 0 has left the other ranks in the middle of what they do together",
-    ]
 
 
 def short_in_a_flow() -> Any:

@@ -1,23 +1,28 @@
-"""Whole problems whose points no rank holds all of: the numbers of one process."""
+"""Points that no rank holds all of: the numbers of one process, bytes, launches and overlap."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from labelled_costs import labelled_cost
+from operation_counts import OperationCounts
 from rank_pool import lead, pool
 from test_shared_distance import EPSILON, datasets
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.distributed.ranks import Ranks, put_together, taken_apart
-from otdd_flash.operators import sharing
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.operators import parts, sharing
+from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.lattice import lattice_of
+from otdd_flash.operators.parts import sides_of
+from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.ring_blocks import RingBlocks
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 def in_a_ring(work: Any, *arguments: Any) -> Any:
@@ -27,39 +32,30 @@ def in_a_ring(work: Any, *arguments: Any) -> Any:
         return lead(work, *arguments)
 
 
-def distance(ranks: Ranks, precision: str) -> dict[str, Any]:
+def distance(ranks: Ranks, precision: str) -> list[Any]:
     compute = otdd.ComputeOptions("cpu", "torch", precision, memory_budget=0, group=ranks)
-    result = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute)
-    return {
-        "value": result.value,
-        "bounds": result.bounds,
-        "f": result.potentials[0],
-        "backend": result.divergence.backend,
-        "layout": result.shared.layout,
-        "said": result.to_dict()["layout"],
-        "converged": result.converged,
-    }
+    found = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute)
+    assert found.shared.layout == found.to_dict()["layout"] == "ring"
+    assert found.divergence.backend.endswith(f"{ranks.size} ranks, points in a ring")
+    assert found.converged
+    return [found.value, found.bounds, found.potentials[0]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "precision"), [(2, "double"), (3, "fast")])
 def test_distances_are_those_of_one_process(size: int, precision: str) -> None:
-    answers = pool(size).run(in_a_ring, distance, precision)
+    value, bounds, f = pool(size).run(in_a_ring, distance, precision)[0]
     alone = otdd.dataset_distance(
         *datasets(), epsilon=EPSILON, compute=otdd.ComputeOptions("cpu", precision="double")
     )
-    first = answers[0]
     near = 1e-9 if precision == "double" else 1e-3
-    assert first["layout"] == first["said"] == "ring"
-    assert first["backend"].endswith(f"{size} ranks, points in a ring")
-    assert first["converged"]
-    assert first["bounds"][0] <= alone.value <= first["bounds"][1]
-    assert first["value"] == pytest.approx(alone.value, abs=near)
-    assert torch.allclose(first["f"].double(), alone.potentials[0].double(), atol=4 * near)
+    assert bounds[0] <= alone.value <= bounds[1]
+    assert value == pytest.approx(alone.value, abs=near)
+    assert torch.allclose(f.double(), alone.potentials[0].double(), atol=4 * near)
     if size == 2:
         again = pool(size).run(in_a_ring, distance, precision)[0]
-        assert torch.equal(first["f"], again["f"])
-        assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
+        assert torch.equal(f, again[2])
+        assert (value, bounds) == (again[0], again[1])
 
 
 def held_points() -> int:
@@ -85,47 +81,8 @@ def test_no_rank_holds_all_points() -> None:
     assert sum(most) == 61 + 45
 
 
-def passed_round(count: int | None) -> tuple[list[tuple[int, list[list[int]]]], int]:
-    """What comes by of ranks that have as many numbers as they are many, and none, and bytes."""
-    ranks = Ranks()
-    own = [torch.full((ranks.rank,), ranks.rank), torch.full((0, 2), 7)]
-    shapes = [[torch.Size((rank,)), torch.Size((0, 2))] for rank in range(ranks.size)]
-    seen = [
-        (rank, [found.flatten().tolist() for found in came])
-        for rank, came in ranks.circulated(own, shapes, count)
-    ]
-    return seen, ranks.shared.bytes_moved
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_everything_comes_by_once(size: int) -> None:
-    for count in (None, 1, size // 2 + 1):
-        far = size if count is None else count
-        for rank, (seen, moved) in enumerate(pool(size).run(passed_round, count)):
-            order = [(rank + step) % size for step in range(far)]
-            assert seen == [(owner, [[owner] * owner, []]) for owner in order]
-            # Sent on, all but the last; received, all but the own.
-            assert moved == 8 * (sum(order[:-1]) + sum(order[1:]))
-
-
-def test_tensors_of_an_order_are_no_part_of_what_is_pickled() -> None:
-    one, other = torch.arange(10_000), torch.ones(10_000)
-    content, tensors = taken_apart({"x": one, "y": [other, one], "n": 3}, torch.device("cpu"))
-    assert len(content) < 200
-    assert [each is there for each, there in zip(tensors, (one, other), strict=True)] == [True] * 2
-    found = put_together(content, [each.clone() for each in tensors])
-    assert torch.equal(found["x"], one)
-    assert torch.equal(found["y"][0], other)
-    # One tensor stays one.
-    assert found["y"][1] is found["x"]
-    content, tensors = taken_apart(one, torch.device("meta"))
-    assert tensors == []
-    assert torch.equal(put_together(content, tensors), one)
-
-
-def budgets(budget: str) -> str:
-    """How points are held where ranks have so much memory for them."""
-    # One rank has less than the others.
+def layout_at(budget: str) -> str:
+    """How points are held where one rank has less memory for them than the others."""
     free = 1000 if torch.distributed.get_rank() == 1 else 1 << 30
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sharing, "free_memory", lambda device: free)
@@ -140,4 +97,79 @@ def _layout(ranks: Ranks, budget: str) -> str:
 @pytest.mark.slow
 def test_the_shortest_rank_decides() -> None:
     for budget, layout in (("auto", "ring"), ("1GiB", "replicated")):
-        assert pool(2).run(budgets, budget) == [layout, layout]
+        assert pool(2).run(layout_at, budget) == [layout, layout]
+
+
+def held(ranks: Ranks, n: int, m: int | None) -> tuple[Tensor, Tensor]:
+    """Hold a cost of kernels as number 0, between two clouds or of one with itself: potentials."""
+    draw = torch.Generator().manual_seed(1)
+    clouds = [torch.randn(count, 5, generator=draw) for count in (n, m) if count]
+    cost = labelled_cost(*clouds, massless=True)
+    lattice_of(cost)
+    own = [side[owned.of(ranks)] for side, owned in zip(cost.held, sides_of(cost), strict=True)]
+    first = cost.held[0][:1], cost.held[1][:1]
+    build = partial(KernelOperator, precision="fast")
+    ranks.held[0] = ring_parts(ranks, cost.without_points(), (own[0], own[1]), first, build)
+    f = 0.1 * torch.randn(n, generator=draw)
+    return f, 0.1 * torch.randn(m, generator=draw) if m else f
+
+
+def launches(m: int | None) -> dict[str, tuple[int, int]]:
+    """Kernels launched by a pass, and what the host waits for, once everything has come by once."""
+    ranks = Ranks()
+    f, g = held(ranks, 61, m)
+    ways: dict[str, Any] = {"softmin": lambda: parts.softmin(ranks, 0, False, g, EPSILON, None)}
+    if m is None:
+        ways["pairs"] = lambda: parts.softmin_self(ranks, 0, f, EPSILON)
+    else:
+        ways["beside a guess"] = lambda: parts.softmin(ranks, 0, False, g, EPSILON, f)
+    found = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, way in ways.items():
+            way()
+            with OperationCounts(patched) as counted:
+                way()
+            found[name] = sum(counted.launches.values()), counted.reads
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter is given")
+@pytest.mark.parametrize(
+    ("m", "expected"),
+    [
+        # Of a pair of blocks a bias, a pass and a merge.
+        (45, {"softmin": (2 * 3, 0), "beside a guess": (2 * 3, 1)}),
+        # By rows two blocks with four. In pairs two with themselves; with a bias and a pass, these
+        # two and two pairs with the other rank's.
+        (None, {"softmin": (8 * 3, 0), "pairs": (2 * 3 + 3 * 2, 1)}),
+    ],
+)
+def test_a_pass_is_few_launches_and_no_wait(m: int | None, expected: dict[str, Any]) -> None:
+    """But for whether sums are in range, which ranks tell each other once a pass."""
+    assert pool(2).run(launches, m) == [expected] * 2
+
+
+def order_of_events() -> tuple[list[str], list[int]]:
+    """When shards are sent for and used, and whether what came is there to the end."""
+    ranks, events, kept = Ranks(), [], []
+    send = torch.distributed.batch_isend_irecv
+
+    def sent(moves: Any) -> Any:
+        events.append("sent for")
+        return send(moves)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.distributed, "batch_isend_irecv", sent)
+        shapes = [[torch.Size((3,))]] * ranks.size
+        for _, came in ranks.circulated([torch.full((3,), ranks.rank)], shapes):
+            events.append("used")
+            kept += came
+    return events, [int(each[0]) for each in kept]
+
+
+@pytest.mark.slow
+def test_the_next_shard_is_on_its_way_while_one_is_used() -> None:
+    for rank, (events, kept) in enumerate(pool(3).run(order_of_events)):
+        assert events == ["sent for", "used", "sent for", "used", "used"]
+        assert kept == [(rank + step) % 3 for step in range(3)]

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import reference
 import torch
 from rank_pool import lead, pool
+from test_shared_distance import EPSILON, datasets
 
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.features.feature_file import FeatureFile
-from otdd_flash.features.file_features import features_of
 from otdd_flash.operators import blocked, request
-from otdd_flash.solver.problem import Problem
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-EPSILON = 0.4
 
-
-def datasets(folder: str | None) -> list[otdd.LabeledSamples]:
-    draw = torch.Generator().manual_seed(0)
-    sides = []
-    for name, size, classes in (("x", 61, 4), ("y", 45, 3), ("z", 30, 2)):
-        labels = torch.randint(0, classes, (size,), generator=draw)
-        points: torch.Tensor = torch.randn(size, 3, generator=draw) + labels[:, None]
-        if folder is not None:
-            points = otdd.features_file(f"{folder}/{name}.npy")
-        sides.append(otdd.LabeledSamples(points, labels, tuple("abcd"[:classes]), name=name))
-    return sides
+def in_files(folder: str) -> list[otdd.LabeledSamples]:
+    return [
+        replace(side, features=otdd.features_file(f"{folder}/{name}.npy"))
+        for name, side in zip("xy", datasets(), strict=True)
+    ]
 
 
 def written(folder: Path) -> str:
-    for side in datasets(None):
-        np.save(folder / f"{side.name}.npy", side.features.numpy())
+    for name, side in zip("xy", datasets(), strict=True):
+        np.save(folder / f"{name}.npy", side.features.numpy())
     return str(folder)
 
 
@@ -53,7 +44,7 @@ def in_blocks(work: Any, *arguments: Any) -> Any:
 
 def distance(ranks: Ranks, folder: str, precision: str) -> dict[str, Any]:
     compute = otdd.ComputeOptions("cpu", precision=precision, memory_budget=1, group=ranks)
-    result = otdd.dataset_distance(*datasets(folder)[:2], epsilon=EPSILON, compute=compute)
+    result = otdd.dataset_distance(*in_files(folder), epsilon=EPSILON, compute=compute)
     assert result.streamed is not None
     return {
         "value": result.value,
@@ -75,7 +66,7 @@ def test_distances_are_those_of_one_process(size: int, precision: str, tmp_path:
     folder = written(tmp_path)
     first = pool(size).run(in_blocks, distance, folder, precision)[0]
     compute = otdd.ComputeOptions("cpu", precision="double")
-    alone = otdd.dataset_distance(*datasets(None)[:2], epsilon=EPSILON, compute=compute)
+    alone = otdd.dataset_distance(*datasets(), epsilon=EPSILON, compute=compute)
     near = 1e-9 if precision == "double" else 1e-3
     assert first["layout"] == "streamed"
     assert f"points streamed in blocks of {15 if size == 2 else 10} x 15" in first["backend"]
@@ -92,57 +83,8 @@ def test_distances_are_those_of_one_process(size: int, precision: str, tmp_path:
     assert (first["value"], first["bounds"]) == (again["value"], again["bounds"])
 
 
-def of_kernels(ranks: Ranks, folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Operations in the interpreter, beside their formulas in float64."""
-    source, target = datasets(folder)[:2]
-    table = torch.rand(7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    table = (table + table.T).fill_diagonal_(0)
-    compute = otdd.ComputeOptions("cpu", "triton", "high", memory_budget=1, group=ranks)
-    whole = Problem.between(source, target, EPSILON, table, compute=compute)
-    operator = whole.operator("xy")
-    assert operator.execution.backend.startswith("triton")
-    assert "points streamed in blocks" in operator.execution.backend
-    f, g = torch.zeros(61), torch.zeros(45)
-    x, y = (side.features[:] for side in (source, target))
-    cost = reference.dense_cost(x, y, 0.5, table[:4, 4:] / 2, source.labels, target.labels)
-    a, b = source.masses, target.masses
-    plan = reference.plan(cost, a, b, f.double(), g.double(), EPSILON)
-    sums = operator.marginals(f, g, EPSILON)
-    return [
-        (operator.softmin_rows(g, EPSILON), reference.softmin_rows(cost, b, g.double(), EPSILON)),
-        (
-            operator.softmin_columns(f, EPSILON),
-            reference.softmin_rows(cost.T, a, f.double(), EPSILON),
-        ),
-        (sums.rows, plan.sum(1)),
-        (sums.columns, plan.sum(0)),
-        (operator.apply_plan(f, g, EPSILON, y).values, plan @ y.double()),
-    ]
-
-
-@pytest.mark.slow
-def test_kernels_take_files(tmp_path: Path) -> None:
-    answer = pool(2).run(in_blocks, of_kernels, written(tmp_path))[0]
-    for found, expected in answer:
-        assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def pairwise(ranks: Ranks | None, folder: str | None) -> torch.Tensor:
-    budget = "auto" if folder is None else 1
-    compute = otdd.ComputeOptions("cpu", precision="double", memory_budget=budget, group=ranks)
-    sides = datasets(folder)
-    found = otdd.pairwise_distances(sides, epsilon=EPSILON, labels="means", compute=compute)
-    return found.values
-
-
-@pytest.mark.slow
-def test_pairs_are_dealt_to_ranks_that_read_files(tmp_path: Path) -> None:
-    (found, _) = pool(2).run(in_blocks, pairwise, written(tmp_path))
-    assert torch.allclose(found, pairwise(None, None), atol=1e-6)
-
-
 def in_memory(ranks: Ranks, folder: str) -> None:
-    sides = datasets(folder)[0], datasets(None)[1]
+    sides = in_files(folder)[0], datasets()[1]
     compute = otdd.ComputeOptions("cpu", memory_budget=1, group=ranks)
     otdd.dataset_distance(*sides, epsilon=EPSILON, compute=compute)
 
@@ -173,15 +115,3 @@ def test_a_file_that_one_rank_lacks_is_refused_on_every_rank(tmp_path: Path) -> 
         assert isinstance(answer, InputError)
         assert "another process cannot read" in str(answer)
         assert "x.gone" in str(answer)
-
-
-def test_another_process_finds_the_same_file_or_says_so(tmp_path: Path) -> None:
-    features: Any = datasets(written(tmp_path))[0].features
-    assert torch.equal(features_of(features.file.reopened()), features)
-    content = tmp_path / "x.npy"
-    os.utime(content, (1, 1))
-    with pytest.raises(InputError, match="is another file for another process"):
-        features.file.reopened()
-    content.unlink()
-    with pytest.raises(InputError, match=r"another process cannot read .* \(No such file"):
-        features.file.reopened()
