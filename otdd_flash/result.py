@@ -430,7 +430,7 @@ class DistanceResult:
         inputs = self._inputs
         if not weighted:
             inputs = replace(inputs, source=replace(inputs.source, weights=None))
-        # Potentials are reported for the original points.
+        # Potentials are those of the unrounded points, not of the ones that `fast` rounds.
         return refined(build_operator(inputs, keep_scores=False))
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
