@@ -123,7 +123,7 @@ def _check_eager(name: str) -> None:
     """Refuse a call while operations are recorded or tensors are fake.
 
     Raises:
-        InputError: they are.
+        InputError: operations are recorded, or tensors have no numbers.
     """
     # The module is imported by whatever records operations.
     fx = sys.modules.get("torch.fx.experimental.proxy_tensor")

@@ -15,7 +15,7 @@ Users may change tensors in place, and datasets may fill the memory, so nothing 
 `Unchanged` marks content when it is used and compares the mark before later questions. `samples`
 uses `fingerprint`; results, flows, the solver's problem, caches on devices and ranks use marks;
 `extractors.feature_store` uses `digest_of_rows`. A change of what is digested must raise VERSION:
-saved results and caches hold fingerprints.
+saved results and checkpoints hold fingerprints.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Unchanged:
         """Refuse samples whose memory has changed.
 
         Raises:
-            InputError: it has.
+            InputError: the content of a side differs from its mark.
         """
         for side, mark in zip(self.sides, self.marks, strict=True):
             if mark_of(side) != mark:

@@ -1,9 +1,9 @@
 """Parts that other installed packages add, by entry points of the groups `otdd_flash.KIND`.
 
 `Registry` holds this package's parts of one kind and finds those of other packages.
-`data.registry`, `extractors.registry`, `labels.metrics` and `study.measures` each have one; the
-commands use `folders` and `check_owners` for configurations, and `blamed_on` is around every call
-of foreign code.
+`data.registry`, `extractors.registry`, `labels.metrics` and `study.measures` each have one. The
+commands read `parts` and `folders` to find configurations, and calls of foreign code are inside
+`blamed_on`.
 
 A change must respect that nothing of another package is imported before one of its names is used:
 until then its metadata list its names, and its folder of configurations is found without an import.
@@ -112,7 +112,7 @@ def check_owners(what: str, name: str, packages: list[str]) -> None:
     """Refuse a name that belongs to more than one package.
 
     Raises:
-        InputError: it does.
+        InputError: there are several packages.
     """
     if len(packages) > 1:
         one, *others = packages

@@ -7,8 +7,8 @@ Face, nullable, categorical or nested; `real_numbers`, `data.table` and `data.hu
 
 NumPy's own conversion turns integers into floats as soon as one is missing, or beside floats, and
 rounds large ones. Here only the present entries are converted, with a mask of the missing ones.
-pandas and pyarrow are not imported by this module alone: their objects exist only if the user
-imported them.
+Tables are recognised without an import of pandas or pyarrow: an object of theirs exists only where
+they are imported already.
 """
 
 from __future__ import annotations

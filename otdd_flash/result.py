@@ -1,7 +1,7 @@
 """`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
 
-`otdd` returns it; `commands.compare` and `report.distance` show it, `sampling` and the study
-compare many. `versions` is also used by other results.
+`otdd` returns it; `commands.compare` and `report.distance` show it; `sampling` and the study's
+`transport` compute many. Other results use `versions` too.
 
 A change must respect that plans are evaluated again from potentials and the cost, never stored;
 that any question about datasets which were changed in place is refused; and that saved results of
@@ -359,8 +359,6 @@ class DistanceResult:
         return result if compute is None else replace(result, compute=ComputeOptions.of(compute))
 
     def _applied(self, values: Tensor) -> Applied:
-        """Apply the plan to values (m, k)."""
-
         def apply(operator: Operator, f: Tensor, g: Tensor) -> Applied:
             return operator.apply_plan(f, g, self.epsilon, values.to(f.device))
 

@@ -408,7 +408,6 @@ def _fitting(names: tuple[str, ...], labels: Any, name: str) -> tuple[str, ...] 
 
 
 def _modality(item: Any) -> Modality:
-    """Return the modality of an input that `_input` returned."""
     if isinstance(item, str):
         return "text"
     if isinstance(item, Image.Image) or item.ndim == 2:

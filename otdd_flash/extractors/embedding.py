@@ -91,11 +91,14 @@ def embed(
 ) -> LabeledSamples:
     """Extract the features of every input.
 
-    ```python import otdd_flash as otdd import torch from torch.utils.data import DataLoader,
-    TensorDataset
+    ```python
+    import otdd_flash as otdd
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
 
-    rows = TensorDataset(torch.randn(60, 4), torch.arange(60) % 3) samples =
-    otdd.embed(DataLoader(rows, batch_size=16), max_samples=50) ```
+    rows = TensorDataset(torch.randn(60, 4), torch.arange(60) % 3)
+    samples = otdd.embed(DataLoader(rows, batch_size=16), max_samples=50)
+    ```
 
     Args:
         dataset: the result of `otdd.load`; a PyTorch dataset of pairs (input, label), such as
@@ -224,7 +227,6 @@ def embed(
 def _features(
     extractor: Extractor, options: dict[str, Any], dataset: LabeledDataset
 ) -> NDArray[Any]:
-    """Return the features (n, d) of a part of a dataset as an array."""
     found: NDArray[Any] = embed(dataset, extractor, **options).features.numpy()
     return found
 

@@ -290,7 +290,6 @@ def _header(count: int, note: Note) -> bytes:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """Return the NumPy name of a type."""
     return str(dtype).removeprefix("torch.")
 
 

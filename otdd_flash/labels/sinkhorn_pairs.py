@@ -199,7 +199,6 @@ def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: 
 
 
 def _name(clouds: Sequence[ClassCloud], i: int, j: int) -> str:
-    """Return the name of the term between two classes for messages."""
     return clouds[i].name if i == j else f"{clouds[i].name} against {clouds[j].name}"
 
 

@@ -75,7 +75,7 @@ class SubsampleInterval:
         count: K, the number of subsamples compared.
         size: (m, m'), the rows of each subsample of the source and of the target.
         rate: tau_m / tau_n, the factor of the subsamples' deviations.
-        values: (K,) the distances between subsamples; their mean exceeds the distance of the whole.
+        values: (K,) the distances between subsamples; on average above that of the whole.
         excess: how heavy the tail of the rows is; the upper part of the interval is 1 + 3 excess
             times as long as the lower. About 0 for many normal rows, above 0.2 where squared
             distances between rows have no variance.

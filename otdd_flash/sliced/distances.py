@@ -88,7 +88,7 @@ def check_same_space(datasets: Sequence[LabeledSamples]) -> None:
     """Refuse datasets of different dimensions, or with features whose squares overflow.
 
     Raises:
-        InputError: they are such.
+        InputError: dimensions differ, or features are not finite or too large.
     """
     for other in datasets[1:]:
         check_same_dimension(datasets[0], other)
