@@ -1,6 +1,7 @@
 """IDX files, the format of MNIST, gzipped or not; USPS from IDX files or torchvision's archive.
 
-`data.registry` calls `read_idx_pair` for the source `idx` and `read_usps` for `usps`.
+`data.registry` calls `read_idx_pair` for the source `idx` and `read_usps` for `usps`. A file whose
+length differs from its header is refused; arrays are returned in native byte order.
 """
 
 from __future__ import annotations
