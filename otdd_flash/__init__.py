@@ -1,6 +1,6 @@
-"""Optimal Transport Dataset Distance, with solver bounds that can be trusted.
+"""Optimal Transport Dataset Distance with certified solver bounds: the public names.
 
-The way of the data:
+How data move through the package:
 
     load -> LabeledDataset -> embed -> LabeledSamples -> dataset_distance -> DistanceResult
                                                       -> pairwise_distances -> PairwiseResult
@@ -19,8 +19,9 @@ Conventions, the same everywhere:
     value        S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2
     randomness   one seed; every draw comes from a local generator
 
-Nothing here imports Hydra; the commands `python -m otdd_flash.distance` do. No name is imported
-before its first use, and so torch is not with the package (PEP 562).
+A name is imported at its first use (PEP 562), so importing the package imports no torch. Nothing
+reached from here imports Hydra; the commands, such as `python -m otdd_flash.distance`, do. A new
+public name needs an entry in `__all__`, in `_HOMES` and among the imports for type checkers.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from __future__ import annotations
 import os
 import sys
 
-# The folder in which a command was started: where `python -m otdd_flash.distance` puts it into
-# sys.path, or what `commands.start.run_script` says of a console command.
+# The folder in which a command was started: the one that `python -m otdd_flash.distance` puts into
+# sys.path, or that `commands.start.run_script` sets for a console command.
 _started_in: str | None = None
-# What was put at the end of sys.path since, where no package is looked for.
+# Folders appended to sys.path since; no packages with plug-ins are searched there.
 _appended: list[str] = []
-# `-m` stands in sys.argv while Python looks for the module that it is to run, the next argument.
+# While Python looks for the module of `-m`, sys.argv starts with `-m`; the module is the next
+# original argument.
 _run = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) :][:1] if sys.argv[:1] == ["-m"] else []
 if _run and _run[0].removeprefix("-m").startswith("otdd_flash.") and not sys.flags.safe_path:
-    # Python has put the working directory before all else: a file called torch.py beside the data
-    # would be imported in the place of torch. Only a checkout that is run from its own folder needs
-    # it, last.
+    # Python has put the working directory first: a file called torch.py beside the data would be
+    # imported instead of torch. Only a checkout that is run from its own folder needs that
+    # directory, last.
     _started_in = sys.path.pop(0)
     _package = os.path.dirname(os.path.realpath(__file__))
     if os.path.realpath(_started_in) == os.path.dirname(_package):
@@ -154,7 +156,7 @@ __all__ = [
     "transport_map",
 ]
 
-# Where each name is defined, and the modules whose names are used through them.
+# The module that defines each name, and the modules that are public themselves.
 _HOMES = {
     "Callbacks": "otdd_flash.flows.flow",
     "Checkpoints": "otdd_flash.flows.checkpoint",
@@ -214,15 +216,15 @@ _MODULES = ("extractors", "labels")
 
 
 if not TYPE_CHECKING:
-    # Hidden from type checkers, to which it would make every name one of this module.
+    # Hidden from type checkers, which would otherwise accept any name of this module.
     def __getattr__(name: str) -> Any:
-        """Import what is used for the first time."""
+        """Import the definition of a public name at its first use."""
         if name in _MODULES:
             return import_module(f"otdd_flash.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(_HOMES[name]), name)
-        # The next use does not come here.
+        # Later uses find the name itself.
         globals()[name] = value
         return value
 

@@ -1,13 +1,15 @@
-"""What arguments may be: annotations that say it, and the checks that they stand for.
+"""Checks of arguments by their annotations.
 
 `takes` checks the arguments of a public function, `check_fields` the fields of a dataclass of
-options, by their annotations, whose texts are the keys of `ACCEPTED`. So `epsilon: Positive | None`
-is a signature and a declaration. What an annotation does not say, such as the shape of a tensor, is
-declared beside it: `@takes(x=tensor("(n, d)"))`.
+options. The text of an annotation is a key of `ACCEPTED`, so `epsilon: Positive | None` is both a
+signature and a declaration. What an annotation cannot say, such as the shape of a tensor, is
+declared beside it: `@takes(x=tensor("(n, d)"))`. All entry points and options use this module;
+`checks` holds the checks of single values.
 
-Values that have a plain meaning are accepted here and become what they mean where they are read:
-`(features, labels)` for samples, a device's name for `compute`, a method's name for `labels`.
-Nothing here imports torch. A new kind of argument is a check and a line of `ACCEPTED`.
+Values with a plain meaning are accepted here and converted where they are read: `(features,
+labels)` for samples, a device's name for `compute`, a method's name for `labels`. This module must
+not import torch: classes are compared by their full names. A new kind of argument is a check and a
+line of `ACCEPTED`.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ from otdd_flash.errors import InputError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Keywords without a default, and what to give.
+# Keywords without a default, and what to give for them.
 REQUIRED = {
     "epsilon": "give epsilon=VALUE, the regularisation in units of the cost, such as 0.01 times "
     "its mean"
 }
 
-# Numbers and names in a range, which a type cannot say.
+# Numbers and texts in a range that a type cannot express.
 Positive = float
 NotNegative = float
 Finite = float
@@ -74,14 +76,14 @@ GROUNDS = ("sqeuclidean", "cosine", "inner")
 
 TENSOR_CLASS = "torch.Tensor"
 FAKE_CLASS = "torch._subclasses.fake_tensor.FakeTensor"
-# Where the classes that arguments may be of are defined.
+# Full names of the classes that arguments may have.
 SAMPLES_CLASS = "otdd_flash.samples.LabeledSamples"
 DATASET_CLASS = "otdd_flash.data.dataset.LabeledDataset"
 TORCH_DATASET_CLASS = "torch.utils.data.dataset.Dataset"
 LOADER_CLASS = "torch.utils.data.dataloader.DataLoader"
 HF_DATASET_CLASS = "datasets.arrow_dataset.Dataset"
 HF_STREAM_CLASS = "datasets.iterable_dataset.IterableDataset"
-# There since version 4 of the library.
+# Exists since version 4 of the library.
 HF_COLUMN = "datasets.arrow_dataset.Column"
 HF_SPLITS_CLASS = "datasets.dataset_dict.DatasetDict"
 HF_STREAM_SPLITS_CLASS = "datasets.dataset_dict.IterableDatasetDict"
@@ -91,7 +93,7 @@ RANKS_CLASS = "otdd_flash.distributed.ranks.Ranks"
 GROUP_CLASSES = ("torch.distributed.distributed_c10d.ProcessGroup", RANKS_CLASS)
 COST_BLOCKS_CLASS = "otdd_flash.operators.cost_blocks.CostBlocks"
 FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.build.WeightedFunctional"
-# Other classes of arguments: what messages say, and where each is defined.
+# Other classes of arguments: the words of messages, and the full name of each.
 OBJECTS = {
     "LabeledSamples": ("be LabeledSamples", SAMPLES_CLASS),
     "ClassDistances": (
@@ -128,7 +130,7 @@ seed = integer(at_least=0, below=2**32)
 
 
 def samples(name: str, value: Any) -> Any:
-    """Accept labelled samples, or an object that `otdd_flash.data.given.as_samples` reads."""
+    """Accept labelled samples, or an object that `otdd_flash.data.given.as_samples` converts."""
     if is_a(value, SAMPLES_CLASS) or holds_items(value):
         return value
     pair = isinstance(value, tuple) and len(value) == 2
@@ -148,7 +150,7 @@ def samples(name: str, value: Any) -> Any:
 
 
 def dataset(name: str, value: Any) -> Any:
-    """Accept a dataset of raw inputs, or an object that `otdd_flash.data.given.opened` reads."""
+    """Accept a dataset of raw inputs, or an object that `otdd_flash.data.given.opened` converts."""
     pair = isinstance(value, tuple) and len(value) == 2
     if holds_items(value) or (pair and all(_is_matrix(p) or isinstance(p, list) for p in value)):
         return value
@@ -168,7 +170,7 @@ def holds_items(value: object) -> bool:
         return True
     if isinstance(value, str | bytes | list | tuple | Mapping) or _is_matrix(value):
         return False
-    # PyTorch asks no more of a dataset.
+    # PyTorch requires no more of a dataset.
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
 
 
@@ -190,7 +192,7 @@ def _no_dataset(name: str, accepted: str, value: Any) -> InputError:
 
 
 def labels(name: str, value: Any) -> Any:
-    """Accept a method of class distances; `metric_of` refuses names that it does not know."""
+    """Accept a method of class distances; `metric_of` refuses unknown names."""
     if isinstance(value, type):
         kind = value.__qualname__
         raise InputError(f"{name} is the type {kind} and no object of it; write {kind}()")
@@ -255,7 +257,7 @@ def path_or_dataset(name: str, value: Any) -> Any:
 
 
 def weights(name: str, value: Any) -> Any:
-    """Accept the path or the name of weights; the numbers themselves go to the samples."""
+    """Accept a path or name of weights; arrays of weights are given with the samples instead."""
     if not isinstance(value, str) and not hasattr(value, "__fspath__"):
         raise refused(name, "be a column, a key or a .npy file", value)
     return word(name, str(value))
@@ -283,7 +285,7 @@ def group(name: str, value: Any) -> Any:
 
 
 def traced_tensor(shape: str) -> Check:
-    """Make a check for tensors that also accepts fake ones: traces have shapes, no numbers."""
+    """Return a check for tensors that accepts fake ones too: traces have shapes without numbers."""
     plain = tensor(shape)
 
     def check(name: str, value: Any) -> Any:
@@ -316,7 +318,7 @@ def matrix_tensor(name: str, value: Any) -> Any:
 
 
 def functional(name: str, value: Any) -> Any:
-    """Accept a weighted functional, or what `build_functionals` makes one from."""
+    """Accept a weighted functional, or a mapping from which `build_functionals` makes one."""
     if not is_a(value, FUNCTIONAL_CLASS) and not isinstance(value, Mapping):
         raise refused(name, "be a mapping such as {name: norm, weight: 0.1}", value)
     return value
@@ -333,7 +335,7 @@ def columns(name: str, value: Any) -> Any:
     return value
 
 
-# The arguments of functions of two point clouds with masses and classes.
+# Arguments of functions of two point clouds with masses and classes.
 TENSORS_OF_A_PAIR: dict[str, Check] = {
     "x": tensor("(n, d)"),
     "y": tensor("(m, d)"),
@@ -343,7 +345,7 @@ TENSORS_OF_A_PAIR: dict[str, Check] = {
     "labels_y": optional(tensor("(m,)")),
     "class_table": optional(tensor("(V_x + V_y, V_x + V_y)")),
 }
-# What annotations stand for, without ` | None`, which is for `check_of`.
+# The checks of annotations, written without ` | None`, which `check_of` handles.
 ACCEPTED: dict[str, Check] = {
     **{kind: instance(accepted, place) for kind, (accepted, place) in OBJECTS.items()},
     "bool": flag,
@@ -400,7 +402,7 @@ ACCEPTED: dict[str, Check] = {
 
 
 def check_of(annotation: Any) -> Check | None:
-    """Return the check that an annotation stands for; None if anything goes."""
+    """Return the check for an annotation; None if it has none."""
     written = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     kind = written.removesuffix(" | None")
     check = function if kind.startswith("Callable[") else ACCEPTED.get(kind)
@@ -413,13 +415,16 @@ def takes(
     elsewhere: Mapping[str, str] | None = None,
     **declared: Check,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check the arguments of a function, those left to their defaults excepted.
+    """Check the arguments of a function, except those left to their defaults.
 
     Args:
-        *shared: checks by parameter, where annotations do not say all, that functions share.
-        prefix: what messages put before a parameter's name, such as `extractor.`.
-        elsewhere: keywords that are fields of an options argument, and how they are written there.
+        *shared: checks by parameter that several functions share, for what annotations cannot say.
+        prefix: text before a parameter's name in messages, such as `extractor.`.
+        elsewhere: keywords that are fields of an options argument, and how to write them there.
         **declared: further checks by parameter.
+
+    Returns:
+        A decorator. The decorated function raises an `InputError` for a bad argument.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -440,7 +445,7 @@ def takes(
                         ) from None
                 if missing := _missing(signature, kwargs):
                     raise InputError(f"{function.__name__} {missing}") from None
-                # Too many arguments, or too few: Python's own words name the function as well.
+                # Too many or too few arguments: Python's own error names the function as well.
                 return function(*args, **kwargs)
             for name, value in bound.arguments.items():
                 if name in checks:
@@ -453,13 +458,13 @@ def takes(
 
 
 def checks_of(signature: inspect.Signature) -> dict[str, Check]:
-    """Return the checks that the annotations of a signature stand for, by parameter."""
+    """Return the checks for the annotations of a signature, by parameter."""
     stated = {name: check_of(each.annotation) for name, each in signature.parameters.items()}
     return {name: check for name, check in stated.items() if check}
 
 
 def _missing(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
-    """Say which keyword that has no default is missing, "" for none, and what to give."""
+    """Return words on a missing keyword without default and what to give; "" if none is missing."""
     known = signature.parameters
     if "epsilon_relative" in given and "epsilon" in known and "epsilon_relative" not in known:
         return f"takes no epsilon_relative: {REQUIRED['epsilon']}"
@@ -471,12 +476,15 @@ def _missing(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
 
 
 def check_fields(options: Any, prefix: str = "", **declared: Check) -> None:
-    """Check the fields of a frozen dataclass, and keep what the checks return.
+    """Check the fields of a frozen dataclass, and store the values that the checks return.
 
     Args:
         options: the instance, in its `__post_init__`.
-        prefix: what messages put before a field's name, such as `solver.`.
-        **declared: checks by field, where the annotation does not say all.
+        prefix: text before a field's name in messages, such as `solver.`.
+        **declared: checks by field, for what the annotation cannot say.
+
+    Raises:
+        InputError: a field is not valid.
     """
     for each in dataclasses.fields(options):
         check, value = declared.get(each.name) or check_of(each.type), getattr(options, each.name)

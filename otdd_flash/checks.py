@@ -1,11 +1,13 @@
-"""Checks of single arguments, the vocabulary of `otdd_flash.arguments`.
+"""Checks of single arguments, from which `otdd_flash.arguments` builds its table.
 
-A check is called with the argument's name and what was given for it. It returns what goes on, or
-raises an `InputError` of one sentence: the name, what is accepted, what was given. Numbers of any
-library come back as Python's own; bool is not a number, 1.5 is not an integer, text is neither.
+A check is called with the argument's name and value. It returns the value to use, or raises an
+`InputError` of one sentence: the name, what is accepted, the value given. Numbers of any library
+become Python's own; bool is not a number, 1.5 is not an integer, text is neither. `arguments`
+imports nearly all of it; other modules use `path`, `shown`, `is_a` and `optional`.
 
-Nothing here imports torch or looks into an array: whether values are finite is for those who read
-them. Classes are named, not imported, so that declarations cost nothing and know nobody.
+This module must not import torch or read arrays: whether values are finite is checked where they
+are read. Classes are compared by full names instead of imported, so that declarations are cheap and
+depend on no other module.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ LONGEST_SHOWN = 60
 
 
 def refused(name: str, accepted: str, value: object) -> InputError:
-    """Return the error for an argument that is not what it must be."""
+    """Return the error for an argument that is not valid."""
     return InputError(f"{name} must {accepted}, got {shown(value)}")
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: in full if it is short, else its type and size."""
+    """Return a value for messages: in full if it is short, else its type and size."""
     if value is None or isinstance(value, bool | numbers.Number | str | os.PathLike):
         return display(repr(value) if isinstance(value, str) else str(value), LONGEST_SHOWN)
     kind = type(value).__qualname__
@@ -44,7 +46,7 @@ def shown(value: object) -> str:
 
 
 def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
-    """Make a check for real numbers that are `allowed`; messages say `must {accepted}`."""
+    """Return a check for real numbers that are `allowed`; messages say `must {accepted}`."""
 
     def check(name: str, value: Any) -> float:
         value = _item(value)
@@ -66,7 +68,7 @@ def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
 
 
 def integer(at_least: int | None = 1, below: int | None = None) -> Check:
-    """Make a check for integers in [at_least, below)."""
+    """Return a check for integers in [at_least, below)."""
 
     def check(name: str, value: Any) -> int:
         value = _item(value)
@@ -83,7 +85,7 @@ def integer(at_least: int | None = 1, below: int | None = None) -> Check:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Accept True or False, and no text that means one of them."""
+    """Accept True or False, but no text such as "true"."""
     value = _item(value)
     if not isinstance(value, bool):
         raise refused(name, "be true or false", value)
@@ -91,7 +93,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(*known: str) -> Check:
-    """Make a check for one of some names."""
+    """Return a check for one of the known names."""
 
     def check(name: str, value: Any) -> str:
         return choose(name, text(name, value), known)
@@ -109,7 +111,7 @@ def text(name: str, value: Any) -> str:
 def path(name: str, value: Any) -> Any:
     """Return a path, as text or as an object, with a leading `~` expanded; refuse empty ones.
 
-    The only place where paths that users give are made ready for the file system.
+    All paths that users give are prepared here and nowhere else.
     """
     if not isinstance(value, str | os.PathLike):
         raise refused(name, "be a path", value)
@@ -141,7 +143,7 @@ def function(name: str, value: Any) -> Any:
 
 
 def mapping(accepted: str = "be a mapping") -> Check:
-    """Make a check for mappings."""
+    """Return a check for mappings."""
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -152,14 +154,14 @@ def mapping(accepted: str = "be a mapping") -> Check:
 
 
 def names(name: str, value: Any) -> tuple[str, ...]:
-    """Accept a sequence of names, but no text; its items become text."""
+    """Accept a sequence of names, but not a text; its items become text."""
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
         raise refused(name, "be a sequence of names", value)
     return tuple(map(str, value))
 
 
 def array(shape: str) -> Check:
-    """Make a check for arrays, tensors and nested lists of numbers; messages say `shape`."""
+    """Return a check for arrays, tensors and nested lists of numbers; messages say `shape`."""
 
     def check(name: str, value: Any) -> Any:
         if not _is_array(value):
@@ -170,7 +172,7 @@ def array(shape: str) -> Check:
 
 
 def tensor(shape: str) -> Check:
-    """Make a check for tensors. An array is refused: its gradient would have nowhere to go."""
+    """Return a check for tensors; arrays are refused, as they cannot receive a gradient."""
 
     def check(name: str, value: Any) -> Any:
         if not is_a(value, "torch.Tensor"):
@@ -182,10 +184,10 @@ def tensor(shape: str) -> Check:
 
 
 def check_numbers(name: str, given: Any) -> None:
-    """Refuse tensors that are not themselves an array of numbers.
+    """Refuse tensors that do not hold an array of numbers themselves.
 
     Raises:
-        InputError: the tensor is a meta, nested or fake one, or of another class that keeps its
+        InputError: the tensor is a meta, nested or fake one, or of another class that stores its
             numbers elsewhere, such as a distributed or a masked tensor.
     """
     if given.is_meta:
@@ -207,7 +209,7 @@ def check_numbers(name: str, given: Any) -> None:
 
 
 def tensors(shape: str) -> Check:
-    """Make a check for lists of tensors, or one tensor with a dimension more."""
+    """Return a check for lists of tensors, or for one tensor with an additional dimension."""
     accepted = f"be a list of tensors {shape}, or one with a dimension more"
 
     def check(name: str, value: Any) -> Any:
@@ -222,7 +224,7 @@ def tensors(shape: str) -> Check:
 
 
 def instance(accepted: str, *kinds: str) -> Check:
-    """Make a check for objects of classes, named as `package.module.Class` where defined."""
+    """Return a check for objects of classes, given by full names `package.module.Class`."""
 
     def check(name: str, value: Any) -> Any:
         if not is_a(value, *kinds):
@@ -238,17 +240,17 @@ def is_a(value: object, *kinds: str) -> bool:
 
 
 def called(setting: str, check: Check) -> Check:
-    """Make a check that names the setting of the commands in its messages."""
+    """Return a check whose messages name a setting of the commands."""
     return lambda name, value: check(setting, value)
 
 
 def optional(check: Check) -> Check:
-    """Make a check that accepts None, and what another check accepts."""
+    """Return a check that accepts None and what another check accepts."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def sequence(check: Check, length: int | None = None) -> Check:
-    """Make a check for lists and tuples of `length` items that all pass a check."""
+    """Return a check for lists and tuples of `length` items that all pass a check."""
     several = "be a list" if length is None else f"be a list of {length}"
 
     def check_all(name: str, value: Any) -> Sequence[Any]:
@@ -262,9 +264,9 @@ def sequence(check: Check, length: int | None = None) -> Check:
 
 
 def _item(value: Any) -> Any:
-    """Return the Python number of a NumPy scalar or a 0-dim array, and other values as they are.
+    """Return the Python number of a NumPy scalar or a 0-dim array, and other values unchanged.
 
-    A tensor that requires a gradient stays one, and is refused: its gradient would be lost.
+    A tensor that requires a gradient stays one and is refused later: its gradient would be lost.
     """
     single = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
     return value.item() if single and not getattr(value, "requires_grad", False) else value

@@ -1,4 +1,4 @@
-"""How much of a dataset distance every row of the source carries, to first order.
+"""How much of a dataset distance every row of the source contributes, to first order.
 
     s_i = (g_i - sum_j a_j g_j) / (1 - a_i),    g = dS / da
 
@@ -7,18 +7,15 @@ by -a_i s_i to first order: a row with s_i > 0 keeps the datasets apart. For equ
 without debiasing it is the calibrated gradient of Just et al. 2023, LAVA: data valuation without
 pre-specified learning algorithms.
 
-A class c as a whole has s_c = (sum of a_i g_i / a_c over its rows - sum_j a_j g_j) / (1 - a_c), at
-the class's mass a_c: the slope of S as c grows and all others shrink alike. Where groups of points
-exchange almost no mass f_xy is fixed within groups alone (`solver.groups`), and S as a function of
-the masses has a kink there as epsilon falls: its slope to the left and to the right are the least
-and the most s_c over all offsets between groups that are as good.
-
-Masses act in two ways. With class distances held, g is f_xy - f_xx, or f_xy without debiasing; and
-the moments of a row's class move with its mass, and with them the class distances,
+Masses act in two ways. With fixed class distances, g is f_xy - f_xx, or f_xy without debiasing. In
+addition the moments of a row's class move with its mass, and with them the class distances,
 
     m = sum_i w_i x_i,    S = sum_i w_i (x_i - m)(x_i - m)^T / z,    w_i = a_i / sum of the class
 
-where z = 1, or 1 - sum w_i^2 where the covariance is unbiased, whose derivative counts as well.
+where z = 1, or z = 1 - sum w_i^2, which is differentiated too, for unbiased covariances.
+
+`DistanceResult.contributions` and `commands.compare` use this module; the gradient itself is
+`solver.gradient`.
 """
 
 from __future__ import annotations
@@ -43,11 +40,11 @@ from otdd_flash.solver.groups import Groups
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term_gradient import Needs
 
-# By which a table of class distances may differ from that of the rows, relative to its largest
-# entry: they were measured elsewhere, or read from a file.
+# Largest difference, relative to the largest entry, between the given class distances and those of
+# these rows: they may have been measured elsewhere, or read from a file.
 SAME_TABLE = 1e-6
 
-# A class with this share of the mass has all of it but for rounding.
+# A class with more than this share of the mass has all of it, up to rounding.
 ALL = 1 - 1e-12
 
 
@@ -56,10 +53,10 @@ class Contributions(NamedTuple):
 
     Attributes:
         values: s (n,) float64 on the CPU, in units of the cost; NaN for rows without mass.
-        through_classes: whether class distances moved with the masses; False where they were held.
+        through_classes: whether class distances moved with the masses; False if they were fixed.
         slopes: (2, V) float64 on the CPU, least and most s_c of each source class for epsilon to 0,
-            with the potentials of each group as they are; the same number twice where the masses
-            determine the potentials, NaN for classes with all or without any mass.
+            with the potentials of each group as they are. Both are equal if the masses determine
+            the potentials, NaN for classes with all or none of the mass.
     """
 
     values: Tensor
@@ -70,13 +67,13 @@ class Contributions(NamedTuple):
 def contributions_of(
     problem: Problem, divergence: Divergence, method: str, *, required: bool
 ) -> Contributions:
-    """The contributions of all rows of the source.
+    """Compute the contributions of all rows of the source.
 
     Args:
         problem: both datasets and the class distances that were used, on the device.
         divergence: the solved terms.
-        method: how class distances were measured; those of `gaussian` and `means` move with the
-            masses, unless the table is one of other rows.
+        method: the method of class distances; those of `gaussian` and `means` move with the masses,
+            unless the table is of other rows.
         required: whether potentials that the masses do not determine are an error.
 
     Raises:
@@ -107,7 +104,15 @@ def contributions_of(
 
 
 def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> Tensor:
-    """Return the least and the most s_c of each class, (2, V)."""
+    """Return the least and the most s_c of each class, (2, V).
+
+    A class c as a whole has s_c = (sum of a_i g_i / a_c over its rows - sum_j a_j g_j) / (1 - a_c),
+    at the class's mass a_c: the slope of S as c grows and all other classes shrink in proportion.
+    If groups of points exchange almost no mass, f_xy is determined within groups alone
+    (`solver.groups`). As epsilon falls S then has a kink there as a function of the masses: its
+    slopes to both sides are the least and the most s_c over all equally good offsets between
+    groups.
+    """
     masses = source.masses.cpu()
     count = max(1, source.class_total)
     labels = torch.zeros(len(masses), dtype=torch.int64)
@@ -131,7 +136,7 @@ def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> 
 
 @torch.enable_grad()
 def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor | None:
-    """Sum over W of dS / dW times dW / da (n,), or None where W is held."""
+    """Sum over W of dS / dW times dW / da, (n,); None if W is fixed."""
     source, target = problem.request.seen
     if source.labels is None or target.labels is None:
         return None
@@ -143,7 +148,7 @@ def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor 
         values = _measured(clouds, pairs, metric)
         table = symmetric_table(values, pairs, len(clouds)).to(by_table.device)
         if float((table.detach() - problem.table).abs().max()) > SAME_TABLE * scale:
-            # Of other rows, as with labels.full, or of other settings.
+            # The table is of other rows, as with labels.full, or of other settings.
             continue
         (found,) = torch.autograd.grad((table * by_table).sum(), masses)
         return found
@@ -151,7 +156,7 @@ def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor 
 
 
 def _metrics(method: str) -> Iterator[LabelMetric]:
-    """The metrics of a method whose distances follow masses, the usual one first."""
+    """Yield the metrics of a method whose distances move with masses, the usual one first."""
     if method == "means":
         yield Means()
     elif method == "gaussian":
@@ -168,7 +173,7 @@ def _measured(clouds: list[ClassCloud], pairs: Tensor, metric: LabelMetric) -> T
 
 
 def _clouds(samples: LabeledSamples, masses: Tensor) -> list[ClassCloud]:
-    """The classes with weights that follow the masses, also where all are equal."""
+    """Return the classes with weights that depend on the masses, even if all are equal."""
     assert samples.labels is not None
     clouds = []
     for c, name in enumerate(samples.class_names):

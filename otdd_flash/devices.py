@@ -1,4 +1,9 @@
-"""Which device a computation runs on, from the name that a user gives, and what it can run."""
+"""Devices: the choice by name, transfers without stalls, and what a device can run.
+
+`resolve_device` converts the names that users give, for entry points, embedding and commands;
+`moved` and `sent` transfer tensors; `check_triton` and `is_amd` tell the operators whether Triton
+kernels may run. No computation is moved to another device silently.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +16,20 @@ from torch.nn.functional import pad
 
 from otdd_flash.errors import InputError
 
-# Ampere, the oldest generation that the kernels are written for.
+# Ampere, the oldest generation that the kernels support.
 LEAST_CAPABILITY = (8, 0)
 
-# Bytes: a tensor that begins at no multiple of them is one of another kind to Triton.
+# Bytes: Triton compiles a kernel again for a tensor whose address is no multiple of them.
 ALIGNMENT = 16
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The torch device called `name`; `auto` is the first CUDA device, or the CPU without one.
+    """Return the torch device of a name; `auto` is the first CUDA device, or the CPU without one.
 
-    A CUDA device comes back with its index, so that it compares equal to the device of its tensors.
+    A CUDA device has its index, so that it equals the device of its tensors.
 
     Raises:
-        InputError: no such device on this machine; the message lists those that are there.
+        InputError: no such device on this machine; the message lists the existing ones.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,15 +50,15 @@ def resolve_device(name: str | torch.device) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a device is current: where streams, events and graphs are made."""
+    """Return a context in which a device is current, for streams, events and graphs."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor.to(device)`; from a GPU to the CPU at the speed of the bus.
+    """Return `tensor.to(device)`; from a GPU to the CPU at the speed of the bus.
 
-    New memory comes page by page when it is first written to. Here all cores write to it before the
-    GPU does, whose driver would take five times as long, in which nothing else is launched.
+    New host memory is allocated page by page when it is first written. Here all cores write to it
+    before the GPU's driver does, which would take five times as long and block other launches.
     """
     if not tensor.is_cuda or device.type != "cpu":
         return tensor.to(device)
@@ -61,10 +66,10 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sent(device: torch.device, *numbers: Tensor) -> tuple[Tensor, ...]:
-    """Numbers of one type on a device; those of the host go there together.
+    """Return tensors of one type on a device; those elsewhere are sent in one transfer.
 
-    Nothing waits for a GPU, as each `.to` of its own would do. Each begins where memory of its own
-    would: Triton compiles kernels apart for tensors that do not.
+    Nothing waits for a GPU, as a `.to` of each tensor would. Each tensor is aligned like memory of
+    its own: Triton compiles separate kernels for tensors that are not.
     """
     elsewhere = [part for part in numbers if part.device != device]
     if not elsewhere:
@@ -84,7 +89,11 @@ def sent(device: torch.device, *numbers: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_one_device(source: torch.device, target: torch.device) -> None:
-    """Raise an `InputError` unless the source's and the target's device are one."""
+    """Refuse a source and a target on different devices.
+
+    Raises:
+        InputError: they differ.
+    """
     if source != target:
         raise InputError(
             f"source is on {source} and target on {target}; move both to one device with .to()"
@@ -92,15 +101,18 @@ def check_one_device(source: torch.device, target: torch.device) -> None:
 
 
 def is_amd(device: torch.device) -> bool:
-    """Whether a device is an AMD card, which PyTorch calls cuda too, with capabilities alike."""
+    """Return whether a device is an AMD card, which PyTorch also calls cuda."""
     return device.type == "cuda" and torch.version.hip is not None
 
 
 def check_triton(device: torch.device) -> None:
-    """Raise an `InputError` unless Triton's kernels can run on a device.
+    """Refuse a device on which Triton's kernels cannot run.
 
-    They run on NVIDIA cards of compute capability 8.0 and later; elsewhere only interpreted, which
-    is for the caller to know.
+    They run on NVIDIA cards of compute capability 8.0 and later. On other device types they run
+    only interpreted, which the caller must check.
+
+    Raises:
+        InputError: the device is an AMD card, has no Triton, or is too old.
     """
     if is_amd(device):
         raise InputError(

@@ -1,4 +1,8 @@
-"""The check that both sides live in one feature space."""
+"""The check that two datasets have the same features, in the same order.
+
+`operators.request`, `labels.classes`, `sliced.distances` and `extractors.linear_maps` call it. Its
+error suggests extractor settings that make the dimensions equal.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ def check_same_dimension(source: LabeledSamples, target: LabeledSamples) -> None
     """Refuse datasets of different features: of other numbers of them, or in another order.
 
     Raises:
-        InputError: their dimensions differ, or a name that both have stands at different places.
+        InputError: their dimensions differ, or a common feature name has different positions.
     """
     if source.dim == target.dim:
         _check_same_order(source, target)
@@ -28,7 +32,7 @@ def check_same_dimension(source: LabeledSamples, target: LabeledSamples) -> None
 
 
 def _check_same_order(source: LabeledSamples, target: LabeledSamples) -> None:
-    """Refuse columns of one name at different places: features are compared by place."""
+    """Refuse columns of one name at different positions: features are compared by position."""
     if source.feature_names is None or target.feature_names is None:
         return
     places = {name: place for place, name in enumerate(target.feature_names)}
@@ -44,7 +48,7 @@ def _check_same_order(source: LabeledSamples, target: LabeledSamples) -> None:
 
 
 def _pixel_settings(source: LabeledSamples, target: LabeledSamples) -> str:
-    """What makes pixels comparable; concrete if both dimensions can be those of square images."""
+    """Return settings that equalise images; concrete if both dimensions fit square images."""
     sides = [_image_sides(source.dim), _image_sides(target.dim)]
     known = [side for side in sides if side is not None]
     if len(known) < len(sides):
@@ -55,7 +59,7 @@ def _pixel_settings(source: LabeledSamples, target: LabeledSamples) -> str:
 
 
 def _image_sides(d: int) -> tuple[int, bool] | None:
-    """Side and colour of the square image with d values, if there is one."""
+    """Return side and colour of the square image with d values; None if there is none."""
     if isqrt(d) ** 2 == d:
         return isqrt(d), False
     if d % 3 == 0 and isqrt(d // 3) ** 2 == d // 3:

@@ -1,4 +1,8 @@
-"""`python -m otdd_flash.distance`: the dataset distance from the command line."""
+"""The command `python -m otdd_flash.distance`: the dataset distance of a configuration.
+
+`commands.compare` does the work. Heavy modules are imported inside `job`, so that help is shown
+without them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def job(config: DictConfig) -> int:
-    """Carry out one job and return its exit code."""
-    # Imported here: help is shown without what computes.
+    """Run one job and return its exit code."""
+    # Imported here: help is shown without the modules that compute.
     from otdd_flash.commands.progress import importing
 
     with importing():
@@ -23,12 +27,12 @@ def job(config: DictConfig) -> int:
 
 
 def main() -> None:
-    """Hydra's entry point."""
+    """Start Hydra with the configuration of this command."""
     run_hydra(job, "distance")
 
 
 def script() -> None:
-    """The console command `otdd-distance`."""
+    """Run the console command `otdd-distance`."""
     run_script(main)
 
 

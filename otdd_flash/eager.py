@@ -1,12 +1,13 @@
-"""What PyTorch may be doing around a public call, which changes no number of it.
+"""Isolation of public calls from PyTorch's surrounding modes.
 
-A solve reads its iterates to decide when to stop, so it is neither traced nor transformed: a graph
-of `torch.compile` breaks at the call and goes on with its result, and `torch.func`, forward-mode
+A solve reads its iterates to decide when to stop, so it cannot be traced or transformed. A graph of
+`torch.compile` breaks at the call and continues with its result; `torch.func`, forward-mode
 derivatives, `torch.jit.trace` and fake tensors are refused in one sentence. Autocast, the default
-type, the default device and inference mode end at the call.
+dtype, the default device and inference mode do not reach into the call.
 
-`computes` marks every entry point that computes; backward passes run under `own_settings` too, as
-they may be called inside of such a context after the forward pass was outside.
+`computes` decorates every entry point that computes, so that surrounding modes change no number of
+its result. Backward passes run under `own_settings` too, as they may be called inside such a
+context although the forward pass was outside.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from otdd_flash.errors import InputError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What autocast can be enabled for, where this package computes.
+# Device types for which autocast may be enabled, where this package computes.
 CASTING = ("cpu", "cuda", "mps")
 
 BY_AUTOGRAD = "call it outside and take gradients by .backward() or torch.autograd.grad"
-# By the name of the innermost transform of torch.func.
+# The way out, by the name of the innermost transform of torch.func.
 INSTEAD = {
     "Vmap": "loop over the batch and torch.stack the results, or pass it whole where that is taken",
     "Grad": BY_AUTOGRAD,
@@ -39,10 +40,10 @@ INSTEAD = {
 
 
 def computes(function: Callable[P, R]) -> Callable[P, R]:
-    """Run an entry point eagerly and under PyTorch's own settings.
+    """Decorate an entry point to run eagerly and under PyTorch's default settings.
 
     Raises:
-        InputError: when called, inside of a transform or a trace that it cannot be part of.
+        InputError: when called inside a transform or a trace that it cannot be part of.
     """
     name = function.__qualname__
 
@@ -57,19 +58,19 @@ def computes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep `torch.compile` out of a function, without the seconds that its import takes."""
+    """Keep `torch.compile` out of a function, without the slow import of the compiler."""
     disabled: list[Callable[P, R]] = []
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Nothing is compiled before the compiler was imported.
+        # Nothing is compiled before the compiler is imported.
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
         return disabled[0](*args, **kwargs)
 
-    # The compiler breaks its graph at calls of what has this attribute, and so does not enter.
+    # The compiler breaks its graph at calls of a function with this attribute.
     run._torchdynamo_disable = True  # type: ignore[attr-defined]
     run._torchdynamo_disable_msg = "otdd_flash solves to a tolerance"  # type: ignore[attr-defined]
     return run
@@ -95,7 +96,11 @@ def own_settings() -> Iterator[None]:
 
 
 def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
-    """Raise an `InputError` inside of a transform or a trace; `name` is of the function."""
+    """Refuse a call inside a transform or a trace; `name` is that of the function.
+
+    Raises:
+        InputError: the call is inside one, or an argument belongs to one.
+    """
     transform: Any = torch._C._functorch.peek_interpreter_stack()
     if transform is not None:
         kind = transform.key().name
@@ -115,10 +120,14 @@ def check_transforms(name: str, arguments: Iterable[Any] = ()) -> None:
 
 
 def _check_eager(name: str) -> None:
-    """Raise an `InputError` where operations are recorded, or tensors are fake."""
-    # Imported by what records operations.
+    """Refuse a call while operations are recorded or tensors are fake.
+
+    Raises:
+        InputError: operations are recorded, or tensors have no numbers.
+    """
+    # The module is imported by whatever records operations.
     fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    # An example: modes make tensors of a class of their own.
+    # By an example: such modes make tensors of a class of their own.
     if type(torch.empty(0)) is not Tensor or (fx is not None and fx.get_proxy_mode() is not None):
         raise InputError(
             f"{name} computes with numbers, which tensors have not inside of FakeTensorMode, "

@@ -1,8 +1,10 @@
-"""What otdd_flash raises and warns about.
+"""The exceptions and warnings of otdd_flash.
 
 Everything a user can get wrong ends in an `InputError`, raised once, at the boundary, with the
-offending value and the way out. The commands print it without a traceback and exit with code 2.
-Any other exception is a defect of this package.
+offending value and the way out. The commands print it without a traceback and exit with code 2. Any
+other exception, but those defined here, is a defect of this package. Messages are made safe to
+print when the exception is created (`shown`). Nearly every module imports this one, so it imports
+nothing but `shown`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ HERE = os.path.join(os.path.dirname(__file__), "")
 class InputError(ValueError):
     """A request that cannot be met; the message names the value and what to do about it.
 
-    Messages hold values and names that others wrote: they are made safe to print here, once.
+    Messages may hold text that others wrote: they are made safe to print here, once.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -27,7 +29,7 @@ class InputError(ValueError):
 
 
 class UserCodeError(InputError):
-    """What a user's own function or module raised, which is its cause and has its traceback."""
+    """A user's own function or module raised; that error is the cause and has its traceback."""
 
 
 def prefixed(where: str, error: InputError) -> InputError:
@@ -37,7 +39,7 @@ def prefixed(where: str, error: InputError) -> InputError:
 
 
 class ConvergenceError(RuntimeError):
-    """`require_convergence` was asked for, and a tolerance was missed or potentials stay open."""
+    """`require_convergence` is set, and a tolerance was missed or potentials are not determined."""
 
 
 class LostRankError(RuntimeError):
@@ -45,7 +47,7 @@ class LostRankError(RuntimeError):
 
 
 class LeaderError(LostRankError):
-    """Rank 0 has ended its part of what all do together, with an error that it alone has."""
+    """Rank 0 has ended a computation of all ranks with an error of its own."""
 
 
 class IncompleteError(RuntimeError):
@@ -58,11 +60,11 @@ class _Notice(UserWarning):
 
 
 class NotConvergedWarning(_Notice):
-    """A solve stopped before the tolerance, or potentials stay open; solver bounds still hold."""
+    """A solve stopped early, or potentials are not determined; solver bounds still hold."""
 
 
 class DataNotice(_Notice):
-    """The data were changed or taken differently from what was asked, as the message says."""
+    """The data were changed or read differently from the request, as the message says."""
 
 
 class MissingFileNotice(_Notice):
@@ -70,16 +72,20 @@ class MissingFileNotice(_Notice):
 
 
 def choose(kind: str, name: str, known: tuple[str, ...]) -> str:
-    """Return `name` if it is one of `known`, else raise an `InputError` that lists them."""
+    """Return `name` if it is one of `known`.
+
+    Raises:
+        InputError: it is not; the message lists the known names.
+    """
     if name not in known:
         raise InputError(f"unknown {kind} {display(repr(name))}; choose one of: {', '.join(known)}")
     return name
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the line that called this package, however deep inside of it this is called."""
+    """Warn at the line that called this package, however deep inside it this is called."""
     torch = sys.modules.get("torch")
-    # Frames of PyTorch lie between ours and the caller: decorators, backward passes.
+    # PyTorch's frames may be between ours and the caller's: decorators, backward passes.
     there = [] if torch is None else [os.path.join(os.path.dirname(str(torch.__file__)), "")]
     inner = (HERE, *there)
     level, frame = 2, sys._getframe(1)

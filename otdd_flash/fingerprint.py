@@ -1,19 +1,21 @@
-"""What tells datasets apart: sums of digests of rows, which parts of a dataset can add up.
+"""Fingerprints of datasets, and marks that detect changes of their content in place.
 
     rows = sum_i SHA-256(i, features_i, label_i, weight_i)  mod 2^256
     fingerprint = SHA-256(version, n, d, which parts there are, class names, rows)
 
-A row's digest has its number in the whole dataset, so the order of rows counts. Blocks of any size,
-files that are read a piece at a time and processes that hold some rows each give the same sum.
+A row's digest contains its number in the whole dataset, so the order of rows counts. Sums can be
+added up from blocks of any size, from files read piece by piece and from processes that hold some
+rows each.
 
-Values alone count, not the type that holds them: a row whose features are all numbers of float32 is
-digested in float32, any other in float64, and -0 as 0. What is solved at another precision has
-the same fingerprint, so that a key of what was computed needs the precision as well.
+Values alone count, not their type: a row whose features are all float32 numbers is digested in
+float32, any other in float64, and -0 as 0. A solve at another precision has the same fingerprint,
+so cache keys of computed results need the precision as well.
 
-Whether samples or tensors still hold what they held: a user may change them in place.
-
-Nothing is copied, as datasets may fill the memory. In place of that their content is marked when it
-is used, and compared before anything is said of it later.
+Users may change tensors in place, and datasets may fill the memory, so nothing is copied:
+`Unchanged` marks content when it is used and compares the mark before later questions. `samples`
+uses `fingerprint`; results, flows, the solver's problem, caches on devices and ranks use marks;
+`extractors.feature_store` uses `digest_of_rows`. A change of what is digested must raise VERSION:
+saved results and checkpoints hold fingerprints.
 """
 
 from __future__ import annotations
@@ -38,27 +40,25 @@ if TYPE_CHECKING:
     from otdd_flash.samples import LabeledSamples
 
 
-# Bytes of features that are looked at together, and the modulus.
+# Bytes of features that are digested at once, and the modulus of sums.
 BLOCK_BYTES = 1 << 24
-
 
 MODULUS = 1 << 256
 
-
-# Of what is digested: fingerprints of another version say nothing of these.
+# Version of the digest: fingerprints of other versions cannot be compared.
 VERSION = 2
 
 
 def fingerprint(
     features: Tensor, labels: Tensor | None, weights: Tensor | None, class_names: Sequence[str]
 ) -> str:
-    """The fingerprint of samples, in row order.
+    """Return the fingerprint of samples, in row order.
 
     Args:
         features: (n, d), on any device or in a file.
         labels: (n,) class indices, or None.
         weights: (n,) masses, or None.
-        class_names: of the classes.
+        class_names: names of the classes.
     """
     total = 0
     for rows in _blocks(features):
@@ -70,7 +70,7 @@ def fingerprint(
         if values.dtype == torch.float64:
             narrow = (values.to(torch.float32) == values).all(1).numpy()
         for chosen, kind in ((narrow, "<f4"), (~narrow, "<f8")):
-            # Rows of one kind, as nearly always, are not copied.
+            # Rows of one kind, which is the usual case, are not copied.
             some = columns if chosen.all() else [column[chosen] for column in columns]
             total += _sum_of_values(some, kind)
     there = [part is not None for part in (labels, weights)]
@@ -79,7 +79,7 @@ def fingerprint(
 
 
 def digest_of_rows(features: Tensor, *, first: int = 0) -> int:
-    """Sum the digests of rows as they are stored, modulo 2^256; sums of parts add up.
+    """Sum the digests of rows in their stored type, modulo 2^256; sums of parts can be added.
 
     Args:
         features: (n, d).
@@ -125,25 +125,24 @@ def _read(features: Tensor, rows: slice) -> Tensor:
 
 
 def _bytes(part: Tensor) -> NDArray[np.uint8]:
-    """The bytes of each row, (k, bytes)."""
+    """Return the bytes of each row, (k, bytes)."""
     found: NDArray[np.uint8] = in_one_row(part).view(len(part), -1).view(torch.uint8).numpy()
     return found
 
 
-# Bytes of rows that a thread takes at once.
+# Bytes of rows that one thread processes at once.
 THREAD_BYTES = 1 << 24
-
 
 Mark = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Unchanged:
-    """Samples, and what marked their content.
+    """Samples with marks of their content.
 
     Attributes:
         sides: the samples.
-        marks: of each.
+        marks: one for each.
     """
 
     sides: tuple[LabeledSamples, ...]
@@ -154,10 +153,10 @@ class Unchanged:
         return cls(sides, tuple(mark_of(side) for side in sides))
 
     def check(self) -> None:
-        """Refuse samples whose memory holds something else now.
+        """Refuse samples whose memory has changed.
 
         Raises:
-            InputError: the memory has changed.
+            InputError: the content of a side differs from its mark.
         """
         for side, mark in zip(self.sides, self.marks, strict=True):
             if mark_of(side) != mark:
@@ -169,15 +168,16 @@ class Unchanged:
 
 
 def mark_of(samples: LabeledSamples) -> Mark:
-    """What changes with the content of features, labels and weights, as `mark_of_tensors`."""
+    """Return the mark of features, labels and weights; see `mark_of_tensors`."""
     return mark_of_tensors(samples.features, samples.labels, samples.weights)
 
 
 def mark_of_tensors(*parts: Tensor | None) -> Mark:
-    """What changes with the content of tensors, at the speed of memory.
+    """Return numbers that change with the content of tensors, at the speed of memory.
 
-    On the CPU, where arrays of other libraries may share it, a checksum; on a GPU torch's count of
-    the changes, which inference tensors lack. Files are watched by their features.
+    On the CPU, where arrays of other libraries may share the memory, a mark is a checksum. On a GPU
+    it is torch's count of in-place changes, which inference tensors lack. Features in files are
+    checked by their own class.
     """
     return tuple(_mark(part) for part in parts if part is not None)
 
@@ -191,11 +191,11 @@ def _mark(part: Tensor) -> int:
     if rows.nbytes <= THREAD_BYTES:
         return _checksum(rows)
     blocks = torch.split(rows, max(1, THREAD_BYTES * len(rows) // rows.nbytes))
-    # Checksums let other threads run.
+    # Checksums release the interpreter lock.
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         return hash(tuple(threads.map(_checksum, blocks)))
 
 
 def _checksum(block: Tensor) -> int:
-    # As bytes, as NumPy lacks bfloat16.
+    # As bytes: NumPy lacks bfloat16.
     return zlib.crc32(in_one_row(block).view(torch.uint8).numpy().data)

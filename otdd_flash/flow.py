@@ -1,4 +1,8 @@
-"""`python -m otdd_flash.flow`: move a dataset towards another, from the command line."""
+"""The command `python -m otdd_flash.flow`: move a dataset towards another by a gradient flow.
+
+`commands.adapt` does the work. Heavy modules are imported inside `job`, so that help is shown
+without them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def job(config: DictConfig) -> int:
-    """Carry out one job and return its exit code."""
-    # Imported here: help is shown without what computes.
+    """Run one job and return its exit code."""
+    # Imported here: help is shown without the modules that compute.
     from otdd_flash.commands.progress import importing
 
     with importing():
@@ -23,12 +27,12 @@ def job(config: DictConfig) -> int:
 
 
 def main() -> None:
-    """Hydra's entry point."""
+    """Start Hydra with the configuration of this command."""
     run_hydra(job, "flow")
 
 
 def script() -> None:
-    """The console command `otdd-flow`."""
+    """Run the console command `otdd-flow`."""
     run_script(main)
 
 

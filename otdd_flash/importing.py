@@ -1,4 +1,10 @@
-"""A user's own function, by import path, and what it raises."""
+"""Users' own functions: import by path, and errors that they raise.
+
+`import_callable` imports a function for extractors, functionals and transfer networks. `user_code`
+turns anything that user code raises into a `UserCodeError` of one sentence; all places that call
+foreign code use it, many through `plugins.blamed_on`. `user_traceback` gives `commands.outcome` the
+part of the traceback that is the user's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ from otdd_flash.errors import InputError, UserCodeError
 FORM = "package.module:function or package.module.function"
 
 IN_A_WORKER = " in DataLoader worker process "
-# Frames of these say nothing of the user's code.
+# Modules whose frames are not the user's code.
 OUR_FRAMES = ("otdd_flash.", "importlib.", "contextlib")
 
 
@@ -27,10 +33,10 @@ def import_callable(path: str, setting: str) -> Callable[..., Any]:
     Args:
         path: "package.module:function" or "package.module.function"; attributes of a class are
             found too.
-        setting: what errors call the path, such as `extractor.path`.
+        setting: the setting's name in errors, such as `extractor.path`.
 
     Raises:
-        InputError: nothing callable stands there.
+        InputError: nothing callable has that path.
         UserCodeError: its module does not import.
     """
     module_name, _, attributes = path.partition(":")
@@ -51,7 +57,7 @@ def import_callable(path: str, setting: str) -> Callable[..., Any]:
 
 @contextmanager
 def user_code(what: str, doing: str = "raised") -> Iterator[None]:
-    """Whatever a user's code raises as one sentence, with its own error as the cause.
+    """Turn anything that user code raises into one sentence, with its own error as the cause.
 
     Args:
         what: the code, for the sentence.
@@ -69,11 +75,11 @@ def user_code(what: str, doing: str = "raised") -> Iterator[None]:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of the user's own error, from their first line on; empty for other errors."""
+    """Return the traceback of a user's own error from their first frame, or ""."""
     found: BaseException = error
     cause: BaseException | None = error
     while isinstance(cause, InputError):
-        # Those that say where it happened have the one before as their cause.
+        # Errors with a place in front have the original as their cause.
         found, cause = cause, cause.__cause__
     if cause is None or not isinstance(found, UserCodeError):
         return ""
@@ -82,7 +88,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _theirs(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that come before the user's."""
+    """Return a traceback without the frames before the user's."""
     while frames is not None:
         module = str(frames.tb_frame.f_globals.get("__name__", ""))
         if not f"{module}.".startswith(OUR_FRAMES):
@@ -94,7 +100,7 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
 def _in_one_line(error: BaseException) -> str:
     kind, lines = type(error).__name__, str(error).splitlines()
     if lines and IN_A_WORKER in lines[0]:
-        # A DataLoader raises the error of its process anew, with the traceback as its words.
+        # A DataLoader raises its worker's error again, with the traceback as its message.
         return " ".join(lines[-1].split())
     words = " ".join(" ".join(lines).split())
     return f"{kind}: {words}" if words else kind
@@ -103,8 +109,8 @@ def _in_one_line(error: BaseException) -> str:
 def _find_in_working_directory(name: str) -> None:
     """Let a user's module be found where the command was started, after all other places.
 
-    The commands take that folder out of sys.path (`otdd_flash/__init__.py`). A user who names a
-    module of it wants it, and what that imports from there.
+    The commands remove that folder from sys.path (`otdd_flash/__init__.py`). A user who names a
+    module in it wants that module, and what it imports from there.
     """
     folder = otdd_flash._started_in
     if folder is None or folder in sys.path:
@@ -125,5 +131,5 @@ def _import_module(name: str, request: str) -> Any:
                     f"{request}: no module named {error.name!r}; give {FORM}, with its folder on "
                     "PYTHONPATH"
                 ) from None
-            # One that the user's module imports.
+            # A module that the user's module imports is missing.
             raise

@@ -1,4 +1,10 @@
-"""Nothing leaves this machine unless it was asked to: libraries are kept to what they cached."""
+"""The offline mode of libraries: without permission nothing is fetched.
+
+`network` is around every call of a library that could fetch models or data; `data.hugging_face`,
+`data.torchvision_class` and the extractors of `sentence_embedding` and `vision_models` use it.
+`data.request` uses `is_address`. Attributes of libraries are replaced for the time of the call and
+restored in any case.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +14,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-# What messages say of the way out.
+# The way out in messages.
 ALLOW = "download=true allows fetching"
-# The file systems of fsspec that read what is on this machine.
+# The file systems of fsspec that stay on this machine.
 LOCAL = ("file", "local", "memory", "zip", "tar", "gzip", "bz2", "xz", "lz4", "zstd", "dir", "data")
 
 
 class RefusedAddress(OSError):
-    """An address that was to be opened although nothing may be fetched."""
+    """An address was to be opened although nothing may be fetched."""
 
 
 def is_address(path: str) -> bool:
-    """Whether a path names a protocol, as https:// or s3://, or several, joined by ::."""
+    """Return whether a path has a protocol, such as https:// or s3://, or several, joined by ::."""
     return "://" in path or "::" in path
 
 
 @contextmanager
 def network(*, allowed: bool) -> Iterator[None]:
-    """Let libraries of models and data fetch, or keep them to what is on this machine.
+    """Let libraries of models and data fetch, or restrict them to files on this machine.
 
     The Hugging Face libraries have an offline mode. torchvision and timm load weights through
-    torch.hub, which looks for the file first and is left without its door to the network. Addresses
-    in files are opened through fsspec, which then has the file systems of this machine only.
+    torch.hub, which looks for the file first and whose `urlopen` is then replaced. Addresses inside
+    files are opened through fsspec, which is restricted to local file systems.
     """
     if allowed:
         yield
@@ -45,7 +51,7 @@ def network(*, allowed: bool) -> Iterator[None]:
 
 
 def _closed_doors() -> list[tuple[Any, str, Any]]:
-    """What to put in the place of which attribute."""
+    """Return (owner, attribute, replacement) for every way to the network."""
     import huggingface_hub.constants
     import torch.hub
 
@@ -55,7 +61,7 @@ def _closed_doors() -> list[tuple[Any, str, Any]]:
         (urllib.request, "urlopen", _refuse),
     ]
     if (datasets := sys.modules.get("datasets")) is not None:
-        # It keeps a copy of the switch.
+        # The library keeps a copy of the switch.
         doors.append((datasets.config, "HF_HUB_OFFLINE", True))
     # Modules of fsspec keep a copy of the function.
     for module in ("fsspec", "fsspec.core", "fsspec.registry", "fsspec.generic"):

@@ -4,6 +4,11 @@
 
 after Alvarez-Melis & Fusi 2020, Geometric dataset distances via optimal transport, debiased as in
 Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhorn divergences.
+
+`dataset_distance` is the whole path: check datasets and options, move both to the device, measure
+class distances, settle epsilon, solve the terms, return a `DistanceResult`. `commands.compare`,
+`sampling.comparison` and `integrations.torchmetrics` call it. Errors of input must come before
+class distances are measured, which may take long.
 """
 
 from __future__ import annotations
@@ -77,8 +82,8 @@ def dataset_distance(
         target: m labelled points of the same dimension.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost, with `inner` of the mean of
-            lambda_x ||x|| ||y|| + lambda_y W; instead of `epsilon`. Neither given means 0.01 of
-            the mean cost.
+            lambda_x ||x|| ||y|| + lambda_y W; instead of `epsilon`. Neither given means 0.01 of the
+            mean cost.
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
@@ -86,16 +91,16 @@ def dataset_distance(
         class_statistics: measure class distances on these datasets, of which `source` and `target`
             are subsets.
         min_class_size: drop classes with fewer samples, with a notice.
-        lambda_x: weight of the squared distance between features, or of what `ground` says.
+        lambda_x: weight of the squared distance between features, or of the `ground` cost.
         lambda_y: weight of the squared distance between classes.
-        ground: what is compared of two features: `sqeuclidean`, ||x - y||^2; `cosine`,
-            1 - <x, y> / (||x|| ||y||), with class distances between features of length 1; `inner`,
-            -<x, y>, with a class table of yours or `labels="none"`.
+        ground: the cost between features: `sqeuclidean`, ||x - y||^2; `cosine`, 1 - <x, y> / (||x||
+            ||y||), with class distances between features of length 1; `inner`, -<x, y>, with a
+            class table of yours or `labels="none"`.
         debias: subtract half of both self terms; without, OT_epsilon itself is the value.
         solver: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
-        cache_dir: keep distances between classes in a database in this folder, by the classes'
-            content, and do not measure again what it holds; None keeps none.
+        cache_dir: folder of a database of measured class distances, keyed by the content of the
+            classes; known distances are read from it. None: no cache.
         class_progress: called as class_progress(pairs of classes measured, their total).
         progress: called as progress(term, iteration, marginal error).
 
@@ -103,7 +108,7 @@ def dataset_distance(
         The distance with solver bounds, plan and class distances. Equal datasets are at distance 0.
 
     Raises:
-        InputError: what was asked for cannot be met; the message says what to change.
+        InputError: the request cannot be met; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
     """
     refuse_both(epsilon, epsilon_relative)
@@ -119,7 +124,7 @@ def dataset_distance(
     target = drop_small_classes(target, min_class_size)
     notice_single_samples((source, target), metric)
     unchanged = Unchanged.of(source, target)
-    # Before class distances, which can take longer than all else.
+    # Checked before class distances, which may take longer than everything else.
     pairs = terms_of(debias=debias)
     request = Request.prepare((source, target), cost, compute, pairs=pairs)
 
@@ -132,7 +137,7 @@ def dataset_distance(
     table = measure_classes(
         x,
         y,
-        # Points that stream are where one process has them.
+        # Streamed points are in the memory of this process alone.
         measured_by_ranks(metric, None if request.streaming else compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,

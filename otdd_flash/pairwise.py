@@ -1,9 +1,12 @@
-"""The Optimal Transport Dataset Distances between all pairs of several labelled datasets.
+"""Optimal Transport Dataset Distances between all pairs of several labelled datasets.
 
     S_epsilon(x, y) = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2
 
-A self term depends on one dataset and its block of W alone, so that K datasets cost K self terms
-and K (K - 1) / 2 cross terms, and the table W over all their classes is measured once.
+A self term depends on one dataset and its block of W alone. So K datasets take K self terms and K
+(K - 1) / 2 cross terms, and the table W over all their classes is measured once.
+`pairwise_distances` is public; it uses the same request, problem and solver as
+`otdd.dataset_distance`. A change must keep every number equal to that of `dataset_distance` for the
+same two datasets and epsilon, also if several ranks solve the terms.
 """
 
 from __future__ import annotations
@@ -76,21 +79,21 @@ def pairwise_distances(
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
-        class_distances: a table to use instead of measuring one, of `otdd.class_distances` on the
+        class_distances: a table to use instead of measuring one, from `otdd.class_distances` on the
             same datasets or on those of which they are subsets; classes are matched by name.
         min_class_size: drop classes with fewer samples, with a notice.
-        lambda_x: weight of the squared distance between features, or of what `ground` says.
+        lambda_x: weight of the squared distance between features, or of the `ground` cost.
         lambda_y: weight of the squared distance between classes.
-        ground: what is compared of two features, as for `dataset_distance`.
+        ground: the cost between features, as for `dataset_distance`.
         solver: how to solve and when to stop, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
-        cache_dir: keep distances between classes in a database in this folder, by the classes'
-            content, and do not measure again what it holds; None keeps none.
+        cache_dir: folder of a database of measured class distances, keyed by the content of the
+            classes; known distances are read from it. None: no cache.
         class_progress: called as class_progress(pairs of classes measured, their total).
         progress: called as progress(terms solved, their total).
 
     Raises:
-        InputError: what was asked for cannot be met; the message says what to change.
+        InputError: the request cannot be met; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a term stopped early.
 
     Warns:
@@ -110,7 +113,7 @@ def pairwise_distances(
     cost.check_labels(metric.name if class_distances is None else "given")
     if class_distances is None:
         notice_single_samples(sides, metric)
-    # Before class distances, which can take longer than all else.
+    # Checked before class distances, which may take longer than everything else.
     request = Request.prepare(sides, cost, compute)
 
     started = time.perf_counter()
@@ -143,7 +146,7 @@ def pairwise_distances(
 
 
 def _mean_cost(request: Request, table: JointClassDistances) -> float:
-    """The mean cost over all pairs of different datasets."""
+    """Return the mean cost over all pairs of different datasets."""
     means = [
         mean_cost(request.of(*pair).inputs(SIDES["xy"], table.between(*pair).xy))
         for pair in combinations(range(len(request.seen)), 2)
@@ -167,13 +170,13 @@ class _Solves:
         self.found: dict[tuple[int, int], Divergence] = {}
 
     def run(self) -> dict[tuple[int, int], Divergence]:
-        """The divergence of every pair (i, j), i <= j; of a dataset from itself it is 0.
+        """Return the divergence of every pair (i, j), i <= j; of a dataset from itself it is 0.
 
         Raises:
             ConvergenceError: convergence is required and a term stopped early.
         """
         count = len(self.request.seen)
-        # A dataset's own term comes before those that it takes part in.
+        # A dataset's self term comes before the pairs that need it.
         pairs = [(i, j) for j in range(count) for i in (j, *range(j))]
         for (i, j), solved in zip(pairs, self._solved(pairs), strict=True):
             if solved is None:
@@ -187,7 +190,7 @@ class _Solves:
         return self.found
 
     def _solved(self, pairs: Sequence[Pair]) -> Iterator[Divergence | None]:
-        """The terms of pairs, by this process or divided among ranks, the longest first."""
+        """Yield the terms of pairs, solved by this process or distributed over ranks by size."""
         if (ranks := ranks_of(self.request.compute.group)) is None:
             yield from (self.term(*pair) for pair in pairs)
             return
@@ -199,7 +202,7 @@ class _Solves:
         yield from ranks.order(_solve_owned, content, pairs, owners)
 
     def term(self, i: int, j: int) -> Divergence | None:
-        """A self term, or a cross term alone; None of equal datasets."""
+        """Solve a self term, or a cross term alone; return None for equal datasets."""
         problem = self._problem(i, j)
         if i == j:
             return problem.solve(self.options)
@@ -230,7 +233,7 @@ class _Solves:
 def _solve_owned(
     ranks: Ranks, content: bytes, pairs: Sequence[Pair], owners: Sequence[int]
 ) -> list[Divergence | None]:
-    """The terms of all pairs, of which each rank solves its own by itself."""
+    """Solve this rank's share of the terms and gather all; run by every rank."""
     request, table, epsilon, options = restored(content)
     solves = _Solves(request, table, epsilon, options, None)
     own = [place for place, owner in enumerate(owners) if owner == ranks.rank]

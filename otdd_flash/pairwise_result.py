@@ -1,4 +1,9 @@
-"""What comparing several datasets returns: distances with solver bounds, and how to keep them."""
+"""`PairwiseResult`: the distances between several datasets with solver bounds, and its files.
+
+`pairwise` builds it with `gather`; `report.pairwise` shows it. It is saved as result.json and
+class_distances.npz with one checksum over both; result.json is written last, so a directory that
+holds it is complete. Keys of `to_dict` are the format: results of earlier versions stay readable.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +47,7 @@ if TYPE_CHECKING:
 
 TABLE_FILE = "class_distances.npz"
 MATRICES = ("values", "lower", "upper", "marginal_errors")
-# What null stands for in result.json, which holds finite numbers alone.
+# The meaning of null in result.json, which holds finite numbers only.
 UNKNOWN = {"values": math.nan, "lower": -math.inf, "upper": math.inf, "marginal_errors": math.inf}
 
 
@@ -53,8 +58,8 @@ class ComparedPair(NamedTuple):
         source: the name of the earlier dataset.
         target: the name of the later one.
         value: S_epsilon, in units of the cost.
-        lower: the lower solver bound of it.
-        upper: the upper one.
+        lower: its lower solver bound.
+        upper: its upper solver bound.
         marginal_error: the largest of the three terms'.
         converged: whether all three reached the tolerance.
     """
@@ -75,15 +80,15 @@ class PairwiseResult:
     Attributes:
         values: (K, K) float64, S_epsilon in units of the cost; symmetric, 0 on the diagonal.
         lower: (K, K) lower solver bounds.
-        upper: (K, K) upper ones; every interval holds S_epsilon of the rows that were compared.
+        upper: (K, K) upper solver bounds; every interval holds S_epsilon of the rows compared.
         marginal_errors: (K, K) the largest L1 marginal error of a pair's three terms; on the
             diagonal that of the self term.
         class_distances: W over the classes of all datasets.
         converged: (K, K) bool, whether all terms of a pair reached their tolerance.
         epsilon: the regularisation of all pairs, in units of the cost.
-        tolerance: the largest marginal error that was enough for a term, as asked for or as
-            rounding allows.
-        details: what else result.json says.
+        tolerance: the largest marginal error accepted for a term, as asked for or as rounding
+            allows.
+        details: the other content of result.json.
     """
 
     values: Tensor
@@ -97,7 +102,7 @@ class PairwiseResult:
     details: Mapping[str, Any] = field(kw_only=True)
 
     def __repr__(self) -> str:
-        """How many datasets, at which epsilon; `pairs()` lists distances."""
+        """Return the number of datasets and epsilon; `pairs()` lists distances."""
         converged = convergence_text(bool(self.converged.all()))
         return (
             f"PairwiseResult({len(self.names)} datasets: {listing(self.names, 12)}; "
@@ -105,22 +110,22 @@ class PairwiseResult:
         )
 
     def __str__(self) -> str:
-        """The line of `repr`, and one on the error that solver bounds leave out."""
+        """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
         return f"{self!r}\n{NOT_SAMPLED}"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the datasets, in the order of rows; with places where two share one."""
+        """The names of the datasets, in the order of rows; with indices where two share a name."""
         return self.class_distances.datasets
 
     @property
     def mean_cost(self) -> float | None:
-        """The mean cost over all pairs; None in what earlier versions saved."""
+        """The mean cost over all pairs; None in results of earlier versions."""
         return self.details.get("mean_cost")
 
     @property
     def method(self) -> str:
-        """The method that measured class distances."""
+        """The method of class distances."""
         return str(self.details["labels"])
 
     def pairs(self) -> tuple[ComparedPair, ...]:
@@ -155,8 +160,8 @@ class PairwiseResult:
     def to_frame(self) -> DataFrame:
         """Return a pandas table of one row a pair of different datasets, the nearest first.
 
-        Columns: those of `pairs()`, with values and bounds in units of the cost, and `epsilon`, of
-        all pairs.
+        The columns are those of `pairs()`, with values and bounds in units of the cost, and
+        `epsilon`, the same for all pairs.
         """
         rows = [(*pair, self.epsilon) for pair in self.pairs()]
         return frame_of(rows, {**get_type_hints(ComparedPair), "epsilon": float})
@@ -165,7 +170,7 @@ class PairwiseResult:
         """Draw the distances as a table of colours, the report's distances.png.
 
         Args:
-            order: of the datasets: `given`, or `hierarchical` for near ones side by side.
+            order: order of the datasets: `given`, or `hierarchical` for near ones side by side.
 
         Returns:
             A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
@@ -189,7 +194,8 @@ class PairwiseResult:
             InputError: it cannot be written.
         """
         path = Path(path)
-        # A directory that holds result.json is complete: it goes first and comes last.
+        # A directory that holds result.json is complete: the file is removed first and written
+        # last.
         (path / SUMMARY_FILE).unlink(missing_ok=True)
         self.class_distances.save(path / TABLE_FILE)
         summary = {**self.to_dict(), FORMAT_KEY: FORMAT}
@@ -200,7 +206,7 @@ class PairwiseResult:
     @classmethod
     @takes()
     def load(cls, path: str | Path) -> PairwiseResult:
-        """Read what `save` wrote.
+        """Read a directory that `save` wrote.
 
         Raises:
             InputError: the directory holds no complete result, a damaged one, or one of a later
@@ -249,7 +255,7 @@ def _matrix(rows: Sequence[Sequence[float | None]], unknown: float) -> Tensor:
 
 
 def _checksum(summary: Mapping[str, Any], table: Path) -> str:
-    """Over the content of result.json and the file of the table, which belong together."""
+    """Return one checksum over the content of result.json and the table's file."""
     content = hashlib.sha256(table.read_bytes()).hexdigest()
     return checksum({}, {"summary": json.dumps(summary, sort_keys=True), "table": content})
 
@@ -267,7 +273,7 @@ def gather(
     seconds: Mapping[str, float],
     streamed: Mapping[str, Any] | None = None,
 ) -> PairwiseResult:
-    """The result of K datasets, from the divergences of their pairs (i, j), i <= j."""
+    """Return the result of K datasets from the divergences of their pairs (i, j), i <= j."""
     count = len(datasets)
     numbers = torch.zeros(len(MATRICES), count, count, dtype=torch.float64)
     converged = torch.zeros(count, count, dtype=torch.bool)
@@ -277,7 +283,7 @@ def gather(
         converged[i, j] = converged[j, i] = one.converged
     some = found[0, 1]
     tolerance = largest_tolerance(divergence.tolerance for divergence in found.values())
-    # Pairs are solved to one, never to a width of the bounds.
+    # Pairs are solved to a tolerance, never to a width of the bounds.
     assert tolerance is not None
     details = {
         "classes": [list(names) for names in table.class_names],

@@ -1,8 +1,13 @@
 """Parts that other installed packages add, by entry points of the groups `otdd_flash.KIND`.
 
-Of a package that adds parts nothing is imported before one of its names is used: until then its
-metadata say which names it has, and where its folder of configurations lies. The working directory
-of a command is no place for packages; see `otdd_flash/__init__.py`.
+`Registry` holds this package's parts of one kind and finds those of other packages.
+`data.registry`, `extractors.registry`, `labels.metrics` and `study.measures` each have one. The
+commands read `parts` and `folders` to find configurations, and calls of foreign code are inside
+`blamed_on`.
+
+A change must respect that nothing of another package is imported before one of its names is used:
+until then its metadata list its names, and its folder of configurations is found without an import.
+The working directory of a command is not searched; see `otdd_flash/__init__.py`.
 """
 
 from __future__ import annotations
@@ -30,11 +35,11 @@ KINDS = ("datasets", "extractors", "labels", "measures")
 
 
 class Part(NamedTuple):
-    """What a package adds under a name.
+    """An entry point of another package.
 
     Attributes:
-        package: its name and version.
-        entry: where it stands.
+        package: the package's name and version.
+        entry: the entry point.
     """
 
     package: str
@@ -42,14 +47,14 @@ class Part(NamedTuple):
 
 
 class Registry(dict[str, T]):
-    """The parts of one kind by name: this package's own, which it holds, and those of others.
+    """The parts of one kind by name: this package's own, as a dict, and those of other packages.
 
     Args:
         kind: one of `KINDS`.
-        what: how messages call such a part, before its name.
-        own: this package's.
-        accepted: called with what a package has under a name, and the name; it says what it must
-            be instead, or returns None.
+        what: the word for such a part in messages, before its name.
+        own: this package's parts.
+        accepted: called with a foreign part and its name; returns what it must be instead, or None
+            if it is acceptable.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class Registry(dict[str, T]):
         self.kind, self.what, self._accepted = kind, what, accepted
 
     def named(self, name: str) -> T:
-        """The part of a name, imported if another package has it.
+        """Return the part of a name, imported if another package has it.
 
         Raises:
             InputError: there is none, or two packages have the name.
@@ -91,20 +96,24 @@ class Registry(dict[str, T]):
         return self.named(name)
 
     def package(self, name: str) -> str | None:
-        """The package of a part that is another's, with its version; None for own ones."""
+        """Return the package of a foreign part, with its version; None for own parts."""
         found = () if name in self else parts(self.kind).get(name, ())
         return found[0].package if found else None
 
 
 def parts(kind: str) -> dict[str, list[Part]]:
-    """What installed packages add of a kind, by name; nothing is imported."""
+    """Return the entry points of a kind that installed packages add, by name, without imports."""
     places = [place for place in sys.path if place not in otdd_flash._appended]
-    # A package that is installed while this process runs changes its folder.
+    # A package that is installed while this process runs changes its folder's time.
     return _parts(tuple(places), tuple(map(_changed, places))).get(GROUP + kind, {})
 
 
 def check_owners(what: str, name: str, packages: list[str]) -> None:
-    """Raise an `InputError` if a name belongs to more than one package."""
+    """Refuse a name that belongs to more than one package.
+
+    Raises:
+        InputError: there are several packages.
+    """
     if len(packages) > 1:
         one, *others = packages
         raise InputError(
@@ -115,10 +124,10 @@ def check_owners(what: str, name: str, packages: list[str]) -> None:
 
 
 def folders() -> dict[Path, str]:
-    """The folders of configurations of packages that add parts, with their packages' names.
+    """Return the configuration folders of packages that add parts, with the packages' names.
 
-    It is the folder `conf` of the package that an entry point's module is in, or is, or of the
-    nearest one above.
+    A folder is called `conf` and is in the package of an entry point's module, or in the nearest
+    package above that has one.
     """
     found: dict[Path, str] = {}
     for kind in KINDS:
@@ -130,7 +139,7 @@ def folders() -> dict[Path, str]:
 
 
 def blamed_on(part: Any, what: str) -> AbstractContextManager[None]:
-    """`user_code(what)` around a call of what others wrote; nothing around this package's own."""
+    """Return `user_code(what)` for a part of another package, an empty context for own parts."""
     module = str(getattr(part, "__module__", type(part).__module__))
     return nullcontext() if f"{module}.".startswith(GROUP) else user_code(what)
 
@@ -138,10 +147,10 @@ def blamed_on(part: Any, what: str) -> AbstractContextManager[None]:
 def _folder(entry: EntryPoint) -> Path | None:
     try:
         top, *below = entry.module.split(".")
-        # Which imports nothing, as it would of a module below.
+        # The top package alone: finding a module below it would import the package.
         spec = find_spec(top)
     except Exception:
-        # An entry that names no module: an error once its name is used.
+        # The entry names no module; an error is raised once its name is used.
         return None
     for place in () if spec is None else spec.submodule_search_locations or ():
         for depth in range(len(below), -1, -1):
@@ -165,13 +174,14 @@ def _parts(places: tuple[str, ...], changed: tuple[int, ...]) -> dict[str, dict[
     for distribution in distributions(path=[*places]):
         try:
             entries = [one for one in distribution.entry_points if one.group.startswith(GROUP)]
-            # Read only where there are some: of most packages this would be the longest part.
+            # Read only for packages with entry points: for all others this would take most of the
+            # time.
             name = distribution.metadata["Name"] if entries else ""
             version = distribution.version if name else ""
-            # Of two installations of a package Python imports the first.
+            # If a package is installed twice, Python imports the first.
             normal = re.sub(r"[-_.]+", "-", name).lower()
         except Exception:
-            # Damaged: metadata that cannot be read, or say of no name.
+            # Damaged: metadata that cannot be read or has no name.
             continue
         if not normal or normal in seen:
             continue

@@ -1,10 +1,14 @@
-"""Labels as data hold them, integers or text in any numbering, as class indices and names.
+"""Columns of tables and raw labels as NumPy arrays: conversion without rounding or lost entries.
 
-Columns of tables as NumPy arrays and masks, and rows of results as tables of pandas.
+`encode_labels` maps integers or text in any numbering to class indices; `samples`, `data.dataset`
+and integrations call it and its parts. `columns_of` reads columns of pandas, pyarrow and Hugging
+Face, nullable, categorical or nested; `real_numbers`, `data.table` and `data.hugging_face` use it.
+`frame_of` makes the pandas tables of results.
 
-Columns are those of pandas, pyarrow and Hugging Face, nullable, categorical or nested.
-NumPy's own conversion makes floats of integers as soon as one is missing, and of integers and
-floats side by side: large ones would be rounded. Here only what is there is converted.
+NumPy's own conversion turns integers into floats as soon as one is missing, or beside floats, and
+rounds large ones. Here only the present entries are converted, with a mask of the missing ones.
+Tables are recognised without an import of pandas or pyarrow: an object of theirs exists only where
+they are imported already.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from otdd_flash.errors import InputError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# The dtype of a column, by the type of its values; any other has objects.
+# The dtype of a result column by the type of its values; other columns hold objects.
 DTYPES: Mapping[Any, str] = {
     float: "float64",
     float | None: "float64",
@@ -37,10 +41,8 @@ DTYPES: Mapping[Any, str] = {
     bool | None: "boolean",
 }
 
-
-# How many rows a message lists.
+# Number of rows that a message lists.
 ROWS_SHOWN = 5
-
 
 NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
@@ -48,7 +50,7 @@ NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Map raw labels to indices (n,) into their sorted distinct values.
 
-    Floats that are whole numbers are the integers that they stand for.
+    Floats that are whole numbers count as integers.
 
     Returns:
         The indices and the class names (the distinct labels as text).
@@ -74,7 +76,11 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
 
 
 def check_one_dimensional(labels: Any, values: NDArray[Any]) -> None:
-    """Raise an `InputError` unless there is one label a row; arguments as of `one_label_a_row`."""
+    """Refuse labels that are not one per row; arguments as for `one_label_a_row`.
+
+    Raises:
+        InputError: they are not one-dimensional.
+    """
     if values.ndim != 1:
         raise InputError(
             f"labels must be one-dimensional, got shape {values.shape}; "
@@ -83,18 +89,18 @@ def check_one_dimensional(labels: Any, values: NDArray[Any]) -> None:
 
 
 def one_label_a_row(labels: Any, values: NDArray[Any]) -> str:
-    """Return what messages advise of labels that are a matrix, right for what it holds.
+    """Return advice for labels that are a matrix or a scalar, suited to their content.
 
     Args:
-        labels: as they were given.
+        labels: the labels as given.
         values: the same as an array, not one-dimensional.
     """
     if values.ndim == 0:
         return f"give {'labels.toarray()' if hasattr(labels, 'toarray') else 'an array of them'}"
-    # A matrix of NumPy's stays one.
+    # A `np.matrix` stays two-dimensional under ravel.
     array = isinstance(labels, np.ndarray | Tensor) and not isinstance(labels, np.matrix)
     given = "labels"
-    # Of one column, whose entries are lists.
+    # One column whose entries are lists.
     if hasattr(labels, "iloc") and not hasattr(labels, "columns"):
         given = "labels.tolist()"
     elif hasattr(labels, "to_pylist") and not hasattr(labels, "schema"):
@@ -122,10 +128,10 @@ def one_label_a_row(labels: Any, values: NDArray[Any]) -> str:
 def raw_values(labels: Any) -> NDArray[Any]:
     """Return labels as an array; bytes become text, objects of one kind an array of that kind.
 
-    What an array masks and what a table lacks becomes None.
+    Masked entries of an array and missing entries of a table become None.
 
     Raises:
-        InputError: bytes are no text, or rows have different numbers of labels.
+        InputError: bytes are not text, or rows have different numbers of labels.
     """
     missing = None
     if isinstance(labels, Tensor):
@@ -148,7 +154,7 @@ def raw_values(labels: Any) -> NDArray[Any]:
 
 
 def missing_labels(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which labels are missing: None, or the NaN by which tables mark them."""
+    """Return which labels are missing: None, or the NaN by which tables mark them."""
     if values.dtype.kind == "f":
         missing: NDArray[np.bool_] = np.isnan(values)
         return missing
@@ -158,16 +164,16 @@ def missing_labels(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def missing_rows(missing: NDArray[np.bool_]) -> str:
-    """What messages say of missing labels."""
+    """Describe missing labels for a message."""
     count = int(missing.sum())
     return f"{count} {'label is' if count == 1 else 'labels are'} missing, {rows_shown(missing)}"
 
 
 def without_fractions(values: NDArray[Any]) -> NDArray[Any]:
-    """Return whole numbers in floats as integers; anything else as it is.
+    """Return whole numbers in floats as integers, and anything else unchanged.
 
     Raises:
-        InputError: the type of the floats does not hold every integer up to the largest.
+        InputError: the floating-point type cannot hold every integer up to the largest value.
     """
     whole = values.dtype.kind == "f" and bool((values == np.floor(values)).all())
     if not whole or not bool(np.isfinite(values).all()):
@@ -177,14 +183,14 @@ def without_fractions(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def check_unrounded(values: NDArray[Any], kind: np.dtype[Any] | torch.dtype) -> None:
-    """Refuse whole numbers in floats that may be several integers, rounded to one.
+    """Refuse whole numbers in floats so large that several integers may have been rounded to one.
 
     Args:
         values: the numbers, in any type.
         kind: the floating-point type in which they were given.
 
     Raises:
-        InputError: some are so large that the type lacks integers; the message names the rows.
+        InputError: there are such numbers; the message names the rows.
     """
     ends = torch.finfo(kind) if isinstance(kind, torch.dtype) else np.finfo(kind)
     limit = int(2 / ends.eps)
@@ -197,7 +203,7 @@ def check_unrounded(values: NDArray[Any], kind: np.dtype[Any] | torch.dtype) -> 
 
 
 def rows_shown(chosen: NDArray[np.bool_]) -> str:
-    """Where a mask holds, as messages say it: `at row 3`, `at rows 3, 7 and 5 more`."""
+    """Return where a mask is true, for messages: `at row 3`, `at rows 3, 7 and 5 more`."""
     rows = np.flatnonzero(chosen)
     listed = ", ".join(map(str, rows[:ROWS_SHOWN]))
     more = f" and {len(rows) - ROWS_SHOWN} more" if len(rows) > ROWS_SHOWN else ""
@@ -205,14 +211,14 @@ def rows_shown(chosen: NDArray[np.bool_]) -> str:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether an object is None or another mark of what is missing."""
+    """Return whether an object is None or another mark of a missing entry."""
     try:
         return value is None or bool(value != value)
     except TypeError:
-        # Pandas' own mark is neither equal to itself nor different.
+        # pandas.NA is neither equal to itself nor different.
         return True
     except ValueError:
-        # Several values.
+        # The comparison of an array has several values.
         return False
 
 
@@ -225,12 +231,12 @@ def _of_tensor(labels: Tensor) -> NDArray[Any]:
 
 
 def _of_sequence(labels: Any) -> NDArray[Any]:
-    """Return a list or an array; in lists, what NumPy would bring to one type stays objects."""
+    """Return a list or an array; entries of mixed types in lists stay objects."""
     try:
         values = np.asarray(labels)
     except ValueError:
         raise InputError("labels must be one for each row, got lists of several lengths") from None
-    # Of floats and integers NumPy makes floats, of text and anything text.
+    # NumPy makes floats of floats and integers, and text of text and anything else.
     lists = isinstance(labels, list | tuple) and values.dtype.kind in "fUS"
     return np.asarray(labels, dtype=object) if lists or values.dtype.kind == "T" else values
 
@@ -253,7 +259,7 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
         return all(issubclass(kind, accepted) for kind in kinds)
 
     if objects and all_are(list, tuple, np.ndarray):
-        # Of a column whose entries are lists.
+        # From a column whose entries are lists.
         rows = _of_sequence(objects)
         return _unboxed(rows) if rows.dtype.kind == "O" else rows
     if all_are(str) or all_are(bytes):
@@ -276,7 +282,7 @@ def _unboxed(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def of_integers(integers: list[int]) -> NDArray[Any]:
-    """Return integers as an array of 64 bits, signed if it can be; as objects if neither can."""
+    """Return integers as int64, else as uint64; as objects if neither holds them."""
     array = np.array(integers, dtype=object)
     for kind in (np.int64, np.uint64):
         ends = np.iinfo(kind)
@@ -289,12 +295,12 @@ def _is_whole(number: Any) -> bool:
     try:
         return bool(number == int(number))
     except OverflowError:
-        # It is infinite.
+        # Infinite.
         return False
 
 
 def _are_integers(values: NDArray[Any]) -> bool:
-    """Whether objects are integers, of which `raw_values` leaves those beyond 64 bits."""
+    """Return whether objects are integers; `raw_values` leaves those beyond 64 bits as objects."""
     return values.dtype.kind == "O" and all(isinstance(value, int) for value in values)
 
 
@@ -302,9 +308,9 @@ class Column(NamedTuple):
     """One column of a table.
 
     Attributes:
-        name: what the table calls it; None for a series or an array.
-        values: (n, ...), in the type that the column has; objects where NumPy has none.
-        missing: (n,) which entries there are not, whose `values` mean nothing.
+        name: its name in the table; None for a series or an array.
+        values: (n, ...) in the type of the column; objects if NumPy has no such type.
+        missing: (n,) mask of missing entries, whose `values` are meaningless.
     """
 
     name: str | None
@@ -313,21 +319,21 @@ class Column(NamedTuple):
 
 
 def frame_of(rows: Iterable[Any], kinds: Mapping[str, Any]) -> DataFrame:
-    """Return a pandas table of rows; None and what a row lacks is missing.
+    """Return a pandas table of rows; None and keys that a row lacks become missing entries.
 
     Args:
-        rows: tuples, or mappings by the names of columns, whose further keys are left out.
-        kinds: the types of values by the names of columns, as type hints.
+        rows: tuples, or mappings by the names of columns; other keys are left out.
+        kinds: type hints of the values by the names of columns.
     """
     import pandas
 
-    # Text stays objects: names of files may hold bytes that pandas's own text does not.
+    # Text stays objects: file names may hold bytes that pandas' own text type cannot.
     frame = pandas.DataFrame(list(rows), columns=list(kinds), dtype=object)
     return frame.astype({name: DTYPES.get(kind, "object") for name, kind in kinds.items()})
 
 
 def is_complete(given: Any) -> bool:
-    """Whether a table of pandas is one array of float32 or float64, in which nothing is missing."""
+    """Return whether a pandas table is one array of float32 or float64 without missing entries."""
     pandas = sys.modules.get("pandas")
     if pandas is None or not isinstance(given, pandas.DataFrame):
         return False
@@ -338,7 +344,7 @@ def is_complete(given: Any) -> bool:
 
 
 def names_of_columns(given: Any) -> tuple[str, ...] | None:
-    """Return what a table calls its columns; None for an object that is no table."""
+    """Return a table's column names; None for an object that is no table."""
     pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
     if pandas is not None and isinstance(given, pandas.DataFrame):
         return tuple(map(str, given.columns))
@@ -352,7 +358,7 @@ def columns_of(given: Any) -> list[Column] | None:
     if is_a(given, HF_COLUMN):
         return [_of_hugging_face(given)]
     pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
-    # An object of theirs exists only where they were imported.
+    # Their objects exist only if the libraries were imported.
     if pandas is not None:
         if isinstance(given, pandas.DataFrame):
             names = map(str, given.columns)
@@ -378,9 +384,9 @@ def _of_hugging_face(column: Any) -> Column:
 
     source, name = column.source, column.column_name
     if not hasattr(source, "select_columns"):
-        # A field of another column.
+        # A field of a nested column.
         return _of_arrow(None, pyarrow.array(list(column)))
-    # As Arrow holds it: the library itself would decode images, and wrap large integers.
+    # In Arrow format: the library itself would decode images, and wrap large integers.
     table = source.select_columns([name]).with_format("arrow")[:]
     found = _of_arrow(None, table.column(name))
     if (names := getattr(source.features[name], "names", None)) is None:
@@ -400,7 +406,7 @@ def _of_series(name: str | None, series: Any, pandas: Any) -> Column:
         present = present.astype(present.cat.categories.dtype)
         if isinstance(present.dtype, pandas.ArrowDtype):
             return _scattered(name, missing, _of_series(None, present, pandas).values)
-    # What masked types are of.
+    # The NumPy type of pandas' masked types.
     plain = getattr(present.dtype, "numpy_dtype", None)
     values = np.asarray(present) if plain is None else present.to_numpy(dtype=plain)
     return _scattered(name, missing, values)
@@ -437,7 +443,7 @@ def _of_arrow(name: str | None, array: Any) -> Column:
 
 
 def _scattered(name: str | None, missing: NDArray[np.bool_], present: NDArray[Any]) -> Column:
-    """Put the values that there are between those that there are not."""
+    """Return a column whose present values are at the places that are not missing."""
     if not missing.any():
         return Column(name, present, missing.copy())
     values = np.zeros((len(missing), *present.shape[1:]), present.dtype)

@@ -1,9 +1,12 @@
-"""Numbers as users hold them, in any container, as tensors of the same numbers or not at all.
+"""Numbers in any container of the user's, converted to tensors exactly or refused.
 
-A number from 2^53 on that float64 does not hold is refused with its row, whatever held it:
-integers, Python's own, decimals and fractions. So is any number of a longer floating-point type
-that float64 rounds. Decimal digits below 2^53 are rounded to the nearest float64, as those of a
-text are.
+`samples`, `data`, `extractors`, `labels`, the solver and integrations call it for every array that
+a user gives.
+
+A change must keep the rule: a number from 2^53 on that float64 cannot hold is refused with its row,
+in whatever container: integers, Python's own, decimals and fractions. So is any number of a longer
+floating-point type that float64 rounds. Decimal digits below 2^53 are rounded to the nearest
+float64, as those of a text are. Memory is shared with the caller if possible, and never written to.
 """
 
 from __future__ import annotations
@@ -38,13 +41,13 @@ WIDE = (torch.int32, torch.uint32, torch.int64, torch.uint64)
 
 
 def real_tensor(what: str, values: Any) -> Tensor:
-    """Return real numbers as a dense tensor; `what` is what an error calls them.
+    """Return real numbers as a dense tensor; `what` is their name in errors.
 
-    Lists of Python's floats are float64, as in NumPy. Columns of a table take the type that holds
-    all of them.
+    Lists of Python's floats become float64, as in NumPy. Columns of a table take the type that
+    holds all of them.
 
     Raises:
-        InputError: they are no such numbers, some are missing or masked, or float64 would round
+        InputError: they are not real numbers, some are missing or masked, or float64 would round
             some.
     """
     if isinstance(values, Tensor):
@@ -70,7 +73,7 @@ def real_tensor(what: str, values: Any) -> Tensor:
 
 
 def dense(what: str, values: Any) -> Any:
-    """Return a sparse matrix of SciPy or PyTorch as a dense one, anything else as it is.
+    """Return a sparse matrix of SciPy or PyTorch as a dense one, anything else unchanged.
 
     Raises:
         InputError: it does not fit in memory.
@@ -91,10 +94,10 @@ def dense(what: str, values: Any) -> Any:
 
 
 def check_room(what: str, needed: int, way_out: str) -> None:
-    """Refuse what does not fit in the memory of the host.
+    """Refuse an array that does not fit in the memory of the host.
 
     Raises:
-        InputError: it does not fit; with bytes needed and free.
+        InputError: it does not fit; the message gives the bytes needed and free.
     """
     if needed > UNASKED and needed > (free := free_memory(torch.device("cpu"))):
         raise InputError(
@@ -103,10 +106,10 @@ def check_room(what: str, needed: int, way_out: str) -> None:
 
 
 def in_one_row(tensor: Tensor) -> Tensor:
-    """Return all entries in order, the last stride 1, to read their bits; a view if possible.
+    """Return all entries in order with a last stride of 1, to read their bits; a view if possible.
 
-    One row or column is contiguous at any stride, and a view of another type needs that of 1: such
-    a tensor comes flat.
+    PyTorch calls one row or column contiguous at any stride, but a view of another type needs
+    stride 1: such a tensor is returned flat.
     """
     whole = tensor.contiguous()
     if whole.ndim and whole.stride(-1) == 1:
@@ -115,13 +118,13 @@ def in_one_row(tensor: Tensor) -> Tensor:
 
 
 def in_floating_point(what: str, values: Tensor) -> Tensor:
-    """Return numbers of another type in float32, or in float64 where that would change integers.
+    """Return numbers of another type in float32, or in float64 if float32 would change integers.
 
     Raises:
         InputError: float64 would change some as well.
     """
     single = values.to(torch.float32)
-    # Rounding leaves no integer beyond the limit below it.
+    # Rounding is monotone: no integer beyond the limit rounds to below it.
     if values.dtype not in WIDE or not bool((single.abs() >= LARGEST_INTEGER).any()):
         return single
     double = in_double(what, values)
@@ -141,9 +144,9 @@ def in_double(what: str, values: Tensor) -> Tensor:
 
 
 def exact_array(what: str, values: Any) -> NDArray[Any]:
-    """Return the numbers of any container but a tensor as an array of a type of NumPy's.
+    """Return the numbers of any container except a tensor as a NumPy array of a numeric type.
 
-    Objects among which some are no numbers stay objects.
+    Objects stay objects if some of them are not numbers.
 
     Raises:
         InputError: some are missing or masked, or float64 would round some.
@@ -164,15 +167,15 @@ def exact_array(what: str, values: Any) -> NDArray[Any]:
         _refuse_masked(what, np.ma.getmaskarray(values))
     array: NDArray[Any] = np.asarray(values)
     if not hasattr(values, "__array__") and _holds_large(array):
-        # Of integers and floats together NumPy makes floats.
+        # NumPy turns integers beside floats into floats.
         array = np.asarray(values, dtype=object)
     return _plain(what, array)
 
 
 def side_by_side(what: str, columns: list[Column]) -> NDArray[Any]:
-    """Return columns as a matrix (n, k), or the only one as it is shaped, (n,) as (n, 1).
+    """Return columns as a matrix (n, k); one column keeps its shape, (n,) as (n, 1).
 
-    What is missing is 0 there. Arguments and errors as of `exact_array`.
+    Missing entries are 0. Arguments and errors as for `exact_array`.
     """
     parts = [_plain(what, column.values, column) for column in columns]
     if len(parts) == 1:
@@ -192,7 +195,7 @@ def exact_doubles(
     """Return integers or floats of any type as float64, which must hold them.
 
     Raises:
-        InputError: it would round one.
+        InputError: float64 would round one.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         double = array.astype(np.float64)
@@ -201,7 +204,7 @@ def exact_doubles(
         if array.dtype.kind == "f":
             other = (double != array) & ~np.isnan(array)
         else:
-            # What is rounded up to the end of the range cannot come back.
+            # A number rounded up to the end of the range cannot be converted back.
             end = float(np.iinfo(array.dtype).max)
             beyond = double >= max(end, LARGEST_IN_DOUBLE)
             other = beyond | (np.where(beyond, 0, double).astype(array.dtype) != array) & ~beyond
@@ -212,9 +215,9 @@ def exact_doubles(
 
 
 def doubles_of_columns(what: str, columns: list[Column]) -> NDArray[np.float64]:
-    """Return columns of numbers as a float64 matrix, or the only one as it is shaped.
+    """Return columns of numbers as a float64 matrix; one nested column keeps its shape.
 
-    What is missing is NaN there.
+    Missing entries are NaN.
 
     Raises:
         InputError: float64 would round a number.
@@ -230,7 +233,7 @@ def doubles_of_columns(what: str, columns: list[Column]) -> NDArray[np.float64]:
 
 
 def check_integers(what: str, values: Tensor | NDArray[Any]) -> None:
-    """Refuse integers that float32 does not hold.
+    """Refuse integers that float32 cannot hold.
 
     Raises:
         InputError: float32 would change one; `what` names the extractor.
@@ -246,7 +249,7 @@ def check_integers(what: str, values: Tensor | NDArray[Any]) -> None:
 
 
 def largest_integer(values: NDArray[Any]) -> int:
-    """Return the largest of the absolute values, 0 for numbers that are no integers."""
+    """Return the largest absolute value, or 0 for numbers of no integer type."""
     if values.dtype.kind not in "iu" or values.size == 0:
         return 0
     return max(-int(values.min()), int(values.max()))
@@ -256,7 +259,7 @@ def inexact(what: str, value: Any, place: Any, column: str | None) -> InputError
     """Return the error for a number that float64 rounds.
 
     Args:
-        what: the numbers.
+        what: the name of the numbers.
         value: the number.
         place: its row, and its column if they are a matrix.
         column: the name of its column, if it has one.
@@ -269,20 +272,20 @@ def inexact(what: str, value: Any, place: Any, column: str | None) -> InputError
 
 
 def _plain(what: str, array: NDArray[Any], column: Column | None = None) -> NDArray[Any]:
-    """Return an array in the order of bytes of this machine, of a type that torch has."""
+    """Return an array in native byte order, of a type that torch has."""
     if array.dtype.kind == "O":
         return _of_objects(what, array, column)
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         return exact_doubles(what, array, column)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    # C's long long is an integer of 64 bits by another name, which torch does not know.
+    # C's long long is a 64-bit integer of another type code, which torch does not know.
     return array.view(f"{array.dtype.kind}8") if array.dtype.char in "qQ" else array
 
 
 def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArray[Any]:
-    """Return Python's numbers as integers of 64 bits, or else as float64."""
-    # NumPy's own numbers compare with others in floating point.
+    """Return Python's numbers as 64-bit integers if possible, else as float64."""
+    # Converted to Python's numbers: NumPy's own compare with others in floating point.
     objects = [n.item() if isinstance(n, np.generic) else n for n in array.ravel().tolist()]
     kinds = set(map(type, objects))
     if not all(issubclass(kind, numbers.Real | Decimal) for kind in kinds):
@@ -297,7 +300,7 @@ def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArra
     doubles = np.array([_nearest(number) for number in objects], np.float64)
     decisive = (np.abs(doubles) >= LARGEST_IN_DOUBLE) | (np.longdouble in kinds)
     for place in np.flatnonzero(decisive).tolist():
-        # Python compares numbers of all its types exactly.
+        # Python compares numbers of different types exactly.
         if objects[place] != (double := float(doubles[place])) and not np.isnan(double):
             raise inexact(
                 what, objects[place], np.unravel_index(place, array.shape), column and column.name
@@ -326,11 +329,11 @@ def _holds_large(array: NDArray[Any]) -> bool:
 
 
 def _shared(array: NDArray[Any]) -> Tensor:
-    """Return a tensor of an array, without a copy where torch can do without."""
+    """Return a tensor of an array, without a copy if torch can share it."""
     if any(stride < 0 for stride in array.strides):
         array = np.array(array, order="C")
     with warnings.catch_warnings():
-        # Nothing here writes to what a user gave.
+        # Nothing here writes to the user's memory.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.as_tensor(array)
 

@@ -1,4 +1,12 @@
-"""What a dataset distance returns: the number, its proof, the plan, and how to keep them."""
+"""`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
+
+`otdd` returns it; `commands.compare` and `report.distance` show it; `sampling` and the study's
+`transport` compute many. Other results use `versions` too.
+
+A change must respect that plans are evaluated again from potentials and the cost, never stored;
+that any question about datasets which were changed in place is refused; and that saved results of
+earlier versions stay readable: keys of `to_dict` and names of tensors are the format.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +60,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DistanceResult:
-    """The distance between two datasets and everything needed to use and to check it.
+    """The distance between two datasets, with all that is needed to use and to check it.
 
     Attributes:
         source: the n points that were compared.
@@ -61,20 +69,20 @@ class DistanceResult:
         divergence: the solved terms.
         cost: the weights of the ground cost.
         compute: where and how passes ran, and will run for the plan.
-        method: how class distances were measured.
+        method: the method of class distances.
         labels_epsilon: the regularisation of class distances by `sinkhorn`, in units of ||.||^2;
             else None.
         seconds: wall time of each phase.
-        request: both datasets where they were compared, for the plan; a loaded result prepares its
-            own when it is first asked.
-        streamed: of points that the device did not hold, the bytes that were read, how fast, and
-            whether passes waited for them; else None.
-        shared: how many processes shared the passes, and what this one received from the others;
-            what is asked of the plan, this process computes alone.
-        unchanged: both datasets as they were compared; what is asked of them once they were changed
-            in place is refused. None where nobody else has their memory.
-        required: whether potentials that the masses leave open are an error, as the solve's
-            `require_convergence` said; a loaded result warns.
+        request: both datasets on the device of the comparison, for the plan; a loaded result
+            prepares its own at the first question.
+        streamed: for points that did not fit on the device: bytes read, speed, and whether passes
+            waited for them; else None.
+        shared: the number of processes that shared the passes, and the bytes that this one
+            received; this process alone answers questions about the plan.
+        unchanged: marks of both datasets, to refuse questions after they were changed in place.
+            None if nothing else shares their memory.
+        required: whether potentials that the masses leave undetermined are an error, as in the
+            solve's `require_convergence`; a loaded result warns.
     """
 
     source: LabeledSamples
@@ -93,7 +101,7 @@ class DistanceResult:
     required: bool = field(default=False, kw_only=True, repr=False)
 
     def __repr__(self) -> str:
-        """The distance, its solver bounds and what was compared, in one line."""
+        """Return the distance, its solver bounds and what was compared, in one line."""
         return (
             f"DistanceResult({bounded(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
@@ -101,14 +109,14 @@ class DistanceResult:
         )
 
     def __str__(self) -> str:
-        """The line of `repr`, and one on the error that solver bounds leave out."""
+        """Return the line of `repr`, and one on the sampling error, which bounds do not hold."""
         return repr(self) if self.divergence.identical else f"{self!r}\n{NOT_SAMPLED}"
 
     @property
     def value(self) -> float:
         """The distance S_epsilon, in units of the cost; never clipped at 0.
 
-        By the schedule of geomloss, that library's number, which `bounds` need not hold.
+        With geomloss' schedule it is that library's number, which `bounds` need not hold.
         """
         return self.divergence.value
 
@@ -116,10 +124,11 @@ class DistanceResult:
     def bounds(self) -> tuple[float, float]:
         """Solver bounds (lower, upper): an interval that holds S_epsilon of these rows.
 
-        They hold whatever the solver did, for the class distances as they are. How far other rows
-        of the same datasets would be apart, the sampling error, is for `subsample_interval`.
-        What measuring left open of these, `class_distances.lower` and `.upper`, moves S_epsilon by
-        at most lambda_y times twice the largest difference, and is not in the interval.
+        They hold whatever the solver did, for the class distances as they are. The sampling error,
+        that is how far other rows of the same datasets would be apart, is for `subsample_interval`.
+        The error of the class distances themselves, `class_distances.lower` and `.upper`, moves
+        S_epsilon by at most lambda_y times twice the largest difference, and is not in the
+        interval.
         """
         return self.divergence.bounds
 
@@ -130,15 +139,16 @@ class DistanceResult:
 
     @property
     def epsilon(self) -> float:
-        """The regularisation that was used, in units of the cost."""
+        """The regularisation used, in units of the cost."""
         return self.divergence.xy.epsilon
 
     @cached_property
     def mean_cost(self) -> float:
-        """The mean cost: `epsilon_relative` is `epsilon` in units of it."""
+        """The mean cost, the unit of `epsilon_relative`."""
         if self.request is not None:
             return mean_cost(self.request.inputs(SIDES["xy"], self.class_distances.xy))
-        # Where the datasets are, which may not be where a loaded result was computed.
+        # On the datasets' device, which may not be the device on which a loaded result was
+        # computed.
         sides = self.cost.seen(self.source), self.cost.seen(self.target)
         return mean_cost(CostInputs(*sides, self.class_distances.xy, self.cost, self.compute))
 
@@ -149,17 +159,17 @@ class DistanceResult:
 
     @property
     def potentials(self) -> tuple[Tensor, Tensor]:
-        """Return the cross term's f (n,) and g (m,), in units of the cost.
+        """The cross term's potentials f (n,) and g (m,), in units of the cost.
 
-        With `ground=inner`, for the squared distances that it comes to: without terms of one side.
-        Groups of points that exchange almost no mass are balanced against each other; those of
-        `divergence.xy` are as the solve left them.
+        With `ground=inner` they belong to the equivalent squared distances: terms of one side alone
+        are left out. Groups of points that exchange almost no mass are balanced against each other;
+        the potentials of `divergence.xy` are as the solve left them.
 
         Raises:
-            ConvergenceError: `required`, and the masses leave potentials open.
+            ConvergenceError: `required`, and the masses leave potentials undetermined.
 
         Warns:
-            NotConvergedWarning: they do, and it is not required; said once.
+            NotConvergedWarning: the same, if not required; reported once.
         """
         return self._settled.f, self._settled.g
 
@@ -168,7 +178,7 @@ class DistanceResult:
         """Return P V for V (m,) or (m, k), streamed: the n x m plan is never stored.
 
         Raises:
-            InputError: V has not m rows, or holds NaN or infinite values.
+            InputError: V does not have m rows, or holds NaN or infinite values.
         """
         columns = real_tensor("values", values)
         if columns.ndim not in (1, 2) or columns.shape[0] != len(self.target):
@@ -186,7 +196,7 @@ class DistanceResult:
     def class_coupling(self) -> Tensor:
         """Return the mass moved from each source class to each target class, (V_x, V_y) float64.
 
-        Sums to 1: rounding is divided out.
+        It sums to 1: the rounding error of the sum is divided out.
         """
         per_row = self._applied(self._one_hot(self.target)).values
         per_row = per_row.double()
@@ -201,7 +211,8 @@ class DistanceResult:
         """
 
         def means(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
-            # A plan between the points that the cost sees, applied to those given.
+            # The plan is of the points after the ground cost's transform; it is applied to the
+            # given ones.
             points = self._inputs.points[0], self._prepared.points(1)
             origin = origin_near([(points[1], operator.b)], operator.dtype)
             found = conditional_means(operator, f, g, self.epsilon, points, origin)
@@ -214,15 +225,15 @@ class DistanceResult:
         """Compute how much of the distance each source row contributes: s (n,), in cost units.
 
         Without row i the distance changes by -a_i s_i to first order. Class distances by `gaussian`
-        and `means` move with the masses; others are held, as the result says.
+        and `means` move with the masses; others are fixed, as the result says.
 
         Raises:
             InputError: there is not enough memory.
-            ConvergenceError: `required`, and the masses leave potentials of groups of points open
-                against each other.
+            ConvergenceError: `required`, and the masses leave potentials of groups of points
+                undetermined against each other.
 
         Warns:
-            NotConvergedWarning: they do, and it is not required; `slopes` then says between what.
+            NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
         request = self._prepared
@@ -237,7 +248,7 @@ class DistanceResult:
     def to_dict(self, **more: Any) -> dict[str, Any]:
         """Return the content of result.json, in JSON's own types; `more` replaces or adds keys.
 
-        A number that is not finite is None.
+        A number that is not finite becomes None.
 
         Raises:
             InputError: a dataset was changed in place since.
@@ -275,12 +286,12 @@ class DistanceResult:
         return json_content({**content, **more})
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas table of one row, whose first columns are those of several datasets.
+        """Return a pandas table of one row, which starts with the columns of `PairwiseResult`'s.
 
-        Columns: `source` and `target`, their names; `value`, `lower` and `upper`, the distance and
-        the bounds of its solve, and `epsilon`, in units of the cost; `marginal_error`, the largest
-        of the terms', a mass; `converged`; `n` and `m` rows of `d` features; `labels`, how class
-        distances were measured; `seconds` of wall time in all.
+        The columns are: `source` and `target`, their names; `value`, `lower` and `upper`, the
+        distance and its solver bounds, and `epsilon`, in units of the cost; `marginal_error`, the
+        largest of the terms', a mass; `converged`; `n` and `m` rows of `d` features; `labels`, the
+        method of class distances; `seconds` of wall time in all.
         """
         row = {
             "source": self.source.name,
@@ -307,7 +318,8 @@ class DistanceResult:
             shows it, its `savefig` writes it.
 
         Raises:
-            InputError: a dataset was changed in place since, or the plan's device is not here.
+            InputError: a dataset was changed in place since, or the plan's device does not exist
+                here.
         """
         from otdd_flash.report.distance import plot_distance
 
@@ -320,7 +332,7 @@ class DistanceResult:
         The second is complete in itself, so that an interrupted save can never mix two results.
 
         Args:
-            path: made if it does not exist; its earlier result is replaced.
+            path: created if it does not exist; its earlier result is replaced.
             **more: keys to add to result.json.
 
         Returns:
@@ -333,12 +345,12 @@ class DistanceResult:
     @classmethod
     @takes()
     def load(cls, path: str | Path, compute: Compute | None = None) -> DistanceResult:
-        """Read what `save` wrote.
+        """Read a directory that `save` wrote.
 
         Args:
             path: the directory.
-            compute: where and how passes run for the plan, or only the device; by default as was
-                asked for when the distance was computed.
+            compute: where and how passes run for the plan, or only the device; by default as in the
+                original comparison.
 
         Raises:
             InputError: the directory holds no complete result.
@@ -347,8 +359,6 @@ class DistanceResult:
         return result if compute is None else replace(result, compute=ComputeOptions.of(compute))
 
     def _applied(self, values: Tensor) -> Applied:
-        """The plan applied to values (m, k)."""
-
         def apply(operator: Operator, f: Tensor, g: Tensor) -> Applied:
             return operator.apply_plan(f, g, self.epsilon, values.to(f.device))
 
@@ -357,9 +367,9 @@ class DistanceResult:
     def _with_plan(
         self, use: Callable[[Operator, Tensor, Tensor], T], *, weighted: bool = True
     ) -> T:
-        """What `use` makes of the cost and both potentials, on the device.
+        """Return the result of `use` for the operator and both potentials, on the device.
 
-        Not `weighted`, all source points have the same mass.
+        Unless `weighted`, all source points have equal masses.
         """
         self._check_unchanged()
         request = self._prepared
@@ -367,7 +377,7 @@ class DistanceResult:
         def apply() -> T:
             same = weighted or self.source.weights is None
             operator = self._operator if same else self._built(weighted=False)
-            # A loaded result's are on the CPU.
+            # Those of a loaded result are on the CPU.
             term = self.divergence.xy
             return use(operator, *(tensor.to(request.device) for tensor in (term.f, term.g)))
 
@@ -383,7 +393,7 @@ class DistanceResult:
 
     @cached_property
     def _settled(self) -> TransportTerm:
-        """The cross term with potentials balanced between groups of points, where it was."""
+        """The cross term with potentials balanced between groups, on its original device."""
         self._check_unchanged()
         term, device = self.divergence.xy, self.divergence.xy.f.device
         found, groups = self._prepared.within_memory(lambda: settled_points(self._problem, term))
@@ -392,7 +402,7 @@ class DistanceResult:
 
     @cached_property
     def _prepared(self) -> Request:
-        """The request of the comparison, or another one, of a loaded result or other options."""
+        """The request of the comparison, or a new one for a loaded result or other options."""
         if self.request is not None and self.request.compute == self.compute:
             return self.request
         try:
@@ -407,7 +417,7 @@ class DistanceResult:
 
     @cached_property
     def _operator(self) -> Operator:
-        """The cost of the plan, packed once for all that is asked of it."""
+        """The operator of the plan, built once for all questions."""
         return self._built()
 
     @property
@@ -418,7 +428,7 @@ class DistanceResult:
         inputs = self._inputs
         if not weighted:
             inputs = replace(inputs, source=replace(inputs.source, weights=None))
-        # The potentials belong to the original points.
+        # Potentials are those of the unrounded points, not of the ones that `fast` rounds.
         return refined(build_operator(inputs, keep_scores=False))
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
@@ -443,7 +453,7 @@ class DistanceResult:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computed a result."""
+    """Return the versions of the software that computes a result."""
     return {
         "otdd_flash": __version__,
         "torch": str(torch.__version__),
@@ -465,7 +475,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             subset_hash=summary["subset_hash"][side],
         )
     potentials = {name: (tensors[f"{name}.f"], tensors[f"{name}.g"]) for name in summary["terms"]}
-    # Earlier versions kept two of them.
+    # Earlier versions stored two of the options.
     asked = summary.get("compute") or {key: summary[key] for key in ("precision", "memory_budget")}
     return DistanceResult(
         sides["source"],

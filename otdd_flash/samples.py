@@ -1,4 +1,15 @@
-"""Labelled feature vectors: what extractors return and what transport compares."""
+"""`LabeledSamples`: a weighted, labelled point cloud, the input of every transport problem.
+
+Nearly every package imports it; `data.given` and `extractors.embedding` make samples of the user's
+objects. This module also holds the checks of their parts (`check_squares`, `check_masses`) and the
+comparison of content (`same_content`). `displaced` makes derived copies without checks.
+
+A change must respect that samples are valid by construction, that numbers are never rounded
+silently, and that features stay where they are: in a file (`features.file_features`), in shared
+memory, on a GPU. Shared memory may be changed in place by the user; fingerprints are kept only
+while its mark is unchanged. Weights that already sum to 1 keep their bits, so that copies have
+equal fingerprints.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +43,10 @@ from otdd_flash.raw_labels import (
 from otdd_flash.real_numbers import dense, in_double, in_floating_point, real_tensor
 from otdd_flash.shown import display
 
-# Bytes of features that are compared together.
+# Bytes of features that are compared at once.
 BLOCK_BYTES = 1 << 24
 
-# Between them a `mass` is known.
+# Limits of `mass`; a product beyond them is clamped.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
 NO_MASS = "weights must not all be zero"
@@ -46,20 +57,21 @@ class LabeledSamples:
     """A weighted, labelled point cloud.
 
     Args:
-        features: (n, d) real matrix, n >= 1; types other than float32 and float64 become float32,
-            and integers beyond 2^24, which that does not hold, float64. Numbers that float64 would
-            round are refused. Tables of pandas and pyarrow are read with all types of numbers,
-            sparse matrices made dense.
+        features: (n, d) real matrix, n >= 1. Types other than float32 and float64 become float32,
+            or float64 if they hold integers beyond 2^24 that float32 cannot. Numbers that float64
+            would round are refused. Tables of pandas and pyarrow are read with all types of
+            numbers, sparse matrices made dense.
         labels: (n,) class indices in [0, V), also as whole floats, or None for unlabelled data.
         class_names: V names, one per class index; none for unlabelled data.
         weights: (n,) non-negative masses, normalised here to sum to 1, those below 2^-1022 to 0;
             None means uniform.
-        name: what reports call the dataset.
+        name: the dataset's name in reports.
         subset_hash: identifies which rows of the original dataset these are.
-        mass: of these rows in what they are a part of; the sum of `weights` as given times it is
-            kept. Shards of several processes are put together by it.
-        feature_names: d names, by which datasets are compared where both have some; None takes the
-            names of the columns of a table, and other features have none.
+        mass: the total mass of these rows within the dataset of which they are a part. It is
+            multiplied by the sum of the given `weights`; shards of several processes are joined by
+            it.
+        feature_names: d names, by which the order of features is checked if both datasets have
+            some; None takes the names of a table's columns, and other features have none.
 
     Raises:
         InputError: shapes or names disagree, a value is not finite or has an imaginary part, a
@@ -77,8 +89,8 @@ class LabeledSamples:
 
     @untraced
     def __post_init__(self) -> None:
-        # Numbers of lists are those of any default type, and memory that is shared is no inference
-        # tensor.
+        # Under the package's own settings: lists become tensors of the default type, and inference
+        # mode would make inference tensors.
         check_transforms("LabeledSamples", (self.features, self.labels, self.weights))
         with own_settings():
             self._prepare()
@@ -108,20 +120,18 @@ class LabeledSamples:
             object.__setattr__(self, "mass", min(max(self.mass * total, LEAST_MASS), MOST_MASS))
 
     def __repr__(self) -> str:
-        """Its name and sizes; tensors are asked for by name."""
+        """Return name and sizes, without tensors."""
         rows, columns = self.features.shape
         classes = "no labels" if self.labels is None else f"{len(self.class_names)} classes"
         return f"LabeledSamples({display(repr(self.name))}, {rows} x {columns}, {classes})"
 
     @classmethod
     def of(cls, given: SamplesOrArrays, name: str = "samples") -> LabeledSamples:
-        """Return samples as they are, or from arrays or tensors: (features, labels) or features.
-
-        What an entry point of samples returns are numbers, through which no gradient flows.
+        """Return samples unchanged, or made from features or (features, labels); no gradient flows.
 
         Args:
-            given: what an entry point was called with, of a type that `values.samples` accepts.
-            name: of the argument, for messages; samples that are made here are called so as well.
+            given: the argument of an entry point, of a type that `arguments.samples` accepts.
+            name: name of the argument for messages, and of samples that are made here.
 
         Raises:
             InputError: as for the parts of samples.
@@ -164,7 +174,7 @@ class LabeledSamples:
 
     @property
     def masses(self) -> Tensor:
-        """The weights (n,), float64, summing to 1; uniform if none were given. A copy to keep."""
+        """A copy of the weights (n,), float64, summing to 1; uniform if none were given."""
         if self.weights is not None:
             return self.weights.clone()
         n = len(self)
@@ -192,8 +202,8 @@ class LabeledSamples:
     def fingerprint(self) -> str:
         """SHA-256 of features, labels, class names and weights, in row order.
 
-        The same wherever the features are, and in whatever type. Kept until they are changed in
-        place.
+        It is the same on every device and in every type that holds the numbers. It is kept until
+        they are changed in place.
         """
         mark = mark_of(self)
         known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
@@ -204,9 +214,9 @@ class LabeledSamples:
         return found
 
     def detached(self) -> LabeledSamples:
-        """Return these samples outside of autograd and inference mode; themselves if they are."""
+        """Return the samples without autograd and inference mode; themselves if unchanged."""
         parts = {"features": self.features, "labels": self.labels, "weights": self.weights}
-        # Autograd cannot save what was made in inference mode. Files make plain tensors.
+        # Autograd cannot save inference tensors. Features in files yield plain tensors.
         copied: dict[str, Any] = {
             name: part.clone()
             for name, part in parts.items()
@@ -239,7 +249,7 @@ class LabeledSamples:
         features = self.features
         if not isinstance(features, FileFeatures):
             return features[rows]
-        # A part of a mapped file that is not there any more would end the process.
+        # Reading a mapped file beyond its end would kill the process.
         features.check()
         return features[rows].to(torch.promote_types(features.dtype, torch.float32))
 
@@ -258,8 +268,8 @@ class LabeledSamples:
     def keep_classes(self, keep: Sequence[Index]) -> LabeledSamples:
         """Keep the samples of these classes, which are renumbered in the given order.
 
-        Where these are all samples, as where a class has none, features stay where they are: in
-        files, and in memory that is shared.
+        If these are all samples, as when the dropped classes have none, features are not copied:
+        they stay in files or in shared memory.
         """
         if self.labels is None:
             raise InputError(f"{self.name} has no labels; {HOW_TO_LABEL}")
@@ -283,7 +293,7 @@ class LabeledSamples:
 
 
 def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
-    """Return the samples at other places, without their link to rows of a dataset.
+    """Return the samples with other features, without their link to rows of a dataset.
 
     Args:
         samples: n points.
@@ -296,10 +306,10 @@ def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
     return found
 
 
-# Of this, sums over a dataset stay finite in float64.
+# Sums over a dataset of squares up to this stay finite in float64.
 LARGEST_SQUARE = 1e300
 
-# What `LabeledSamples.of` takes.
+# What `LabeledSamples.of` accepts.
 Array = ArrayLike | Tensor
 SamplesOrArrays = LabeledSamples | Tensor | NDArray[Any] | tuple[Array, Array]
 
@@ -315,9 +325,13 @@ HOW_TO_SCALE = (
 
 
 def check_squares(*sides: LabeledSamples) -> None:
-    """Raise an `InputError` unless features are finite and their squared distances fit float64.
+    """Refuse features that are not finite, or whose squared distances overflow float64.
 
-    Samples are finite when they are made; what shares their memory may have changed since.
+    Samples are finite when they are made; code that shares their memory may have changed them
+    since.
+
+    Raises:
+        InputError: there are such features.
     """
     different = list(dict.fromkeys(sides))
     for side in different:
@@ -325,12 +339,12 @@ def check_squares(*sides: LabeledSamples) -> None:
             side.features.check()
     found = [largest_entry(side.features) for side in different]
     together = len({number.device for number in found}) == 1
-    # Of one device, the host waits once.
+    # One transfer for all that are on one device.
     numbers = torch.stack(found).tolist() if together else map(float, found)
     for side, largest in zip(different, numbers, strict=True):
         if not math.isfinite(largest):
             raise prefixed(side.name, _not_finite(side.features))
-        # The largest squared distance there can be, with room for sums over points and classes.
+        # The largest possible squared distance, with a margin for sums over points and classes.
         if 4 * side.dim * largest > LARGEST_SQUARE / max(largest, 1.0):
             raise InputError(
                 f"the features of {side.name} reach {largest:.1e}, whose squared distances "
@@ -360,18 +374,18 @@ def _as_features(values: Any) -> Tensor:
 
 
 def largest_entry(features: Tensor) -> Tensor:
-    """The largest of all absolute values (), float64; NaN where there is one. Reads them once."""
+    """Return the largest absolute value (), float64, or NaN if there is one, in one pass."""
     largest: Tensor = torch.linalg.vector_norm(features.detach(), ord=math.inf)
     return largest.double()
 
 
 def all_finite(*values: Tensor) -> bool:
-    """Whether no entry of one or more is NaN or infinite; one read, where `isfinite` takes five.
+    """Return whether no entry of any tensor is NaN or infinite.
 
-    Of several the host waits once.
+    The entries are read once, where `isfinite` takes five passes, and the host waits once for all.
     """
     first, *others = (largest_entry(each) for each in values)
-    # NaN is larger than all.
+    # `maximum` propagates NaN.
     return math.isfinite(float(reduce(lambda a, b: a.maximum(b.to(a.device)), others, first)))
 
 
@@ -397,7 +411,7 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
     if given.is_floating_point:
         labels = _whole(labels)
     labels = labels.to(torch.int64)
-    # Of both ends at once: a GPU is waited for.
+    # Both ends in one transfer.
     low, high = torch.stack(torch.aminmax(labels)).tolist()
     if low < 0 or high >= len(class_names):
         raise InputError(
@@ -410,7 +424,7 @@ def _as_class_indices(values: Any, n: int, class_names: tuple[str, ...]) -> Tens
 
 
 def _whole(labels: Tensor) -> Tensor:
-    """Class indices that are whole numbers in floats."""
+    """Check that labels in floats are whole numbers; return them within the range of int64."""
     if bool((missing := labels.isnan()).any()):
         raise InputError(
             f"{missing_rows(missing.cpu().numpy())}; leave those rows out of features and labels"
@@ -422,12 +436,16 @@ def _whole(labels: Tensor) -> Tensor:
             f"labels must be class indices, got {first:g} "
             f"{rows_shown(fractions.cpu().numpy())}; cut a continuous target into classes first"
         )
-    # What no integer can hold is out of range as well.
+    # The caller reports numbers beyond the range of integers as out of range.
     return labels.double().clamp(-(2.0**62), 2.0**62)
 
 
 def check_masses(weights: NDArray[np.float64]) -> None:
-    """Raise an `InputError` that names the rows unless all weights are finite and not negative."""
+    """Refuse weights that are negative or not finite.
+
+    Raises:
+        InputError: there are such weights; the message names the rows.
+    """
     bad = ~(np.isfinite(weights) & (weights >= 0))
     if bad.any():
         raise InputError(
@@ -437,7 +455,7 @@ def check_masses(weights: NDArray[np.float64]) -> None:
 
 
 def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
-    """Masses that sum to 1, and what they summed to."""
+    """Return masses that sum to 1, and the sum of the given weights."""
     weights = in_double("weights", real_tensor("weights", values))
     if weights.shape != (n,):
         raise InputError(f"weights must have shape ({n},) as features, got {tuple(weights.shape)}")
@@ -448,28 +466,28 @@ def _as_masses(values: Any, n: int) -> tuple[Tensor, float]:
         return weights, 0.0
     unit = 1.0
     if not bool(torch.isfinite(weights.sum())):
-        # In units of the largest they are the same masses, and their sum is finite.
+        # In units of the largest weight they are the same masses, and their sum is finite.
         unit = float(weights.max())
         weights = weights / unit
     total = float(weights.sum())
-    # Weights that sum to 1 but for rounding stay as they are: a copy then has the same fingerprint.
+    # Weights that sum to 1 up to rounding keep their bits: a copy then has the same fingerprint.
     masses = weights if abs(total - 1) < 1e-12 else weights / total
-    # Nothing can be divided by subnormal ones.
+    # Division by a subnormal mass would overflow.
     subnormal = (masses > 0) & (masses < torch.finfo(masses.dtype).tiny)
     return torch.where(subnormal, 0, masses) if bool(subnormal.any()) else masses, total * unit
 
 
 def _may_be_shard() -> bool:
-    """Whether this is one of several processes, whose shard may consist of rows without mass.
+    """Return whether this is one of several processes, whose shard may have no mass at all.
 
-    An error here would leave the others waiting for it.
+    An error here would leave the other processes waiting.
     """
     ranks = torch.distributed
     return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def same_content(one: LabeledSamples, other: LabeledSamples) -> bool:
-    """Whether features, labels, class names and weights agree, row by row, in whatever type."""
+    """Return whether features, labels, class names and weights agree row by row, in any type."""
     parts = ("features", "labels", "weights")
     return one is other or (
         one.class_names == other.class_names
@@ -483,10 +501,10 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     home = other.device
     if one.shape != other.shape:
         return False
-    # Different clouds nearly always differ in their first row, which is read faster than all.
+    # Different point clouds nearly always differ in their first row, which is read faster than all.
     if one.dtype == other.dtype:
         return torch.equal(one[:1].to(home), other[:1]) and torch.equal(one.to(home), other)
-    # The same numbers in another type are the same content. PyTorch compares in the wider type.
+    # Equal numbers in another type are equal content; PyTorch compares in the wider type.
     size = max(1, BLOCK_BYTES // max(1, other[:1].nbytes))
     blocks = [slice(0, 1), *(slice(first, first + size) for first in range(0, len(other), size))]
     return all(bool((one[rows].to(home) == other[rows]).all()) for rows in blocks)

@@ -1,4 +1,10 @@
-"""Datasets of which every process has a part: put together, and compared as one process would."""
+"""Entry points on several processes, each of which holds a shard of every dataset.
+
+`takes_shards` decorates `otdd.dataset_distance`. The shards are joined in the order of the ranks,
+and rank 0 leads the computation, so that the result is that of one process with all rows. A change
+must respect that all ranks run the same collectives, also if one of them has bad input: checks run
+inside `ranks.together`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Class names that an error lists.
+# Number of class names in an error.
 MOST_NAMES = 20
 
 ADVICE = "start every rank in the same way"
@@ -29,10 +35,10 @@ ADVICE = "start every rank in the same way"
 def takes_shards(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let an entry point be called by all processes of `compute.group`, each with its shards.
 
-    Rank 0 then does what one process would, leading the others, and all return what it returns.
+    Rank 0 then computes as one process would, leading the others, and all return its result.
 
     Args:
-        *names: of the arguments that are shards of datasets.
+        *names: names of the arguments that are shards of datasets.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -43,7 +49,7 @@ def takes_shards(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
-                # Python's words name the function.
+                # Python's own error names the function.
                 return function(*args, **kwargs)
             compute = ComputeOptions.of(bound.arguments.get("compute"))
             ranks = ranks_of(compute.group)
@@ -63,7 +69,7 @@ def takes_shards(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def _whole_datasets(
     ranks: Ranks, given: dict[str, Samples], settings: dict[str, Any]
 ) -> dict[str, LabeledSamples]:
-    """What every rank has, put together in the order of the ranks.
+    """Join the shards of all ranks, in the order of the ranks.
 
     Raises:
         InputError: as for the parts of samples, or ranks disagree; on every rank.
@@ -71,13 +77,13 @@ def _whole_datasets(
 
     def made() -> dict[str, LabeledSamples]:
         return {
-            # A shard may be without mass where others have some.
+            # A shard may have no mass if others have some.
             name: side.detached() if isinstance(side, LabeledSamples) else as_samples(side, name)
             for name, side in given.items()
         }
 
     check_versions(ranks)
-    # Functions are called something else in every process.
+    # The repr of a function has another address in every process.
     said = {key: repr(value) for key, value in settings.items()}
     said = {key: value for key, value in said.items() if " at 0x" not in value}
     ranks.check_same("settings", said, ADVICE)
@@ -111,7 +117,7 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     ):
         advice = "a shard may lack rows of a class, but names all classes in one order"
         ranks.check_same(f"{what} of {name}", content, advice)
-    # Of integers each shard takes the type that holds its own.
+    # Integers take, in each shard, the floating-point type that holds that shard's.
     dtypes = ranks.all_gathered_objects(shard.features.dtype)
     features = ranks.concatenated(shard.features.to(reduce(torch.promote_types, dtypes)))
     labels = None if shard.labels is None else ranks.concatenated(shard.labels)

@@ -1,9 +1,12 @@
-"""Numbers and foreign text as people see them: on a terminal, in csv, in HTML and in pictures.
+"""Numbers and foreign text made safe and readable: for terminals, csv, HTML and pictures.
 
-Names of classes, columns, files and datasets are what others wrote. Every place that shows one
+Names of classes, columns, files and datasets are written by others. Every place that shows one
 calls `display`, or a form of it: `csv_cell`, `html_text`, or `shorten` for a narrow place. Errors
-and warnings do so themselves when they are made (`errors`), and `commands.messages.Terminal` once
-more for all that a command prints. Files of results (JSON, safetensors) keep names as they are.
+and warnings do so when they are made (`errors`), and `commands.messages.Terminal` again for all
+that a command prints. Files of results (JSON, safetensors) keep names unchanged.
+
+A change must respect that displaying text twice changes nothing, that secrets are hidden before
+text is cut, and that printed bounds are rounded outwards.
 """
 
 from __future__ import annotations
@@ -17,17 +20,18 @@ from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Decimal
 from html import escape
 
-# Characters of a name in a sentence, of a sentence with its names, and of a cell of a csv file.
+# Most characters of a name in a sentence, of a sentence with its names, and of a cell of a csv
+# file.
 LONGEST_NAME, LONGEST_MESSAGE, LONGEST_CELL = 200, 4000, 1000
-# Beyond this length, what is left out is the middle: sentences end with the way out.
+# Longer text is cut in the middle: sentences end with the way out.
 KEEPS_ITS_END = 1000
 
-# Letters and marks that show nothing, although Unicode counts them as printable.
+# Letters and marks that are invisible, although Unicode counts them as printable.
 UNSEEN = re.compile(
     "[\\u034f\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u2800\\u3164\\ufe00-\\ufe0d\\uffa0"
     "\\U000e0100-\\U000e01ef]"
 )
-# In an address, who asks and with which secret.
+# In an address, the user and secret parameters.
 USER = re.compile(r"(?<=://)[^/?#\s]+@")
 SECRET = re.compile(
     r"([?&;][\w.-]{0,40}(?:token|key|secret|signature|sig|password|passwd|credential)=)[^&;#\s]+",
@@ -35,26 +39,26 @@ SECRET = re.compile(
 )
 HIDDEN = "***"
 
-# The error that solver bounds do not hold, beside results that know nothing of it.
+# The error that solver bounds do not hold, shown beside results without a sampling interval.
 NOT_SAMPLED = "sampling error was not measured: otdd_flash.subsample_interval gives an interval"
 
-# What spreadsheets compute, also in their full-width forms, behind spaces that they leave out.
+# Text that spreadsheets compute, also in full-width forms, behind spaces that they ignore.
 FORMULA = re.compile(r"\s*[=+\-@\t\r\uff1d\uff0b\uff0d\uff20']")
 PLAIN_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
-# Values that came from the environment, by what to show in their place; see `conceal`.
+# Values from the environment, with what to show instead; see `conceal`.
 _concealed: dict[str, str] = {}
 
 
 def epsilon_shown(epsilon: float, mean_cost: float | None) -> str:
-    """Return a regularisation in units of the cost and, where that is known, of the mean cost."""
+    """Return a regularisation in units of the cost and, if that is known, of the mean cost."""
     if not mean_cost:
         return f"{epsilon:.6g}"
     return f"{epsilon:.6g} ({epsilon / mean_cost:.3g} of the mean cost {mean_cost:.6g})"
 
 
 def interval(value: float, lower: float, upper: float) -> str:
-    """`value [lower, upper]` with as many digits as the bounds support.
+    """Return `value [lower, upper]` with as many digits as the bounds support.
 
     Bounds are rounded outwards, so the printed interval still holds the true distance.
     """
@@ -72,14 +76,14 @@ def interval(value: float, lower: float, upper: float) -> str:
     roundings = (ROUND_HALF_EVEN, ROUND_FLOOR, ROUND_CEILING)
     texts = []
     for number, rounding in zip((value, lower, upper), roundings, strict=True):
-        # Through the shortest text of the float: rounding 1.4 outwards must not give 1.39.
+        # Through the float's shortest text: rounding 1.4 outwards must not give 1.39.
         rounded = Decimal(repr(float(number))).quantize(digit, rounding)
         texts.append("0" if rounded == 0 else f"{rounded:{'f' if plain else 'e'}}")
     return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
 def bounded(value: float, lower: float, upper: float) -> str:
-    """`interval` of a value and its solver bounds, called so."""
+    """Return `interval` with the words "solver bounds"."""
     return f"{interval(value, lower, upper)} (solver bounds)"
 
 
@@ -88,17 +92,18 @@ def display(text: object, limit: int | None = LONGEST_NAME) -> str:
 
     Control, invisible and undecodable characters become the escapes that Python writes for them
     (`\x1b`, `\n`, `\u202e`). Passwords in addresses and values from the environment (`conceal`) are
-    hidden. Text that was displayed before comes out as it is.
+    hidden. Displaying the result again does not change it.
 
     Args:
         text: a name, a path or a sentence; any other object as its `str`.
-        limit: the most characters; what is longer ends with an ellipsis and its length. None: any.
+        limit: the most characters; longer text is cut, with an ellipsis and its length. None: no
+            limit.
     """
-    # Before anything is cut: half a password is shown by no name.
+    # Before anything is cut: half a password would not be recognised.
     given = hidden(str(text))
     size = len(given)
     if limit is not None and size > 2 * limit:
-        # Of a megabyte, only what may be shown is looked at character by character.
+        # Of very long text, only the characters that may be shown are examined.
         given = given[:limit] + given[-limit:]
     if not (given.isascii() and given.isprintable()):
         given = "".join(map(_seen, given))
@@ -132,10 +137,11 @@ def shorten(name: str, length: int) -> str:
 
 
 def csv_cell(text: str) -> str:
-    """Return text as a cell of a csv file, which no spreadsheet takes for a formula.
+    """Return text as a cell of a csv file that no spreadsheet takes for a formula.
 
-    What begins like one (`=`, `+`, `-`, `@`, maybe behind spaces) gets an apostrophe in front, and
-    so does what begins with an apostrophe: readers take one away. Plain numbers stay as they are.
+    Text that begins like one (`=`, `+`, `-`, `@`, maybe behind spaces) gets an apostrophe in front,
+    and so does text that begins with an apostrophe: readers remove one. Plain numbers are
+    unchanged.
     """
     cell = display(text, LONGEST_CELL)
     formula = FORMULA.match(cell) and not PLAIN_NUMBER.fullmatch(cell)
@@ -148,7 +154,7 @@ def html_text(text: object, limit: int | None = LONGEST_NAME) -> str:
 
 
 def hidden(text: str) -> str:
-    """Return text without passwords in addresses and without values that were concealed."""
+    """Return text without passwords in addresses and without concealed values."""
     # The longest first: one may be the beginning of another.
     for value, shown in sorted(_concealed.items(), key=lambda item: -len(item[0])):
         text = text.replace(value, shown)
@@ -158,17 +164,17 @@ def hidden(text: str) -> str:
 
 
 def conceal(value: str, shown: str) -> None:
-    """Make `hidden` show something else in the place of a value, from now on in this process.
+    """Make `hidden` replace a value by `shown`, from now on in this process.
 
-    A value of fewer than 6 characters stays, as it would hide parts of other words; so does a
-    folder that exists, which is a place and no secret.
+    Values of fewer than 6 characters are not replaced, as they would hide parts of other words; nor
+    are folders that exist, which are no secrets.
     """
     if len(value) >= 6 and not os.path.isdir(value):
         _concealed[value] = shown
 
 
 def _seen(character: str) -> str:
-    """Return a visible character or a space of any width as it is, any other as its escape."""
+    """Return a visible character or a space of any width unchanged, any other as its escape."""
     if character.isprintable() or unicodedata.category(character) == "Zs":
         return UNSEEN.sub(_escaped, character)
     return character.encode("unicode_escape").decode()
@@ -179,5 +185,5 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def convergence_text(converged: bool) -> str:
-    """Whether a solve reached what its options ask for."""
+    """Return words that say whether a solve converged."""
     return "converged" if converged else "not converged"

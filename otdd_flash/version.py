@@ -1,3 +1,3 @@
-"""The version, kept where nothing else has to be imported to read it."""
+"""The version of the package, in a module without imports so that anything can read it."""
 
 __version__ = "0.1.0"

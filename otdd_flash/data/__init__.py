@@ -1,4 +1,10 @@
-"""Labelled datasets: where raw inputs and labels come from, and which rows are taken."""
+"""Labelled datasets: the sources of raw inputs and labels, and the choice of rows.
+
+`registry` holds `load` and the sources by name; `arrays`, `table`, `image_folder`, `idx`,
+`hugging_face`, `torchvision_class` and `digits` read them; `given` converts objects that users
+hold; `dataset` is the common form, `images` decodes, `subset` draws rows, `pseudo_labels` clusters,
+`writing` writes adapted samples.
+"""
 
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.pseudo_labels import with_pseudo_labels

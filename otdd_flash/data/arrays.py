@@ -1,4 +1,10 @@
-"""The user's own arrays: npz archives, .npy pairs, csv and parquet tables."""
+"""Arrays of the user's own files: npz archives, .npy files, csv and parquet tables.
+
+`data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals.potentials` calls
+`read_npy`. Tables are read by `data.table`. A change must respect that pickled objects are never
+loaded, .npy files are mapped rather than copied, and any choice that the user did not make is
+reported in a notice.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +32,7 @@ def read_arrays(
     label: Word | None = None,
     drop_unlabelled: bool = False,
 ) -> LabeledDataset:
-    """Read vectors (n, d) or images (n, h, w[, c]), with labels and weights where there are any.
+    """Read vectors (n, d) or images (n, h, w[, c]), with labels and weights if there are any.
 
     Args:
         request: the shared options; `weights` is an npz key (default `w`), a column or a file.
@@ -35,8 +41,8 @@ def read_arrays(
         features: the npz key of the inputs (default `x`), or the columns of a table that are inputs
             (default: all columns but label and weights).
         label: the npz key (default `y`) or column of the labels; a table's label column is found by
-            its name or as its only text column. An npz key `class_names` names the classes that
-            integers under `y` number.
+            its name or as its only text column. An npz key `class_names` gives the names of the
+            integer labels under `y`.
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
@@ -44,7 +50,7 @@ def read_arrays(
             two ways; lengths disagree.
 
     Warns:
-        DataNotice: which columns of a table were taken, where they are not named; that weights were
+        DataNotice: which columns of a table were chosen, if they are not named; that weights were
             found, that there are no labels, or that keys of an npz file are not read.
     """
     request.one_part()
@@ -94,7 +100,7 @@ def read_arrays(
 
 
 def read_npy(path: Path) -> NDArray[Any]:
-    """One array, mapped rather than copied into memory."""
+    """Read one array, mapped rather than copied into memory."""
     with reading(path):
         values: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         return values
@@ -114,7 +120,7 @@ def _read_npz(
     NDArray[Any] | None,
     tuple[str, ...],
 ]:
-    """Read inputs, labels, weights, class names, and what was chosen beside the keys x and y."""
+    """Read inputs, labels, weights, class names, and the choices made beside the keys x and y."""
     if features is not None and not isinstance(features, str):
         raise InputError(f"features={list(features)}: an npz file has its inputs under one key")
     with reading(path), np.load(path, allow_pickle=False) as archive:

@@ -1,8 +1,13 @@
-"""A labelled dataset as it was read: raw inputs, class indices, optional weights.
+"""A labelled dataset before feature extraction: raw inputs, class indices, optional weights.
 
-A sequence whose items are read when they are asked for.
+`LabeledDataset` is what `load` returns and `embed` takes; all readers of `data`,
+`extractors.embedding` and the commands use it. `LazyItems` is a sequence of inputs that are read on
+access. `as_inputs` decides by shape whether arrays are vectors or images; `data.arrays`,
+`data.given`, `data.hugging_face` and `data.idx` call it.
 
-Arrays as inputs: vectors or images, by their shape.
+A change must keep the order of rows and the meaning of `rows`, the row numbers in the original
+data: `subset_hash` is derived from them and identifies a subset in results. Integers are never
+rounded silently, and arrays of the caller are not written to.
 """
 
 from __future__ import annotations
@@ -43,16 +48,16 @@ class LabeledDataset:
 
     Args:
         inputs: one array with leading dimension n (images (n, h, w) or (n, h, w, c), usually uint8;
-            matrices (n, d)), or a sequence of n PIL images, strings or vectors.
+            vectors (n, d)), or a sequence of n PIL images, strings or vectors.
         labels: (n,) class indices in [0, V), or None for unlabelled data.
         class_names: V names, one per class index.
         weights: (n,) masses in any unit, or None for uniform ones.
-        modality: what one item is.
-        name: what reports call the dataset.
-        subset_hash: SHA-256 of `rows`; computed where not given.
-        rows: (n,) each item's row number in the original data; 0 to n - 1 where not given.
-        choices: what its reader chose that the user had not named, such as the label column.
-        feature_names: what a table calls the columns that vectors are made of.
+        modality: the kind of one item.
+        name: the dataset's name in reports.
+        subset_hash: SHA-256 of `rows`; computed if empty.
+        rows: (n,) each item's row number in the original data; 0 to n - 1 if empty.
+        choices: choices of the reader that the user had not made, such as the label column.
+        feature_names: names of the table columns that vectors consist of.
 
     Raises:
         InputError: there are no items, or lengths or label values disagree.
@@ -110,7 +115,7 @@ class LabeledDataset:
         the distinct integer or string labels in sorted order; whole numbers in floats are integers.
 
         Rows without a label (None, NaN, a negative index) are left out if `drop_unlabelled` is
-        true; it is None for a source that has no option of that name.
+        true; it is None for a source without that option.
 
         Raises:
             InputError: the labels are neither integers nor strings, or do not fit; labels are
@@ -147,16 +152,20 @@ class LabeledDataset:
         )
 
     def weighted(self, weights: ArrayLike) -> LabeledDataset:
-        """Replace the masses (n,).
+        """Return the dataset with other masses (n,).
 
         Raises:
-            InputError: they are not as many, or not finite and non-negative numbers.
+            InputError: their number differs, or they are not finite and non-negative numbers.
         """
         return replace(self, weights=_as_masses(weights, self.name))
 
 
 def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
-    """The items of several splits of one dataset, one after the other; row numbers run on."""
+    """Join splits of one dataset; row numbers count through all of them.
+
+    Raises:
+        InputError: only some splits have labels or weights, or their classes differ.
+    """
     first = parts[0]
     if any((part.labels is None) != (first.labels is None) for part in parts):
         raise InputError(f"{name}: some splits have labels and others have none; load one split")
@@ -184,13 +193,13 @@ def _number(
     if values.size and int(values.max()) < 0:
         warn(f"{name}: all its labels are negative, and it is taken as unlabelled", DataNotice)
         return None, ()
-    # Before their type could turn the largest ones into others.
+    # Checked first: the conversion could wrap the largest labels.
     _check_range(values, class_names, name)
     return values.astype(np.int64), tuple(str(class_name) for class_name in class_names)
 
 
 def _missing(values: NDArray[Any], class_names: Sequence[str] | None) -> NDArray[np.bool_]:
-    """Which labels are missing: None, NaN, or among class indices a negative one."""
+    """Return which labels are missing: None, NaN, or a negative class index."""
     if class_names is None or values.dtype.kind != "i" or not (values >= 0).any():
         return missing_labels(values)
     return values < 0
@@ -239,7 +248,7 @@ def _as_masses(values: ArrayLike, name: str) -> NDArray[np.float64]:
 
 
 def take_inputs(inputs: Sequence[Any] | NDArray[Any], rows: NDArray[np.int64]) -> Any:
-    """The inputs of some rows, unread ones still unread."""
+    """Return the inputs of some rows; unread ones stay unread."""
     if isinstance(inputs, np.ndarray):
         return inputs[rows]
     if isinstance(inputs, LazyItems):
@@ -248,7 +257,7 @@ def take_inputs(inputs: Sequence[Any] | NDArray[Any], rows: NDArray[np.int64]) -
 
 
 def join_inputs(parts: Sequence[Sequence[Any] | NDArray[Any]]) -> Any:
-    """Several inputs one after the other, unread ones still unread."""
+    """Join several sequences of inputs; unread ones stay unread."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if len(arrays) == len(parts):
         return np.concatenate(arrays)
@@ -266,12 +275,12 @@ def _hash_of(rows: NDArray[np.int64]) -> str:
 
 
 class LazyItems(Sequence[Any]):
-    """Items fetched one at a time by row number; a slice gives a list.
+    """Items read one at a time by row number; a slice gives a list.
 
     Args:
         fetch: reads the item at one row.
-        rows: (n,) the rows of which this sequence consists, in order.
-        files: the file behind each row number, where every item is one file.
+        rows: (n,) the rows of this sequence, in order.
+        files: the file of each row number, if every item is one file.
     """
 
     def __init__(
@@ -286,14 +295,14 @@ class LazyItems(Sequence[Any]):
 
     @property
     def paths(self) -> list[str] | None:
-        """The n files of the items, or None where items are not files."""
+        """The n files of the items, or None if items are not files."""
         if self._files is None:
             return None
         return [self._files[row] for row in self._rows.tolist()]
 
     @classmethod
     def chain(cls, parts: Sequence[Sequence[Any] | NDArray[Any]]) -> LazyItems:
-        """Several sequences read one after the other."""
+        """Join several sequences, still unread."""
         ends = np.cumsum([len(part) for part in parts])
         return cls(_Chained(parts, ends), np.arange(int(ends[-1])))
 
@@ -312,13 +321,13 @@ class LazyItems(Sequence[Any]):
         return self._fetch(int(self._rows[index]))
 
     def take(self, rows: NDArray[np.int64]) -> LazyItems:
-        """The items at these positions, still unread."""
+        """Return the items at these positions, still unread."""
         return LazyItems(self._fetch, self._rows[rows], self._files)
 
 
 @dataclass(frozen=True)
 class _Chained:
-    """Reads the items of several sequences, of which each ends before `ends`."""
+    """Reader of several sequences in turn; `ends` are their cumulative lengths."""
 
     parts: Sequence[Sequence[Any] | NDArray[Any]]
     ends: NDArray[np.int64]
@@ -333,11 +342,11 @@ CHANNELS = (1, 3, 4)
 
 
 def as_inputs(values: NDArray[Any], where: str) -> tuple[NDArray[Any], Modality]:
-    """Vectors (n, d) as modality "array", images (n, h, w) or (n, h, w, c) as "image".
+    """Return arrays with their modality: vectors (n, d), "array"; images (n, h, w[, c]), "image".
 
-    Images of uint8, uint16, bool and floats stay as they are, as their type says what is white;
-    those of other integers become uint8 within 0 to 255. Vectors of integers that float32 does not
-    hold become float64, which has to hold them.
+    Images of uint8, uint16, bool and floats keep their type, which says what is white. Those of
+    other integers become uint8, or float32 if a value is outside 0 to 255. Vectors with integers
+    that float32 cannot hold become float64, which must hold them.
 
     Args:
         values: numbers.

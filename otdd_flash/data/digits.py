@@ -1,6 +1,7 @@
-"""scikit-learn's bundled handwritten digits: 1,797 images of 8 x 8, optionally rotated.
+"""The two sources without files: scikit-learn's digits (1,797 images of 8 x 8) and Gaussian blobs.
 
-Synthetic data: one Gaussian per class.
+`data.registry` calls `read_digits` and `read_blobs`. A change must keep the draws: the halves of
+the digits are fixed, and blobs depend on the request's seed alone.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from otdd_flash.data.request import Request
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.errors import InputError
 
-# The halves do not depend on the user's seed: with two seeds they would overlap.
+# Independent of the user's seed: halves drawn with two seeds would overlap.
 SPLIT_SEED = 0
-
 
 DARKEST = 16
 
@@ -77,9 +77,9 @@ def read_blobs(
     centres, `all` is both.
 
     Args:
-        request: the shared options; its seed decides centres and points.
+        request: the shared options; its seed determines centres and points.
         samples: points per split.
-        dim: their dimension.
+        dim: dimension of the points.
         num_classes: number of classes.
         spread: standard deviation of each class about its centre.
 

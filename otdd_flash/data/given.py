@@ -1,17 +1,25 @@
-"""What may be a dataset: each kind of object that people hold, as a `LabeledDataset`.
+"""Objects that users hold (datasets, loaders, arrays), converted to `LabeledDataset` or samples.
 
     object                                    inputs                  rows that `max_samples` takes
     LabeledDataset, arrays                    as they are             drawn in proportion to classes
     TensorDataset, torchvision's datasets,
-      Subset and ConcatDataset of these       read when asked for     drawn in proportion to classes
-    datasets.Dataset                          read when asked for     drawn in proportion to classes
+      Subset and ConcatDataset of these       read on access          drawn in proportion to classes
+    datasets.Dataset                          read on access          drawn in proportion to classes
     any other with items and a length         read once, in order     drawn whatever their class
     DataLoader, IterableDataset               read once, in order     the first ones
     datasets.IterableDataset                  read once, in order     the first ones
 
 Items are pairs (input, label). An input is a vector (an array, a tensor or a list of numbers), a
-text, or an image: of PIL, an array (h, w) or (h, w, c), or a tensor (h, w) or (c, h, w), which
-stays one, as networks take it. Arrays of other shapes are for extractors that know what they are.
+text, or an image: of PIL, an array (h, w) or (h, w, c), or a tensor (h, w) or (c, h, w). A tensor
+is kept as one, as networks take it. Arrays of other shapes are for extractors that know their
+meaning.
+
+`extractors.embedding` calls `opened`, to embed a dataset batch by batch. The entry points that take
+samples (`otdd`, `pairwise`, `solver.clouds`, `flows.run`, `labels.many`, `sampling`, `sliced`
+through `labels.many`, `study.setup`, `shards`, `extractors.linear_maps`) call `as_samples`.
+
+A change must keep the order of rows, draw rows from `seed` alone, and refuse a stream before it
+fills the memory. User code runs inside `user_code`, so that its errors name the row.
 """
 
 from __future__ import annotations
@@ -65,7 +73,7 @@ from otdd_flash.shown import listing
 if TYPE_CHECKING:
     import datasets
 
-# What `embed` takes, and what entry points take for samples.
+# The datasets that `embed` takes, and what entry points take as samples.
 Held: TypeAlias = (
     "LabeledDataset | Dataset[Any] | DataLoader[Any] | datasets.Dataset | datasets.IterableDataset"
 )
@@ -76,9 +84,9 @@ HOW_TO_CHOOSE = "; where it is one-hot or one number in brackets, take its argma
 HOW_TO_PAIR = "wrap the dataset so that its items are pairs (input, label)"
 # Items of a stream of unknown length after which a notice says that it may have no end.
 MANY = 1 << 20
-# Bytes that are read before anybody asks whether more of them fit.
+# Bytes that are read before the free memory is checked.
 UNASKED = 1 << 26
-# Rows of a stream of Hugging Face that are read at once, and how that stores images.
+# Rows of a Hugging Face stream read at once, and the fields in which it stores images.
 ROWS_AT_ONCE, STORED_IMAGE = 1000, {"bytes", "path"}
 # Items that a worker process reads at once.
 ITEMS_AT_ONCE = 64
@@ -95,20 +103,20 @@ def opened(
     weights: str | None = None,
     num_workers: int = 0,
 ) -> LabeledDataset | ReadOnce:
-    """Return what a user holds as a dataset, or as pairs to be read; see the table above.
+    """Convert a user's object to a dataset, or to pairs still to be read; see the table above.
 
     Args:
-        given: of a type that `arguments.dataset` accepts.
-        name: of the argument, for messages; what has no name of its own is called so as well.
-        max_samples: the most rows that are taken.
-        seed: of the draw.
+        given: of a type that `arguments.dataset` accepts, or a tuple of arrays.
+        name: name of the argument for messages, and of datasets without a name of their own.
+        max_samples: the largest number of rows taken.
+        seed: seed of the draw.
         input: the input column of a Hugging Face dataset, or several numeric ones.
         label: its label column.
         weights: its column of masses.
-        num_workers: processes that read items; 0 reads them in this one.
+        num_workers: processes that read items; 0 reads them in this process.
 
     Raises:
-        InputError: there are no items, one of them is no pair of an input and a label, or they do
+        InputError: there are no items, an item is no pair of an input and a label, or the items do
             not fit in memory.
     """
     if is_a(given, HF_DATASET_CLASS, HF_STREAM_CLASS):
@@ -125,7 +133,7 @@ def opened(
         _check_length(len(table), name)
         request = Request("huggingface", "all", weights=weights)
         title, info = name, given.info
-        # Else it is called by the format of its files.
+        # Otherwise its name is the format of its files.
         if info.dataset_name and info.dataset_name != info.builder_name:
             title = f"{info.dataset_name} {given.split or ''}".strip()
         dataset = labeled_table(table, title, where, request, input=input, label=label)
@@ -170,11 +178,11 @@ def opened(
 
 
 def as_samples(given: Samples, name: str) -> LabeledSamples:
-    """Return what an entry point was called with as samples: datasets must be of vectors.
+    """Convert the argument of an entry point to samples; a dataset must hold vectors.
 
     Args:
         given: of a type that `arguments.samples` accepts.
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
 
     Raises:
         InputError: as for the parts of samples, or inputs are no vectors.
@@ -203,7 +211,7 @@ def as_samples(given: Samples, name: str) -> LabeledSamples:
 
 
 def check_vectors(dataset: LabeledDataset, way_out: str, name: str) -> None:
-    """Refuse a dataset whose inputs are not vectors, which need an extractor.
+    """Refuse a dataset whose inputs are not vectors and need an extractor.
 
     Raises:
         InputError: inputs are no vectors; `way_out` is the call that takes an extractor.
@@ -243,7 +251,7 @@ def _check_length(count: int, name: str) -> None:
 
 
 def _title(given: Any) -> str | None:
-    """What a dataset of torchvision is called, through loaders and subsets; None for others."""
+    """Return the name of a torchvision dataset, through loaders and subsets; None for others."""
     if is_a(given, LOADER_CLASS) or type(given) is Subset:
         return _title(given.dataset)
     if not type(given).__module__.startswith("torchvision.datasets."):
@@ -258,7 +266,7 @@ def _title(given: Any) -> str | None:
 
 
 def _class_names(given: Any, name: str) -> tuple[str, ...] | None:
-    """The names of classes that a dataset has, through loaders, subsets and parts that agree."""
+    """Return a dataset's class names, through loaders, subsets and parts that agree."""
     if is_a(given, LOADER_CLASS) or type(given) is Subset:
         return _class_names(given.dataset, name)
     if type(given) is ConcatDataset:
@@ -282,14 +290,14 @@ def _class_names(given: Any, name: str) -> tuple[str, ...] | None:
 
 
 def _changes_labels(given: Any) -> bool:
-    """Whether a dataset of torchvision gives other labels than it holds."""
+    """Return whether a torchvision dataset's items have other labels than its label list."""
     transforms = getattr(given, "transforms", None)
     both = transforms is not None and type(transforms).__name__ != "StandardTransform"
     return both or getattr(given, "target_transform", None) is not None
 
 
 def _known(given: Any, name: str) -> tuple[Any, list[Any]] | None:
-    """Inputs, still unread, and labels, where these are known without the inputs; else None."""
+    """Return unread inputs and labels if the labels are known without reading items, else None."""
     kind = type(given)
     if kind is TensorDataset and len(given.tensors) == 2:
         return _array_inputs(given.tensors[0], name), _label_list(given.tensors[1], name)
@@ -315,7 +323,7 @@ def _known(given: Any, name: str) -> tuple[Any, list[Any]] | None:
     labels = _label_list(labels, name)
     with user_code(f"row 0 of {name}"):
         first = given[0] if labels else None
-    # Some hold labels of another kind than those that their items have.
+    # Some datasets store labels of another kind than their items have.
     if not isinstance(first, tuple) or np.ndim(first[-1]) > 0 or not bool(first[-1] == labels[0]):
         return None
     if getattr(given, "transform", None) is None and getattr(given, "transforms", None) is None:
@@ -324,7 +332,7 @@ def _known(given: Any, name: str) -> tuple[Any, list[Any]] | None:
 
 
 def _rows_of(indices: Any, count: int, name: str) -> NDArray[np.int64]:
-    """The rows of a `Subset`, which does not check them itself."""
+    """Return the rows of a `Subset`, which does not check its indices."""
     rows = np.asarray(indices)
     if rows.size and not np.issubdtype(rows.dtype, np.integer):
         raise InputError(
@@ -340,7 +348,7 @@ def _rows_of(indices: Any, count: int, name: str) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Reads the inputs of a dataset. A class, so that other processes can be sent it."""
+    """Reader of a dataset's inputs; a class, so that it can be pickled for other processes."""
 
     dataset: Any
     name: str
@@ -359,7 +367,7 @@ def _labelled(
     name: str,
     rows: NDArray[np.int64] | None = None,
 ) -> LabeledDataset:
-    """A dataset of inputs that were read, or are read when asked for, and raw labels."""
+    """Build a dataset of raw labels and of inputs that are in memory or read on access."""
     _check_length(len(inputs), name)
     modality = _modality(inputs[0])
     inputs = _stacked(inputs, name) if isinstance(inputs, list) else inputs
@@ -377,7 +385,7 @@ def _labelled(
 
 
 def _stacked(inputs: list[Any], name: str) -> Any:
-    """Vectors of one length as an array (n, d), other inputs as they are."""
+    """Return vectors of one length as an array (n, d), other inputs unchanged."""
     vectors = all(isinstance(item, np.ndarray) and item.ndim == 1 for item in inputs)
     if not vectors or len({item.shape for item in inputs}) > 1:
         return list(inputs)
@@ -385,7 +393,7 @@ def _stacked(inputs: list[Any], name: str) -> Any:
 
 
 def _fitting(names: tuple[str, ...], labels: Any, name: str) -> tuple[str, ...] | None:
-    """The names of classes, if labels are indices into them."""
+    """Return the class names if labels are indices into them, else None."""
     values = without_fractions(raw_values(labels))
     if values.dtype.kind not in "iub" or values.ndim != 1:
         return None
@@ -400,7 +408,6 @@ def _fitting(names: tuple[str, ...], labels: Any, name: str) -> tuple[str, ...] 
 
 
 def _modality(item: Any) -> Modality:
-    """What an input is, as `_input` returns it."""
     if isinstance(item, str):
         return "text"
     if isinstance(item, Image.Image) or item.ndim == 2:
@@ -414,13 +421,13 @@ class ReadOnce:
     """Pairs (input, label) that are read once, in order, each with its place for messages.
 
     Args:
-        name: of the dataset.
-        names: of its classes, if it names them.
-        pairs: what is read.
-        most: how many they are at the most; None where nobody knows.
-        max_samples: how many were asked for.
-        rows: the row numbers of all; None for the first ones of a stream.
-        loaded: whether a `DataLoader` gives them.
+        name: name of the dataset.
+        names: names of its classes, if it has some.
+        pairs: the pairs, each after its place.
+        most: the largest number of pairs; None if unknown.
+        max_samples: the number of pairs asked for.
+        rows: the row numbers of all pairs; None for the first ones of a stream.
+        loaded: whether a `DataLoader` yields the pairs.
     """
 
     name: str
@@ -434,7 +441,7 @@ class ReadOnce:
     asked_from: int = field(default_factory=lambda: UNASKED, init=False)
 
     def whole(self) -> LabeledDataset:
-        """Hold all inputs.
+        """Read all pairs and keep the inputs in memory.
 
         Raises:
             InputError: an item is no pair, inputs are of different kinds, or do not fit in memory.
@@ -453,12 +460,12 @@ class ReadOnce:
         batch_size: int,
         progress: Progress | None,
     ) -> LabeledDataset:
-        """Hold features in place of the inputs, a dataset of vectors.
+        """Read all pairs and keep features instead of inputs, as a dataset of vectors.
 
         Args:
-            extract: features (k, d) of some inputs, without labels.
-            batch_size: they are a multiple of it, but for the last ones.
-            progress: called with (inputs done, how many there are as far as anybody knows).
+            extract: returns features (k, d) of k inputs, given as an unlabelled dataset.
+            batch_size: k is a multiple of it, except for the last inputs.
+            progress: called with (inputs done, total as far as it is known).
 
         Raises:
             InputError: as for `whole`.
@@ -500,12 +507,12 @@ class ReadOnce:
         return self._labelled(np.concatenate(parts) if parts else [], labels)
 
     def take(self, size: int, items: int) -> None:
-        """Count bytes that are held of so many items, and refuse more before memory is full."""
+        """Count `size` more bytes held of `items` items in all; raise before the memory is full."""
         self.taken += size
         if self.taken < self.asked_from:
             return
         self.asked_from = 2 * self.taken
-        # Where nobody knows how many items there are, as many again must fit.
+        # If the number of items is unknown, as many again must fit.
         others = self.taken
         if self.most is not None:
             rest = int(self.taken * (self.most / items - 1))
@@ -553,7 +560,7 @@ def _bytes_of(item: Any) -> int:
 
 
 def _each(given: Iterable[Any], what: str, name: str) -> Iterator[tuple[str, Any]]:
-    """Iterate over what a user wrote: each item with its place, such as `row 3 of NAME`."""
+    """Iterate over a user's iterable; yield each item with its place, such as `row 3 of NAME`."""
     items, count = None, 0
     while True:
         place = f"{what} {count} of {name}"
@@ -570,7 +577,7 @@ def _each(given: Iterable[Any], what: str, name: str) -> Iterator[tuple[str, Any
 def _at(
     given: Any, rows: NDArray[np.int64], num_workers: int, name: str
 ) -> Iterator[tuple[str, Any]]:
-    """Read the items of some rows, each with its place."""
+    """Read the items of some rows; yield each with its place."""
     if num_workers == 0:
         for row in rows.tolist():
             place = f"row {row} of {name}"
@@ -583,9 +590,9 @@ def _at(
         batch_size=ITEMS_AT_ONCE,
         num_workers=num_workers,
         collate_fn=list,
-        # Else it draws from the generator of whoever calls.
+        # A loader without its own generator draws from the global one, which belongs to the caller.
         generator=torch.Generator(),
-        # Forked workers inherit the dataset; other start methods would have to pickle it.
+        # Forked workers inherit the dataset; other start methods would pickle it.
         multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
     )
     places = (f"row {row} of {name}" for row in rows.tolist())
@@ -594,11 +601,11 @@ def _at(
 
 
 def _of_loader(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Read the items of a `DataLoader`, whose batches are (inputs, labels), each with its place."""
+    """Read a `DataLoader` with batches (inputs, labels); yield each item with its place."""
     for place, batch in _collated(loader, name):
         inputs, labels = _pair(batch, place)
         if loader.batch_size is None and loader.batch_sampler is None and np.ndim(labels) == 0:
-            # One item after the other, as its dataset gives them.
+            # Without batching the loader yields the items of its dataset.
             yield place, batch
             continue
         if isinstance(inputs, Mapping | str) or not hasattr(inputs, "__len__"):
@@ -634,7 +641,7 @@ def _first_rows(stream: Any, name: str, most: int | None) -> Any:
 
     size = ROWS_AT_ONCE if most is None else min(ROWS_AT_ONCE, most)
     parts, count, read = [], 0, ReadOnce(name, None, (), most, most)
-    # As Arrow holds them: the library would decode images.
+    # In Arrow format: the library would decode images.
     for _, batch in _each(stream.with_format("arrow").iter(batch_size=size), "batch", name):
         parts.append(batch if most is None else batch.slice(0, most - count))
         count += len(parts[-1])
@@ -649,7 +656,7 @@ def _first_rows(stream: Any, name: str, most: int | None) -> Any:
     if (features := stream.features) is None:
         features = datasets.Features.from_arrow_schema(table.schema)
         for column, kind in zip(table.schema.names, table.schema.types, strict=True):
-            # An image that the library was not told of.
+            # An image column without a declared feature.
             if pyarrow.types.is_struct(kind) and {field.name for field in kind} == STORED_IMAGE:
                 features[column] = datasets.Image()
     table = table_cast(table, features.arrow_schema)
@@ -680,7 +687,7 @@ def _described(value: Any) -> str:
 
 
 def _input(value: Any, place: str) -> Any:
-    """Return an input as a text, an image of PIL, an array, or a tensor of several dimensions."""
+    """Return an input as a text, a PIL image, an array, or a tensor of several dimensions."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Image.Image):
@@ -689,7 +696,7 @@ def _input(value: Any, place: str) -> Any:
     if isinstance(value, Tensor):
         tensor = real_tensor(what, dense(what, value.detach())).cpu()
         tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        # A copy, as a dataset may write the next item to the same memory.
+        # A copy, as a dataset may reuse the memory for its next item.
         if tensor.ndim > 0 and tensor.numel() > 0:
             return tensor.clone() if tensor.ndim > 1 else np.array(tensor.numpy())
     elif hasattr(value, "__array__") or _is_vector(value):
@@ -719,7 +726,7 @@ def _label(value: Any, place: str) -> Any:
 
 
 def _label_list(labels: Any, name: str) -> list[Any]:
-    """The labels that a dataset holds beside its items."""
+    """Return the labels that a dataset stores beside its items, as a list."""
     if (ndim := getattr(labels, "ndim", 1)) != 1:
         raise InputError(
             f"{name}: labels must be one integer or text for each item, got {shown(labels)}"
@@ -729,7 +736,7 @@ def _label_list(labels: Any, name: str) -> list[Any]:
 
 
 def _array_inputs(values: Any, name: str) -> Any:
-    """Inputs of one array, tensor, table or list: an array (n, ...), or a list of n items."""
+    """Convert an array, tensor, table or list of inputs to an array or a list of n items."""
     what = f"{name}: inputs"
     if isinstance(values, list):
         return [_input(item, f"row {row} of {name}") for row, item in enumerate(values)]

@@ -1,4 +1,13 @@
-"""Datasets of the `datasets` library: from the hub, or from local files without a script."""
+"""Datasets of the `datasets` library: from the hub, from local files, or given as an object.
+
+`data.registry` calls `read_hugging_face` for `huggingface` datasets; `data.given` calls
+`labeled_table` for a `datasets.Dataset` in memory; `data.writing` uses `without_progress_bars`.
+
+A change must keep these: without `download` no address is opened, be it in `path`, in a folder's
+README or in a row; a local folder may name data files inside it only; values are read in Arrow
+format, in which the library decodes and fetches nothing by itself; numbers that a text file spells
+and a reader rounds are refused. The library is imported in the functions that use it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +41,7 @@ FILE_FORMATS = {
     ".jsonl": "json",
     ".arrow": "arrow",
 }
-# Those whose numbers are digits.
+# Formats that store numbers as text.
 TEXT_FORMATS = ("csv", "json")
 
 
@@ -53,16 +62,18 @@ def read_hugging_face(
         request: the shared options; `weights` is a column or a file.
         path: a parquet, csv, json or arrow file; a folder (of such files, of images, or written by
             `save_to_disk`); or a name on the hub.
-        config: which configuration of a dataset on the hub, or of a folder that names some.
-        input: the input column, or several numeric ones; found where only one reading is possible.
-        label: the label column; found as the only ClassLabel, or by its name.
+        config: the configuration of a dataset on the hub, or of a folder that names some.
+        input: the input column, or several numeric ones; None chooses it if only one reading is
+            possible.
+        label: the label column; None chooses the only ClassLabel, or a column by its usual name.
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
-        InputError: nothing there, unreadable, no such split or column, or an ambiguous choice.
+        InputError: nothing is there or it is unreadable, no such split or column, or an ambiguous
+            choice.
 
     Warns:
-        DataNotice: which columns were taken, where they are not named.
+        DataNotice: which columns were chosen, if they are not named.
     """
     if not path:
         raise InputError("huggingface needs path=PATH or path=HUB_NAME")
@@ -95,28 +106,29 @@ def labeled_table(
     label: str | None = None,
     drop_unlabelled: bool | None = None,
 ) -> LabeledDataset:
-    """Take inputs, labels and weights from the columns of a `datasets.Dataset`.
+    """Build a dataset from the input, label and weight columns of a `datasets.Dataset`.
 
     Args:
-        table: it, with at least one row.
-        title: what reports call it.
-        path: what messages call it.
+        table: the dataset, with at least one row.
+        title: its name in reports.
+        path: its name in messages.
         request: `weights` is a column or a file, `download` says whether addresses are opened.
-        texts: the files of text that it was read from.
+        texts: the text files that it was read from.
         input: the input column, as for `read_hugging_face`.
         label: the label column.
-        drop_unlabelled: whether to leave out rows without a label; None is no option of the caller.
+        drop_unlabelled: whether to leave out rows without a label; None if the caller has no such
+            option.
 
     Raises:
         InputError: no such column, or an ambiguous choice.
 
     Warns:
-        DataNotice: which columns were taken, where they are not named.
+        DataNotice: which columns were chosen, if they are not named.
     """
     columns = choose_columns(table.features, input, label, request.weights, path)
     labels = None if columns.label is None else _values(table, columns.label)
     if labels is not None and any(text.lower().endswith(".csv") for text in texts):
-        # Of integers beyond 64 bits pandas makes text, and of what is missing beside them "".
+        # pandas reads integers beyond 64 bits as text, and missing values beside them as "".
         labels = [None if label == "" else label for label in labels]
     _check_single_labels(labels, columns.label, path)
     label_feature = None if columns.label is None else table.features[columns.label]
@@ -127,12 +139,12 @@ def labeled_table(
         _check_rounded(table, [*numbers, *([columns.weights] if columns.weights else [])], texts)
     if columns.modality == "array":
         inputs, modality = as_inputs(_numbers(table, columns.inputs, path), path)
-        # A column of lists has several features.
+        # A column of lists has several features, which have no names.
         if inputs.shape[1:] == (len(columns.inputs),):
             feature_names = columns.inputs
     else:
         column = columns.inputs[0]
-        # As Arrow holds it: the library would decode images, and fetch them, by itself.
+        # In Arrow format: the library would decode images, and fetch them, by itself.
         stored = table.select_columns([column]).with_format("arrow")
         items = _Items(stored, column, path, table.features[column], request.download)
         inputs, modality = LazyItems(items, np.arange(len(table))), columns.modality
@@ -150,7 +162,7 @@ def labeled_table(
 
 
 def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[str]]:
-    """The dataset or its splits, and the files of text on this machine that were read for it."""
+    """Return the dataset or its splits, and the local text files that were read for it."""
     import datasets
 
     suffix = Path(path).suffix.lower()
@@ -182,7 +194,7 @@ def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[st
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Commands draw their own progress; the library's bars would run through it."""
+    """Silence the library's progress bars, which would disturb those of the commands."""
     import datasets
 
     silent = datasets.are_progress_bars_disabled()
@@ -195,10 +207,10 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def _texts_inside(folder: Path, config: str | None) -> list[str]:
-    """The files of a folder that hold numbers as text.
+    """Return the files of a folder that store numbers as text.
 
     Raises:
-        InputError: its README names files elsewhere.
+        InputError: the folder's README names files elsewhere.
     """
     import datasets
 
@@ -209,7 +221,7 @@ def _texts_inside(folder: Path, config: str | None) -> list[str]:
 
 
 def _saved_files(folder: Path) -> list[str]:
-    """The files that a folder names which `save_to_disk` wrote: of its splits, or its own."""
+    """Return the data files that a folder written by `save_to_disk` names, of all its splits."""
     parts = [folder]
     if (marks := folder / "dataset_dict.json").exists():
         parts = [folder / split for split in json.loads(marks.read_text("utf-8"))["splits"]]
@@ -221,14 +233,14 @@ def _saved_files(folder: Path) -> list[str]:
 
 
 def _check_inside(folder: Path, files: Sequence[str]) -> None:
-    """Refuse a folder that names data files elsewhere, such as ../../secret.csv.
+    """Refuse a folder that names data files outside of it, such as ../../secret.csv.
 
-    Links inside the folder lead where they lead: what the hub caches consists of them.
+    Links inside the folder are followed: the hub's cache consists of them.
 
     Raises:
         InputError: a data file is outside of the folder.
     """
-    # The library resolves the folder itself, and nothing in it.
+    # The library resolves links of the folder's own path, and not those inside it.
     inside = tuple(os.path.join(kind(folder), "") for kind in (os.path.abspath, os.path.realpath))
     for file in files:
         if not os.path.abspath(file).startswith(inside):
@@ -273,7 +285,7 @@ def _one_split(opened: Any, split: str, path: str) -> Any:
 
 
 def _values(table: Any, column: str) -> list[Any]:
-    # As Arrow holds it: nothing is decoded, or fetched, to be a label.
+    # In Arrow format: labels are neither decoded nor fetched.
     values: list[Any] = table.select_columns([column]).with_format("arrow")[:][column].to_pylist()
     return values
 
@@ -293,7 +305,7 @@ def _check_single_labels(labels: list[Any] | None, column: str | None, path: str
 
 
 def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> None:
-    """Refuse numbers that files of text spell out and their readers rounded.
+    """Refuse numbers of text files that their readers rounded.
 
     Raises:
         InputError: a number was rounded; the message names the file and its row.
@@ -323,7 +335,7 @@ def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> 
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """The rows of a json file, an array or a row a line, with all numbers as they are spelled."""
+    """Return the rows of a json file (an array, or one row a line), with numbers as Decimal."""
     text = path.read_text(encoding="utf-8")
     decoder = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
@@ -342,8 +354,8 @@ def _decimals(value: Any) -> Iterator[Decimal]:
 
 
 def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:
-    """One column as it is shaped, or several side by side as a matrix."""
-    # By itself the library makes float32 of float64, and wraps the largest integers.
+    """Return one column in its own shape, or several side by side as a matrix."""
+    # The library itself reads float64 as float32, and wraps the largest integers.
     found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
     assert found is not None
     for column in found:
@@ -358,7 +370,7 @@ def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class _Items:
-    """Reads the items of a column. A class, so that other processes can be sent it."""
+    """Reader of a column's items; a class, so that it can be pickled for other processes."""
 
     table: Any
     column: str

@@ -1,6 +1,7 @@
-"""IDX files, the format that MNIST was published in, gzipped or not.
+"""IDX files, the format of MNIST, gzipped or not; USPS from IDX files or torchvision's archive.
 
-USPS: postal digits, 16 x 16, from torchvision's archive or from IDX files.
+`data.registry` calls `read_idx_pair` for the source `idx` and `read_usps` for `usps`. A file whose
+length differs from its header is refused; arrays are returned in native byte order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from otdd_flash.data.request import Request, reading
 from otdd_flash.data.torchvision_class import read_class
 from otdd_flash.errors import InputError
 
-# The third byte of the magic number names the element type; all are stored big-endian.
+# The third byte of the magic number is the element type; all are stored big-endian.
 ELEMENT_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 
 
@@ -44,7 +45,7 @@ def read_idx_pair(
 
 
 def read_idx(path: Path) -> NDArray[Any]:
-    """The array in one IDX file, in native byte order.
+    """Read the array in one IDX file, in native byte order.
 
     Raises:
         InputError: the file is unreadable, not IDX, or shorter or longer than its header says.
@@ -74,18 +75,17 @@ def _decode(content: bytes, path: Path) -> NDArray[Any]:
 
 ARCHIVES = {"train": "usps.bz2", "test": "usps.t.bz2"}
 
-
 STEMS = {"train": "train", "test": "t10k"}
 
 
 def read_usps(request: Request) -> LabeledDataset:
-    """Read the digits as uint8 images (n, 16, 16).
+    """Read USPS, postal digits, as uint8 images (n, 16, 16).
 
-    `root/usps.bz2` (and usps.t.bz2 for the test part) is read through torchvision where it is
-    there; else the IDX files in `root/USPS/raw`, gzipped or not.
+    torchvision reads `root/usps.bz2` (and usps.t.bz2 for the test part) if these files exist.
+    Otherwise the IDX files in `root/USPS/raw` are read, gzipped or not.
 
     Raises:
-        InputError: neither is there and downloading is not allowed, or a file is damaged.
+        InputError: neither exists and downloading is not allowed, or a file is damaged.
     """
     parts = request.parts()
     archives = all((request.root / ARCHIVES[part]).exists() for part in parts)

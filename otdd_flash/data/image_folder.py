@@ -1,4 +1,10 @@
-"""A folder of images with one subfolder per class."""
+"""Folders of images with one subfolder per class, the source `image_folder`.
+
+`data.registry` calls `read_image_folder`. A change must keep the order of rows (classes, folders
+and files by name), count each file once in its class, and decode images only on access. Links are
+followed deliberately, as datasets are often linked from a store; notices report what is linked or
+left out.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +20,22 @@ from otdd_flash.data.images import extensions, open_image
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import DataNotice, InputError, warn
 
-# Names of folders that hold the classes of a part of the data.
+# Names of folders that are splits and hold class folders.
 SPLITS = ("train", "training", "test", "testing", "val", "valid", "validation", "dev")
 
 
 def read_image_folder(request: Request, *, path: str | Path | None = None) -> LabeledDataset:
-    """Read `path/CLASS/**/*.png` (and other image types), or `path/SPLIT/CLASS/**` if there is one.
+    """Read `path/CLASS/**/*.png` (and other image types), or `path/SPLIT/CLASS/**` if it exists.
 
-    Images are decoded when they are asked for, as images of PIL in the modes L, RGB, I;16 or F (see
-    `data.images`). Names that begin with a dot are left out. Links are followed, also those that
-    lead out of the folder, as datasets are often linked from a store; a notice says how many do.
-    Each file counts once in its class, at the place where it lies, and a link to a folder around
-    the dataset is not followed.
+    Images are decoded on access, as PIL images in the modes L, RGB, I;16 or F (see `data.images`).
+    Names that begin with a dot are left out. Links are followed, also those that lead out of the
+    folder; a notice counts these. Each file counts once in its class, under its own path rather
+    than a link's. A link to a folder that contains the dataset is not followed.
 
     Args:
-        request: the shared options. Its split is a subfolder of `path`. Where all subfolders are
-            named like splits (`SPLITS`) and hold folders themselves, `all` reads them together;
-            elsewhere `all`, and `train` without a subfolder of that name, mean `path` itself.
+        request: the shared options. Its split is a subfolder of `path`. If all subfolders are named
+            like splits (`SPLITS`) and hold folders themselves, `all` reads them together; otherwise
+            `all`, and `train` without a subfolder of that name, mean `path` itself.
         path: the folder.
 
     Raises:
@@ -59,7 +64,7 @@ def read_image_folder(request: Request, *, path: str | Path | None = None) -> La
 
 @dataclass(frozen=True)
 class _Images:
-    """Decodes the image of a file. A class, so that other processes can be sent it."""
+    """Decoder of image files; a class, so that it can be pickled for other processes."""
 
     files: list[str]
 
@@ -68,11 +73,11 @@ class _Images:
 
 
 def _split_folders(folder: Path, split: str) -> list[Path]:
-    """The folders whose subfolders are the classes of a split."""
+    """Return the folders whose subfolders are the classes of a split."""
     if split != "all" and (folder / split).is_dir():
         return [folder / split]
     inside = sorted(e for e in folder.iterdir() if e.is_dir() and not e.name.startswith("."))
-    # Not classes of such names, whose images lie right in them.
+    # A class folder that has the name of a split holds images, not folders.
     are_splits = bool(inside) and all(
         entry.name.lower() in SPLITS and any(further.is_dir() for further in entry.iterdir())
         for entry in inside
@@ -95,7 +100,7 @@ class _Scan:
     others: list[str] = field(default_factory=list)
 
     def add(self, folder: str, ends: tuple[str, ...]) -> None:
-        """Add what lies below a folder, which is no link or is to be followed."""
+        """Add the content of a folder and of its subfolders; links inside are only listed."""
         self.folders.append(folder)
         with os.scandir(folder) as entries:
             shown = [entry for entry in entries if not entry.name.startswith(".")]
@@ -144,9 +149,12 @@ def _classes(folder: Path) -> dict[str, list[str]]:
 def _follow(
     folder: Path, scans: dict[str, _Scan], ends: tuple[str, ...]
 ) -> tuple[list[str], list[str]]:
-    """Add to each class what its links lead to; returns links that repeat, and that lead outside.
+    """Add to each class the images that its links lead to.
 
-    What two classes link from outside is in both.
+    A file outside of the folder that two classes link to is in both.
+
+    Returns:
+        Links that repeat files or folders, and links that lead outside.
     """
     root = folder.resolve()
     lying = {
@@ -155,7 +163,7 @@ def _follow(
     repeated, outside = [], []
     for scan in scans.values():
         taken = set(lying)
-        # Links that turn up in folders that are linked are added behind those that wait.
+        # The list grows during the loop: links inside linked folders are appended.
         for link in scan.links:
             real = os.path.realpath(link)
             if real in taken:
@@ -165,7 +173,7 @@ def _follow(
             if os.path.isdir(link):
                 reached.add(link, ends)
             elif link.lower().endswith(ends) and (os.path.isfile(link) or not os.path.exists(link)):
-                # A link to nowhere is refused with its name when its image is asked for.
+                # A broken link is reported with its name when its image is read.
                 reached.images.append(link)
             else:
                 reached.others.append(link)

@@ -1,7 +1,7 @@
-"""Images, from files and from memory, brought to the few forms that everything else takes.
+"""Images from files and from memory, converted to four PIL modes and to arrays.
 
 Readers open files with `open_image` and extractors decode with `image_array`, so one folder gives
-the same numbers whichever of them reads it: upright as EXIF says, in the depth of the file,
+the same numbers whichever of them reads it: turned upright by EXIF, in the depth of the file,
 palettes resolved, transparency laid on white, and scaled by the range of the type.
 
     mode of PIL                                               becomes   white is
@@ -10,11 +10,15 @@ palettes resolved, transparency laid on white, and scaled by the range of the ty
     I;16, I;16L, I;16B, I;16N; I from a PNG or PPM file       I;16      65535
     F, with values in [0, 1]                                  F         1
 
-Other 32-bit integers are refused, as no value of theirs is white by agreement; so are several
-frames, of which one would have to be chosen. PIL itself reads several channels of 16 bits in
-8 bits, which is said. Colour profiles are not applied. An array has the shape (h, w) or (h, w, c):
+Other 32-bit integers are refused, as none of their values is white by agreement; so are several
+frames, of which one would have to be chosen. PIL reads several channels of 16 bits in 8 bits, which
+a notice reports. Colour profiles are not applied. An array has the shape (h, w) or (h, w, c):
 uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
 shape (h, w) or (c, h, w), as torchvision makes them.
+
+`data.given`, `data.hugging_face`, `data.image_folder`, `data.torchvision_class` and the extractors
+call it. A change of what an image decodes to must raise DECODING, which is part of the keys of
+cached features.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 
 # Part of the key of cached features: a change of what an image decodes to must raise it.
 DECODING = 2
-# Formats that PIL draws with another program, or that hold measurements and no picture.
+# Formats that PIL renders with another program, or that hold measurements instead of a picture.
 NO_PICTURES = ("EPS", "WMF", "FITS", "BUFR", "GRIB", "HDF5", "MPEG")
-# Formats of which the first frame is the picture, and others are layers, sizes or previews.
+# Formats whose first frame is the picture; other frames are layers, sizes or previews.
 FIRST_IS_PICTURE = ("MPO", "PSD", "ICO", "ICNS")
-# Formats whose mode is known from the first bytes.
+# Formats whose mode PIL knows from the header, without decoding the pixels.
 MODE_IN_HEADER = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "PPM", "WEBP")
 TRANSPARENT_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
 EIGHT_BIT_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")
@@ -48,7 +52,7 @@ GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")
 
 
 def extensions() -> tuple[str, ...]:
-    """Return the endings of names of image files, in lower case and with the dot."""
+    """Return the file name endings of images, in lower case and with the dot."""
     known = Image.registered_extensions()
     return tuple(
         sorted(end for end, form in known.items() if form in Image.OPEN and form not in NO_PICTURES)
@@ -56,20 +60,21 @@ def extensions() -> tuple[str, ...]:
 
 
 def open_image(source: str | Path | bytes, where: str | Path | None = None) -> Image.Image:
-    """Open the image of a file, in one of the modes L, RGB, I;16 and F.
+    """Open an image file as one of the modes L, RGB, I;16 and F.
 
     Args:
         source: its path, or its content.
-        where: what messages call it; None takes the path.
+        where: its name in messages; None takes the path.
 
     Raises:
-        InputError: it is unreadable, or has no numbers to be taken (see `plain_image`).
+        InputError: it is unreadable, or its pixels cannot be used (see `plain_image`).
     """
     place = "an image in memory" if isinstance(source, bytes) else source
     place = place if where is None else where
     with reading(Path(str(place))):
         try:
-            # Not by its name: PIL maps such a file, and confuses the sides of a TIFF to be turned.
+            # Not by its name: PIL maps such a file, and swaps the sides of a TIFF that is to be
+            # turned.
             with _file(source) as file, Image.open(file) as opened:
                 return plain_image(opened)
         except UnidentifiedImageError as error:
@@ -85,7 +90,7 @@ def _file(source: str | Path | bytes) -> BinaryIO:
 
 
 def plain_item(item: Any, place: str) -> Any:
-    """Return a raw input, an image of PIL in one of the modes L, RGB, I;16 and F.
+    """Convert a raw input that is a PIL image by `plain_image`; return other inputs unchanged.
 
     Raises:
         InputError: as for `plain_image`, with the place, such as its row.
@@ -103,8 +108,8 @@ def plain_image(image: Image.Image) -> Image.Image:
     """Return an image upright and in one of the modes L, RGB, I;16 and F; see the table above.
 
     Raises:
-        InputError: it has several frames or no pixels, what it shows vanishes on white, floats are
-            outside [0, 1], or its mode says of no value that it is white.
+        InputError: it has several frames or no pixels, its content vanishes on white, floats are
+            outside [0, 1], or its mode has no value that is white by agreement.
     """
     kind = image.format
     if kind in NO_PICTURES:
@@ -176,11 +181,11 @@ def image_array(item: Any) -> NDArray[Any]:
 
 
 def unit_images(values: NDArray[Any]) -> Tensor:
-    """Scale images (b, h, w) or (b, h, w, c) to float32 (b, 1 or 3, h, w) with values in [0, 1].
+    """Scale images (b, h, w) or (b, h, w, c) to float32 (b, 1 or 3, h, w) in [0, 1].
 
     Raises:
-        InputError: the shape or the type is not that of images, floats lie outside [0, 1], or what
-            an image shows vanishes on white.
+        InputError: the shape or type is not that of images, floats are outside [0, 1], or the
+            content of an image vanishes on white.
     """
     if values.ndim == 3:
         values = values[..., None]
@@ -212,7 +217,10 @@ def rgb_image(item: Any) -> Image.Image:
 
 
 def any_colour(inputs: Sequence[Any]) -> bool:
-    """Whether one of these images has colour: those before it are read, of files their headers."""
+    """Return whether any of these images has colour, reading only as far as needed.
+
+    Of files only the headers are read, where the format allows it.
+    """
     paths: list[str] | None = getattr(inputs, "paths", None)
     if paths is not None:
         return any(_file_has_colour(path) for path in paths)
@@ -221,7 +229,7 @@ def any_colour(inputs: Sequence[Any]) -> bool:
 
 
 def _file_has_colour(path: str) -> bool:
-    # What is unreadable is refused where its pixels are asked for.
+    # An unreadable file is reported later, when its pixels are read.
     with suppress(Exception), Image.open(path) as image:
         if image.format not in MODE_IN_HEADER:
             image.load()
@@ -233,7 +241,7 @@ def _on_white(values: NDArray[Any]) -> NDArray[Any]:
     """Lay an image (h, w, c + 1), whose last channel is alpha, on white: (h, w, c).
 
     Raises:
-        InputError: only alpha showed something, as of a white drawing.
+        InputError: only alpha had any content, as in a white drawing.
     """
     white = _full_scale(values)
     colour, alpha = values[..., :-1], values[..., -1:]
@@ -253,9 +261,9 @@ def _full_scale(values: NDArray[Any]) -> float:
     """Return the value that stands for white.
 
     Raises:
-        InputError: there is none, or floats lie outside [0, 1].
+        InputError: there is none, or floats are outside [0, 1].
     """
-    # Of either byte order.
+    # By kind and size, so for either byte order.
     match values.dtype.kind, values.dtype.itemsize:
         case "u", 1:
             return 255.0

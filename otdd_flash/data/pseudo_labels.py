@@ -1,4 +1,8 @@
-"""Labels for unlabelled data: k-means clusters among the features."""
+"""Labels for unlabelled data: k-means clusters of the features.
+
+`otdd_flash.data` exports `with_pseudo_labels`; the commands call `label_parts` for a training and a
+test part. scikit-learn is imported in the function that uses it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ from otdd_flash.samples import LabeledSamples
 
 
 def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int = 0) -> LabeledSamples:
-    """Label samples by their k-means cluster; labels that are there are replaced.
+    """Label samples by their k-means cluster, replacing labels that they have.
 
     Clusters are weighted by the samples' masses and numbered from the largest to the smallest.
 
     Args:
         samples: n feature vectors.
         k: number of clusters, 1 <= k <= n. Fewer distinct points give fewer clusters.
-        seed: of the initial centres.
+        seed: seed of the initial centres.
 
     Raises:
         InputError: k is not in [1, n].
@@ -29,15 +33,15 @@ def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int = 0) -> Labele
 
 
 def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[LabeledSamples]:
-    """Label the parts of one dataset by the same clusters.
+    """Label the parts of one dataset by the clusters of the first part.
 
-    They are those of the first part, weighted by its masses and numbered from the largest to
-    the smallest. Rows of the other parts, as those to test on, go to the nearest.
+    Clusters are weighted by the masses of the first part and numbered from the largest to the
+    smallest. Rows of the other parts, such as test rows, get the nearest cluster.
 
     Args:
-        parts: feature vectors, of which the first part has n.
+        parts: feature vectors; the first part has n.
         k: number of clusters, 1 <= k <= n. Fewer distinct points give fewer clusters.
-        seed: of the initial centres.
+        seed: seed of the initial centres.
 
     Raises:
         InputError: k is not in [1, n].

@@ -1,4 +1,9 @@
-"""The datasets by name, and `load`, which reads one."""
+"""The registry of data sources by name, and `load`, which reads one of them.
+
+`load` is public; the commands call it for the source and the target. `SOURCES` holds the readers of
+this package and those that other packages add by entry points (`plugins`). Names and options of the
+readers are keys of configurations: they stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ _OWN: dict[str, Callable[..., LabeledDataset]] = {
     "huggingface": read_hugging_face,
     "arrays": read_arrays,
 }
-# Packages add functions read(request, *, OPTION=DEFAULT, ...), as those of this package are.
+# Other packages add functions read(request, *, OPTION=DEFAULT, ...), as this package's are.
 SOURCES: Registry[Callable[..., LabeledDataset]] = Registry(
     "datasets",
     "dataset",
@@ -58,17 +63,17 @@ def load(
 ) -> LabeledDataset:
     """Read a labelled dataset.
 
-    The same arguments give the same rows in the same order, whatever the state of any global
-    random generator.
+    The same arguments give the same rows in the same order, whatever the state of any global random
+    generator.
 
     Args:
-        name: one of `SOURCES`, or of a dataset that an installed package adds.
-        root: folder under which named datasets lie (on the command line: data_root).
-        split: `train`, `test` or `all`, or what the source calls its splits; None means `all`.
+        name: one of `SOURCES`, or a dataset that an installed package adds.
+        root: folder of named datasets (on the command line: data_root).
+        split: `train`, `test` or `all`, or a split's name in the source; None means `all`.
         max_samples: draw at most so many rows, in proportion to the classes and at least one of
-            each; above the size it is a `DataNotice` and all rows are taken.
+            each; if there are fewer, all are taken, with a `DataNotice`.
         classes: keep only these classes, by name or index, and number them in this order.
-        seed: of the draw, and of synthetic data.
+        seed: seed of the draw, and of synthetic data.
         weights: a column or key of the data, or a .npy file, with one mass per row of the split.
         download: whether a missing dataset may be fetched.
         **options: the source's own options (see its reader).
@@ -101,7 +106,7 @@ def load(
 
 
 def known_options(name: str) -> tuple[str, ...]:
-    """All options that `load` takes for a source: the shared ones, then its own."""
+    """Return all options that `load` takes for a source: the shared ones, then its own."""
     shared = [p for p in inspect.signature(load).parameters if p not in ("name", "options")]
     own = [
         parameter.name
@@ -112,7 +117,7 @@ def known_options(name: str) -> tuple[str, ...]:
 
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a source, all of them known and of their types."""
+    """Return the options of a source, after checking their names and types."""
     found, known = {}, known_options(name)
     checks = checks_of(inspect.signature(SOURCES[name]))
     for option, value in options.items():

@@ -1,4 +1,10 @@
-"""What every kind of source is asked for, and how files on disk are found and read."""
+"""The options that all data sources share, and how files on disk are found and read.
+
+`data.registry` builds a `Request` for every source; the readers of `data` take it first. `reading`
+turns any error of a file reader into an `InputError`; `data.images` and
+`flows.functionals.potentials` use it too. Sources of other packages also receive a `Request`, so
+its fields are public.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +31,10 @@ class Request:
 
     Args:
         name: the source's name in the registry.
-        split: which part of the dataset; "all" for the whole.
-        root: folder under which named datasets lie.
+        split: the part of the dataset; "all" for the whole.
+        root: folder of named datasets, and of relative paths that are not found elsewhere.
         download: whether missing files may be fetched.
-        seed: of synthetic data.
+        seed: seed of synthetic data.
         weights: a column, key or file with one mass per row.
     """
 
@@ -41,11 +47,11 @@ class Request:
 
     @property
     def title(self) -> str:
-        """What reports call the dataset: its name, and the split where it is one part."""
+        """The dataset's name in reports: its name, and the split if it is one part."""
         return self.name if self.split == "all" else f"{self.name} {self.split}"
 
     def parts(self) -> tuple[str, ...]:
-        """The splits to read for a source that has a training and a test part."""
+        """Return the splits to read for a source that has a training and a test part."""
         choose(f"split of {self.name}", self.split, SPLITS)
         return ("train", "test") if self.split == "all" else (self.split,)
 
@@ -58,10 +64,10 @@ class Request:
             )
 
     def locate(self, option: str, path: str | Path | None) -> Path:
-        """The file or folder that an option names: as given, or below the root.
+        """Return the existing file or folder that an option names, as given or below the root.
 
         Raises:
-            InputError: the option is not set, or nothing is there.
+            InputError: the option is not set, or there is no such file.
         """
         if not path:
             raise InputError(f"{self.name} needs {option}=PATH")
@@ -78,7 +84,7 @@ class Request:
         raise InputError(f"{self.name}: {option}={path} does not exist (looked at {looked})")
 
     def masses(self) -> NDArray[Any] | None:
-        """What the file holds that `weights` names, as no column or key; None without `weights`.
+        """Read the .npy file that `weights` names; return None without `weights`.
 
         Raises:
             InputError: there is no such file, or it is unreadable.
@@ -91,7 +97,7 @@ class Request:
         return values
 
     def missing(self, looked: str) -> InputError:
-        """The error for a named dataset whose files are not on disk."""
+        """Return the error for a named dataset whose files are not on disk."""
         return InputError(
             f"{self.name} is not on disk: no {looked}; set data_root=DIR to the folder that holds "
             "it, or allow fetching it with download=true"
@@ -99,10 +105,10 @@ class Request:
 
 
 def chosen(where: str, choices: Sequence[str], way_out: str) -> tuple[str, ...]:
-    """Say what a reader chose that the user did not name, and return it for the dataset.
+    """Report the choices that a reader made for the user, and return them as a tuple.
 
     Warns:
-        DataNotice: something was chosen.
+        DataNotice: there are choices.
     """
     if choices:
         said = "; ".join(choices)
@@ -112,9 +118,9 @@ def chosen(where: str, choices: Sequence[str], way_out: str) -> tuple[str, ...]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn whatever a file reader raises for an unreadable or damaged file into an `InputError`.
+    """Turn any error of a file reader into an `InputError`.
 
-    Readers of third parties raise anything from AssertionError to zlib.error on damaged bytes.
+    Third-party readers raise anything from AssertionError to zlib.error on damaged bytes.
     """
     try:
         yield
@@ -127,12 +133,12 @@ def reading(path: Path) -> Iterator[None]:
                 raise InputError(f"{path}: {cause}") from error
             cause = cause.__cause__ or cause.__context__
         if "allow_pickle" in str(error):
-            # NumPy's words for objects and for any file that is not NumPy's.
+            # NumPy's message for pickled objects, and for any file that is not NumPy's.
             raise InputError(
                 f"cannot read {path}: it holds Python objects, or is no NumPy file; arrays must "
                 "hold numbers, labels integers or strings"
             ) from error
-        # The datasets library says of most errors that there was one.
+        # The library's error says only that generation failed; its cause says why.
         reason = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else error
         detail = str(reason or error) or type(error).__name__
         raise InputError(f"cannot read {path}: {detail}; is it damaged or empty?") from error

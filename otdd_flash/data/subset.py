@@ -1,4 +1,9 @@
-"""Which rows of a dataset are used: chosen classes, then a seeded, stratified draw."""
+"""The rows of a dataset that are used: chosen classes, then a seeded, stratified draw.
+
+`data.registry`, `data.given`, `data.digits`, `flows.run`, `sampling.comparison`, the study and its
+command call it. A change must keep the draw a function of labels, count and seed alone, and the
+rows in their original order: results record the rows by a hash.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +29,14 @@ def subset(
     """Keep the chosen classes, drop classes without samples, draw at most `max_samples` rows.
 
     The draw keeps class proportions with at least one row per class, depends on `seed` alone, and
-    leaves the rows in their original order.
+    keeps the rows in their original order.
 
     Args:
         dataset: all rows of a split.
         classes: class names or indices, which are renumbered in this order; None keeps all. An
             entry that equals a class name means that class, else an integer is a class index.
         max_samples: upper limit on the rows; None takes all.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Raises:
         InputError: a class is unknown, the data have no labels to choose classes by, nothing is
@@ -49,9 +54,9 @@ def stratified_rows(
 
     Args:
         labels: (n,) class indices; n >= count >= at_least * number of distinct classes.
-        count: how many rows.
+        count: number of rows.
         generator: the only source of randomness.
-        at_least: rows of every class, which has so many.
+        at_least: smallest number of rows drawn of a class; every class must have as many.
     """
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     quota = _quotas(sizes, count, at_least)
@@ -63,7 +68,7 @@ def stratified_rows(
 
 
 def _quotas(sizes: NDArray[np.int64], count: int, at_least: int) -> NDArray[np.int64]:
-    """Rows per class, summing to `count`: nearest to proportional, from `at_least` to the size."""
+    """Return rows per class, summing to `count`, nearest to proportional and >= `at_least`."""
     ideal = sizes * (count / sizes.sum())
     quota: NDArray[np.int64] = np.clip(np.floor(ideal).astype(np.int64), at_least, sizes)
     while quota.sum() < count:
@@ -129,7 +134,7 @@ def _class_index(entry: Any, dataset: LabeledDataset) -> int:
 
 
 def _without_empty_classes(dataset: LabeledDataset) -> LabeledDataset:
-    """Renumber to the classes that have rows: names stay with their rows, none is shifted."""
+    """Drop classes without rows, with a notice, and renumber the labels of the others."""
     if dataset.labels is None:
         return dataset
     present, labels = np.unique(dataset.labels, return_inverse=True)

@@ -1,6 +1,11 @@
-"""csv and parquet tables: numeric columns as inputs, one label column, maybe one of weights.
+"""Tables: the columns of csv and parquet files, and the choice of columns of any table.
 
-Which columns of a Hugging Face table are inputs, labels and weights.
+`data.arrays` calls `read_table` for csv and parquet files and `find_weights` for npz files.
+`data.hugging_face` calls `choose_columns`, `check_rounded_text` and `check_spelled`.
+
+A change must keep two promises: an ambiguous choice of columns is an error, and any choice that the
+user did not make is reported; no integer is rounded silently, although pandas reads large ones as
+floats. pandas is imported in the functions that use it.
 """
 
 from __future__ import annotations
@@ -24,19 +29,15 @@ from otdd_flash.raw_labels import columns_of
 from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, inexact
 from otdd_flash.shown import listing
 
-# What pandas calls a first column without a name, which its own `to_csv` writes for the row index.
+# pandas' name for a first column without a name, which `to_csv` writes for the row index.
 NAMELESS = "Unnamed: 0"
 
-
-# By types that have missing values of their own, integers stay integers beside them.
+# The pandas types with their own missing values, in which integers stay integers beside gaps.
 NULLABLE = "numpy_nullable"
-
 
 LONG_INTEGER = r"\s*[+-]?\d{19,}\s*"
 
-
 NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
-
 
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
 
@@ -49,7 +50,7 @@ def read_table(
     *,
     skip_label: bool = False,
 ) -> tuple[NDArray[Any], Any, Any, tuple[str, ...], tuple[str, ...]]:
-    """Read inputs (n, d) float64, labels (n,), weights (n,), what was chosen, and names of inputs.
+    """Read inputs (n, d) float64, labels (n,), weights (n,), choices made, and names of inputs.
 
     Args:
         path: a csv or parquet file with column names.
@@ -63,7 +64,7 @@ def read_table(
             ambiguous label.
 
     Warns:
-        DataNotice: which columns were taken, where they are not named.
+        DataNotice: which columns were chosen, if they are not named.
     """
     import pandas as pd
 
@@ -128,7 +129,7 @@ def read_table(
 
 
 def _csv(path: Path) -> Any:
-    """The table of a csv file, whose first field by itself pandas may take for the rows' names.
+    """Read a csv file, without pandas' guess that its first field may be row names.
 
     Raises:
         InputError: rows have more fields than the first line names.
@@ -148,9 +149,9 @@ def _csv(path: Path) -> Any:
         if isinstance(dtype, pd.StringDtype):
             column = table.columns[place]
             if bool(table[column].str.fullmatch(LONG_INTEGER).any()):
-                # Where integers exceed 64 bits, pandas forgets which entries are missing.
+                # Where integers exceed 64 bits, pandas loses which entries are missing.
                 table[column] = _texts(path, place)
-    # Of columns of one name pandas itself makes label and label.1.
+    # pandas renames columns of one name to label and label.1.
     first = pd.read_csv(path, index_col=False, header=None, nrows=1, dtype=str)
     names = [str(name) for name in first.iloc[0].fillna("")]
     if len(names) == len(table.columns):
@@ -169,9 +170,9 @@ def _texts(path: Path, place: int) -> Any:
 
 
 def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
-    """Whether a column that pandas takes for text holds decimals or integers beyond 64 bits.
+    """Return whether a text column of pandas holds decimals or integers beyond 64 bits.
 
-    In a file of text pandas leaves these as text: they become numbers in the table.
+    pandas leaves these as text when it reads a text file; they become Decimals in `table`.
     """
     present = table[column].dropna()
     if len(present) and all(isinstance(value, Decimal) for value in present):
@@ -184,15 +185,15 @@ def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
 
 
 def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
-    """Refuse numbers that a csv file spells out and pandas rounded.
+    """Refuse numbers of a csv file that pandas rounded.
 
     Args:
         path: the file.
-        table: all its rows as pandas, or a reader that uses pandas, converted them.
-        columns: those to check.
+        table: all its rows as pandas, or a reader based on pandas, converted them.
+        columns: the columns to check.
 
     Raises:
-        InputError: there is such an integer; the message names its row.
+        InputError: a number was rounded; the message names its row.
     """
     import pandas as pd
 
@@ -210,13 +211,13 @@ def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
 
 
 def check_spelled(what: str, number: Decimal, row: int) -> None:
-    """Refuse digits of a text that are those of no number of float64, from 2^53 on.
+    """Refuse a number from 2^53 on whose digits are not those of a float64 number.
 
-    As many digits as the text has say which number of float64 is meant, as they do of one that was
-    written with the digits that tell it apart.
+    The nearest float64 number, rounded to as many digits as the text has, must equal the text.
+    Shortest representations, which identify their float64 number, pass.
 
     Raises:
-        InputError: they are such digits.
+        InputError: they differ.
     """
     nearest = float(number)
     if LARGEST_IN_DOUBLE <= abs(nearest) < np.inf:
@@ -228,20 +229,22 @@ def check_spelled(what: str, number: Decimal, row: int) -> None:
 def find_label(
     columns: Sequence[str], text: Sequence[str], where: str, *, kind: str = "text"
 ) -> tuple[str | None, str]:
-    """The column that holds labels: the one with a usual name, else the only text column.
+    """Find the label column: the one with a usual name, else the only text column.
 
     Args:
         columns: the candidates.
-        text: those among them that could hold labels although their name does not say so.
-        where: what the columns are of, for the message.
-        kind: what `text` columns hold, for the message.
+        text: those of them that may hold labels whatever their name.
+        where: the table's name, for messages.
+        kind: what `text` columns hold, for messages.
 
     Returns:
-        The column and why it was taken, or None with a `DataNotice` where nothing looks like
-        labels.
+        The column and why it was chosen, or (None, "") if no column looks like labels.
 
     Raises:
-        InputError: several columns could be meant.
+        InputError: several columns are possible.
+
+    Warns:
+        DataNotice: no column looks like labels.
     """
     named = [column for column in columns if column.lower() in LABEL_NAMES]
     candidates = named or list(text)
@@ -261,7 +264,7 @@ def find_label(
 
 
 def find_weights(columns: Sequence[str], weights: str | None, where: str) -> str | None:
-    """The column or key that `weights` names; None where it names a .npy file or nothing.
+    """Return the column or key that `weights` names; None for a .npy file or no weights.
 
     Raises:
         InputError: it is neither.
@@ -277,7 +280,7 @@ def find_weights(columns: Sequence[str], weights: str | None, where: str) -> str
 
 
 def listed(columns: Sequence[str]) -> str:
-    """The columns, for a message."""
+    """Return a list of the columns for messages."""
     return f"its columns are: {listing(columns, 40)}"
 
 
@@ -286,7 +289,7 @@ Kind = Literal["image", "text", "number", "class", "other"]
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns taken: several `inputs` only where they are numbers; and what was chosen."""
+    """The chosen columns and the choices to report; several `inputs` only if they are numbers."""
 
     inputs: tuple[str, ...]
     label: str | None
@@ -304,14 +307,15 @@ def choose_columns(
 ) -> Columns:
     """Find the columns by their types, or check the ones that the user named.
 
-    Without names: the label is the only ClassLabel, else the column with a usual name; the input is
-    the only image column, else the only text column, else all numbers, if just one of these holds.
+    Without names, the label is the only ClassLabel, else the column with a usual name. The input is
+    the only image column, else the only text column, else all numbers, if just one of these kinds
+    exists.
 
     Raises:
         InputError: no such column, or no single reading is possible; the message lists the columns.
 
     Warns:
-        DataNotice: which columns were taken, where they are not named.
+        DataNotice: which columns were chosen, if they are not named.
     """
     kinds = {column: _kind(feature) for column, feature in features.items()}
     named = [inputs] if isinstance(inputs, str) else list(inputs or ())
@@ -371,7 +375,7 @@ def _modality(inputs: Sequence[str], kinds: Mapping[str, Kind], where: str) -> M
 
 
 def _kind(feature: Any) -> Kind:
-    """What a column of this feature type holds; nested lists count as their innermost values."""
+    """Return what a column of this feature type holds; lists count as their innermost values."""
     import datasets
 
     if isinstance(feature, datasets.ClassLabel):

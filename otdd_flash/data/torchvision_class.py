@@ -1,6 +1,11 @@
-"""Any labelled image dataset of torchvision.datasets, by class name.
+"""Image datasets of torchvision.datasets by class name, MNIST and Fashion-MNIST included.
 
-MNIST and Fashion-MNIST through torchvision's own classes.
+`data.registry` calls `read_torchvision`, `read_mnist` and `read_fashion_mnist`, `data.idx` calls
+`read_class`; `data.given` uses `known_labels` and `stored_images` for torchvision datasets that a
+user holds. torchvision is imported in the functions that use it.
+
+A change must respect that reading runs no code found in files (UNPICKLING), opens no network
+connection without `download`, and leaves images unread until they are needed.
 """
 
 from __future__ import annotations
@@ -22,11 +27,10 @@ from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError, choose
 from otdd_flash.offline import network
 
-# Classes that unpickle files of any content. CIFAR10 and CIFAR100 compare MD5 sums before.
+# Classes that unpickle files of any content. CIFAR10 and CIFAR100 compare MD5 sums first.
 UNPICKLING = ("LSUN", "LSUNClass")
 
-
-# The base of the other classes, which has no items.
+# The base class, which has no items.
 ABSTRACT = "VisionDataset"
 
 
@@ -35,8 +39,8 @@ def read_torchvision(
 ) -> LabeledDataset:
     """Read one of torchvision's datasets.
 
-    Classes that take `train` get it from the split, which is then train, test or all; classes that
-    take `split` get it as it is, and `all` means train and test.
+    Classes with a `train` argument get it from the split train, test or all. Classes with a `split`
+    argument get the split itself, where `all` means train and test.
 
     Args:
         request: the shared options.
@@ -45,7 +49,7 @@ def read_torchvision(
 
     Raises:
         InputError: no such class, files missing or damaged, constructor arguments that the class
-            refuses, or a class that would run what it finds in files.
+            refuses, or a class that would run code found in files.
     """
     if not dataset:
         raise InputError("torchvision needs dataset=CLASS, such as dataset=KMNIST")
@@ -64,8 +68,11 @@ def read_class(
     Args:
         request: the shared options.
         class_name: name in torchvision.datasets.
-        class_names: what the classes are called; None takes torchvision's names.
+        class_names: names of the classes; None takes torchvision's.
         arguments: further constructor arguments.
+
+    Raises:
+        InputError: as for `read_torchvision`.
     """
     from torchvision import datasets
 
@@ -98,7 +105,7 @@ def read_class(
 
 
 def _accepted(kind: Any) -> set[str]:
-    """Constructor arguments by name, those passed on to base classes included."""
+    """Return the names of the constructor's arguments, with those passed on to base classes."""
     names: set[str] = set()
     for base in kind.__mro__:
         if "__init__" not in vars(base):
@@ -133,7 +140,7 @@ def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
 
 
 def _refuse_repeated(opened: Any) -> None:
-    """Refuse a folder in which links lead to the same images more than once, or around them."""
+    """Refuse a folder whose links lead to the same images more than once, or in a circle."""
     from torchvision.datasets import DatasetFolder
 
     if not isinstance(opened, DatasetFolder):
@@ -153,7 +160,7 @@ def _refuse_repeated(opened: Any) -> None:
 
 
 def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
-    """Refuse a class that needs more than can be guessed, such as EMNIST its split."""
+    """Refuse a class with a required argument that was not given, such as EMNIST's split."""
     for name, parameter in inspect.signature(kind).parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind not in (
             parameter.VAR_POSITIONAL,
@@ -199,7 +206,7 @@ def _as_dataset(opened: Any, class_names: Sequence[str] | None, title: str) -> L
 
 
 def known_labels(opened: Any) -> Any | None:
-    """The labels (n,) that a dataset holds beside its items; None where it holds none."""
+    """Return the labels (n,) that a dataset stores beside its items, or None."""
     for attribute in ("targets", "labels", "_labels"):
         values = getattr(opened, attribute, None)
         if values is not None and len(values) == len(opened):
@@ -209,7 +216,7 @@ def known_labels(opened: Any) -> Any | None:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Reads the inputs of a dataset. A class, so that other processes can be sent it."""
+    """Reader of a dataset's inputs; a class, so that it can be pickled for other processes."""
 
     opened: Any
 
@@ -220,7 +227,7 @@ class _Inputs:
 
 
 def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
-    """The images of a dataset without a transform: its array, or its items, still unread."""
+    """Return the images of a dataset without a transform: its array, or unread items."""
     data = getattr(opened, "data", None)
     values = None if data is None or isinstance(data, list) else np.asarray(data)
     if values is None or values.dtype != np.uint8 or len(values) != len(opened):

@@ -1,4 +1,10 @@
-"""Adapted samples as files that this package and others read: npz, and a Hugging Face dataset."""
+"""Adapted samples written to files: npz, and a Hugging Face dataset on disk.
+
+`report.flow.writing` calls `write_npz`, `write_hugging_face` and `check_image_shape`;
+`report.flow.images` and `report.flow.animation` use `eight_bit_images`. A change must keep the keys
+and columns, which the sources `arrays` and `huggingface` of this package read, and must replace
+files only as a whole.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from otdd_flash.files.tensor_file import write_arrays
 from otdd_flash.samples import LabeledSamples
 
 ImageShape = tuple[int, int, int]
-# What `save_to_disk` of the datasets library always leaves in a folder.
+# A file that `save_to_disk` of the datasets library always writes into its folder.
 DATASET_MARK = "state.json"
 
 
@@ -28,8 +34,8 @@ DATASET_MARK = "state.json"
 def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     """Write samples as an npz file that the source `arrays` reads.
 
-    Its keys are `x` (n, d), and where there are any `y` (n,) int64 class indices with `class_names`
-    (V,), and `w` (n,) float64 masses.
+    The keys are `x` (n, d); with labels `y` (n,) int64 class indices and `class_names` (V,); with
+    weights `w` (n,) float64 masses.
 
     Raises:
         InputError: the file cannot be written.
@@ -46,16 +52,17 @@ def write_npz(samples: LabeledSamples, path: str | Path) -> None:
 def write_hugging_face(
     samples: LabeledSamples, path: str | Path, image_shape: ImageShape | None = None
 ) -> None:
-    """Write samples as a folder that `datasets.load_from_disk` and the source `huggingface` read.
+    """Write samples as a folder for `datasets.load_from_disk` and the source `huggingface`.
 
-    Its columns are `features`, d numbers in the samples' own precision, and where there are any
-    `label`, a ClassLabel, and `weight`: masses are read with `weights=weight`, and beside them
-    vectors with `input=features`. With an image shape the column `image` is what readers find
-    first: 8-bit pictures, values outside [0, 1] clipped.
+    The column `features` holds d numbers in the samples' precision. Labels are the column `label`,
+    a ClassLabel; masses are the column `weight`, read with `weights=weight` and, for vectors,
+    `input=features` beside it. With an image shape, readers choose the column `image`: 8-bit
+    pictures, values outside [0, 1] clipped.
 
     Args:
-        samples: pixel values in [0, 1], channel after channel, where an image shape is given.
-        path: the folder; one that holds a dataset already is replaced.
+        samples: the samples; pixel values in [0, 1], channel after channel, if an image shape is
+            given.
+        path: the folder; one that holds a dataset is replaced.
         image_shape: (c, h, w) of one sample, c = 1 or 3.
 
     Raises:
@@ -91,10 +98,10 @@ def write_hugging_face(
 
 
 def eight_bit_images(features: Tensor, image_shape: ImageShape) -> NDArray[np.uint8]:
-    """Pixel values (n, c * h * w) as 8-bit images (n, h, w), or (n, h, w, 3) for c = 3.
+    """Convert pixel values (n, c * h * w) to 8-bit images (n, h, w), or (n, h, w, 3) for c = 3.
 
     Args:
-        features: 0 is black and 1 is white; what lies outside is clipped, then rounded to 1 / 255.
+        features: 0 is black and 1 is white; values outside are clipped, then rounded to 1 / 255.
         image_shape: (c, h, w).
 
     Raises:
@@ -107,7 +114,7 @@ def eight_bit_images(features: Tensor, image_shape: ImageShape) -> NDArray[np.ui
 
 
 def check_image_shape(features: Tensor, image_shape: ImageShape) -> None:
-    """Refuse a shape (c, h, w) that rows of `features` do not have.
+    """Refuse a shape (c, h, w) that does not fit the rows of `features`.
 
     Raises:
         InputError: rows do not have that many values, or c is neither 1 nor 3.
@@ -127,10 +134,10 @@ def _png(image: NDArray[np.uint8]) -> bytes:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Class names as the datasets library accepts them: in UTF-8, and no two the same."""
+    """Return class names that the datasets library accepts: valid UTF-8 and distinct."""
     taken: list[str] = []
     for name in names:
-        # Lone surrogates, of undecodable file names, become escapes instead of an error.
+        # Lone surrogates, from undecodable file names, become escapes instead of an error.
         text = distinct = name.encode("utf-8", "backslashreplace").decode()
         repeats = 1
         while distinct in taken:

@@ -2,9 +2,10 @@
 
 `identity`, `pixels`, `timm`, `torchvision`, `efficientnet_lite0`, `text`, `wordllama`,
 `from_module` and `from_callable` make extractors, `embed` applies one to a dataset, `standardize`
-and `reduce_pca` then treat both sides together.
+and `reduce_pca` then map both sides together.
 
-One that an installed package adds is found here by its name, `otdd.extractors.theirs(...)`.
+An extractor that an installed package adds is an attribute of this module by its name,
+`otdd.extractors.NAME(...)`.
 """
 
 from functools import partial
@@ -39,7 +40,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Give extractors that other packages add; one that has no such package is no attribute."""
+    """Return the factory of an extractor that another package adds.
+
+    Raises:
+        AttributeError: no package adds an extractor of this name.
+    """
     if name in FACTORIES or FACTORIES.package(name) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return partial(build_extractor, name)

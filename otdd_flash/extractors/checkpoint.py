@@ -1,13 +1,14 @@
-"""Weights from a checkpoint file into a network without a head, and nothing left to chance.
+"""Weights for networks without a head: from a checkpoint file, or random ones from a seed.
 
-Which models of timm have tensors of given shapes, without building its 1,400 models.
+`extractors.vision_models` calls it, and the study's `transfer.networks` uses `seeded_weights`. A
+checkpoint must fit the network exactly but for its classifier; if it does not, the error names the
+models of timm that it fits. Files are loaded without running code in them.
 
-`timm_shapes.json` holds for every model of timm 1.0.31 without its classifier a digest of its
-tensors' shapes, whatever their names and order; `experiments.timm_shapes` writes it. Digests of
-shapes are added, so that a classifier, whose number of classes is anybody's, can be taken off a
-checkpoint's. What is found is built and compared before it is named, since timm changes.
-
-Networks without trained weights: allowed, reproducible, and said aloud.
+`timm_shapes.json` holds, for every model of timm 1.0.31 without its classifier, a digest of its
+tensors' shapes, whatever their names and order; `experiments.timm_shapes` writes it. So a model is
+found without building timm's 1,400 models. Digests of shapes are added, so that those of a
+classifier, whose number of classes is unknown, can be subtracted. A model found is built and
+compared before it is named, since timm changes.
 """
 
 from __future__ import annotations
@@ -30,16 +31,12 @@ from otdd_flash.files.tensor_file import DamagedFileError, load_torch_file
 # How training scripts wrap the weights: under a key, or with a prefix on every name.
 WRAPPERS = ("state_dict", "model")
 
-
 PREFIXES = ("module.", "_orig_mod.")
-
 
 NAMED = 3
 
-
-# Models of timm that are built to see whether a checkpoint fits them, a second each.
+# Models of timm that are built to compare them with a checkpoint, a second each.
 BUILT = 8
-
 
 GIVE_ANOTHER = "it is damaged, or no checkpoint: give an undamaged .pt, .pth or .safetensors file"
 
@@ -50,7 +47,7 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
     Args:
         module: the network without its classifier.
         file: a state dict, possibly under `state_dict` or `model`, possibly with names that start
-            with `module.` as DistributedDataParallel has them.
+            with `module.` as DistributedDataParallel writes them.
         heads: names of the classifier modules, whose weights in the file are ignored.
 
     Raises:
@@ -64,19 +61,19 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
             f"checkpoint {path} does not fit {type(module).__name__}: {'; '.join(problems)}; "
             f"{_models_that_fit(state)}"
         )
-    # Not strict for two reasons: classifiers, and counters of batches, which old files lack and
-    # evaluation ignores.
+    # Not strict, for classifiers and for batch counters, which old files lack and evaluation
+    # ignores.
     module.load_state_dict(state, strict=False)
 
 
 def classifiers(module: Any) -> tuple[str, ...]:
-    """Return where the classifier of a timm model stood, as its configuration says."""
+    """Return the names of a timm model's classifier modules, from its configuration."""
     names = module.pretrained_cfg.get("classifier") or ()
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read a state dict (.pt, .pth or .safetensors), wrapped as training scripts do it or not.
+    """Read a state dict (.pt, .pth or .safetensors), with or without a training script's wrapping.
 
     Raises:
         InputError: the file cannot be read, or holds something else.
@@ -98,13 +95,13 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise InputError(f"cannot read checkpoint {path}: {error.strerror or error}") from None
     except pickle.UnpicklingError:
-        # torch's own message advises to run the code that the file may hold.
+        # torch's own message advises running the code that the file may hold.
         raise InputError(
             f"cannot read checkpoint {path}: it is damaged, or holds more than tensors; save "
             "tensors only, with torch.save(model.state_dict(), FILE)"
         ) from None
     except Exception as error:
-        # Damage arrives in many forms.
+        # Damage raises many kinds of errors.
         reason = (str(error) or repr(error)).splitlines()[0]
         raise InputError(f"cannot read checkpoint {path} ({reason}); {GIVE_ANOTHER}") from None
 
@@ -133,7 +130,7 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _models_that_fit(state: Mapping[str, Tensor]) -> str:
-    """Name the models of timm that the weights are of, or could be under other names."""
+    """Name the models of timm that the weights fit, as they are or after renaming."""
     fitting: list[str] = []
     alike: list[str] = []
     for name, module in islice(models_like(state), BUILT):
@@ -185,17 +182,16 @@ def _some(names: list[str]) -> str:
 
 TABLE = Path(__file__).with_name("timm_shapes.json")
 
-
 MODULUS = 1 << 64
 
 
 def shapes_digest(shapes: Iterable[Size | tuple[int, ...]]) -> int:
-    """Return the sum of the digests of shapes, without those of numbers such as batch counters."""
+    """Return the sum of the digests of shapes, except scalars such as batch counters."""
     return sum(_digest(tuple(shape)) for shape in shapes if len(shape)) % MODULUS
 
 
 def models_like(state: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield models whose tensors have the shapes of a checkpoint's but for its classifier.
+    """Yield timm models whose tensors have the shapes of a checkpoint's without its classifier.
 
     Yields:
         Name and module, on the device meta and without its classifier.
@@ -214,11 +210,11 @@ def models_like(state: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _without_classifier(state: Mapping[str, Tensor]) -> list[int]:
-    """Return digests of a checkpoint's shapes, whole and without what may be its classifier."""
+    """Return digests of a checkpoint's shapes, whole and without possible classifiers."""
     whole = shapes_digest(tensor.shape for tensor in state.values())
     digests = [whole]
     for tensor in state.values():
-        # A layer (k, d), as a convolution (k, d, 1, 1) too, with a bias (k,) or without.
+        # A layer (k, d), or a convolution (k, d, 1, 1), with a bias (k,) or without.
         if tensor.ndim < 2 or tensor.shape[2:].numel() > 1:
             continue
         for head in ([tensor.shape], [tensor.shape, tensor.shape[:1]]):
@@ -233,9 +229,10 @@ def _digest(shape: tuple[int, ...]) -> int:
 
 @contextmanager
 def seeded_weights(seed: int) -> Iterator[None]:
-    """Initialise weights from `seed`; torch's own generator is afterwards as it was.
+    """Initialise weights from `seed` inside this context; restore torch's generator afterwards.
 
-    Modules initialise themselves from the global CPU generator: there is no other way to seed them.
+    Modules initialise themselves from the global CPU generator, and there is no other way to seed
+    them.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -243,7 +240,7 @@ def seeded_weights(seed: int) -> Iterator[None]:
 
 
 def notice_random_features(model: str, seed: int, trained: str) -> None:
-    """Warn that `model` was not trained; `trained` is the setting that would give weights."""
+    """Warn that `model` has random weights; `trained` is the setting for trained ones."""
     warn(
         f"{model} has random weights (seed {seed}), so its features are random; for trained ones "
         f"give {trained} or extractor.checkpoint=FILE",

@@ -1,7 +1,7 @@
 """A digest of an object by content: weights, settings, and the code of functions and classes.
 
-Features of a user's own network are cached by it, so two objects with one digest must compute the
-same. What is part of it:
+`extractors.module_features` uses it as the cache key of a user's own network, so two objects with
+one digest must compute the same. It covers:
 
     a tensor                              type, shape and values, on whatever device
     a module of PyTorch                   its class and all that it holds but its mode: parameters,
@@ -13,7 +13,8 @@ same. What is part of it:
     a module of Python                    name and version, or the content of its file
     anything else                         its state, as pickle takes it
 
-What has no such state (an open file, a lock, compiled code) has no digest.
+An object without such a state (an open file, a lock, compiled code) has no digest. The digest must
+be the same in every process.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from otdd_flash.version import __version__
 
 
 class Unidentified(Exception):
-    """An object without a digest; the message says why."""
+    """An object has no digest; the message says why."""
 
 
 def content_digest(thing: Any) -> str:
     """Return a digest of an object, the same in every process.
 
     Raises:
-        Unidentified: some part of it has no state that could be read.
+        Unidentified: some part of it has no readable state.
     """
     try:
         return str(_Hasher(hash_name="sha256").hash(thing))
     except Exception as error:
-        # Whatever objects of others raise when they are asked for their state.
+        # Other packages' objects raise anything when asked for their state.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise Unidentified(reason) from error
 
 
 class _Hasher(NumpyHasher):  # type: ignore[misc]
-    """joblib's hash of what pickle reads, with content in the place of names and addresses."""
+    """joblib's hash of what pickle reads, with content instead of names and addresses."""
 
-    # dill adds ways of its own to Python's pickler, if it was imported before joblib.
+    # dill adds its own entries to Python's pickler if it was imported before joblib.
     dispatch: ClassVar = {
         kind: way
         for kind, way in NumpyHasher.dispatch.items()
@@ -61,14 +62,14 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # By address, kept alive, with the order in which they came: some refer to themselves.
+        # Objects by id, kept alive, with their order of appearance: some refer to themselves.
         self._seen: dict[int, tuple[Any, int]] = {}
 
     # In the order of insertion. joblib sorts, and takes any TypeError inside for unsortable keys.
     _batch_setitems = pickle._Pickler._batch_setitems  # type: ignore[attr-defined]
 
     def save(self, obj: Any) -> None:
-        """Write one object, or what stands for it."""
+        """Write one object, or a substitute that holds its content."""
         super().save(self._content(obj))
 
     def _content(self, obj: Any) -> Any:
@@ -97,7 +98,7 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
                 return _state(obj)
             case FunctionType():
                 return _function(obj)
-        # Python's own entries differ between its versions, and say nothing of what is computed.
+        # Python's own entries differ between its versions and do not affect results.
         members = {
             name: value
             for name, value in vars(obj).items()
@@ -107,23 +108,23 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
 
 
 def _state(module: nn.Module) -> Any:
-    """Return what a module computes with: weights, settings and hooks."""
+    """Return what determines a module's output: weights, settings and hooks."""
     if (original := module._modules.get("_orig_mod")) is not None:
-        # What torch.compile made of another one.
+        # The result of torch.compile: the original module stands for it.
         return "compiled", original
     state = {
         name: list(value.values() if name.endswith("_hooks") else value.items())
         if isinstance(value, dict)
         else value
         for name, value in vars(module).items()
-        # Compiled again, a module computes the same.
+        # A module compiled in place computes the same.
         if name not in ("training", "_compiled_call_impl")
     }
     return type(module), state
 
 
 def _function(function: FunctionType) -> Any:
-    """A function's code, and what it takes from elsewhere."""
+    """Return a function's code, and the outside values that it uses."""
     names: set[str] = set()
     codes = [function.__code__]
     for code in codes:
@@ -140,7 +141,7 @@ def _package(module: str) -> str | None:
     """Return name and version of the package of a module; None for a user's own code."""
     root = module.partition(".")[0]
     if root == __package__.partition(".")[0]:
-        # A checkout is not in site-packages, and what its modules remember would enter the digest.
+        # A checkout is not in site-packages, and the state of its modules would enter the digest.
         return f"{module} {__version__}"
     if root in sys.stdlib_module_names:
         return f"{module} {sys.version_info[:2]}"

@@ -1,16 +1,16 @@
-"""Extractors as differentiable functions of images: what a flow that moves pixels needs.
+"""Extractors as differentiable functions of images, for flows that move pixels.
 
-A network's own preparation of images, on batches of tensors and differentiable.
+`commands.adapt` calls `differentiable`. A network's preparation is rebuilt from its transform as
+steps on batches of tensors (`TensorPreparation`): the resizing, cropping and normalising of timm
+and torchvision take tensors too, antialiased and differentiable. PIL works in 8 bits, so the
+results differ:
 
-timm and torchvision resize, crop, divide by 255 and normalise PIL images. Their steps take tensors
-too, antialiased and differentiable. PIL works in 8 bits, so the results differ:
+    rounding     PIL rounds the resized image to 8 bits. Here nothing is rounded, as a rounded image
+                 has no gradient: about 1 / 255 where the image is resized bilinearly;
+    overshoot    bicubic resizing leaves [0, 1] beside edges. PIL clips after the rows and again
+                 after the columns, here values are clipped once, after both.
 
-    rounding     PIL rounds the resized image to 8 bits; here nothing is rounded, or there would be
-                 no gradient: about 1 / 255 where the image is resized bilinearly;
-    overshoot    bicubic resizing leaves [0, 1] beside edges; PIL cuts that off after the rows and
-                 again after the columns, here it is cut off once, after both.
-
-Features of untrained networks then agree to 0.5% of their norm, which the tests hold them to.
+Features of untrained networks agree with `embed`'s to 0.5% of their norm, which a test checks.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ ImageFunction = Callable[[Tensor], Tensor]
 
 
 def differentiable(extractor: Extractor, shape: tuple[int, int, int]) -> ImageFunction:
-    """The features of an extractor, as a function that autograd can follow.
+    """Return an extractor's features as a function that autograd can follow.
 
     Networks run in evaluation mode, in the precision of their weights and without autocast, on the
-    device of the images. They are copied, so the extractor stays as it is. Their features are close
+    device of the images. They are copied, so the extractor is unchanged. Their features are close
     to, not the same as, those of `embed`, which prepares images in 8 bits; see `TensorPreparation`.
 
     Args:
-        extractor: `pixels`, `timm`, `torchvision`, or a `callable` that takes what the result
-            takes, and treats every image by itself and always alike.
+        extractor: `pixels`, `timm`, `torchvision`, or a `callable` that takes the images of the
+            result and treats every image independently and deterministically.
         shape: (c, h, w) of the images, with 1 or 3 channels.
 
     Returns:
@@ -71,7 +71,7 @@ def differentiable(extractor: Extractor, shape: tuple[int, int, int]) -> ImageFu
 
 
 def _frozen(network: Network, prepare: ImageFunction) -> ImageFunction:
-    """The network in evaluation mode; autograd keeps nothing for the sake of its weights."""
+    """Return a copy of the network in evaluation mode, without gradients of its weights."""
     module = deepcopy(network.module).eval().requires_grad_(False)
     dtype = next(module.parameters()).dtype
 
@@ -81,26 +81,26 @@ def _frozen(network: Network, prepare: ImageFunction) -> ImageFunction:
     return features
 
 
-# Rounding may carry a white pixel beyond 1: cut off there, it would lose its gradient.
+# Rounding may carry a white pixel beyond 1; clipped there, it would lose its gradient.
 SLACK = 1e-5
 
 
 @dataclass(frozen=True)
 class TensorPreparation:
-    """See `tensor_preparation`."""
+    """Preparation of images as tensors; see `tensor_preparation`."""
 
     geometry: tuple[Callable[[Tensor], Tensor], ...]
     normalize: Callable[[Tensor], Tensor]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images (b, 1 or 3, h, w) in [0, 1] as the network takes them, (b, 3, h', w')."""
+        """Convert images (b, 1 or 3, h, w) in [0, 1] to the network's input (b, 3, h', w')."""
         for step in self.geometry:
             images = step(images)
         return self.normalize(images.clamp(-SLACK, 1 + SLACK).expand(-1, 3, -1, -1))
 
 
 def tensor_preparation(transform: Any) -> TensorPreparation:
-    """The steps of a transform that timm or torchvision made for evaluation.
+    """Rebuild the evaluation transform of timm or torchvision for batches of tensors.
 
     Raises:
         InputError: a step has no counterpart on tensors.
@@ -124,6 +124,6 @@ def _steps(transform: Any) -> list[Any]:
 
     if isinstance(transform, Compose):
         return list(transform.transforms)
-    # The transform of torchvision's weights, which names its steps but holds none.
+    # The transform of torchvision's weights has the parameters of its steps, but not the steps.
     resize = Resize(transform.resize_size, transform.interpolation, antialias=transform.antialias)
     return [resize, CenterCrop(transform.crop_size), Normalize(transform.mean, transform.std)]

@@ -1,8 +1,14 @@
-"""From a dataset to labelled features: batches through an extractor, kept on disk if expensive.
+"""`embed`: the features of every input of a dataset, in this process or on several ranks.
 
-A hash of a dataset's raw inputs: equal inputs in equal order give equal features.
+`embed` is the public function; the commands call it through `otdd_flash.extractors`. It reads a
+dataset batch by batch, applies an extractor and gathers one matrix; features of networks are cached
+(`files.cache`) or written to a resumable file (`extractors.feature_store`).
 
-Features that several processes extract, each of some of the batches of one dataset.
+A change must keep these. The order of rows is that of the dataset. The cache key holds
+`inputs_hash`, the extractor's key, the device type and the precision: equal keys must mean equal
+features, so a change of what is computed needs another key. Ranks extract the batches that one
+process would, so features do not depend on the number of ranks on devices of one kind. A stream is
+never read twice.
 """
 
 from __future__ import annotations
@@ -45,14 +51,11 @@ from otdd_flash.samples import Array, LabeledSamples
 
 logger = logging.getLogger(__name__)
 
-
-# Inputs per call of an extractor that says nothing else.
+# Inputs per call of an extractor without a batch size of its own.
 BATCH_SIZE = 256
 
-
-# Batches that each of several processes extracts before what they found is written to a file.
+# Batches that each rank extracts before a round is written to a features file.
 BATCHES_OF_A_ROUND = 64
-
 
 SUITABLE = {
     "image": "pixels, timm, torchvision, efficientnet_lite0 or callable",
@@ -98,48 +101,50 @@ def embed(
     ```
 
     Args:
-        dataset: what `otdd.load` gives; a PyTorch dataset of pairs (input, label), such as
+        dataset: the result of `otdd.load`; a PyTorch dataset of pairs (input, label), such as
             torchvision's, a `TensorDataset`, `Subset` or `ConcatDataset`, or an `IterableDataset`;
             a `DataLoader` of such pairs, read once, in its order; a `datasets.Dataset` or
             `datasets.IterableDataset`; or arrays (inputs, labels). Labels are integers or text;
-            classes are called as `dataset.classes` or a `ClassLabel` says. Inputs are vectors,
-            texts, or images: of PIL, as arrays (h, w) or (h, w, c), or as tensors (h, w) or
-            (c, h, w), which an extractor of yours gets as they are.
+            class names come from `dataset.classes` or a `ClassLabel`. Inputs are vectors, texts, or
+            images: of PIL, as arrays (h, w) or (h, w, c), or as tensors (h, w) or (c, h, w), which
+            your own extractor gets unchanged.
         extractor: one of `otdd_flash.extractors`; a PyTorch module, for `from_module(module)`; None
             takes inputs that are vectors as they are.
-        max_samples: take at most so many rows. What `otdd.load` gives, arrays, a
+        max_samples: largest number of rows. Rows of `otdd.load` results, arrays, a
             `datasets.Dataset`, a `TensorDataset`, torchvision's datasets and subsets of these are
-            drawn in proportion to the classes, as by `otdd.load`; other datasets that have a
-            length whatever the class, as only their items hold labels. Of a `DataLoader` or an
-            iterable dataset the first rows are taken; one without an end needs this.
-        seed: of the draw.
-        input: the input column of a Hugging Face dataset, or several numeric ones; found, and said
-            in a notice, where only one reading is possible.
-        label: its label column; found as the only ClassLabel, or by its name.
+            drawn in proportion to the classes, as by `otdd.load`. Rows of other datasets with a
+            length are drawn whatever their class, as only their items hold labels. Of a
+            `DataLoader` or an iterable dataset the first rows are taken; one without an end needs
+            this.
+        seed: seed of the draw.
+        input: the input column of a Hugging Face dataset, or several numeric ones; None chooses it,
+            with a notice, if only one reading is possible.
+        label: its label column; None chooses the only ClassLabel, or a column by its name.
         weights: its column of masses.
-        batch_size: inputs per call of the extractor; None: 256, or what `from_module` was given.
-        device: where a network runs; the features come back on the CPU. With "auto" a module of
-            yours stays where it is, unless `from_module` was given a device.
-        mixed_precision: run a network under autocast (float16 on a GPU, bfloat16 on a CPU);
-            "auto" does so on CUDA only, and never with a module of yours.
-        cache_dir: where features of networks are kept, by content of inputs and weights; None: not.
-        features_path: a .npy file to write features to as they come, where they then stay: a call
-            after an interruption goes on, once it has found that what is there is undamaged. What a
-            function computes is known by its name alone, so that its first and last batch there
-            are computed again and compared. `cache_dir` is not asked then.
+        batch_size: inputs per call of the extractor; None: 256, or that of `from_module`.
+        device: where a network runs; the features are returned on the CPU. With "auto" your own
+            module stays where it is, unless `from_module` was given a device.
+        mixed_precision: run a network under autocast (float16 on a GPU, bfloat16 on a CPU); "auto"
+            does so on CUDA only, and never with your own module.
+        cache_dir: folder of a cache of networks' features, by the content of inputs and weights;
+            None: no cache.
+        features_path: a .npy file to which features are written as they are extracted, and where
+            they stay. A call after an interruption continues, after checking that the existing rows
+            are undamaged. A function is identified by its name alone, so its first and last batch
+            in the file are computed again and compared. `cache_dir` is then not used.
         num_workers: processes that read items of a dataset, and prepare the inputs of a network.
         progress: called with (inputs done, n).
-        group: what `otdd.led` gives: processes of which each extracts some of the batches, by a
-            network, by a function that all find by its name, or of pixels of images in files. Other
-            extractors run here alone. What they extract is written to `features_path` here.
+        group: the result of `otdd.led`: ranks that share the batches of a network, of a function
+            that all of them can import, or of pixels of image files. Other extractors run in this
+            process alone. This process writes `features_path`.
 
     Returns:
         Samples with features (n, d).
 
     Raises:
         InputError: items are no pairs of an input and a label, the extractor does not take this
-            kind of data, inputs have no common dimension, features are not finite, or the device is
-            not there.
+            kind of data, inputs have no common dimension, features are not finite, or the device
+            does not exist.
     """
     extractor = from_module(extractor) if isinstance(extractor, nn.Module) else extractor
     dataset = opened(
@@ -152,7 +157,8 @@ def embed(
         num_workers=num_workers,
     )
     if isinstance(dataset, ReadOnce):
-        # Pixels are held as inputs or as features, and a cache asks for all inputs first.
+        # Read whole: pixels need no less memory as features, and the key of a cache needs all
+        # inputs first.
         kept = cache_dir is not None or features_path is not None
         if extractor is None or isinstance(extractor, PixelValues | RawVectors) or kept:
             dataset = dataset.whole()
@@ -194,7 +200,7 @@ def embed(
         ranks = group if group is not None and is_shared(extractor, dataset.inputs) else None
         extraction = _Extraction(dataset, extractor, settings, ranks)
         if features_path is not None:
-            # Batches of another size may round otherwise, and begin elsewhere.
+            # Batches of another size may round differently, and begin at other rows.
             sized = f"{key} batch_size={batch_size}"
             again = None if extractor.cacheable else extraction.batch_again
             store = FeatureStore(features_path, sized, len(dataset), extraction.check, again)
@@ -221,20 +227,19 @@ def embed(
 def _features(
     extractor: Extractor, options: dict[str, Any], dataset: LabeledDataset
 ) -> NDArray[Any]:
-    """The features (n, d) of a part of a dataset, as an array."""
     found: NDArray[Any] = embed(dataset, extractor, **options).features.numpy()
     return found
 
 
 @dataclass(frozen=True)
 class _Extraction:
-    """The features of one dataset, extracted by this process, or by several.
+    """The extraction of one dataset's features, by this process or by several ranks.
 
     Attributes:
-        dataset: of n inputs.
-        extractor: what extracts.
-        settings: of `_blocks`.
-        ranks: the processes that share the work; None is this one alone.
+        dataset: n inputs.
+        extractor: the extractor.
+        settings: keyword arguments of `_blocks`.
+        ranks: the ranks that share the work; None is this process alone.
     """
 
     dataset: LabeledDataset
@@ -255,12 +260,12 @@ class _Extraction:
         rest = _from(self.dataset.inputs, first)
         if (ranks := self.ranks) is None:
             return _blocks(rest, self.extractor, **self.settings)
-        # What is lost by an interruption is a round at the most.
+        # An interruption loses at most one round.
         count = ranks.size * BATCHES_OF_A_ROUND * self.settings["batch_size"]
         return (self._of_ranks(ranks, part, None) for part in _parts(rest, count))
 
     def batch_again(self, row: int) -> tuple[int, Tensor]:
-        """Extract the batch of an input in this process, and number its first input."""
+        """Extract the batch of an input in this process; return its first row and its features."""
         size = self.settings["batch_size"]
         first = row - row % size
         part = next(_parts(_from(self.dataset.inputs, first), size))
@@ -268,7 +273,7 @@ class _Extraction:
 
     @property
     def check(self) -> Callable[[torch.Size, torch.Size], None]:
-        """Refuses features of another shape than the first ones; it can be sent to other ranks."""
+        """A function, for pickling too, that refuses features of another shape than the first."""
         return partial(_require_same_shape, name=self.dataset.name)
 
     def _of_ranks(self, ranks: Ranks, inputs: Any, progress: Progress | None) -> Tensor:
@@ -277,7 +282,7 @@ class _Extraction:
 
 
 def _check(dataset: LabeledDataset, extractor: Extractor) -> None:
-    # The second asks for the key, which reads all weights.
+    # Network first: the protocol's check reads `key`, which hashes all weights.
     if not isinstance(extractor, (Network, Extractor)):
         raise InputError(
             f"extractor must be one of otdd_flash.extractors, got {shown(extractor)}; "
@@ -319,20 +324,20 @@ def _sound(entry: dict[str, Tensor] | None, dataset: LabeledDataset) -> Tensor |
 def _cache_key(
     dataset: LabeledDataset, extractor: Extractor, device: torch.device, autocast: Any
 ) -> str:
-    # The device is part of it: a GPU's float32 convolutions differ from a CPU's.
+    # With the device type: a GPU's float32 convolutions differ from a CPU's.
     parts = f"{inputs_hash(dataset)} {extractor.key} {device.type} {autocast}"
     return f"features {hashlib.sha256(parts.encode()).hexdigest()}"
 
 
 def _from(inputs: Any, first: int) -> Any:
-    """Return the inputs from one on, still unread."""
+    """Return the inputs from `first` on, still unread."""
     if first > 0 and isinstance(inputs, LazyItems):
         return inputs.take(np.arange(first, len(inputs)))
     return inputs[first:] if first > 0 else inputs
 
 
 def _parts(inputs: Any, count: int) -> Iterator[Any]:
-    """Yield the inputs, so many at a time, still unread."""
+    """Yield `count` inputs at a time, still unread."""
     for first in range(0, len(inputs), count):
         rest = _from(inputs, first)
         yield (
@@ -358,7 +363,7 @@ def _blocks(
             autocast=autocast,
             num_workers=num_workers,
         )
-    # Unflattened, so that 28 x 32 and 32 x 28 images are told apart.
+    # Unflattened, so that images of 28 x 32 and 32 x 28 do not pass for one shape.
     extract = extractor.images if isinstance(extractor, PixelValues) else extractor
     return (extract(batch) for batch in _batches(inputs, batch_size))
 
@@ -378,10 +383,10 @@ def _gather(
     count: int,
     progress: Progress | None,
 ) -> Tensor:
-    """Fill one matrix (n, d) block by block: a list of blocks would need the memory twice."""
+    """Fill one matrix (n, d) block by block; a list of blocks would need the memory twice."""
     done = 0
     features, shape = torch.empty(0), torch.Size()
-    # Closed at once, not when an error's traceback goes: a network is then as it was before.
+    # Closed at once, not when an error's traceback is freed: this restores a network's mode.
     with closing(cast("Generator[Tensor]", blocks)):
         for block in blocks:
             if done == 0:
@@ -390,7 +395,7 @@ def _gather(
                 features = torch.empty((count, shape.numel()), dtype=block.dtype)
             _require_same_shape(shape, block.shape[1:], name)
             if block.dtype != features.dtype:
-                # Numbers of a later batch may need a type that those of the first did without.
+                # A later batch may need a wider type than the first ones.
                 features = features.to(torch.promote_types(features.dtype, block.dtype))
             features[done : done + len(block)] = block.flatten(1)
             done += len(block)
@@ -423,11 +428,11 @@ KINDS = {Image.Image: "image ", Tensor: "tensor "}
 
 
 def inputs_hash(dataset: LabeledDataset) -> str:
-    """SHA-256 of the inputs, without labels, names and weights.
+    """Return the SHA-256 of the inputs, without labels, names and weights.
 
     Lazy inputs that know their files (an attribute `paths`, one per input) are identified by path,
-    size, and times of change of content and of the file itself, which tools that copy files with
-    their dates cannot set, so that images are not decoded twice. Other inputs are read.
+    size, and the times of change of content and of inode, which tools that copy files with their
+    dates cannot set. So images are not decoded twice. Other inputs are read.
     """
     digest = hashlib.sha256(dataset.modality.encode())
     inputs = dataset.inputs
@@ -447,36 +452,34 @@ def inputs_hash(dataset: LabeledDataset) -> str:
 
 
 def _content(item: Any) -> bytes:
-    """The item with its length or shape, so that neighbours cannot run into each other."""
+    """Return an item's bytes after its length or shape, so that neighbours cannot run together."""
     if isinstance(item, str):
         text = item.encode("utf-8", "surrogatepass")
         return f"{len(text)}\0".encode() + text
     array = image_array(item)
-    # A tensor has its channels first, and a network may take it as it is.
+    # A tensor has channels first, and a network may take it unchanged.
     header = next((kind for cls, kind in KINDS.items() if isinstance(item, cls)), "")
     return f"{header}{array.dtype}{array.shape}\0".encode() + array.tobytes()
 
 
-# Rows of the first batch that ranks compare, and how far rounding on other devices may take them
-# apart, as a share of their norm.
+# Rows of the first batch that ranks compare, and the largest difference that is taken for rounding
+# on other devices, as a share of their norm.
 COMPARED, ROUNDING = 16, 1e-2
-
 
 # blocks(inputs, extractor, **settings): features of batch after batch, (b, ...).
 Blocks = Callable[..., Iterator[Tensor]]
 
-
-# gather(blocks, count, progress): one matrix (count, d) of blocks of features.
+# gather(blocks, count, progress): one matrix (count, d) of all blocks.
 Gather = Callable[[Iterator[Tensor], int, Progress | None], Tensor]
 
 
 class Ways(NamedTuple):
-    """How a rank extracts, functions of a module.
+    """The functions by which a rank extracts; each can be pickled.
 
     Attributes:
-        blocks: makes features of inputs.
-        gather: makes one matrix of them.
-        check: refuses the shapes of an input's features on two ranks that do not agree.
+        blocks: yields features of inputs, batch by batch.
+        gather: joins them to one matrix.
+        check: raises if the shapes of two ranks' features differ.
     """
 
     blocks: Blocks
@@ -485,16 +488,16 @@ class Ways(NamedTuple):
 
 
 def is_shared(extractor: Extractor, inputs: Any) -> bool:
-    """Whether ranks share the work: where it takes longer than to send the inputs.
+    """Return whether ranks share the work of an extractor on these inputs.
 
-    So they do with networks, with functions and modules of a user's that pickle takes, and with
-    pixels of files, which each rank reads for itself.
+    They share where extraction takes longer than sending the inputs: networks, the user's functions
+    and modules that can be pickled, and pixels of files, which each rank reads itself.
     """
     if isinstance(extractor, ImportedFunction | ModuleFeatures):
         try:
             pickle.dumps(extractor)
         except Exception:
-            # Objects of a user's refuse this in ways of their own.
+            # Objects of the user's refuse pickling with errors of their own.
             return False
         return True
     from_files = isinstance(extractor, PixelValues) and isinstance(inputs, LazyItems)
@@ -509,30 +512,30 @@ def features_of_ranks(
     settings: dict[str, Any],
     progress: Progress | None,
 ) -> Tensor:
-    """Features (n, d) of all inputs, of which every rank extracts some.
+    """Compute the features (n, d) of all inputs, of which every rank extracts a share.
 
     Batches are those of one process, and so are the features on devices of one kind.
 
     Args:
-        ranks: that rank 0, which calls, leads.
-        inputs: n raw inputs: an array, a list, or `LazyItems`, which each rank reads for itself.
-        extractor: of which `is_shared` says so.
-        ways: how.
-        settings: of `ways.blocks`; on a GPU every rank takes its own.
-        progress: called with (inputs done, n), by what rank 0 has done.
+        ranks: the group, led by rank 0, which calls.
+        inputs: n raw inputs: an array, a list, or `LazyItems`, which each rank reads itself.
+        extractor: an extractor for which `is_shared` is true.
+        ways: the functions that extract.
+        settings: keyword arguments of `ways.blocks`; every rank takes a GPU of its own.
+        progress: called with (inputs done, n), estimated from what rank 0 has done.
 
     Raises:
-        InputError: on every rank, where one cannot extract its inputs, or where a function gives
-            ranks other features of the same ones.
+        InputError: on every rank, if one cannot extract its inputs, or if a function returns other
+            features for the same inputs on different ranks.
     """
     count, size = len(inputs), settings["batch_size"]
     batches = -(-count // size)
     rows = [ranks.share(batches, rank) for rank in range(ranks.size)]
     parts = [_rows(inputs, slice(part.start * size, part.stop * size)) for part in rows]
-    # A function may draw or read what only this process has, and would silently be another there.
+    # A function may draw, or depend on state of this process, and differ silently on another rank.
     compare = isinstance(extractor, ImportedFunction) and batches > 1
     first = _rows(inputs, slice(0, size if compare else 0))
-    # Its own part needs no copy.
+    # Rank 0's own part is not serialised.
     contents = [b"", *(saved((part, first, extractor)) for part in parts[1:])]
     number = ranks.number()
     ranks.held[number] = contents, (parts[0], first, extractor)
@@ -555,7 +558,7 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
     content = ranks.scattered(contents)
 
     def received() -> tuple[Any, Any, Extractor]:
-        # What it names is imported, which a user's module may refuse.
+        # Unpickling imports modules, which the user's module may refuse.
         with user_code("a function that rank 0 uses", doing="is not to be had here:"):
             found: tuple[Any, Any, Extractor] = given or restored(content)
             return found
@@ -575,13 +578,13 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
     def own() -> tuple[Tensor | None, Tensor]:
         if len(inputs) == 0:
             return None, torch.empty(0, 0)
-        # First, so that a function that remembers its first batch has the same one everywhere.
+        # First, so that a function that adapts to its first batch sees the same one on every rank.
         compared = extracted(first, None)[:COMPARED] if len(first) else None
         return compared, extracted(inputs, ranks.progress)
 
     compared, features = ranks.together(own)
-    # As where one process has all: the first block says of what shape the others are, and all are
-    # of the type that holds the numbers of each.
+    # As in one process: the first block sets the shape, and the type holds the numbers of all
+    # blocks.
     said = [each for each in ranks.all_gathered_objects((shapes[:1], features.dtype)) if each[0]]
     firsts = ranks.all_gathered_objects(compared)
 
@@ -597,7 +600,7 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
 
 
 def _check_alike(compared: list[Tensor | None], extractor: ImportedFunction) -> None:
-    """Refuse a function that is another one on some rank; None is of a rank that does nothing."""
+    """Refuse a function that differs between ranks; None is of a rank without inputs."""
     known = [(rank, part.double()) for rank, part in enumerate(compared) if part is not None]
     for rank, part in known[1:]:
         one, other = (each.nan_to_num() for each in (known[0][1], part))

@@ -1,9 +1,13 @@
-"""Features written to a file as they are extracted, to go on with after an interruption.
+"""Features written to a .npy file while they are extracted, resumable after an interruption.
 
-Beside `features.npy` two files exist while it is incomplete: `features.npy.partial`, to which rows
-are appended, and `features.npy.json`, which says what the features are of, how many rows are on the
-disk, and a sum of their digests. The last step renames the first. Rows are read again and compared
-with that sum before they are used: what came to harm, or is another's, is never gone on with.
+`extractors.embedding` uses `FeatureStore` for `features_path`. While `features.npy` is incomplete,
+rows are appended to `features.npy.partial`. `features.npy.json` records what the features are of,
+how many rows have reached the disk, and the sum of their digests. The last step renames the partial
+file.
+
+A change must keep the rule that existing rows are read again and compared with that sum before they
+are used: damaged or foreign rows are never continued. Rows reach the disk before the record says
+so. The record carries the version of its format (`files.written_by`).
 """
 
 from __future__ import annotations
@@ -34,16 +38,17 @@ from otdd_flash.files.written_by import (
 )
 from otdd_flash.fingerprint import MODULUS, digest_of_rows
 
-# Bytes after which what was written is made to reach the disk, and noted.
+# Bytes after which rows are synchronised to the disk and recorded.
 NOTED_BYTES = 1 << 26
-# How far rounding may take a batch apart that a function computes again, as a share of its norm.
+# Largest difference, as a share of its norm, that is taken for rounding when a function computes a
+# batch again.
 ROUNDING = 1e-3
 
 # blocks(first): blocks of rows from `first` on.
 Blocks = Callable[[int], Iterator[Tensor]]
-# check(first, shape): refuses rows of another shape than the first one's.
+# check(first, shape): refuses rows of another shape than the first row's.
 Check = Callable[[torch.Size, torch.Size], None]
-# again(row): the batch that has this row, computed again, and the number of its first row.
+# again(row): the first row of the batch that contains `row`, and that batch computed again.
 Again = Callable[[int], tuple[int, Tensor]]
 
 logger = logging.getLogger(__name__)
@@ -51,13 +56,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Note:
-    """What is known of rows on the disk.
+    """The record of rows on the disk.
 
     Attributes:
-        key: what they are of.
-        rows: how many.
-        shape: of one row before it was made a vector, as that of an image.
-        dtype: their type, as NumPy calls it.
+        key: identifies the data and the network.
+        rows: number of rows.
+        shape: shape of one row before it was flattened, such as that of an image.
+        dtype: their type by NumPy's name.
         digest: sum of the digests of the rows, in hexadecimal.
     """
 
@@ -73,13 +78,13 @@ class Note:
         return math.prod(self.shape)
 
     def describes(self, features: Tensor) -> bool:
-        """Whether these (n, d) are the rows."""
+        """Return whether features (n, d) are the recorded rows."""
         alike = tuple(features.shape) == (self.rows, self.columns)
         alike = alike and _name(features.dtype) == self.dtype
         return alike and f"{digest_of_rows(features):x}" == self.digest
 
     def followed_by(self, part: Tensor) -> Note:
-        """Return the note for these rows with more (k, d) behind them."""
+        """Return the record of these rows with more rows (k, d) appended."""
         digest = int(self.digest, 16) + digest_of_rows(part, first=self.rows)
         return replace(self, rows=self.rows + len(part), digest=f"{digest % MODULUS:x}")
 
@@ -88,15 +93,15 @@ class FeatureStore:
     """A .npy file of features that may be incomplete.
 
     Args:
-        path: of the file; its folder is made.
-        key: what the features are of: data and network.
-        count: rows n.
-        check: of the shapes of rows.
-        again: for features that the key does not tell apart, as those of a function: a way of
-            computing some once more. The first and the last batch of those in the file are.
+        path: path of the file; its folder is created.
+        key: identifies the data and the network of the features.
+        count: number of rows n.
+        check: refuses rows of another shape.
+        again: for features that the key does not identify, such as a function's: computes a batch
+            again. The first and the last batch in the file are compared with it.
 
     Raises:
-        InputError: the file's name is another.
+        InputError: the file's name does not end in .npy.
     """
 
     def __init__(
@@ -114,14 +119,14 @@ class FeatureStore:
         self._note_file = self.path.with_name(f"{self.path.name}.json")
         self._key, self._count = key, count
         self._check_shape, self._again = check, again
-        # What the note says of the version that wrote it.
+        # Version fields of the record, of the program that wrote it.
         self._written: dict[str, Any] = {}
 
     def write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
-        """Write the rows that are missing, unless there are none.
+        """Write the rows that are missing, if any.
 
         Raises:
-            InputError: the file holds something else, came to harm, is of a later version or cannot
+            InputError: the file holds something else, is damaged, is of a later version or cannot
                 be written, another process writes it, or a feature is not finite.
         """
         if self._complete():
@@ -129,7 +134,8 @@ class FeatureStore:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._held():
-                # Another process may just have ended.
+                # Another process may have finished while this one waited for the folder and the
+                # lock.
                 if not self._complete():
                     self._write(blocks, progress)
                     os.replace(self._partial, self.path)
@@ -141,11 +147,11 @@ class FeatureStore:
 
     @property
     def features(self) -> Tensor:
-        """(n, d), in the file."""
+        """The features (n, d), mapped from the file."""
         return features_file(self.path)
 
     def _complete(self) -> bool:
-        """Whether all rows are there.
+        """Return whether all rows are written.
 
         Raises:
             InputError: the file is of something else, or is not what was written.
@@ -183,7 +189,7 @@ class FeatureStore:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Keep other processes from writing here."""
+        """Hold the lock that keeps other processes from writing the file."""
         place = self.path.with_name(f"{self.path.name}.lock")
         descriptor = lock(place)
         if descriptor is None:
@@ -198,7 +204,7 @@ class FeatureStore:
     def _write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
         note = self._begun()
         if note is None:
-            # An earlier one would vouch for rows that are not there.
+            # An old record would vouch for rows that do not exist.
             self._note_file.unlink(missing_ok=True)
         unnoted = 0
         if self._partial.is_symlink():
@@ -207,7 +213,7 @@ class FeatureStore:
                 "another features_path"
             )
         done = 0 if note is None else note.rows
-        # Closed at once, not when an error's traceback goes; see `embedding._gather`.
+        # Closed at once, not when an error's traceback is freed; see `embedding._gather`.
         missing = (block for block in (blocks(done) if done < self._count else ()))
         begun: Literal["wb", "ab"] = "wb" if note is None else "ab"
         with self._partial.open(begun, buffering=0) as file, closing(missing):
@@ -239,7 +245,7 @@ class FeatureStore:
                     progress(note.rows, self._count)
 
     def _begun(self) -> Note | None:
-        """Return the note of rows to go on with; None to begin anew."""
+        """Return the record of rows to continue after; None to start anew."""
         note = self._note()
         if note is None or note.key != self._key or not self._partial.exists():
             return None
@@ -248,18 +254,18 @@ class FeatureStore:
             there = torch.from_numpy(np.memmap(self._partial, note.dtype, "c", start, shape))
             intact = 0 < note.rows <= self._count and note.describes(there)
         except (OSError, ValueError, TypeError):
-            # NumPy's ways of saying that the file is shorter, or that the note makes no sense.
+            # NumPy's errors for a file that is too short, and for a record that makes no sense.
             intact = False
         if not intact:
             logger.warning("%s is not what was written there; extracting all again", self._partial)
             return None
         self._check_again(there)
-        # What was written after the last note is of unknown length.
+        # Rows written after the last record are of unknown length.
         os.truncate(self._partial, start + there.nbytes)
         return note
 
     def _check_again(self, stored: Tensor) -> None:
-        """Refuse rows from the first on that are not what is computed now."""
+        """Refuse existing rows whose first or last batch is computed differently now."""
         if self._again is None:
             return
         for row in dict.fromkeys((0, len(stored) - 1)):
@@ -276,7 +282,7 @@ class FeatureStore:
 
 
 def _header(count: int, note: Note) -> bytes:
-    """The start of a .npy file."""
+    """Return the header of a .npy file."""
     sink, dtype = BytesIO(), np.dtype(note.dtype)
     described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
     np.lib.format.write_array_header_1_0(sink, {**described, "shape": (count, note.columns)})
@@ -284,12 +290,11 @@ def _header(count: int, note: Note) -> bytes:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """A type as NumPy calls it."""
     return str(dtype).removeprefix("torch.")
 
 
 def _write_all(file: RawIOBase, content: bytes | memoryview) -> None:
-    """Write through no buffer, so that a full disk is an error here and now."""
+    """Write without a buffer, so that a full disk raises here."""
     rest = memoryview(content)
     while len(rest):
         rest = rest[file.write(rest) or 0 :]

@@ -1,4 +1,10 @@
-"""The callable extractor: a user's own function, by import path or as it is."""
+"""The `callable` extractor: a user's own function, given by import path or as an object.
+
+`otdd_flash.extractors` exports `from_callable`, `extractors.registry` builds it by name,
+`extractors.embedding` and `extractors.differentiable` recognise `ImportedFunction`. What a function
+computes cannot be identified, so its features are never cached; its errors are reported with its
+name.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +24,12 @@ from otdd_flash.shown import display
 
 @dataclass(frozen=True)
 class ImportedFunction:
-    """See `from_callable`."""
+    """The extractor around a function; see `from_callable`."""
 
     function: Callable[[Any], Any]
     name: str
     modalities: frozenset[str] = frozenset({"image", "text", "array"})
-    # What a function computes cannot be identified by content.
+    # A function's computation cannot be identified by content.
     cacheable: bool = False
 
     @property
@@ -35,7 +41,7 @@ class ImportedFunction:
         return f"from_callable({display(self.name)})"
 
     def __call__(self, batch: Any) -> Tensor:
-        """What the function gives for a batch of b inputs, checked to be a matrix (b, d)."""
+        """Return the function's features (b, d) for a batch of b inputs, after checking them."""
         with torch.no_grad(), user_code(f"extractor {self.name}"):
             given = self.function(batch)
         what = f"what {self.name} returns, features (b, d),"
@@ -45,7 +51,7 @@ class ImportedFunction:
         return features if features.dtype == torch.float64 else features.float()
 
     def on_tensors(self, images: Tensor) -> Tensor:
-        """Features (b, d) of images (b, c, h, w), through which autograd finds its way back."""
+        """Return features (b, d) of images (b, c, h, w), differentiable by autograd."""
         with user_code(f"extractor {self.name}"):
             features = self.function(images)
         if not isinstance(features, Tensor):
@@ -69,13 +75,13 @@ def from_callable(path: str | Callable[[Any], Any]) -> ImportedFunction:
     """Make a function an extractor.
 
     Args:
-        path: where to import it from, "package.module:function" or "package.module.function", or
-            the function itself. It takes a batch of b inputs (an array with leading dimension b, or
-            a list of PIL images in the modes L, RGB, I;16 or F, strings or arrays) and returns
+        path: its import path, "package.module:function" or "package.module.function", or the
+            function itself. It takes a batch of b inputs (an array with leading dimension b, or a
+            list of PIL images in the modes L, RGB, I;16 or F, strings or arrays) and returns
             features (b, d).
 
     Raises:
-        InputError: nothing callable stands there.
+        InputError: nothing callable has that path.
     """
     if callable(path):
         name = getattr(path, "__qualname__", type(path).__qualname__)

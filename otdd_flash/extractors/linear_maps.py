@@ -1,6 +1,8 @@
-"""Standardised features: one mean and one deviation per feature for both datasets.
+"""Linear maps fitted on both sides of a comparison: standardised features and PCA.
 
-Features projected on the principal components of both datasets together.
+`otdd_flash.extractors` exports `standardize` and `reduce_pca`; the commands call them after
+`embed`. Both sides must get the same map, fitted on all n + m rows alike, or their distance would
+have no meaning. Sums are taken in float64.
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ from otdd_flash.samples import LabeledSamples, check_squares
 
 ROWS_AT_ONCE = 4096
 
-
-# Of features above this, squares are taken in units of the largest.
+# Squares of features above this are taken in units of the largest.
 HUGE = 1e100
 
 
@@ -32,7 +33,7 @@ def standardize(source: Samples, target: Samples) -> tuple[LabeledSamples, Label
     """Shift and scale every feature to mean 0 and deviation 1 over the n + m rows of both sides.
 
     The moments are those of all rows alike, whatever their weights. Features that are constant over
-    both sides are left alone.
+    both sides are left unchanged.
 
     Raises:
         InputError: the sides differ in dimension.
@@ -54,7 +55,7 @@ def standardize(source: Samples, target: Samples) -> tuple[LabeledSamples, Label
 
 
 def _rows(*sides: LabeledSamples) -> Iterator[Tensor]:
-    """Blocks of rows in float64: sums over 60,000 rows lose digits in float32."""
+    """Yield blocks of rows in float64: sums over 60,000 rows lose digits in float32."""
     device = sides[0].features.device
     for side in sides:
         for block in torch.split(side.features, ROWS_AT_ONCE):
@@ -62,14 +63,14 @@ def _rows(*sides: LabeledSamples) -> Iterator[Tensor]:
 
 
 def _unit(*sides: LabeledSamples) -> Tensor:
-    """What to divide features by (d,) so that their squares do not overflow: 1 for all but huge."""
+    """Return a divisor of features (d,) that keeps squares finite: 1 except for huge features."""
     device = sides[0].features.device
     largest = torch.stack([side.features.abs().amax(0).to(device) for side in sides]).amax(0)
     return torch.where(largest > HUGE, largest.double(), 1.0)
 
 
 def _constant(x: Tensor, y: Tensor) -> Tensor:
-    """Which features hold one value only (d,); exact, where a computed deviation is not."""
+    """Return which features (d,) hold one value only; exact, unlike a computed deviation."""
     (low_x, high_x), (low_y, high_y) = torch.aminmax(x, dim=0), torch.aminmax(y, dim=0)
     return torch.minimum(low_x, low_y) == torch.maximum(high_x, high_y)
 
@@ -96,8 +97,8 @@ def reduce_pca(
     Args:
         source: n samples with d features.
         target: m samples with d features.
-        k: components to keep, at most min(n + m, d).
-        seed: of scikit-learn's randomised solver, which it chooses for large inputs.
+        k: number of components, at most min(n + m, d).
+        seed: seed of scikit-learn's randomised solver, which it chooses for large inputs.
 
     Raises:
         InputError: the sides differ in dimension, or k is not in [1, min(n + m, d)].

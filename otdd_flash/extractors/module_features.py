@@ -1,4 +1,10 @@
-"""The extractor around a user's own PyTorch module."""
+"""`from_module`: the extractor around a user's own PyTorch module.
+
+`otdd_flash.extractors` exports it, and `extractors.embedding` applies it to a module that `embed`
+is given. A change must leave the module as it was (modes, device, also after an error), and must
+keep `key` a digest of all that determines the features (`extractors.content_digest`), since
+features are cached by it. Errors of the user's code are reported with the code's name.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +29,20 @@ from otdd_flash.real_numbers import check_integers
 from otdd_flash.shown import listing
 
 WRAP = "wrap the network in a module whose forward returns one row of features per input"
-# The types of images as arrays, whose values and order of dimensions networks do not take.
+# Types of images as arrays, whose range and order of dimensions networks do not expect.
 STORED = (np.uint8, np.uint16, np.bool_)
-# Names of submodules in a message.
+# Number of submodules named in a message.
 NAMED = 5
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModuleFeatures(Network):
-    """See `from_module`.
+    """The extractor around a user's PyTorch module; see `from_module`.
 
     Attributes:
-        batch_size: inputs per forward pass where `embed` is given none.
-        device: where it runs where `embed` says "auto"; "auto" here too is where its weights are.
+        batch_size: inputs per forward pass if `embed` is given none.
+        device: where the module runs if `embed` says "auto"; "auto" here too is where its weights
+            are.
     """
 
     batch_size: Count = 256
@@ -51,7 +58,7 @@ class ModuleFeatures(Network):
 
     @property
     def unidentified(self) -> str:
-        """Why a cache cannot identify the features; empty if it can."""
+        """The reason why a cache cannot identify the features; empty if it can."""
         try:
             self._digest()
         except Unidentified as error:
@@ -60,14 +67,14 @@ class ModuleFeatures(Network):
 
     @property
     def cacheable(self) -> bool:
-        """Whether a digest says all of what it computes."""
+        """Whether a digest identifies all that determines the features."""
         return not self.unidentified
 
     def __repr__(self) -> str:
         return self.description
 
     def __call__(self, batch: Any) -> Tensor:
-        """Features (n, d) of n inputs, on the CPU."""
+        """Compute the features (n, d) of n inputs, on the CPU."""
         batch_size, device, _ = self.settings(None, "auto", "auto")
         return torch.cat([*self.stream(batch, batch_size=batch_size, device=device)])
 
@@ -77,7 +84,7 @@ class ModuleFeatures(Network):
         device: str | torch.device,
         mixed_precision: bool | Literal["auto"],
     ) -> tuple[int, torch.device, bool]:
-        """Fill in the settings of a call: its own batch size and device, and its own precision.
+        """Return batch size, device and precision of a call, with the module's own as defaults.
 
         Raises:
             InputError: there is no such device, or the module cannot be moved to it.
@@ -118,31 +125,32 @@ def from_module(
 
     `embed(dataset, net)` is short for `embed(dataset, from_module(net))`. The module runs in
     evaluation mode, without gradients, in the precision of its own weights (`embed`'s
-    `mixed_precision=True` asks for autocast). Afterwards every submodule is in the mode, and the
-    weights are on the device, that they were in before, also after an error.
+    `mixed_precision=True` asks for autocast). Afterwards every submodule has its previous mode, and
+    the weights are on their previous device, also after an error.
 
-    The module must return one row per input: (b, d), or (b, c, h, w), of which the mean over space
-    is taken, (b, c). Other outputs are refused; `layer` takes those of a submodule instead.
+    The module must return one row per input: (b, d), or (b, c, h, w), whose mean over space is
+    taken, (b, c). Other outputs are refused; `layer` takes the output of a submodule instead.
 
     With `cache_dir`, features are cached by the content of module and transform: weights, buffers,
-    settings, and the code of classes and functions that are not of an installed package. Where
-    that cannot be told, a notice says so and they are not cached.
+    settings, and the code of classes and functions that are not of an installed package. If that
+    content cannot be determined, a notice says so and they are not cached.
 
     Args:
         net: the module. It is not copied: features are of its weights at the time of `embed`.
-        transform: makes of one input the tensor that the module takes, without a batch dimension.
-            It gets what the dataset holds: an image of PIL, a text, an array or a tensor. Without
-            it, tensors go in as they are, and so do arrays, floating-point numbers in the type of
-            the weights; images of PIL, images as arrays of integers, and texts are refused.
+        transform: converts one input to the tensor that the module takes, without a batch
+            dimension. Its argument is an item of the dataset: a PIL image, a text, an array or a
+            tensor. Without a transform, tensors are passed unchanged, and so are arrays,
+            floating-point numbers in the type of the weights; PIL images, images as arrays of
+            integers, and texts are refused.
         layer: name of a submodule, as in `net.named_modules()`, whose output to take. It must run
             once per forward pass.
         batch_size: inputs per forward pass.
-        device: where to run; "auto" leaves the module where it is. On another device it is moved
-            there while it runs and then back.
+        device: where to run; "auto" leaves the module where it is. To another device it is moved
+            for the extraction and then back.
 
     Raises:
         InputError: no such layer. `embed` raises it for inputs and outputs of other forms, and for
-            what the module or the transform raises.
+            errors of the module or the transform.
 
     Example:
         >>> net = torchvision.models.resnet18(weights="DEFAULT")
@@ -173,13 +181,13 @@ def from_module(
 
 @dataclass(frozen=True)
 class ModuleInput:
-    """One input as the tensor that the module takes, by a transform or as it is."""
+    """Converter of one input to the tensor that the module takes."""
 
     transform: Callable[[Any], Any] | None
     dtype: torch.dtype
 
     def __call__(self, item: Any) -> Tensor:
-        """The tensor, without a batch dimension."""
+        """Return the tensor, without a batch dimension."""
         if self.transform is not None:
             with user_code("transform"):
                 item = self.transform(item)
@@ -217,13 +225,13 @@ def _what_to_pass(item: Any) -> str:
 
 @dataclass(frozen=True)
 class ModuleOutput:
-    """A forward pass, and of what it or one of its submodules returns one row per input."""
+    """A forward pass whose output, or a submodule's, is one row of features per input."""
 
     kind: str
     layer: str | None
 
     def __call__(self, module: nn.Module, items: list[Tensor]) -> Tensor:
-        """Features (b, d) of b prepared inputs."""
+        """Compute the features (b, d) of b prepared inputs."""
         shapes = list(dict.fromkeys(tuple(item.shape) for item in items))
         if len(shapes) > 1:
             raise InputError(
@@ -236,7 +244,7 @@ class ModuleOutput:
             with user_code(f"network {self.kind}"):
                 output = module(batch)
             return self._rows(output, len(items))
-        # A compiled module would run past hooks that are added later.
+        # A compiled module would not run hooks that are added later.
         module = getattr(module, "_orig_mod", module)
         outputs: list[Tensor] = []
 
@@ -259,7 +267,7 @@ class ModuleOutput:
         return outputs[0]
 
     def _rows(self, output: Any, count: int) -> Tensor:
-        """The output as features (b, d)."""
+        """Return the output as features (b, d)."""
         of = f"{self.kind}" if self.layer is None else f"layer={self.layer!r} of {self.kind}"
         if not isinstance(output, Tensor):
             raise InputError(f"{of} returns {_described(output)}; {self._way_out()}")
@@ -300,7 +308,7 @@ def _require_layer(net: nn.Module, layer: str) -> None:
     names = [name for name, _ in net.named_modules() if name]
     if layer in names:
         return
-    # A compiled module's names have a prefix that its original's, which runs, have not.
+    # A compiled module's names have a prefix that those of the original, which runs, lack.
     inside = [name.removeprefix("_orig_mod.") for name in names]
     if layer in inside and hasattr(net, "_orig_mod"):
         return

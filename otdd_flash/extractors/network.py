@@ -1,6 +1,11 @@
-"""A neural network as an extractor: preparation of one input, then batches through the network.
+"""`Extractor`, the protocol of feature extractors, and `Network`, the one around a torch module.
 
-What a feature extractor is: a callable from a batch of raw inputs to a feature matrix.
+An extractor maps a batch of raw inputs to a feature matrix. All modules of `extractors` build on
+these classes; `commands.sides` names `Extractor` in annotations.
+
+A change must respect that `key` identifies the features (equal keys, equal features), that a
+network is left in its previous mode and on its previous device, that worker processes receive
+picklable preparations, and that no global random generator is advanced.
 """
 
 from __future__ import annotations
@@ -24,17 +29,17 @@ from otdd_flash.shown import display
 
 @runtime_checkable
 class Extractor(Protocol):
-    """Turns a batch of b raw inputs into features (b, d).
+    """A callable that maps a batch of b raw inputs to features (b, d).
 
     Attributes:
-        key: identifies the features that the extractor gives: its name, parameters and weights.
-        modalities: which kinds of input it takes, among "image", "text" and "array".
-        cacheable: whether the features cost enough to keep on disk; `key` must then be exact.
+        key: identifies the features: the extractor's name, parameters and weights.
+        modalities: the kinds of input it takes, among "image", "text" and "array".
+        cacheable: whether the features are expensive enough to be cached; `key` must then be exact.
     """
 
     @property
     def key(self) -> str:
-        """Equal for two extractors only if they give equal features."""
+        """A text that is equal for two extractors only if their features are equal."""
 
     @property
     def modalities(self) -> frozenset[str]:
@@ -42,10 +47,10 @@ class Extractor(Protocol):
 
     @property
     def cacheable(self) -> bool:
-        """Whether features are kept on disk."""
+        """Whether features are cached on disk."""
 
     def __call__(self, batch: Any) -> Tensor:
-        """Features (b, d) of an array with leading dimension b, or of a list of b items."""
+        """Return features (b, d) of an array with leading dimension b, or of a list of b items."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +60,10 @@ class Network:
     Args:
         description: factory, parameters and library version; with the weights' hash, the key.
         module: the network; it is moved to the device for the extraction and back afterwards.
-        modalities: what it takes.
-        prepare: one raw input to what `forward` wants a list of (may run in worker processes).
-        forward: the module and a list of b prepared inputs to features (b, d).
+        modalities: the kinds of input it takes.
+        prepare: converts one raw input to an item of `forward`'s list (may run in worker
+            processes).
+        forward: maps the module and a list of b prepared inputs to features (b, d).
     """
 
     description: str
@@ -72,7 +78,7 @@ class Network:
 
     @property
     def key(self) -> str:
-        """The description and a hash of the weights as they are now."""
+        """The description and a hash of the current weights."""
         return f"{self.description} weights={content_hash(self.module.state_dict())}"
 
     def __repr__(self) -> str:
@@ -81,7 +87,7 @@ class Network:
         return f"<extractor {named}, {count:,} parameters>"
 
     def __call__(self, batch: Any) -> Tensor:
-        """Features (b, d) of one batch, on the CPU, in the precision of the weights."""
+        """Compute the features (b, d) of one batch, on the CPU, in the precision of the weights."""
         return next(self.stream(batch, batch_size=max(len(batch), 1), device=torch.device("cpu")))
 
     def stream(
@@ -93,7 +99,7 @@ class Network:
         autocast: torch.dtype | None = None,
         num_workers: int = 0,
     ) -> Iterator[Tensor]:
-        """Features (b, d) batch after batch, on the CPU, float64 where the network gives that.
+        """Yield features (b, d) batch after batch, on the CPU, float64 if the network returns that.
 
         Meanwhile the module is in evaluation mode and on the device; see `evaluating`.
 
@@ -102,7 +108,10 @@ class Network:
             batch_size: inputs per forward pass.
             device: where the network runs.
             autocast: the type of mixed precision, or None for the precision of the weights.
-            num_workers: processes that prepare inputs; 0 prepares them in this one.
+            num_workers: processes that prepare inputs; 0 prepares them in this process.
+
+        Raises:
+            InputError: an input cannot be read or prepared.
         """
         loader = DataLoader(
             _Prepared(inputs, self.prepare),
@@ -110,7 +119,7 @@ class Network:
             num_workers=num_workers,
             collate_fn=list,
             multiprocessing_context=_start_method() if num_workers else None,
-            # Without its own generator the loader would draw from the global one.
+            # A loader without its own generator would draw from the global one.
             generator=torch.Generator(),
         )
         with evaluating(self.module, device):
@@ -128,8 +137,8 @@ class Network:
 def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Put a module into evaluation mode and on a device, and restore both afterwards.
 
-    Every submodule gets the mode that it had, as some may have been frozen. A module that is spread
-    over several devices stays where it is.
+    Every submodule gets its own previous mode back, as some may have been frozen. A module that is
+    spread over several devices is not moved.
     """
     modes = [(part, part.training) for part in module.modules()]
     homes = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
@@ -147,7 +156,7 @@ def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _start_method() -> str | None:
-    # Forked workers inherit lazy inputs; other start methods would have to pickle them.
+    # Forked workers inherit lazy inputs; other start methods would pickle them.
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 
 
@@ -163,7 +172,8 @@ class _Prepared(Dataset[Any]):
         try:
             return self.prepare(plain_item(self.inputs[row], f"row {row}"))
         except InputError as error:
-            # As a value: raised in a worker process, it would arrive wrapped in its traceback.
+            # Returned as a value: an exception would arrive from a worker process inside its
+            # traceback.
             return error
 
 

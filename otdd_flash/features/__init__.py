@@ -1,5 +1,5 @@
 """Features that stay in files.
 
-`layout` finds where in a file the rows of a matrix are, or has `arrow_column` find them: `pieces`.
-A `feature_file` reads them, and `file_features` are the tensor that does so when it is used.
+A `feature_file` locates the rows of a matrix in files and reads them; `arrow_column` locates those
+of Arrow files. `file_features` holds the tensors that read such a file as they are used.
 """

@@ -1,7 +1,9 @@
-"""A column of Arrow files, such as a Hugging Face dataset keeps on the disk, as a matrix.
+"""A column of Arrow files, such as those of a Hugging Face dataset, as a matrix of features.
 
-Record batches hold the numbers of lists of one length side by side, uncompressed: each batch is a
-piece of the matrix, which is found here and read elsewhere.
+Record batches store the numbers of lists of one length contiguously and uncompressed. Each batch is
+a `Piece` of the matrix: this module finds its byte offset, and `features.feature_file`, the only
+caller, reads it. pyarrow is imported here, so `feature_file` imports this module only when needed.
+A dataset counts only if its rows and columns are those of its files, in order.
 """
 
 from __future__ import annotations
@@ -20,27 +22,27 @@ from otdd_flash.features.feature_file import Matrix, Piece
 
 TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
 
-# What `datasets` may do to a table that leaves the order of rows and the names of columns as they
-# are; whether all rows are there is counted.
+# Operations of `datasets` that keep the order of rows and the names of columns; that all rows are
+# present is checked by their number.
 HARMLESS = {"replace_schema_metadata", "drop", "remove_column", "select", "slice"}
 
-# Of numbers that are not in a file as they are in memory.
+# For numbers whose bytes in the file are not those in memory.
 NOT_AS_IT_IS = (
     "compressed or not aligned; write it with the options that datasets takes, which do neither"
 )
 
-# What the file format begins with, and what ends a stream that was written to its end.
+# The first bytes of the file format, and the last ones of a complete stream.
 FILE_MAGIC, STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def matrix_of_dataset(dataset: Any, key: str | None) -> Matrix:
-    """A column of a `datasets.Dataset` that lies in files as it is.
+    """Locate a column of a `datasets.Dataset` whose files hold it unchanged.
 
     Raises:
-        InputError: it lies in memory, or is not what its files hold.
+        InputError: it is in memory, or is not what its files hold.
     """
     key = _column("the dataset", dataset.data.schema, key)
-    # Row by row of its table: the parts that have the column.
+    # The table's parts that contain the column, row by row.
     blocks = getattr(dataset.data, "blocks", [[dataset.data]])
     parts = [part for row in blocks for part in row if key in part.schema.names]
     if not any(hasattr(part, "path") for part in parts):
@@ -60,15 +62,15 @@ def matrix_of_dataset(dataset: Any, key: str | None) -> Matrix:
 
 
 def _is_as_in_its_file(part: Any) -> bool:
-    """Whether a part of a dataset's table has rows of a file in order, under the names there.
+    """Return whether a part of a dataset's table has rows of a file in order, under its names.
 
-    Its `replays` are what `datasets` did to the table of the file.
+    Its `replays` are the operations that `datasets` applied to the file's table.
     """
     return hasattr(part, "path") and all(name in HARMLESS for name, *_ in part.replays)
 
 
 def matrix_of_arrow(path: Path, key: str | None) -> Matrix:
-    """A column of an .arrow file, or of a folder that `Dataset.save_to_disk` wrote.
+    """Locate a column of an .arrow file, or of a folder that `Dataset.save_to_disk` wrote.
 
     Raises:
         InputError: there is no such column, or a file is damaged.
@@ -77,7 +79,7 @@ def matrix_of_arrow(path: Path, key: str | None) -> Matrix:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files of a dataset, in their order."""
+    """Return the files of a dataset, in their order."""
     if (folder / "dataset_dict.json").exists():
         splits = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
         raise InputError(f"{folder} holds several splits; give the folder of one ({splits})")
@@ -111,7 +113,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
         except InputError:
             raise
         except OSError as error:
-            # Those of pyarrow, too, are long.
+            # pyarrow's own messages are long.
             says = error.strerror or str(error).splitlines()[0]
             raise InputError(f"cannot read {path}: {says}") from None
         except (pa.ArrowException, ValueError) as error:
@@ -123,7 +125,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
 
 
 def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch.dtype], Piece]]:
-    """Each batch of rows: its first row in the file, its kind and where it is."""
+    """Yield each batch's first row in the file, its list length and type, and its piece."""
     content: Any = np.memmap(path, np.uint8, "r")
     row = 0
     for batch in _batches(path, content):
@@ -153,7 +155,7 @@ def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch
 
 
 def _offset(where: str, content: Any, values: Any, size: int) -> int:
-    """Where in a file the numbers of a batch begin, which take so many bytes."""
+    """Return the byte offset in the file of a batch's numbers, which take `size` bytes."""
     width: int = values.type.byte_width
     buffer, first = values.buffers()[1], values.offset * width
     if len(values) * width != size or first + size > buffer.size:
@@ -177,7 +179,7 @@ def _batches(path: Path, content: Any) -> Iterator[Any]:
 
 
 def _column(holder: Path | str, schema: Any, key: str | None) -> str:
-    """The column that was asked for, or the only one of lists."""
+    """Return the column asked for, or the only column of lists."""
     if key is not None:
         if key not in schema.names:
             raise InputError(f"{holder} has no {key!r}; it holds {', '.join(schema.names)}")
@@ -190,7 +192,7 @@ def _column(holder: Path | str, schema: Any, key: str | None) -> str:
 
 
 def _values(where: str, row: int, array: Any) -> tuple[int, Any]:
-    """The length of all lists, and their numbers side by side."""
+    """Return the length of all lists of a column, and their numbers as one array."""
     kind = array.type
     if not _is_list(kind):
         raise InputError(f"{where} holds {kind}; features are lists of one length")

@@ -1,12 +1,13 @@
-"""Files that hold a matrix of features: where its rows are, read and mapped, and never others.
+"""Matrices of features in files: where their rows are, and how they are read.
 
-Long passes read blocks of rows (`read`), few rows of any place come from memory that the files are
-mapped into (`take`). A file that is shorter than it says, or that changes while it is open, is an
-error in one sentence.
+`matrix_of` locates a matrix in a .npy or .safetensors file, or a column of Arrow files
+(`features.arrow_column`), as a `Matrix` of `Piece`s: rows that are contiguous in a file.
+`FeatureFile` reads them: long passes read blocks of rows (`read`), a few rows in any order come
+from memory-mapped files (`take`). `features.file_features` wraps it in a tensor, and
+`operators.sharing` sends it to other ranks.
 
-Where in files the numbers of a matrix are: .npy, .safetensors, and a column of Arrow files.
-
-A matrix in files, as the pieces of them that hold its rows.
+A change must never return rows of another file: a file that is truncated, or that changes while it
+is open, raises an `InputError`. The stamps of all files are checked after every read.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 
-# Bytes that are read at once where a matrix is looked through.
+# Bytes of a block in a pass over the whole matrix.
 BLOCK_BYTES = 1 << 24
 
 
 class Stamp(NamedTuple):
-    """What changes with the content of a file."""
+    """The identity of a file's content: device, inode, size and time of change."""
 
     device: int
     inode: int
@@ -48,7 +49,7 @@ class FeatureFile:
 
     Args:
         given: a file, a folder or a `datasets.Dataset`.
-        key: which matrix of several.
+        key: the matrix, if there are several.
 
     Raises:
         InputError: there is no such file or matrix, or it is truncated or damaged.
@@ -64,14 +65,14 @@ class FeatureFile:
         self._firsts = [0, *accumulate(piece.rows for piece in self.matrix.pieces)]
 
     def __getstate__(self) -> dict[str, Any]:
-        # Memory is of this process.
+        # Memory maps belong to this process.
         return {**self.__dict__, "_maps": {}}
 
     def reopened(self) -> FeatureFile:
-        """Open the same files in another process.
+        """Check, after unpickling in another process, that the files are the same there.
 
         Raises:
-            InputError: one is not there, or is another.
+            InputError: a file is missing, or is another one.
         """
         for path, stamp in self._stamps.items():
             try:
@@ -81,7 +82,7 @@ class FeatureFile:
                     f"another process cannot read {path} ({error.strerror or error}); features in "
                     "files have to be there for every process of compute.group"
                 ) from None
-            # Devices and inodes are numbered anew on every machine.
+            # Device and inode numbers differ between machines.
             if found[2:] != stamp[2:]:
                 raise InputError(
                     f"{path} is another file for another process of compute.group; give all of "
@@ -91,10 +92,10 @@ class FeatureFile:
         return self
 
     def check(self) -> None:
-        """Refuse files that are others than when they were opened.
+        """Refuse files that changed since they were opened.
 
         Raises:
-            InputError: a file has changed, or is gone.
+            InputError: a file has changed or is missing.
         """
         for path, stamp in self._stamps.items():
             try:
@@ -108,7 +109,7 @@ class FeatureFile:
                 )
 
     def read(self, rows: slice, out: Tensor) -> None:
-        """Fill `out`, contiguous on the CPU, with some rows.
+        """Read rows into `out`, which is contiguous on the CPU.
 
         Raises:
             InputError: a file changed, or cannot be read.
@@ -139,7 +140,8 @@ class FeatureFile:
         Raises:
             InputError: a file changed.
         """
-        # Before, as memory that was mapped of a file that is shorter now must not be touched.
+        # Checked first: touching mapped memory of a file that became shorter would kill the
+        # process.
         self.check()
         self._take(rows, out)
         self.check()
@@ -172,7 +174,7 @@ class FeatureFile:
         return torch.from_numpy(content).view(self.matrix.dtype).view(piece.rows, -1)
 
     def blocks(self) -> list[slice]:
-        """All rows in blocks that are read at once."""
+        """Return slices of all rows, each of about BLOCK_BYTES."""
         count, size = self._firsts[-1], max(1, BLOCK_BYTES // self.matrix.row_bytes)
         return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
@@ -184,7 +186,7 @@ class FeatureFile:
         return out
 
 
-# Types of safetensors and of numpy that hold features.
+# Types of safetensors and NumPy in which features may be stored.
 TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -192,26 +194,24 @@ TYPES = {
     "BF16": torch.bfloat16,
 }
 
-
 NUMPY_TYPES = {"<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
 
-
-# A header beyond it is damage.
+# A longer header is a sign of damage.
 MOST_HEADER = 100 << 20
 
 
 def matrix_of(given: Any, key: str | None) -> Matrix:
-    """Where the matrix of a file, a folder or a `datasets.Dataset` is.
+    """Locate the matrix of a file, a folder or a `datasets.Dataset`.
 
     Args:
         given: a path, or the dataset.
-        key: which matrix of several: a name in a .safetensors file, a column of a dataset.
+        key: the matrix, if there are several: a name in a .safetensors file, a column of a dataset.
 
     Raises:
         InputError: there is no such file or matrix, or it is damaged.
     """
     if not isinstance(given, Path):
-        # pyarrow is heavy.
+        # Imported here, as it imports pyarrow.
         from otdd_flash.features.arrow_column import matrix_of_dataset
 
         return matrix_of_dataset(given, key)
@@ -280,7 +280,7 @@ def _of_safetensors(path: Path, stream: Any, key: str | None) -> Matrix:
 
 
 class _Entry(NamedTuple):
-    """What the header of a .safetensors file says of a tensor; its bytes count from the header."""
+    """A tensor's entry in the header of a .safetensors file; bytes count from the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -315,7 +315,7 @@ def _checked(path: Path, shape: tuple[int, ...], dtype: torch.dtype, offset: int
 
 
 class Piece(NamedTuple):
-    """Rows that lie one after the other in a file, from a byte on."""
+    """Rows that are contiguous in a file, from a byte offset on."""
 
     path: Path
     offset: int
@@ -323,11 +323,11 @@ class Piece(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Where a matrix (n, d) is.
+    """The location of a matrix (n, d) in files.
 
     Attributes:
         columns: d.
-        dtype: of its numbers.
+        dtype: type of its numbers.
         pieces: its rows in order.
     """
 

@@ -1,11 +1,14 @@
-"""Features that stay in files: a matrix that looks like a tensor and is read as it is used.
+"""Features that stay in files: tensors that are read from disk as they are used.
 
-A .npy array, a matrix of a .safetensors file or a column of Arrow files. One that lies in one piece
-is mapped into memory, so that any operation on the tensor reads what it touches. A column in record
-batches has no address of its own: rows that are taken from it are read, its largest entry is found
-block by block, and any other operation reads all of it.
+`features_file` is public and opens a .npy array, a matrix of a .safetensors file or a column of
+Arrow files. A matrix in one piece is memory-mapped, so that any operation reads what it touches
+(`FileFeatures`). A column in record batches has no address (`ScatteredFeatures`): indexed rows and
+the largest entry are read block by block, and any other operation reads all of it. `samples`,
+`fingerprint`, `operators`, `solver.tensor_problem`, `flows.run` and `extractors.feature_store`
+recognise or open such tensors.
 
-Nothing that is written to such a tensor reaches its files, from which long passes read.
+A change must respect that nothing written to such a tensor reaches its files, from which long
+passes read: in-place changes are refused. Pickling sends the names of files, not their content.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ CHANGED = (
 
 
 class FileFeatures(Tensor):
-    """A matrix that knows its files; what operations make of it are plain tensors.
+    """A matrix with the files that hold it; results of operations are plain tensors.
 
     Attributes:
-        file: where it is.
+        file: the matrix in its files.
     """
 
     file: FeatureFile
@@ -45,7 +48,7 @@ class FileFeatures(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def check(self) -> None:
-        """Refuse files that changed, and numbers that were changed in memory, which they lack.
+        """Refuse files that changed, and changes in memory, which the files lack.
 
         Raises:
             InputError: a file or a number in memory has changed.
@@ -56,17 +59,17 @@ class FileFeatures(Tensor):
 
     def __deepcopy__(self, _: Any) -> Tensor:
         self.check()
-        # Mapped by itself.
+        # A copy with memory maps of its own.
         return features_of(copy(self.file))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the files' names, as other processes read the files."""
+        """Pickle the files' names; other processes read the files."""
         self.check()
         return _reopened, (self.file,)
 
 
 class ScatteredFeatures(FileFeatures):
-    """A matrix in several pieces, which are read when an operation needs them."""
+    """A matrix in several pieces, read when an operation needs them."""
 
     @staticmethod
     def of(file: FeatureFile) -> ScatteredFeatures:
@@ -94,10 +97,10 @@ class ScatteredFeatures(FileFeatures):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Rows that are taken, and the largest entry, without reading all of it.
+        """Take rows and the largest entry without reading the whole matrix; else read it.
 
         Raises:
-            InputError: an operation that would change it, which what is read would not show.
+            InputError: the operation writes to the matrix; the files would not change.
         """
         one = args[0]
         aten = torch.ops.aten
@@ -134,24 +137,24 @@ def features_file(path: str | os.PathLike[str] | Dataset, *, key: Word | None = 
     Args:
         path: a .npy or .safetensors file with a matrix of floating-point numbers; an .arrow file or
             a folder of `Dataset.save_to_disk` with a column of lists of one length; or a
-            `datasets.Dataset` that lies in such files.
+            `datasets.Dataset` that is stored in such files.
         key: the name of the matrix in a .safetensors file, or of the column; needed if there are
             several.
 
     Returns:
         (n, d), mapped into memory or read as it is used. Distances stream it to the device in
-        blocks of rows where it does not fit there.
+        blocks of rows if it does not fit there.
 
     Raises:
-        InputError: there is no such file or matrix, it is truncated or damaged, or its type is
-            another.
+        InputError: there is no such file or matrix, it is truncated or damaged, or has another
+            type.
     """
     given = Path(path) if isinstance(path, str | os.PathLike) else path
     return features_of(FeatureFile(given, key))
 
 
 def features_of(file: FeatureFile) -> FileFeatures:
-    """The matrix (n, d) of files, mapped into memory, or in pieces."""
+    """Return the matrix (n, d) of files, mapped into memory if it is in one piece."""
     if len(file.matrix.pieces) > 1:
         return ScatteredFeatures.of(file)
     features = file.mapped().as_subclass(FileFeatures)
@@ -164,7 +167,7 @@ def _reopened(file: FeatureFile) -> Tensor:
 
 
 def _is_places(rows: Tensor) -> bool:
-    """Whether an index (k,) names rows one by one."""
+    """Return whether an index (k,) lists rows by number."""
     return rows.dtype == torch.int64 and rows.ndim == 1
 
 

@@ -1,8 +1,12 @@
-"""Files and folders that appear whole or not at all.
+"""Files and folders that appear whole or not at all; locks; and strict JSON.
 
-Locks that a process holds on files (flock), so that a killed one leaves none behind.
+Nearly everything that writes a file uses it: `files`, `data.writing`, `flows.checkpoint`,
+`extractors.feature_store`, the study, reports, integrations and commands. `replacing` and
+`replacing_folder` write beside the target and rename. `lock` and `unlock` use flock, so that a
+killed process leaves no lock behind.
 
-Strict JSON, written whole or not at all.
+A change must leave, at any interruption, the old content or the new one, never a mixture, and must
+not write through links that lead elsewhere. JSON holds no NaN or infinity.
 """
 
 from __future__ import annotations
@@ -45,10 +49,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: str | Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `path`; on success it becomes `path`, else it is gone.
+    """Yield a temporary folder beside `path`; on success it becomes `path`, else it is removed.
 
-    What `path` was before stays until the new folder is complete, and is put back if the exchange
-    fails. No system call exchanges two folders everywhere: a process killed between the two renames
+    The old folder stays until the new one is complete, and is restored if the exchange fails. Not
+    every system can exchange two folders in one step: a process killed between the two renames
     leaves the old one beside `path`, under a name that ends in `.old`.
 
     Raises:
@@ -69,13 +73,13 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
             os.replace(old, path)
         for left in (partial, old):
             if left.is_symlink():
-                # What was a link to a folder elsewhere, which stays as it is.
+                # `path` was a link to another folder, which stays.
                 left.unlink()
             shutil.rmtree(left, ignore_errors=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` as UTF-8 with its line ends as they are, whole or not at all."""
+    """Write `text` as UTF-8 with its line ends unchanged, whole or not at all."""
     # Lone surrogates (undecodable file names as class names) become escapes instead of an error.
     content = text.encode("utf-8", errors="backslashreplace")
     with replacing(path) as partial:
@@ -86,7 +90,7 @@ def reach_disk(path: Path) -> None:
     """Wait until the content of a file, or the names in a folder, are on the disk.
 
     Raises:
-        OSError: they do not get there.
+        OSError: they cannot be written.
     """
     folder = path.is_dir()
     if folder and sys.platform == "win32":
@@ -106,7 +110,7 @@ def cannot_write(path: Path, error: OSError) -> InputError:
 
 
 def _beside(path: Path, ending: str) -> Path:
-    """A hidden name in the same folder that nothing else has."""
+    """Return a hidden, unique name in the same folder."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.{ending}")
 
 
@@ -114,21 +118,22 @@ NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 def lock(path: Path) -> int | None:
-    """Lock a file, made if it does not exist, for this process.
+    """Lock a file for this process; the file is created if it does not exist.
 
     Returns:
-        The descriptor that holds the lock, for `unlock`; None where another process has it.
+        The descriptor that holds the lock, for `unlock`; None if another process holds it.
 
     Raises:
         OSError: the file cannot be opened.
     """
     while True:
-        # Not through a link, which would make a file elsewhere.
+        # Not through a link, which would create a file elsewhere.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o644)
         if not _taken(descriptor):
             os.close(descriptor)
             return None
-        # Its last holder may have removed the file just before: such a lock keeps nobody out.
+        # The last holder may have removed the file just before: a lock on a removed file excludes
+        # nobody.
         with suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
@@ -136,15 +141,15 @@ def lock(path: Path) -> int | None:
 
 
 def unlock(path: Path, descriptor: int) -> None:
-    """Let others have a file that this process locked, and remove it."""
-    # While it is held: nobody else can have locked this very file.
+    """Remove a file that this process locked, and release its lock."""
+    # Removed before the release, while no other process can hold this very file.
     with suppress(OSError):
         path.unlink()
     os.close(descriptor)
 
 
 def _taken(descriptor: int) -> bool:
-    """Whether nobody else has the lock; where there are no locks, nobody has."""
+    """Return whether this process got the lock; always true on systems without locks."""
     if sys.platform == "win32":
         return True
     import fcntl
@@ -162,7 +167,7 @@ def _taken(descriptor: int) -> bool:
 def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     """Write `data` as indented JSON in its own order, ending with a newline.
 
-    Paths become text; numpy scalars and 0-d tensors become numbers, 1-d ones lists.
+    Paths become text; NumPy scalars and 0-d tensors become numbers, arrays and tensors lists.
 
     Raises:
         ValueError: a number is NaN or infinite, which JSON cannot hold; the message names its key.
@@ -186,9 +191,9 @@ def json_content(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, *, finite: bool = True) -> Any:
-    """`value` in JSON's own types; `where` is its dotted key for messages.
+    """Convert `value` to JSON's own types; `where` is its dotted key for messages.
 
-    Where numbers must be `finite`, one that is not raises; else it becomes None.
+    A number that is not finite raises if `finite` is true, else it becomes None.
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value

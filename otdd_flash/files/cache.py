@@ -1,14 +1,15 @@
-"""A small content-addressed store of tensors on disk, for results that are expensive to recompute.
+"""A content-addressed store of tensors on disk, for results that are expensive to compute.
 
-Each entry is one safetensors file, named after the hash of its key. It is written under a temporary
-name and renamed, so a reader never sees half an entry and two writers cannot mix theirs. A checksum
-over the content and the key is stored with it: an entry that was damaged, or exchanged for another,
-is deleted and counts as missing. A cache that cannot be written warns once and steps aside; it
-never stops a run.
+`extractors.embedding` caches features in a `TensorCache`; `labels.pair_cache` uses `check_owner`,
+`make_folder` and `share_as_folder` for its database. An entry is one safetensors file, named after
+the hash of its key. It is written under a temporary name and renamed, so that no reader sees half
+an entry and two writers cannot mix theirs. An entry whose checksum or key does not match is deleted
+and counts as missing. A cache that fails warns once and is not used again; it never stops a run.
 
-Checksums find accidents. Who can write a folder can also write entries with checksums, so that a
-folder is made for its owner alone, and one that everybody may write is not used. A folder that was
-given by name may be shared by a group; the usual one may not. Entries are data and never code.
+Checksums detect accidents, not attacks: whoever can write a folder can write valid entries. So a
+folder is made for its owner alone, and one that everybody may write is not used. A folder that the
+user names may be shared by a group; `USUAL_FOLDER` may not. Entries are data, never code. A change
+of the layout must raise ENTRY_FORMAT.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_te
 from otdd_flash.files.written_by import LaterFormatError
 from otdd_flash.version import __version__
 
-# Where commands keep entries by default.
+# The folder of the commands' caches by default.
 USUAL_FOLDER = "~/.cache/otdd_flash"
 
 # Part of every file name: entries of another layout are never read.
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class TensorCache:
-    """Named tensors by key, under one folder.
+    """Named tensors by key, in one folder.
 
     Args:
         cache_dir: the folder, made on the first write. None turns the cache off.
@@ -49,11 +50,11 @@ class TensorCache:
 
     @property
     def active(self) -> bool:
-        """Whether entries can be found or kept; False after a failure of the folder."""
+        """Whether entries can be read or written; False after a failure of the folder."""
         return self._folder is not None
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors last put under `key`, on the CPU, or None."""
+        """Return the tensors last put under `key`, on the CPU, or None."""
         if self._folder is None:
             return None
         path = self._folder / _file_name(key, ENTRY_FORMAT)
@@ -84,7 +85,7 @@ class TensorCache:
     def put(
         self, key: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Keep `tensors` under `key`; `metadata` is for a person who looks into the file."""
+        """Write `tensors` under `key`; `metadata` is for people who look into the file."""
         if self._folder is None:
             return
         path = self._folder / _file_name(key, ENTRY_FORMAT)
@@ -122,7 +123,7 @@ def make_folder(folder: Path) -> None:
 
 
 def share_as_folder(path: Path) -> None:
-    """Let a new file be read and written by those who may do so in its folder, and by no others.
+    """Give a new file the read and write permissions of its folder.
 
     Raises:
         OSError: the file's mode cannot be changed.
@@ -131,15 +132,15 @@ def share_as_folder(path: Path) -> None:
 
 
 def check_owner(path: Path) -> None:
-    """Refuse entries that may be anybody's: that everybody may write, or that are links.
+    """Refuse an entry that other users may have written: writable by everybody, or a link.
 
-    In `USUAL_FOLDER` also those that a group may write, or that belong to another user.
+    In `USUAL_FOLDER` also refuse what a group may write, or what belongs to another user.
 
     Args:
         path: an entry, which need not exist, in the folder of a cache.
 
     Raises:
-        PermissionError: what is wrong, and what to do about it.
+        PermissionError: the entry is refused; the message says why and what to do.
         NotADirectoryError: the folder is something else, such as a device.
     """
     if not hasattr(os, "getuid"):

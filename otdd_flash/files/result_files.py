@@ -1,4 +1,10 @@
-"""The two files of a saved result: one to read, and one that holds everything."""
+"""The two files of a saved result: result.json to read, result.safetensors with everything.
+
+`result`, `flows.result`, `pairwise_result` and `solver.matrix.result` save and load through this
+module; the commands remove an old result with `remove_result`. result.safetensors is complete in
+itself and written first, so an interrupted write never mixes two results. Files of earlier versions
+must stay readable.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +33,9 @@ Result = TypeVar("Result")
 
 
 def write_result(path: Path, summary: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write result.json, and result.safetensors with tensors and summary.
+    """Write result.safetensors with tensors and summary, then result.json with the summary.
 
-    The second is complete in itself, so that an interrupted write can never mix two results.
+    The first is complete in itself, so that an interrupted write can never mix two results.
 
     Raises:
         InputError: the directory cannot be written.
@@ -39,12 +45,12 @@ def write_result(path: Path, summary: Mapping[str, Any], tensors: dict[str, Tens
 
 
 def remove_result(path: Path) -> None:
-    """Remove the result that `path` may hold, so that none of it stands beside a new one.
+    """Remove a result in `path`, so that no part of it remains beside a new one.
 
     Raises:
         InputError: it cannot be removed.
     """
-    # The file that says that there is a result goes first.
+    # First the file by which a result is recognised.
     for name in (SUMMARY_FILE, TENSOR_FILE):
         try:
             (path / name).unlink(missing_ok=True)
@@ -57,7 +63,7 @@ def remove_result(path: Path) -> None:
 def read_result(
     path: Path, restore: Callable[[dict[str, Any], dict[str, Tensor]], Result], kind: str
 ) -> Result:
-    """What `restore` makes of the summary and the tensors that `write_result` wrote.
+    """Restore a result from the summary and the tensors that `write_result` wrote.
 
     Args:
         path: the directory.
@@ -81,7 +87,7 @@ def read_result(
     try:
         result = restore(json.loads(stored.texts["summary"]), stored.tensors)
     except Exception as error:
-        # Of any kind: nothing vouches for what an earlier version wrote.
+        # Of any kind: the content of a file of an earlier version is not checked otherwise.
         raise _no_result(path, f"{error}{other_version(stored.texts)}", kind) from error
     if not stored.checked:
         warn_unchecked(file)

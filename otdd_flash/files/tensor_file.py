@@ -1,14 +1,14 @@
-"""Named tensors and texts in one safetensors file, with a checksum over all of them.
+"""Files of tensors and arrays that detect damage: safetensors, torch's own files, and npz.
 
-Results, maps and cached tensors are kept in this form; what torch alone can hold is in
-`torch_file`. A bit that flipped on a disk is found instead of computed with.
+`write_tensors` and `read_tensors` handle named tensors and texts in one safetensors file, with a
+checksum over all of them, so that a flipped bit is found instead of computed with. Results
+(`files.result_files`), caches (`files.cache`), flows and studies use it. `load_torch_file` reads
+files of `torch.save` without running code, for checkpoints. `write_arrays` and `read_arrays` handle
+npz files: tables of class distances and adapted samples.
 
-Files of `torch.save`, read without running code and only if they are whole.
-
-They are zip archives with a CRC-32 of every part, which torch writes and does not check: weights
-and states with a flipped bit load without a word. Python's zip reader checks them.
-
-Tables of class distances as npz files, written whole or not at all.
+A change must keep three things. Files appear whole or not at all (`files.atomic`). Their format is
+numbered (`files.written_by`). `content_hash` is part of cache keys and fingerprints, so its value
+for given tensors may not change.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CHECKSUM = "checksum"
 
 
 class DamagedFileError(Exception):
-    """A file does not hold what was written."""
+    """The content of a file is not what was written."""
 
 
 class Stored(NamedTuple):
-    """What a tensor file holds.
+    """The content of a tensor file.
 
     Attributes:
-        tensors: by name, on the CPU.
-        texts: by name, with the version and the format, without the checksum.
-        checksum: the one that was written, which is theirs; None in files of earlier versions.
+        tensors: tensors by name, on the CPU.
+        texts: texts by name, with the version and the format, without the checksum.
+        checksum: the checksum that was written, which matches; None in files of earlier versions.
     """
 
     tensors: dict[str, Tensor]
@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
     @property
     def checked(self) -> bool:
-        """Whether there was a checksum."""
+        """Whether the file has a checksum."""
         return self.checksum is not None
 
 
@@ -76,20 +76,20 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, 
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    # Cloned: safetensors refuses two names for one storage, as f and g of a self term are.
+    # Cloned: safetensors refuses two names for one storage, such as f and g of a self term.
     content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     texts = {**texts, **STAMP}
     header = {**texts, CHECKSUM: checksum(content, texts)}
     try:
         save_file(content, path, metadata=header)
     except SafetensorError as error:
-        # A full disk arrives in this form.
+        # A full disk raises this error.
         raise OSError(str(error)) from error
     return header[CHECKSUM]
 
 
 def read_tensors(path: Path) -> Stored:
-    """What `write_tensors` wrote.
+    """Read a file that `write_tensors` wrote.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
@@ -99,8 +99,8 @@ def read_tensors(path: Path) -> Stored:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    # Read through one open file: safetensors' own reader opens the path once more for the values,
-    # and another writer may have renamed a new file there in between.
+    # Read through one open file: safetensors' own reader opens the path again for the values, and
+    # another writer may have renamed a new file there in between.
     content = path.read_bytes()
     try:
         tensors: dict[str, Tensor] = load(content)
@@ -115,7 +115,7 @@ def read_tensors(path: Path) -> Stored:
 
 
 def warn_unchecked(path: Path) -> None:
-    """Say that a file has no checksum, so that damage to it would go unseen."""
+    """Warn that a file has no checksum, so that damage would not be detected."""
     warnings.warn(
         f"{path} was written by an earlier version, without a checksum: damage to it would go "
         "unseen; save it again to have one",
@@ -125,39 +125,42 @@ def warn_unchecked(path: Path) -> None:
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, types, shapes and values, in the order of the names."""
+    """Return the SHA-256 of names, types, shapes and values, in the order of the names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name}\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
-        # Through bytes: numpy has no bfloat16.
+        # Through bytes: NumPy has no bfloat16.
         digest.update(tensor.reshape(-1).view(uint8).numpy().data)
     return digest.hexdigest()
 
 
 def checksum(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
-    """SHA-256 of tensors and texts."""
+    """Return the SHA-256 of tensors and texts."""
     content = json.dumps([content_hash(tensors), sorted(texts.items())])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _texts(content: bytes) -> dict[str, str]:
-    """The texts of a valid safetensors file: a length, then that many bytes of JSON."""
+    """Return the texts of a valid safetensors file: a length, then that many bytes of JSON."""
     length = int.from_bytes(content[:8], "little")
     texts: dict[str, str] = json.loads(content[8 : 8 + length]).get("__metadata__", {})
     return texts
 
 
 def load_torch_file(path: Path) -> Any:
-    """The content of a file, on the CPU, as far as torch restores it without running code.
+    """Load a file of `torch.save` on the CPU, as far as torch restores it without running code.
+
+    Such files are zip archives with a CRC-32 of every part. torch writes these and does not check
+    them, so they are checked here by Python's zip reader.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
         DamagedFileError: a part does not match its checksum.
-        Exception: the file holds something else; of any kind, as torch and pickle raise it. Its
-            message may advise to run the code that a file holds, so it is not for users.
+        Exception: the file holds something else; of any kind, from torch or pickle. Its message may
+            advise running the code that a file holds, so it is not for users.
     """
-    # One open file: another writer may rename a new one to its place meanwhile.
+    # Through one open file: another writer may rename a new one to its place meanwhile.
     with path.open("rb") as file:
         _check_parts(file)
         file.seek(0)
@@ -165,9 +168,9 @@ def load_torch_file(path: Path) -> Any:
 
 
 def _check_parts(file: BinaryIO) -> None:
-    """Hold all parts against their checksums, where there are any.
+    """Compare all parts with their checksums, if there are any.
 
-    Files before torch 1.6 were no archives, and torch can be told to leave checksums out.
+    Files before torch 1.6 are no archives, and torch can be told to leave checksums out.
     """
     if not zipfile.is_zipfile(file):
         return
@@ -179,31 +182,31 @@ def _check_parts(file: BinaryIO) -> None:
     except OSError:
         raise
     except Exception as error:
-        # A flipped bit of a header arrives in many forms.
+        # A flipped bit in a header raises many kinds of errors.
         raise DamagedFileError(str(error)) from error
     if damaged is not None:
         raise DamagedFileError(f"the checksum of its part {damaged} does not match")
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, Any]) -> None:
-    """Write named arrays; tensors, numbers and texts become NumPy's.
+    """Write named arrays as npz, whole or not at all; tensors, numbers and texts become NumPy's.
 
     Raises:
         InputError: the file cannot be written.
     """
-    # Through a handle, because numpy appends .npz to a path of any other ending.
+    # Through a handle, because NumPy appends .npz to a path of any other ending.
     with replacing(path) as partial, partial.open("wb") as file:
         content: dict[str, Any] = {key: np.asarray(value) for key, value in arrays.items()}
         np.savez(file, **content)
 
 
 def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[str, Any]:
-    """All arrays of an npz file, by name.
+    """Read all arrays of an npz file of class distances, by name.
 
     Args:
         path: the file.
-        needed: names that it has to have.
-        writer: what writes such files, for messages.
+        needed: names that must be present.
+        writer: the function that writes such files, for messages.
 
     Raises:
         InputError: the file is missing or unreadable, lacks an array, or a later version wrote it.
@@ -223,7 +226,7 @@ def read_arrays(path: str | Path, needed: Sequence[str], writer: str) -> dict[st
         # NumPy and its zip reader raise anything on damaged bytes.
         raise InputError(f"cannot read class distances from {path} ({error}); {expected}") from None
     if VERSION_KEY in arrays:
-        # Else another program wrote it, with what keys it likes.
+        # Without the key another program wrote the file, which may use any names.
         check_format(path, {key: arrays[key] for key in STAMP if key in arrays})
     missing = [key for key in needed if key not in arrays]
     if missing:

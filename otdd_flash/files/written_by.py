@@ -1,8 +1,9 @@
-"""Which version wrote a file, and whether this one can read it.
+"""The version and format number that every saved file carries, and their check on reading.
 
-Files that are kept say both the version of otdd_flash and the number of their format. The number
-rises with a change that an earlier version would misread; renamed keys and classes alone, which a
-reader can translate, do not need it. Caches have numbers of their own, in the names of their files.
+The modules of `files`, results, checkpoints, maps, class distances and feature files write STAMP
+and call `check_format`. FORMAT must rise with a change that an earlier version would misread.
+Renamed keys and classes, which a reader can translate, do not need it. Caches have numbers of their
+own, in the names of their files.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from otdd_flash.version import __version__
 FORMAT = 1
 
 VERSION_KEY, FORMAT_KEY = "otdd_flash", "format"
-# What every file says, beside its content.
+# Written into every file, beside its content.
 STAMP = {VERSION_KEY: __version__, FORMAT_KEY: str(FORMAT)}
 
 
 class LaterFormatError(InputError):
-    """A later version wrote a file in a format that this one does not know."""
+    """A file has a format of a later version, unknown to this one."""
 
 
 def check_format(what: object, written: Mapping[str, Any]) -> None:
@@ -29,7 +30,7 @@ def check_format(what: object, written: Mapping[str, Any]) -> None:
 
     Args:
         what: the file, for the message.
-        written: what it says beside its content; files of earlier versions say nothing.
+        written: its STAMP fields; files of earlier versions have none.
 
     Raises:
         LaterFormatError: the format is later than `FORMAT`.
@@ -44,7 +45,7 @@ def check_format(what: object, written: Mapping[str, Any]) -> None:
 
 
 def other_version(written: Mapping[str, Any]) -> str:
-    """Say which version wrote a file, for the end of an error in brackets; "" if this one did."""
+    """Return an error's ending that names the version that wrote a file; "" if this one did."""
     version = written.get(VERSION_KEY)
     if version == __version__:
         return ""

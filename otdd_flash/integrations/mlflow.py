@@ -1,4 +1,9 @@
-"""`log=mlflow`: a run in a store of files, in a database or on a server, for `mlflow ui`."""
+"""The tracker `log=mlflow`: a run in a folder, a database or on a server, for `mlflow ui`.
+
+`integrations.tracking.track` imports this module and calls `write`. mlflow is imported in the
+functions that use it. The user's own tracking address is not changed, and nothing is sent or
+printed unless a setting asks for it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,11 @@ from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment, f
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# The longest value of a parameter, and the most of both in one request, that every server takes.
+# The longest parameter value, and the most parameters and metrics in one request, that every server
+# accepts.
 LONGEST, MOST_PARAMETERS, MOST_METRICS = 500, 100, 1000
-# The store in files needs no server and no database, and has to be asked for. Nothing is sent that
-# was not asked for, and nothing is printed beside the result.
+# The file store needs no server or database, but must be allowed. No telemetry, and no output
+# beside the result.
 SETTINGS = {
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -45,7 +51,7 @@ def write(run: TrackedRun) -> None:
         if isinstance(store, Path):
             store.mkdir(parents=True, exist_ok=True)
         address = store.absolute().as_uri() if isinstance(store, Path) else store
-        # A client of its own: the user's tracking address stays as it is.
+        # A separate client: the user's tracking address is unchanged.
         client = MlflowClient(tracking_uri=address)
         with _alone(store):
             experiment = _experiment(client, run.project or PROJECT, store)
@@ -64,7 +70,7 @@ def _experiment(client: MlflowClient, name: str, store: Path | str) -> str:
         return str(known.experiment_id)
     artifacts = None
     if isinstance(store, str) and store.startswith(_DATABASE):
-        # Beside the database; by default it would be the folder that the command was started in.
+        # Beside the database; mlflow's default is the folder in which the command was started.
         beside = Path(store.removeprefix(_DATABASE)).absolute().parent
         artifacts = (beside / "mlartifacts").as_uri()
     return str(client.create_experiment(name, artifact_location=artifacts))
@@ -72,7 +78,7 @@ def _experiment(client: MlflowClient, name: str, store: Path | str) -> str:
 
 @contextmanager
 def _alone(store: Path | str) -> Iterator[None]:
-    """Keep other jobs of a sweep from creating the same experiment at the same time."""
+    """Hold a lock, so that jobs of a sweep do not create the same experiment at the same time."""
     if not isinstance(store, Path):
         yield
         return

@@ -1,4 +1,9 @@
-"""A scikit-learn transformer that moves a source domain onto a target domain."""
+"""A scikit-learn transformer that moves a source domain onto a target domain.
+
+`TransportAdapter` is public; nothing in this package imports it. It follows scikit-learn's rules:
+the constructor only stores its arguments, attributes set by `fit` end in an underscore, and rows
+keep their order, type and feature names.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +24,18 @@ from otdd_flash.samples import LabeledSamples
 
 
 class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Moves rows of a source domain along a gradient flow towards a target domain.
+    """A transformer that moves rows of a source domain along a gradient flow to a target domain.
 
-    Both domains stand in X, told apart by `sample_domain`, so that earlier steps of a pipeline act
+    X holds both domains, distinguished by `sample_domain`, so that earlier steps of a pipeline act
     on both. By default the flow matches features alone and y is not read; with `labels` it also
     matches classes, for which y of the target rows must be known. `transform` moves any rows as the
     nearest source row of `fit` was moved, without regard to labels, as `FlowResult.map("nearest")`
     does with unlabelled rows. Features keep their names and order: after
-    `set_output(transform="pandas")` rows come back as a table like the one that was given.
+    `set_output(transform="pandas")` rows are returned as a table like the given one.
 
     Args:
-        steps: of the flow.
-        step_size: share of its way that a row goes in a step.
+        steps: number of steps of the flow.
+        step_size: share of its way that a row moves in a step.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at the start; instead of
             `epsilon`. Neither given means 0.01 of that mean.
@@ -39,7 +44,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
     Attributes:
         flow_: the `FlowResult`, with the distance before and after and its solver bounds.
         n_features_in_: number of features seen by `fit`.
-        feature_names_in_: their names, where `fit` was given a table.
+        feature_names_in_: their names, if `fit` was given a table.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
         self.labels = labels
 
     def fit(self, X: ArrayLike, y: Any = None, sample_domain: ArrayLike | None = None) -> Self:
-        """Find how the source's rows move.
+        """Compute the flow that moves the source's rows.
 
         Args:
             X: (n, d) rows of both domains.
@@ -112,6 +117,6 @@ class TransportAdapter(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  
         checked = validate_data(self, X, dtype=[np.float64, np.float32], reset=reset)
         rows = np.asarray(checked)
         if (np.abs(rows) >= LARGEST_IN_DOUBLE).any():
-            # They may have been integers, of which scikit-learn makes floats.
+            # They may have been integers, which scikit-learn converted to floats.
             in_double("X", real_tensor("X", X))
         return rows

@@ -1,4 +1,8 @@
-"""`log=tensorboard`: event files in a folder, for `tensorboard --logdir`."""
+"""The tracker `log=tensorboard`: event files in a folder, for `tensorboard --logdir`.
+
+`integrations.tracking.track` imports this module and calls `write`; `commands.tracked` looks for
+EVENTS. Each run gets a folder without other event files.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ def write(run: TrackedRun) -> None:
 
 
 def _folder(run: TrackedRun) -> Path:
-    """Return a folder of this run's alone: files of two runs in one are shown as one run."""
+    """Return a folder for this run alone: tensorboard shows the files of a folder as one run."""
     first = folder_of("tensorboard", run.directory) if run.store is None else Path(run.store)
     folders = (first.with_name(f"{first.name}-{number}") for number in count(2))
     folder = first

@@ -1,6 +1,9 @@
 """The dataset distance as a metric of torchmetrics.
 
-Its state is the rows seen, which torchmetrics gathers from all processes before `compute`.
+`DatasetDistance` is public; nothing in this package imports it, as torchmetrics is an extra. Its
+state is the rows seen, which torchmetrics gathers from all processes before `compute`, and the
+epsilon, which the first `compute` fixes so that later numbers compare. State must consist of
+tensors or lists of tensors.
 """
 
 from __future__ import annotations
@@ -25,18 +28,18 @@ class DatasetDistance(Metric):  # type: ignore[misc]
     """The Optimal Transport Dataset Distance between the rows seen of two datasets.
 
     `compute()` returns {"value", "lower", "upper"}, each a 0-dim float64 tensor. With several
-    processes rows are those of all of them, in their order, so that the value is that of one
-    process which saw all rows, within the bounds of both.
+    processes the rows are those of all of them, in their order. The value then equals, within the
+    bounds of both, that of one process which saw all rows.
 
     Args:
-        max_rows: rows of each side that are kept, in each process; what comes later is left out,
-            with a notice.
-        labels: how classes are compared; without labels in `update` it has to be "none".
+        max_rows: rows of each side that are kept, in each process; later ones are left out, with a
+            notice.
+        labels: how classes are compared; must be "none" if `update` gets no labels.
         epsilon: entropic regularisation, in units of the cost.
         epsilon_relative: the same as a multiple of the mean cost at the first `compute`, which
             fixes `epsilon` for all later ones; instead of `epsilon`. Neither given means 0.01.
         options: further keywords of `dataset_distance`, such as {"solver": otdd.Converged(...)}.
-        **kwargs: of `torchmetrics.Metric`.
+        **kwargs: keywords of `torchmetrics.Metric`.
 
     Raises:
         InputError: `max_rows` is below 1, or both epsilons are given.
@@ -69,7 +72,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             **(options or {}),
         }
         refuse_both(self.settings["epsilon"], self.settings["epsilon_relative"])
-        # Fixed by the first `compute`: numbers at another one could not be compared.
+        # Fixed by the first `compute`: numbers at different epsilons do not compare.
         self.epsilon = self.settings["epsilon"]
         self.add_state("fixed_epsilon", default=self._as_state(), dist_reduce_fx=_smallest)
         for side in ("source", "target"):
@@ -89,7 +92,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             source: (n, d) features of the source; n may be 0.
             target: (m, d) features of the target.
             source_labels: (n,) whole numbers, given always or never.
-            target_labels: (m,) whole numbers, likewise.
+            target_labels: (m,) whole numbers, given always or never.
 
         Raises:
             InputError: shapes that do not fit, or labels given for some rows only.
@@ -105,14 +108,14 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         self._add("target", target, target_labels)
 
     def compute(self) -> dict[str, Tensor]:
-        """The distance between all rows seen, with solver bounds.
+        """Compute the distance between all rows seen, with solver bounds.
 
         Raises:
             InputError: a side has no rows yet, or the distance cannot be computed.
         """
         settings, fixed = dict(self.settings), float(self.fixed_epsilon)
         if not math.isnan(fixed):
-            # Of all processes, where some have computed before on rows of their own.
+            # Of all processes, some of which may have computed on their own rows before.
             self.epsilon = fixed
         if self.epsilon is not None:
             settings |= {"epsilon": self.epsilon, "epsilon_relative": None}
@@ -132,12 +135,12 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         self.fixed_epsilon = self._as_state()
 
     def _as_state(self) -> Tensor:
-        """Return the epsilon as processes exchange it, () float64; NaN before the first."""
+        """Return the epsilon as a tensor for other processes, () float64; NaN if there is none."""
         epsilon = math.nan if self.epsilon is None else self.epsilon
         return torch.tensor(epsilon, dtype=torch.float64)
 
     def _check(self, side: str, rows: Tensor, labels: Tensor | None) -> None:
-        """Refuse rows that do not fit those of before.
+        """Refuse rows that do not fit the earlier ones.
 
         Raises:
             InputError: as `update`.
@@ -179,7 +182,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             )
         if min(len(rows), room) < 1:
             return
-        # Copies: loops write the next batch into the same memory.
+        # Copies: training loops write the next batch into the same memory.
         kept.append(rows[:room].detach().clone())
         if labels is not None:
             known.append(labels[:room].detach().to(rows.device, copy=True))
@@ -202,13 +205,13 @@ class DatasetDistance(Metric):  # type: ignore[misc]
 
 
 def _smallest(epsilons: Tensor) -> Tensor:
-    """Return the least of several states (k,), without those that are NaN."""
+    """Return the smallest of several states (k,) that are not NaN."""
     known = epsilons[~epsilons.isnan()]
     return known.min() if len(known) else epsilons[0]
 
 
 def _joined(side: str, parts: list[Tensor] | Tensor) -> Tensor | None:
-    """A state, which is a list before processes are gathered and a tensor afterwards."""
+    """Join a state: a list before processes are gathered, a tensor afterwards."""
     if isinstance(parts, Tensor):
         return parts if len(parts) else None
     widths = sorted({part.shape[1:] for part in parts})
@@ -218,6 +221,6 @@ def _joined(side: str, parts: list[Tensor] | Tensor) -> Tensor | None:
             "features; merge those of the same features"
         )
     if len({part.dtype for part in parts}) > 1:
-        # Of integers and float32 torch would make float32.
+        # torch would join integers and float32 as float32.
         parts = [in_double("what was seen", part) for part in parts]
     return torch.cat(parts) if parts else None

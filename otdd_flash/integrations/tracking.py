@@ -1,4 +1,11 @@
-"""`log=` of the commands: settings, numbers with solver bounds and pictures for a tracker."""
+"""Trackers of runs (`log=` of the commands): the data that they get, and checks before a run.
+
+`commands.tracked` builds a `TrackedRun` and calls `track`, which imports the tracker's module
+beside this one; `commands.settings` calls `check_tracker` before the solve, so that a run is not
+lost to a missing package or key. No tracker package is imported here. A change must respect that
+nothing is sent from this machine unless a setting asks for it, whatever variables of the
+environment say.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +24,12 @@ from urllib.parse import unquote, urlsplit
 
 from otdd_flash.errors import InputError, choose
 
-# Each a module beside this one, with the package that it needs.
+# Each is a module beside this one; the value is the package it needs.
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 PROJECT = "otdd-flash"
 
-# Variables of the environment by which a tracker would, unasked, send runs to a server.
+# Environment variables by which a tracker would send runs to a server without a setting.
 SENDING = {
     "tensorboard": (),
     "wandb": ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"),
@@ -34,26 +41,26 @@ SILENT = ("offline", "dryrun", "disabled")
 # Schemes of `log.uri` beside those of plugins. The first two stay on this machine.
 LOCAL_SCHEMES = ("file", "sqlite")
 MLFLOW_SCHEMES = (*LOCAL_SCHEMES, "http", "https", "postgresql", "mysql", "mssql")
-# Addresses of MLflow's without a scheme, or as one.
+# Addresses of Databricks' MLflow, which have no scheme or are one.
 DATABRICKS = ("databricks", "databricks-uc", "uc")
 WANDB_SERVER = "https://api.wandb.ai"
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker gets of a run.
+    """The data of a run that a tracker gets.
 
     Args:
-        name: what the run is called.
+        name: the run's name.
         directory: the run's folder, with its pictures.
         config: all settings, nested by group.
-        numbers: by name, such as `value`, `lower` and `upper`.
+        numbers: numbers by name, such as `value`, `lower` and `upper`.
         series: by name, (step, number) for every step of a flow.
         store: the folder that the tracker writes to, or the address that it sends to; None: a
             folder of the tracker's in `directory`.
-        online: whether it sends, where `store` is no address.
+        online: whether it sends, if `store` is no address.
         project: the experiment or project; None: `PROJECT`.
-        group: what the runs of one sweep have in common; None for a run of its own.
+        group: what the runs of one sweep have in common; None for a single run.
     """
 
     name: str
@@ -77,12 +84,15 @@ class TrackedRun:
 
 
 def check_tracker(name: str | None, uri: str | None = None, *, online: bool = False) -> None:
-    """Raise an `InputError` unless a run can be handed to this tracker, as far as can be known.
+    """Refuse a tracker that cannot take a run, as far as can be known beforehand.
 
     Args:
-        name: of the tracker; None for none.
+        name: name of the tracker; None for none.
         uri: `log.uri`.
         online: `log.online`.
+
+    Raises:
+        InputError: an unknown tracker, a missing package or key, or an address that it cannot use.
     """
     if name is None:
         if online or uri is not None:
@@ -125,18 +135,18 @@ def check_tracker(name: str | None, uri: str | None = None, *, online: bool = Fa
 
 
 def is_remote(uri: str | None) -> bool:
-    """Whether `log.uri` is the address of a server rather than of a place on this machine."""
+    """Return whether `log.uri` is the address of a server, not a place on this machine."""
     return uri in DATABRICKS or _scheme(uri) not in ("", *LOCAL_SCHEMES)
 
 
 def folder_at(uri: str, start: Path) -> Path:
-    """Return the folder that `log.uri` names, a relative one in `start`."""
+    """Return the folder that `log.uri` names; a relative one is in `start`."""
     plain = unquote(urlsplit(uri).path) if _scheme(uri) == "file" else uri
     return start / Path(plain).expanduser()
 
 
 def unfollowed(name: str, uri: str | None, *, online: bool) -> list[str]:
-    """Return the variables that are set, but send nothing: no setting asks for it."""
+    """Return the set environment variables that have no effect, as no setting asks for sending."""
     if uri is not None or online:
         return []
     return [
@@ -157,12 +167,12 @@ def track(name: str, run: TrackedRun) -> None:
 
 
 def folder_of(name: str, directory: Path) -> Path:
-    """Where a tracker writes: a folder of its own inside another, as its programs expect."""
+    """Return where a tracker writes: a subfolder of `directory`, as its programs expect."""
     return directory / {"mlflow": "mlruns"}.get(name, name)
 
 
 def finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    """The numbers without those that are missing or not finite, which no tracker draws."""
+    """Return the numbers without missing ones and those that are not finite."""
     return {
         name: float(value)
         for name, value in numbers.items()
@@ -172,7 +182,7 @@ def finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
 
 @contextmanager
 def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """The environment with these variables, and afterwards as it was."""
+    """Set these environment variables inside the context, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -186,7 +196,7 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 def _scheme(uri: str | None) -> str:
-    """The scheme of an address; "" for a path, also for one with a drive's letter."""
+    """Return the scheme of an address; "" for a path, also for one with a drive's letter."""
     scheme, colon, rest = (uri or "").partition(":")
     # As in mysql+pymysql://.
     scheme = scheme.partition("+")[0].lower()
@@ -212,7 +222,11 @@ def _check_mlflow(scheme: str, uri: str | None, *, online: bool) -> None:
 
 
 def _check_key_of_wandb(uri: str | None) -> None:
-    """Raise an `InputError` without an API key, for which the package would ask after the solve."""
+    """Refuse a run without an API key, for which the package would ask only after the solve.
+
+    Raises:
+        InputError: there is no key for the server.
+    """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
     server = uri or os.environ.get("WANDB_BASE_URL") or WANDB_SERVER

@@ -1,4 +1,9 @@
-"""`log=wandb`: an offline run, which `wandb sync` sends later, or one that is sent if asked for."""
+"""The tracker `log=wandb`: an offline run for `wandb sync`, or an online run if asked for.
+
+`integrations.tracking.track` imports this module and calls `write`. wandb is imported in the
+function that uses it. A run holds settings and results only: no arguments, terminal output, code or
+description of the machine.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from pathlib import Path
 
 from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment
 
-# Reports of its own errors would be sent elsewhere, also from an offline run.
+# wandb would send reports of its own errors, also from an offline run.
 SETTINGS = {"WANDB_ERROR_REPORTING": "false"}
 
 
@@ -32,8 +37,8 @@ def _write(run: TrackedRun) -> None:
         reinit="create_new",
         settings=wandb.Settings(
             silent=True,
-            # The settings are what a run is: neither arguments, in which a secret may stand, nor
-            # what the terminal shows, nor the user's code and machine.
+            # A run is its settings: no command-line arguments, which may hold a secret, no terminal
+            # output, no code and no description of the machine.
             console="off",
             disable_code=True,
             disable_git=True,

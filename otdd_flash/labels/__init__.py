@@ -1,12 +1,13 @@
 """Distances between classes: W, the table that the ground cost reads at every pair of labels.
 
-Concepts, one file each: `classes` cuts datasets into class clouds and pools them; `moments` gives
-their means and covariances; `gaussian`, `exact` and `sinkhorn_pairs` each measure a list of pairs;
-`metrics` are the ways of measuring, one type each, of which `labels=` takes one or its name;
-`measuring` leaves out what `pair_cache` knows; `table` holds the result for two datasets, which
-`two` measures, `many` those of several; `small_classes` drops what is too small.
+W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x is. The modules,
+from data to table: `classes` cuts datasets into class clouds; `pairs` lists pairs of classes,
+`pair_chunks` cuts such lists; `moments`, `gaussian`, `exact` and `sinkhorn_pairs` (with
+`kernel_terms` on a GPU) measure a list of pairs; `metrics` holds the methods that `labels=` names;
+`measuring` measures what `pair_cache` does not know, `by_ranks` on several ranks; `many` measures
+the tables of whole datasets, and `table` holds that of two.
 
-W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x is.
+`otdd`, `pairwise`, `flows`, the study and the commands import their names from here.
 """
 
 from otdd_flash.labels.many import (

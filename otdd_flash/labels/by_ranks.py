@@ -1,7 +1,12 @@
-"""Distances between classes that several processes measure, each some of the pairs.
+"""A metric whose pairs are measured by several ranks, each a share of them.
 
-Every rank deals the pairs out for itself, where the points are: those of many points first, one
-after the other to each rank. The table of all classes is a list that nobody has to be sent.
+`measured_by_ranks` wraps a metric; `otdd`, `pairwise` and `flows.run` call it. The classes are sent
+to the ranks once. Each of R ranks selects its share of the pairs itself: it sorts them by size, the
+largest first, and takes every R-th one. If all pairs of the classes are wanted, their list is not
+sent.
+
+A change must keep numbers and recipes those of the wrapped metric, so that cached distances stay
+valid. All ranks must run the same collectives in the same order, even if one of them fails.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, is_compl
 
 
 def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
-    """Share the measuring among ranks, if there are any and it takes long.
+    """Return the metric, measured by all ranks if there are any and measuring is expensive.
 
     Args:
         metric: how to measure.
@@ -38,7 +43,7 @@ def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
 
 @dataclass(frozen=True)
 class _MeasuredByRanks(LabelMetric):
-    """A metric of which every rank measures as many pairs, of as many points."""
+    """A metric of which every rank measures an equal share of the pairs."""
 
     name: ClassVar[str] = "by_ranks"
 
@@ -51,7 +56,7 @@ class _MeasuredByRanks(LabelMetric):
     ) -> PairDistances:
         ranks, number = self.ranks, self._number(clouds)
         ranks.report_to(progress, len(pairs))
-        # A GPU compares, sorts and sends in no time what takes a core seconds.
+        # A GPU compares, sorts and sends at once what takes a core seconds.
         pairs = pairs.to(clouds[0].points.device)
         listed = None if is_complete(pairs, len(clouds)) else pairs
         numbers, late = ranks.order(_measure, number, self.metric, listed)
@@ -60,11 +65,11 @@ class _MeasuredByRanks(LabelMetric):
         return PairDistances(*numbers)
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
-        """Measure in this process: what comes in parts uses all cores already."""
+        """Measure in this process: metrics that yield parts use all cores already."""
         return self.metric.in_parts(clouds, pairs)
 
     def recipe(self, device: torch.device) -> str | None:
-        """Return the metric's own recipe: ranks change no number."""
+        """Return the wrapped metric's recipe: ranks change no number."""
         return self.metric.recipe(device)
 
     @property
@@ -72,7 +77,7 @@ class _MeasuredByRanks(LabelMetric):
         return self.metric.single_samples_are_points
 
     def _number(self, clouds: Sequence[ClassCloud]) -> int:
-        """Return the number under which ranks hold the classes, sending them once."""
+        """Return the number under which ranks hold the classes; send them on the first call."""
         if id(clouds) not in self._sent:
             number = self.ranks.number()
             sizes = [len(cloud) for cloud in clouds]
@@ -81,7 +86,7 @@ class _MeasuredByRanks(LabelMetric):
             names = [cloud.name for cloud in clouds]
             self.ranks.order(_hold_classes, number, points, sizes, weights, names)
             weakref.finalize(self, self.ranks.drop, number)
-            # Kept, so that no other list is at its place in memory.
+            # Keep a reference, so that no other list gets the same id.
             self._sent[id(clouds)] = clouds, number
         return self._sent[id(clouds)][1]
 
@@ -103,9 +108,16 @@ def _hold_classes(
 def _measure(
     ranks: Ranks, number: int, metric: LabelMetric, listed: Tensor | None
 ) -> tuple[Tensor, list[str]]:
-    """Measure values and bounds (3, P) of pairs, all for None; return warnings of late solves.
+    """Measure this rank's share of the pairs and all-gather the table; run by every rank.
 
-    All of it stays where the points are, from where the group moves tensors.
+    Args:
+        ranks: the group.
+        number: the number under which the classes are held.
+        metric: how to measure.
+        listed: (P, 2) pairs; None for all pairs of the classes.
+
+    Returns:
+        Values and bounds (3, P) on the points' device, and the warnings of unconverged solves.
     """
     clouds: Sequence[ClassCloud] = ranks.held[number]
     device = clouds[0].points.device
@@ -113,7 +125,7 @@ def _measure(
     sizes = torch.tensor([len(cloud) for cloud in clouds], device=device)
     order = torch.argsort(sizes[pairs].prod(1), descending=True, stable=True)
     own, count = pairs[order[ranks.rank :: ranks.size]], len(pairs)
-    # The solves are given the memory.
+    # Free the memory for the solves.
     del pairs
     none = torch.empty(0, dtype=torch.float64, device=device)
 

@@ -1,4 +1,13 @@
-"""The classes of one or several datasets as weighted point clouds, pooled into one list."""
+"""The classes of datasets as weighted point clouds, and which of them have equal content.
+
+`split_classes` and `pool` cut datasets into `ClassCloud`s; `merge_identical` keeps one of every set
+of equal classes and orders them. The modules of `labels`, `contributions`, `flows.gaussians`,
+`flows.modes.feature_driven` and the study call it.
+
+A change must keep the order of `merge_identical` a function of content alone: the direction in
+which a pair is measured, and so its last bits, follow from it. `ClassCloud.fingerprint` is a key of
+the pair cache, so a change of it makes every cached distance unknown.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +29,11 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples
 
-# Two datasets normalise the same weights to numbers that differ in their last digits: relative to
-# each other by no more than this. Distances may be as small as what larger differences move.
+# Two datasets normalise equal weights to numbers that differ in their last digits, by no more than
+# this relative to each other. A larger difference may change a distance visibly.
 SAME_WEIGHTS = 2.0**-40
 
-# Coordinates of classes of one size that are copied side by side, for few launches.
+# Coordinates of classes of one size that are stacked, for few kernel launches.
 TOGETHER = 1 << 22
 
 
@@ -33,9 +42,9 @@ class ClassCloud:
     """The points of one class.
 
     Args:
-        name: how messages call the class: its name and its dataset's.
+        name: the class in messages: its name and its dataset's.
         points: (n, d), n >= 1, only points of positive weight.
-        weights: (n,) float64, positive, summing to 1; None where all points weigh the same.
+        weights: (n,) float64, positive, summing to 1; None if all points weigh the same.
     """
 
     name: str
@@ -55,13 +64,13 @@ class ClassCloud:
 
     @cached_property
     def outline(self) -> bytes:
-        """The extremes of every feature: equal for equal content, and hardly ever otherwise."""
+        """Minimum and maximum of every feature: equal for equal content, and rarely otherwise."""
         (found,) = _outlines([self])
         return found
 
     @cached_property
     def content(self) -> bytes:
-        """Equal for classes of the same points and nearly the same weights, in any order."""
+        """A digest of the points and, to float32, of the weights, in any order of the rows."""
         digests, weights = self._in_order
         if self.weights is not None:
             rounded = weights.astype(np.float32)
@@ -70,12 +79,12 @@ class ClassCloud:
 
     @property
     def ordered_weights(self) -> NDArray[np.float64]:
-        """The masses (n,) in an order of the points that content alone decides."""
+        """The masses (n,), in an order of the points that depends on content alone."""
         return self._in_order[1]
 
     @cached_property
     def _in_order(self) -> tuple[list[bytes], NDArray[np.float64]]:
-        """Digests of the points in any precision, sorted, and their masses (n,)."""
+        """The sorted digests of the points, the same in any precision, and their masses (n,)."""
         rows = self.points.detach().to("cpu", torch.float64).add(0.0).numpy()
         digests = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows]
         pairs = sorted(zip(digests, self.masses.tolist(), strict=True))
@@ -83,9 +92,9 @@ class ClassCloud:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Equal for classes of the same points and weights in the same order and precision.
+        """A digest of points and weights in their order and precision.
 
-        What a method computes from two such classes is the same to the last bit.
+        Any method computes the same bits from two classes of equal fingerprint.
         """
         parts = {"points": self.points}
         if self.weights is not None:
@@ -94,7 +103,7 @@ class ClassCloud:
 
 
 def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
-    """One cloud per class name of `samples`, in that order; zero-weight points are left out.
+    """Return one cloud per class name of `samples`, in that order, without zero-weight points.
 
     Raises:
         InputError: there are no labels, or a class has no point of positive weight.
@@ -119,7 +128,7 @@ def split_classes(samples: LabeledSamples) -> list[ClassCloud]:
 
 
 def pool(datasets: Sequence[LabeledSamples]) -> tuple[list[ClassCloud], tuple[int, ...]]:
-    """The classes of all datasets in one list, and where each dataset's begin (with the end last).
+    """Return the classes of all datasets in one list, and the offsets (K + 1,) of each dataset's.
 
     Raises:
         InputError: as `split_classes`, or the feature dimensions differ.
@@ -135,7 +144,7 @@ def pool(datasets: Sequence[LabeledSamples]) -> tuple[list[ClassCloud], tuple[in
 
 
 def masses_of(clouds: Sequence[ClassCloud]) -> tuple[Tensor, ...]:
-    """`ClassCloud.masses` of every class, parts of one tensor: few launches for many classes."""
+    """Return `ClassCloud.masses` of every class, from one tensor: few launches for many classes."""
     device, sizes = clouds[0].points.device, [len(cloud) for cloud in clouds]
     shares = torch.tensor([1.0 / size for size in sizes], dtype=torch.float64).to(device)
     counts = torch.tensor(sizes).to(device)
@@ -147,17 +156,17 @@ def masses_of(clouds: Sequence[ClassCloud]) -> tuple[Tensor, ...]:
 
 
 def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], list[int]]:
-    """Keep one of every set of classes with equal content, in an order that content alone decides.
+    """Keep one of every set of classes with equal content, in an order set by content alone.
 
-    Thus any two classes have the same order in every list that holds both, and what is measured
-    from one to the other is measured in the same direction, to the same last bit.
+    So any two classes have the same order in every list that holds both. Their distance is measured
+    in the same direction, with the same last bits.
 
     Returns:
         The distinct classes, the smallest first, and for every class the index of its
         representative among them.
     """
-    # Each part of a key is read only where those before it leave a doubt: hashing reads every byte,
-    # in any order of the rows it takes seconds, and few classes have a double.
+    # Each part of a key is computed only for classes whose earlier parts agree. Hashing reads every
+    # byte, a digest without the order of rows takes seconds, and few classes have a duplicate.
     keys: list[tuple[Any, ...]] = [(len(cloud),) for cloud in clouds]
     counts = Counter(keys)
     alike = [
@@ -166,7 +175,7 @@ def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], lis
         if counts[key] > 1 and "outline" not in cloud.__dict__
     ]
     for cloud, outline in zip(alike, _outlines(alike), strict=True):
-        # Where the property keeps it.
+        # The entry of the cached property.
         cloud.__dict__["outline"] = outline
     keys = [
         (*key, cloud.outline) if counts[key] > 1 else key
@@ -189,7 +198,7 @@ def merge_identical(clouds: Sequence[ClassCloud]) -> tuple[list[ClassCloud], lis
 
 
 def _outlines(clouds: Sequence[ClassCloud]) -> list[bytes]:
-    """`ClassCloud.outline` of many classes: those of one size together, one wait for a device."""
+    """Compute `ClassCloud.outline` of many classes, stacked by size, with one transfer."""
     if not clouds:
         return []
     alike: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
@@ -201,7 +210,7 @@ def _outlines(clouds: Sequence[ClassCloud]) -> list[bytes]:
         for first in range(0, len(members), together):
             some = members[first : first + together]
             parts = [clouds[place].points.detach() for place in some]
-            # A large class is not copied.
+            # Stacking would copy a large class.
             points = torch.stack(parts) if len(parts) > 1 else parts[0][None]
             extremes.append(torch.stack((points.amin(1), points.amax(1)), 1).double())
             order += some
@@ -213,13 +222,14 @@ def _outlines(clouds: Sequence[ClassCloud]) -> list[bytes]:
 def _told_apart_by_weights(
     keys: Sequence[tuple[Any, ...]], clouds: Sequence[ClassCloud]
 ) -> list[tuple[Any, ...]]:
-    """Keys that differ where classes of the same points have weights that differ beyond rounding.
+    """Extend the keys of classes with the same points whose weights differ beyond rounding.
 
-    They get the number of their weights among all that share the key, in the order of the weights.
+    Such a key is extended by the rank of its weights among all classes that share the key.
     """
     sharing: dict[tuple[Any, ...], list[int]] = {}
     for place, (key, cloud) in enumerate(zip(keys, clouds, strict=True)):
-        # Size, outline and content: classes whose shorter keys agree are one to the last bit.
+        # A key of size, outline and content. Classes with shorter keys that agree are equal to the
+        # last bit.
         if len(key) == 3 and cloud.weights is not None:
             sharing.setdefault(key, []).append(place)
     found = list(keys)
@@ -236,7 +246,7 @@ def _told_apart_by_weights(
 
 
 def _normalised(weights: Tensor | None) -> Tensor | None:
-    """Weights that sum to 1 within the class, or None where all are equal."""
+    """Scale weights to sum 1 within the class; return None if all are equal."""
     if weights is None or bool((weights == weights[0]).all()):
         return None
     return weights / weights.sum()

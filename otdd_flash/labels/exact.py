@@ -1,7 +1,12 @@
-"""Unregularised squared 2-Wasserstein distance between the points of pairs of classes.
+"""Unregularised squared 2-Wasserstein distances between the points of pairs of classes.
 
-POT's network simplex solves one pair at a time on one core; many pairs are shared out to several
-processes. A pair's distance does not depend on which of them computed it.
+POT's network simplex solves one pair at a time on one core. Many pairs are distributed over several
+processes (joblib's loky). `labels.metrics.builtin` calls `exact_distances` and `exact_parts` for
+`labels=exact`.
+
+A change must keep a pair's distance independent of the process that computes it and of the other
+pairs, because distances are cached. Sizes and the expected time are checked before any pair is
+solved. The processes end with their parent, even if it is killed.
 """
 
 from __future__ import annotations
@@ -27,17 +32,17 @@ from otdd_flash.labels.pair_chunks import used_classes
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.operators.memory import free_memory
 
-# The network simplex needs some 50 bytes per pair of points: this many take 1.2 GiB.
+# The network simplex needs some 50 bytes per pair of points: 25 million pairs take 1.2 GiB.
 MAX_PAIRS_OF_POINTS = 25_000_000
 BYTES_PER_PAIR_OF_POINTS = 50
 MAX_PIVOTS = 100_000_000
-# Of all pairs of classes together, on all processes.
+# Of all pairs of classes together, divided by the number of processes.
 MAX_HOURS = 24.0
 
-# What a pair takes on one core, as measured: n m d for the costs, (n m)^1.3 for the simplex.
+# Measured time of a pair on one core: n m d for the costs, (n m)^1.3 for the simplex.
 SECONDS_PER_COST = 3e-10
 SIMPLEX_SECONDS, SIMPLEX_POWER = 3.2e-9, 1.3
-# To start the processes takes some five seconds, to hand one of them a task some milliseconds.
+# Starting the processes takes some five seconds, sending one of them a task some milliseconds.
 SECONDS_WORTH_PROCESSES = 15.0
 SECONDS_PER_TASK = 0.2
 
@@ -47,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Classes(NamedTuple):
-    """All classes in three arrays, which processes share: class c is starts[c] to starts[c + 1].
+    """All classes in three arrays that processes share; class c starts at row starts[c].
 
     Attributes:
         points: (N, d).
@@ -60,7 +65,7 @@ class _Classes(NamedTuple):
     starts: Array
 
     def rows(self, index: int) -> tuple[Array, Array]:
-        """Points (n, d) and masses (n,) of one class."""
+        """Return points (n, d) and masses (n,) of one class."""
         own = slice(self.starts[index], self.starts[index + 1])
         return self.points[own], self.masses[own]
 
@@ -68,15 +73,18 @@ class _Classes(NamedTuple):
 def exact_distances(
     clouds: Sequence[ClassCloud], pairs: Tensor, *, progress: Progress | None = None
 ) -> PairDistances:
-    """Squared 2-Wasserstein distances of pairs of classes (POT's `emd2`).
+    """Compute the squared 2-Wasserstein distances of pairs of classes (POT's `emd2`).
 
     Args:
         clouds: V classes.
-        pairs: (P, 2) int64, which of them to compare.
-        progress: called with the number of class pairs done and their total.
+        pairs: (P, 2) int64, indices of the classes of each pair.
+        progress: called with the number of pairs of classes done and their total.
+
+    Returns:
+        P distances, each its own lower and upper bound.
 
     Raises:
-        InputError: classes are too large or pairs too many, or the simplex does not end.
+        InputError: classes are too large or pairs too many, or the simplex does not finish.
     """
     values = torch.empty(len(pairs), dtype=torch.float64, device=clouds[0].points.device)
     done = 0
@@ -94,7 +102,10 @@ def exact_parts(
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Yield distances as they are computed: positions (k,) in the list of pairs, distances (k,).
 
-    Closing the iterator ends the processes' work.
+    Closing the generator stops the processes.
+
+    Raises:
+        InputError: as `exact_distances`.
     """
     if not len(pairs):
         return
@@ -106,7 +117,7 @@ def exact_parts(
     seconds = _seconds(sizes[one] * sizes[two], clouds[0].points.shape[1])
     workers = _workers(float(seconds.sum()), int((sizes[one] * sizes[two]).max()))
     _check_hours(float(seconds.sum()) / 3600, workers, len(pairs))
-    # The longest first, so that no process is left with one at the end.
+    # The longest pairs first: none is left to a single process at the end.
     order = np.argsort(-seconds, kind="stable")
     tasks = np.split(order, _ends(seconds[order]))
     classes = _gathered(clouds, sizes)
@@ -127,26 +138,28 @@ def exact_parts(
 def _solved(
     classes: _Classes, pairs: Array, tasks: Sequence[Array], workers: int
 ) -> Generator[tuple[Array, list[float | str]], None, None]:
-    """Every task with its answers, in the order in which they end."""
+    """Yield every task with its answers, in the order in which tasks finish."""
     if workers == 1:
         for task in tasks:
             yield _solve(classes, pairs[task], task, None)
         return
     from joblib import Parallel, delayed, parallel_config
 
-    # These processes need no guard in the user's script, and are kept for the next call.
+    # Loky processes need no `if __name__ == "__main__"` in the user's script, and the next call
+    # reuses them.
     with parallel_config(backend="loky", inner_max_num_threads=1):
         pool = Parallel(
             workers, return_as="generator_unordered", batch_size=1, pre_dispatch="n_jobs"
         )
     answers = pool(delayed(_solve)(classes, pairs[task], task, os.getpid()) for task in tasks)
     try:
-        # Not `yield from`, which would close the answers before the line below is reached.
+        # Not `yield from`: closing it would close `answers` before the warnings filter below is
+        # set.
         for answer in answers:  # noqa: UP028
             yield answer
     finally:
         with warnings.catch_warnings():
-            # That tasks are given up is what closing is for.
+            # Cancelling tasks is the purpose of closing.
             warnings.simplefilter("ignore", UserWarning)
             answers.close()
 
@@ -154,7 +167,7 @@ def _solved(
 def _solve(
     classes: _Classes, pairs: Array, task: Array, parent: int | None
 ) -> tuple[Array, list[float | str]]:
-    """Distances of pairs of classes, or what POT says where it could not find one."""
+    """Return a task with its pairs' distances; a string is POT's reason why it has none."""
     if parent is not None:
         _leave_with(parent)
     return task, [_squared_wasserstein(classes.rows(i), classes.rows(j)) for i, j in pairs]
@@ -162,7 +175,7 @@ def _solve(
 
 @cache
 def _leave_with(parent: int) -> None:
-    """End this process soon after its parent, which may be killed without a word."""
+    """End this process soon after its parent, which may be killed without notice."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -176,13 +189,13 @@ def _squared_wasserstein(one: tuple[Array, Array], two: tuple[Array, Array]) -> 
     import ot
     from scipy.spatial.distance import cdist
 
-    # From differences: no cancellation.
+    # From differences, so without cancellation.
     costs = cdist(one[0], two[0], "sqeuclidean")
-    # The simplex begins with costs of its own that are above 1, and loses what is far below them.
+    # The simplex adds artificial costs above 1; costs far below these would be lost in rounding.
     exponent = np.frexp(costs.max())[1]
     np.ldexp(costs, -exponent, out=costs)
     with warnings.catch_warnings():
-        # The log says the same as POT's warnings, which would name none of the classes.
+        # The log holds the same message as POT's warning, which could not name the classes.
         warnings.simplefilter("ignore")
         value, log = ot.emd2(
             np.array(one[1]),
@@ -201,19 +214,19 @@ def _gathered(clouds: Sequence[ClassCloud], sizes: Array) -> _Classes:
 
 
 def _seconds(pairs_of_points: Array, dim: int) -> Array:
-    """What each pair takes on one core."""
+    """Return the expected seconds of each pair on one core."""
     simplex: Array = SIMPLEX_SECONDS * pairs_of_points.astype(np.float64) ** SIMPLEX_POWER
     return simplex + SECONDS_PER_COST * dim * pairs_of_points
 
 
 def _ends(seconds: Array) -> Array:
-    """Where to cut a list of pairs into tasks that are worth handing out."""
+    """Return where to cut a list of pairs into tasks of about SECONDS_PER_TASK each."""
     task = np.floor(np.cumsum(seconds) / SECONDS_PER_TASK)
     return np.flatnonzero(np.diff(task)) + 1
 
 
 def _workers(seconds: float, largest: int) -> int:
-    """How many processes: as many as there are cores, and memory for their largest pair."""
+    """Return the number of processes: one per core, as far as memory holds their largest pair."""
     if seconds < SECONDS_WORTH_PROCESSES:
         return 1
     from joblib import cpu_count

@@ -1,6 +1,8 @@
-"""OT_epsilon between many pairs of classes in Triton kernels, in float32.
+"""The terms OT_epsilon of many pairs of classes in Triton kernels, float32 (`labels=sinkhorn`).
 
-All pairs are one problem, as far as their potentials fit the memory.
+`labels.sinkhorn_pairs` calls `solve_in_kernels`, which it imports only on a CUDA device with
+Triton. Pairs are solved in as few batches as half of the free memory allows. The batch must not
+change a pair's numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from otdd_flash.operators.memory import free_memory
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
 
-# Pairs whose sizes are compared at once: what is made of them takes some 100 bytes each.
+# Pairs whose sizes are compared at once, some 100 bytes each.
 AT_ONCE = 1 << 20
 
 
@@ -26,7 +28,7 @@ def solve_in_kernels(
     options: Converged,
     finished: Finished | None = None,
 ) -> SegmentTerms:
-    """The terms of P pairs; other arguments as for `TermSolver`."""
+    """Solve the terms of P pairs of classes of `pool`; other arguments as for `TermSolver`."""
     themselves = bool((pairs[:, 0] == pairs[:, 1]).all())
     solve = solve_self_terms if themselves else solve_cross_terms
     out = torch.zeros(
@@ -42,9 +44,13 @@ def solve_in_kernels(
 
 
 def _batches(pool: ClassPool, pairs: Tensor) -> list[tuple[bool, Tensor]]:
-    """Positions of pairs with the same kind of tiles, and as many as half of the free memory.
+    """Group pairs by their kind of tiles, into batches that fit half of the free memory.
 
-    All of them at once, so that nothing else of the list is kept while they are solved.
+    All batches are returned at once: a generator would keep lists of all pairs alive during the
+    solves.
+
+    Returns:
+        Whether a batch has small tiles, and the positions of its pairs.
     """
     small = torch.empty(len(pairs), dtype=torch.bool, device=pairs.device)
     needed = torch.empty(len(pairs), dtype=torch.int64, device=pairs.device)

@@ -1,13 +1,17 @@
-"""Class-to-class distances W over the classes of several datasets, measured once.
+"""Class-to-class distances of several datasets, and of two as their special case.
 
-Class-to-class distances W of two datasets.
+`class_distances` is the public function of K datasets and `JointClassDistances` its result, the (V,
+V) table over all V classes. `measure_classes` returns the `ClassDistances` of two datasets,
+`class_block` one rectangular block of a table. `settled_metric`, `drop_small_classes` and
+`notice_single_samples` prepare metric and datasets before they are measured.
 
-Drop the classes that hold too few samples.
+`otdd`, `pairwise`, `flows.run`, `flows.result`, `flows.modes.feature_driven`, `sliced.distances`
+and the study's `transport` call this module; most of them import it through `otdd_flash.labels`.
 
-Distances between the classes of one dataset and those of another, and no others.
-
-A table over many datasets consists of such blocks, which can be measured one by one: a distance is
-the same to the last bit whatever other pairs are measured beside it.
+A change must keep three things. A distance has the same bits whatever other pairs are measured
+beside it, so that a table can be measured block by block; this is why classes go through
+`merge_identical` first. Each pair of classes is measured once. The keys of the npz files stay as
+they are.
 """
 
 from __future__ import annotations
@@ -59,12 +63,13 @@ class JointClassDistances:
     """Squared 2-Wasserstein distances between all classes of K datasets, ground cost ||.||^2.
 
     Attributes:
-        full: (V, V) float64, V the number of classes in all; symmetric, 0 on the diagonal and
-            between classes of equal content.
+        full: (V, V) float64, with V classes in all; symmetric, 0 on the diagonal and between
+            classes of equal content.
         datasets: K names, made distinct by numbers where datasets share one.
-        class_names: for each dataset the names of its classes, which are its rows of the table.
-        lower: (V, V) lower solver bounds, where a method gives them; else None.
-        upper: (V, V) upper ones.
+        class_names: for each dataset the names of its classes, in the order of its rows in the
+            table.
+        lower: (V, V) lower solver bounds; None if the metric gives none.
+        upper: (V, V) upper solver bounds; None if the metric gives none.
     """
 
     full: Tensor
@@ -81,16 +86,16 @@ class JointClassDistances:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The K + 1 row numbers: dataset k has the rows offsets[k] to offsets[k + 1]."""
+        """The K + 1 row offsets: dataset k has the rows offsets[k] to offsets[k + 1] - 1."""
         return (0, *accumulate(len(names) for names in self.class_names))
 
     @computes
     @takes()
     def between(self, first: Index, second: Index) -> ClassDistances:
-        """Cut out the table of two of the datasets, by their places in the list.
+        """Return the table of two of the datasets, given by their indices in the list.
 
         Raises:
-            InputError: there is no such place.
+            InputError: an index is out of range.
         """
         for place in (first, second):
             if not 0 <= place < len(self.datasets):
@@ -112,10 +117,10 @@ class JointClassDistances:
         )
 
     def named_for(self, datasets: Sequence[LabeledSamples]) -> JointClassDistances:
-        """Return the table for the classes of these datasets, matched by name.
+        """Return the table of these datasets' classes; rows are matched to classes by name.
 
         Raises:
-            InputError: there are more or fewer datasets, or one has a class without a row.
+            InputError: the number of datasets differs, or a class has no row.
         """
         if len(datasets) != len(self.datasets):
             raise InputError(
@@ -138,9 +143,9 @@ class JointClassDistances:
 
     @takes()
     def save(self, path: str | Path) -> None:
-        """Write an npz with keys full, offsets, datasets, class_names and the version.
+        """Write an npz file with the keys full, offsets, datasets, class_names and the version.
 
-        Where bounds are known, it has the keys lower and upper too.
+        The keys lower and upper are added if there are bounds.
 
         Raises:
             InputError: the file cannot be written.
@@ -159,10 +164,10 @@ class JointClassDistances:
     @classmethod
     @takes()
     def load(cls, path: str | Path) -> JointClassDistances:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            InputError: the file is missing or unreadable, or not such a table.
+            InputError: the file is missing, unreadable or no such table.
         """
         needed = ("full", "offsets", "datasets", "class_names")
         arrays = read_arrays(path, needed, "JointClassDistances.save")
@@ -204,18 +209,18 @@ def class_distances(
 
     Args:
         datasets: K labelled datasets of one dimension, as samples or as arrays (features, labels).
-        labels: how to measure, a name, a metric of `otdd.labels`, any but `given`, or a function
-            f(x, y) of the points of two classes. `sinkhorn` without an epsilon takes 0.01 of
-            the mean squared distance between all rows.
-        ground: `cosine` measures between features of length 1, for a comparison with that ground
-            cost; `inner` has no distance between classes.
+        labels: how to measure: a name, a metric of `otdd.labels` except `given`, or a function f(x,
+            y) of the points of two classes. `sinkhorn` without an epsilon takes 0.01 of the mean
+            squared distance between all rows.
+        ground: `cosine` measures between features of length 1, as that ground cost needs it;
+            `inner` has no distance between classes.
         min_class_size: drop classes with fewer samples, with a notice.
-        cache_dir: keep distances in a database in this folder, by the classes' content, and do not
-            measure again what it holds; None keeps none.
+        cache_dir: folder of a database of measured distances, keyed by the content of the classes;
+            known distances are read from it. None: no cache.
         progress: called with the number of pairs of classes done and their total.
 
     Returns:
-        The whole table; `between(i, j)` is that of two of the datasets.
+        The whole table; `between(i, j)` is the table of two of the datasets.
 
     Raises:
         InputError: not a list of datasets, labels are missing, the dimensions differ, or a class is
@@ -237,16 +242,16 @@ def settled_metric(
     datasets: Sequence[LabeledSamples],
     streaming: Streaming | None = None,
 ) -> LabelMetric:
-    """Return the metric with the regularisation that `sinkhorn` takes where it has none of its own.
+    """Return the metric, with an epsilon for a `Sinkhorn` metric that has none.
 
-    It is the epsilon that was given for the comparison, else a share of the mean squared distance
-    between the rows of all datasets, pooled, and 1 where that is 0.
+    The epsilon is the one given for the comparison. Without one it is DEFAULT_RELATIVE times the
+    mean squared distance between the pooled rows of all datasets, or 1 if that is 0.
 
     Args:
-        metric: any; all but `sinkhorn` come back as they are.
+        metric: any metric; other kinds are returned unchanged.
         epsilon: as given by the user, or None.
-        datasets: as the ground cost sees them.
-        streaming: of points that do not stay on the device.
+        datasets: the samples as transformed by the ground cost.
+        streaming: how to read points that do not stay on the device.
     """
     if not isinstance(metric, Sinkhorn) or metric.epsilon is not None:
         return metric
@@ -256,9 +261,10 @@ def settled_metric(
 
 
 def _mean_square(datasets: Sequence[LabeledSamples], streaming: Streaming | None) -> float:
-    """The mean of ||x - x'||^2 over pooled rows, twice their mean squared distance from the mean.
+    """Return the mean of ||x - x'||^2 over the pooled rows of all datasets.
 
-    A dataset counts by its rows, which count within it by their masses.
+    It is twice the mean squared distance from the pooled mean. A dataset weighs as much as it has
+    rows; within it, rows weigh by their masses.
     """
     rows = torch.tensor([len(samples) for samples in datasets], dtype=torch.float64)
     shares = rows / rows.sum()
@@ -281,10 +287,12 @@ def measure_all(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> JointClassDistances:
-    """`class_distances` of datasets in which every class has samples of positive weight.
+    """Measure all class distances of datasets without empty classes; see `class_distances`.
+
+    The datasets are already transformed by the ground cost, and the metric is settled.
 
     Raises:
-        InputError: as there, or a class is empty.
+        InputError: as `class_distances`, or a class has no sample of positive weight.
     """
     if isinstance(metric, Given):
         raise measures_nothing()
@@ -293,7 +301,7 @@ def measure_all(
         return _joint(datasets, torch.zeros(count, count, dtype=torch.float64))
     clouds, _ = pool(datasets)
     distinct, index = merge_identical(clouds)
-    # Millions of pairs are listed, measured and put into tables where the points are.
+    # Stays on the points' device: there may be millions of pairs.
     pairs = all_pairs(len(distinct), distinct[0].points.device)
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
     tables = [
@@ -304,15 +312,15 @@ def measure_all(
 
 
 def class_names(samples: LabeledSamples) -> tuple[str, ...]:
-    """Return the class names; unlabelled samples have one."""
+    """Return the class names; unlabelled samples have the single class `UNLABELLED_CLASS`."""
     return samples.class_names if samples.labels is not None else (UNLABELLED_CLASS,)
 
 
 def as_datasets(datasets: Sequence[Samples], at_least: int = 1) -> list[LabeledSamples]:
-    """Make a list of that many datasets, each by `as_samples`.
+    """Convert every dataset of a list by `as_samples`.
 
     Raises:
-        InputError: there are fewer, or one is not what samples must be.
+        InputError: there are fewer than `at_least`, or one cannot be converted.
     """
     if len(datasets) < at_least:
         raise InputError(
@@ -332,7 +340,7 @@ def _joint(
 
 
 def distinct_names(datasets: Sequence[LabeledSamples]) -> tuple[str, ...]:
-    """Return the datasets' names, with their places behind those that several share."""
+    """Return the datasets' names, with the index appended to names that several share."""
     names = [samples.name for samples in datasets]
     return tuple(
         f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names)
@@ -340,7 +348,7 @@ def distinct_names(datasets: Sequence[LabeledSamples]) -> tuple[str, ...]:
 
 
 def _bounded(found: PairDistances) -> tuple[Tensor, ...]:
-    """Values, and bounds where they say more than the values."""
+    """Return the values alone where both bounds equal them, else values, lower and upper."""
     if torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values):
         return (found.values,)
     return tuple(found)
@@ -355,24 +363,24 @@ def measure_classes(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> ClassDistances:
-    """Distances between all classes of two datasets.
+    """Measure the distances between all classes of two datasets.
 
     Args:
-        source: the dataset whose classes are the table's first Vx.
-        target: the dataset whose classes are its last Vy.
+        source: the dataset of the first Vx classes of the table.
+        target: the dataset of the last Vy classes.
         metric: how to measure.
-        statistics: take the points of the classes from these (source, target) instead, such as the
-            whole datasets of which `source` and `target` are subsets; classes are matched by name.
-        cache_dir: keep distances in a database in this folder, by the classes' content, and do not
-            measure again what it holds; None keeps none.
-        progress: called with the number of class pairs done and their total.
+        statistics: (source, target) datasets that give the points of the classes instead, such as
+            the whole datasets of which `source` and `target` are subsets; classes are matched by
+            name.
+        cache_dir: as for `class_distances`.
+        progress: called with the number of pairs of classes done and their total.
 
     Returns:
         Squared distances with the datasets' class names; symmetric, the diagonals zero.
 
     Raises:
-        InputError: labels are missing, a class is too small or too large for the method, or the
-            given table is about other classes.
+        InputError: labels are missing, a class is too small or too large for the method, or a given
+            table is about other classes.
     """
     if isinstance(metric, NoLabels):
         statistics = None
@@ -392,7 +400,7 @@ def measure_classes(
 
 
 def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
-    """`whole` with the classes of `samples` only, in their order."""
+    """Restrict `whole` to the classes of `samples`, in their order."""
     if whole.labels is None:
         raise InputError(f"{whole.name} has no labels; {HOW_TO_LABEL}")
     if whole.class_names == samples.class_names:
@@ -406,15 +414,15 @@ def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
     return whole.keep_classes([whole.class_names.index(name) for name in samples.class_names])
 
 
-# How many classes a notice names.
+# Number of classes named in a notice.
 SHOWN = 8
 
 
 def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetric) -> None:
-    """Say which classes of one sample count as points although the metric takes covariances.
+    """Warn of classes of one sample if the metric estimates covariances.
 
     Warns:
-        DataNotice: once for all of them.
+        DataNotice: one notice for all such classes; their covariance is taken as 0.
     """
     if not metric.single_samples_are_points:
         return
@@ -444,8 +452,8 @@ def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetri
 def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledSamples:
     """Keep the classes with at least `minimum` samples of positive weight (None: at least one).
 
-    Classes without any sample go silently, others with a `DataNotice` that names them. Unlabelled
-    samples are returned as they are.
+    Classes without any sample are dropped silently, others with a `DataNotice` that names them.
+    Unlabelled samples are returned unchanged.
 
     Raises:
         InputError: `minimum` is below 1, or no class is left.
@@ -482,13 +490,16 @@ def class_block(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> PairDistances:
-    """Squared distances (V_1, V_2) between the classes of two datasets, with bounds, on the CPU.
+    """Measure the squared distances (V_1, V_2) between the classes of two datasets, on the CPU.
 
     Args:
         first: a dataset in which every class has samples of positive weight.
-        second: another one, or the same object for the block of a dataset with itself.
-        metric: how to measure; any but `Given`.
+        second: another such dataset; the same object for the block of a dataset with itself.
+        metric: any metric but `Given`.
         cache_dir: as for `measure_pairs`.
+
+    Returns:
+        The block, with solver bounds of the same shape.
 
     Raises:
         InputError: labels are missing, or a class is too small or too large for the method.

@@ -1,4 +1,11 @@
-"""From classes to their distances: what the cache knows, and the rest by the metric."""
+"""Distances of a list of pairs of classes: known ones from the cache, the others by the metric.
+
+`measure_pairs` is called by `labels.many` and `flows.modes.feature_driven`. It reads the cache,
+measures the missing pairs in parts and writes them at intervals, so that a killed run loses little.
+
+A change must keep the numbers the same to the last bit with and without a cache, and must write no
+distance of a solve that did not converge.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +27,20 @@ from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.plugins import blamed_on
 
-# A metric prepares all classes of a part before its first pair: with so many pairs per class it
-# takes some 5% longer than all at once, and a run that is killed loses one part. A GPU takes
-# seconds for whole tables, and has them in one part.
+# A metric prepares all classes of a part before its first pair. With so many pairs per class, parts
+# take some 5% longer than one run over all pairs, and a killed run loses one part. A GPU takes
+# seconds for whole tables and measures them in one part.
 PAIRS_PER_CLASS = 4
-# A write takes some milliseconds; exact distances may come by the hundred per second.
+# A write takes some milliseconds; exact distances may come at hundreds per second.
 SECONDS_BETWEEN_WRITES = 1.0
 
 
 class Part(NamedTuple):
-    """Some of a list of pairs.
+    """Measured distances of some of a list of pairs.
 
     Attributes:
-        positions: (k,) int64, which ones.
-        distances: of those pairs.
+        positions: (k,) int64, the pairs' indices in the list.
+        distances: the distances of those pairs.
         converged: whether all of them reached the metric's tolerance.
     """
 
@@ -53,17 +60,19 @@ def measure_pairs(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> PairDistances:
-    """Distances of pairs of classes.
+    """Measure the distances of pairs of classes, reading from and writing to the cache.
 
-    With a cache, what it knows is not measured, and what is measured and has converged is kept as
-    soon as it is there. The numbers are the same with and without it, to the last bit.
+    The numbers are the same with and without a cache, to the last bit.
 
     Args:
-        clouds: V classes, in the order that `merge_identical` gives them.
+        clouds: V classes, in the order of `merge_identical`.
         pairs: (P, 2) int64, indices of two different classes, the larger first, on any device.
-        metric: how to measure; any but `Given`.
-        cache_dir: where distances that are expensive to measure are kept; None keeps none.
+        metric: how to measure; any metric but `Given`.
+        cache_dir: folder of the cache, used for metrics that have a recipe; None: no cache.
         progress: called with the number of pairs done and their total.
+
+    Returns:
+        P distances with bounds, on the points' device.
 
     Raises:
         InputError: a class is too small or too large for the method.
@@ -99,7 +108,7 @@ def measure_pairs(
 
 
 def _told(parts: Parts, keep: Callable[[Sequence[Part]], None]) -> Parts:
-    """Yield the parts, handing them to `keep` every now and then, the last in any case."""
+    """Yield the parts and pass them to `keep` at intervals; the last ones also after an error."""
     waiting: list[Part] = []
     kept = time.monotonic()
     with closing(parts):
@@ -122,7 +131,7 @@ def _measured(
     at_once: int,
     progress: Progress | None,
 ) -> Parts:
-    """The pairs at some positions of the list, in parts as they are measured."""
+    """Measure the pairs at some positions of the list, and yield them part by part."""
     done = len(pairs) - len(positions)
     if not len(positions):
         return
@@ -155,12 +164,12 @@ def _measured(
 
 
 def _joined(parts: Parts, pairs: Tensor, *known: Part) -> PairDistances:
-    """The distances of a list of pairs, where it is, from all of its parts."""
+    """Assemble the distances of all pairs from their parts, on the device of `pairs`."""
     numbers = torch.empty((3, len(pairs)), dtype=torch.float64, device=pairs.device)
-    # Closed at once where one is interrupted: other processes may be at work.
+    # Closed at once after an interrupt: other processes may be working for the generator.
     with closing(parts):
         for part in chain(known, parts):
             for row, values in zip(numbers, part.distances, strict=True):
-                # A metric of somebody's may leave them in another type, or on the CPU.
+                # A metric of another package may return another dtype or device.
                 row[part.positions] = values.to(row)
     return PairDistances(*numbers)

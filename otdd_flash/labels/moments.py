@@ -1,8 +1,11 @@
-"""Mean and covariance of a class, in float64, the covariance as a factor A with S = A^T A.
+"""Means and covariances of classes in float64, and class distances that need no more than these.
 
-All of it is differentiable in the points and in weights that keep their sum.
+A covariance S is kept as a factor A with A^T A = S. `mean_distances` and `upper_bound_distances`
+are the methods `labels=means` and `labels=upper_bound`. `labels.gaussian`,
+`labels.metrics.builtin`, `contributions`, `flows.gaussians` and `flows.modes.feature_driven` call
+this module.
 
-Distances between classes from their means and total variances alone.
+A change must keep everything differentiable in the points, and in weights that keep their sum.
 """
 
 from __future__ import annotations
@@ -19,16 +22,17 @@ from otdd_flash.labels.pairs import PairDistances
 
 
 def class_mean(cloud: ClassCloud) -> Tensor:
-    """The weighted mean (d,), float64."""
+    """Return the weighted mean (d,), float64."""
     anchor, _, shift = _from_the_heaviest(cloud)
     return anchor + shift
 
 
 def _from_the_heaviest(cloud: ClassCloud) -> tuple[Tensor, Tensor, Tensor]:
-    """The heaviest point (d,), all points (n, d) as seen from it, and their mean (d,), float64.
+    """Return the heaviest point (d,), the points (n, d) relative to it, and their mean (d,).
 
-    Differences from a point of the class keep the digits that a distance from the origin takes, and
-    what a dominant point is away from the mean. The heaviest counts as a constant.
+    Differences from a point of the class keep the digits that a large distance from the origin
+    would take, and the small offset of a dominant point from the mean. The heaviest point counts as
+    a constant.
     """
     points = cloud.points.to(torch.float64)
     heaviest = points.new_zeros(1, dtype=torch.int64)
@@ -40,16 +44,16 @@ def _from_the_heaviest(cloud: ClassCloud) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def class_means(clouds: Sequence[ClassCloud]) -> Tensor:
-    """The weighted means of all classes, (V, d) float64."""
+    """Return the weighted means of all classes, (V, d) float64."""
     return torch.stack([class_mean(cloud) for cloud in clouds])
 
 
 def covariance_factor(cloud: ClassCloud, unbiased: bool) -> Tensor:
-    """A (n, d) float64 with A^T A the covariance of the class.
+    """Return A (n, d) float64 with A^T A the covariance of the class.
 
-    A's rows are sqrt(w_i / z) (x_i - mean). The plain covariance has z = 1; the unbiased one has
-    z = 1 - sum_i w_i^2 (reliability weights), so that w_i / z is 1 / (n - 1) for equal weights.
-    A class of one sample is a point: its covariance is 0, `unbiased` or not.
+    The rows of A are sqrt(w_i / z) (x_i - mean). The plain covariance has z = 1; the unbiased one
+    has z = 1 - sum_i w_i^2 (reliability weights), so that w_i / z is 1 / (n - 1) for equal weights.
+    The covariance of a class of one sample is 0, `unbiased` or not.
     """
     size = len(cloud)
     unbiased = unbiased and size > 1
@@ -62,31 +66,31 @@ def covariance_factor(cloud: ClassCloud, unbiased: bool) -> Tensor:
 
 
 def _unevenness(weights: Tensor) -> Tensor:
-    """1 - sum_i w_i^2 = sum_i w_i (1 - w_i) of weights (n,) that sum to 1, all of its digits.
+    """Return 1 - sum_i w_i^2 = sum_i w_i (1 - w_i) without cancellation, weights (n,) of sum 1.
 
-    1 - w of a weight above 1/2, of which there is one at most, is the sum of the others.
+    At most one weight exceeds 1/2; its 1 - w is computed as the sum of the others.
     """
     heaviest = weights.argmax().reshape(1)
     others = weights.index_fill(0, heaviest, 0.0)
-    # The same one, whose derivative that of the maximum would share among all that are as heavy.
+    # Selected by index: the derivative of a maximum would be shared among equal weights.
     heavy = weights.index_select(0, heaviest).squeeze(0)
     return (others * (1 - others)).sum() + heavy * others.sum()
 
 
 def total_variances(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:
-    """Traces of the class covariances, (V,) float64."""
+    """Return the traces of the class covariances, (V,) float64."""
     return torch.stack([covariance_factor(cloud, unbiased).square().sum() for cloud in clouds])
 
 
 def standard_deviations(clouds: Sequence[ClassCloud], unbiased: bool) -> Tensor:
-    """Compute deviations of features within classes, (V, d) float64; gradient 0 where 0."""
+    """Compute the features' deviations within classes, (V, d) float64; gradient 0 at 0."""
     return torch.stack(
         [torch.linalg.vector_norm(covariance_factor(cloud, unbiased), dim=0) for cloud in clouds]
     )
 
 
 def squared_gaps(points: Tensor, pairs: Tensor) -> Tensor:
-    """||p_i - p_j||^2 (P,) for the rows of (V, d) and pairs (P, 2), from differences.
+    """Return ||p_i - p_j||^2 (P,) for rows of `points` (V, d) and pairs (P, 2), from differences.
 
     Equal rows are at exactly 0.
     """
@@ -100,7 +104,7 @@ def squared_gaps(points: Tensor, pairs: Tensor) -> Tensor:
 
 
 def mean_distances(clouds: Sequence[ClassCloud], pairs: Tensor) -> PairDistances:
-    """||m_i - m_j||^2 of pairs (P, 2) of classes."""
+    """Compute ||m_i - m_j||^2 of pairs (P, 2) of classes."""
     with torch.no_grad():
         return PairDistances.exactly(mean_table(clouds, pairs))
 
@@ -108,16 +112,16 @@ def mean_distances(clouds: Sequence[ClassCloud], pairs: Tensor) -> PairDistances
 def upper_bound_distances(
     clouds: Sequence[ClassCloud], pairs: Tensor, *, unbiased: bool = True
 ) -> PairDistances:
-    """||m_i - m_j||^2 + tr S_i + tr S_j of pairs (P, 2) of classes.
+    """Compute ||m_i - m_j||^2 + tr S_i + tr S_j of pairs (P, 2) of classes.
 
-    It is the cost of the independent coupling. Covariances divide by n - 1 where `unbiased`.
+    It is the cost of the independent coupling. Covariances divide by n - 1 if `unbiased`.
     """
     with torch.no_grad():
         return PairDistances.exactly(upper_bound_table(clouds, pairs, unbiased))
 
 
 def mean_table(clouds: Sequence[ClassCloud], pairs: Tensor) -> Tensor:
-    """The values of `mean_distances`, (P,) float64, differentiable in the classes' points."""
+    """Return the values of `mean_distances`, (P,) float64, differentiable in the points."""
     clouds, pairs = used_classes(clouds, pairs)
     if len(pairs) == 0:
         return torch.zeros(0, dtype=torch.float64, device=pairs.device)
@@ -125,7 +129,7 @@ def mean_table(clouds: Sequence[ClassCloud], pairs: Tensor) -> Tensor:
 
 
 def upper_bound_table(clouds: Sequence[ClassCloud], pairs: Tensor, unbiased: bool = True) -> Tensor:
-    """The values of `upper_bound_distances`, differentiable as `mean_table`."""
+    """Return the values of `upper_bound_distances`, differentiable as in `mean_table`."""
     clouds, pairs = used_classes(clouds, pairs)
     if len(pairs) == 0:
         return torch.zeros(0, dtype=torch.float64, device=pairs.device)

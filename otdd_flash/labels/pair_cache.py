@@ -1,13 +1,15 @@
-"""Distances between classes that were measured before, on disk, one entry per pair of classes.
+"""The cache of measured class distances: one SQLite database, one row per pair of classes.
 
-An entry is found by the content of its two classes and by the recipe, the method with its
-parameters: a dataset that is compared with a second and then with a third one is measured within
-itself once. All entries are in one SQLite database, so that many of them are read at once, several
-processes may write at the same time, and a run that is killed leaves whole entries only. A damaged
-database is set aside and begun anew; one that cannot be used is said once and then left alone. It
-never stops a run.
+A row is keyed by the content of its two classes and by the recipe, that is the method with its
+parameters. So a dataset that is compared with a second and then with a third one is measured within
+itself once. One database lets many rows be read at once and several processes write at the same
+time, and a killed run leaves only complete rows.
 
-The SQLite database of known class distances: rows, their checksums, and who waits for whom.
+`labels.measuring` is the only caller, through `PairCache`. The cache never stops a run: a damaged
+database is renamed and begun anew, an unusable one is reported once and then ignored.
+
+A change of the layout, or of a method's numbers, must raise ENTRY_FORMAT, which is part of the
+file's name. Every row carries a checksum that is verified when it is read.
 """
 
 from __future__ import annotations
@@ -32,15 +34,12 @@ from otdd_flash.labels.pairs import PairDistances
 from otdd_flash.version import __version__
 
 # Part of the file's name: a database of another layout, or with numbers that a method would compute
-# in another way today, is never read.
+# differently today, is never read.
 ENTRY_FORMAT = 3
-
 
 FILE = f"class_distances.{ENTRY_FORMAT}.sqlite3"
 
-
 ROWS_AT_ONCE = 100_000
-
 
 FIND = (
     "SELECT first.place, second.place, value, lower, upper, checksum FROM wanted AS first "
@@ -48,34 +47,27 @@ FIND = (
     "JOIN wanted AS second ON pairs.second = second.id"
 )
 
-
 PLACES, NUMBERS = ("first", "second"), ("value", "lower", "upper")
-
 
 ROW = np.dtype(
     [*((name, "i8") for name in PLACES), *((name, "f8") for name in NUMBERS), ("checksum", "i8")]
 )
 
-
 KEEP = "INSERT OR IGNORE INTO pairs VALUES (?, ?, ?, ?, ?, ?, ?)"
-
 
 T = TypeVar("T")
 
-
-# Which two of the classes (P, 2), and their value and bounds (P, 3).
+# Indices of the two classes (P, 2), and value and bounds (P, 3).
 Rows = tuple[NDArray[Any], NDArray[Any]]
-
 
 logger = logging.getLogger(__name__)
 
 
 class PairCache:
-    """Distances of pairs of classes, in one database.
+    """Distances of pairs of classes in one database.
 
     Args:
-        cache_dir: the database's folder, made on the first write. None turns the
-            cache off.
+        cache_dir: the database's folder, made on the first write. None turns the cache off.
     """
 
     def __init__(self, cache_dir: str | os.PathLike[str] | None) -> None:
@@ -83,22 +75,22 @@ class PairCache:
 
     @property
     def active(self) -> bool:
-        """Whether entries can be found or kept; False after a failure of the database."""
+        """Whether entries can be read or written; False after a failure of the database."""
         return self._path is not None
 
     def find(
         self, recipe: str, classes: Sequence[bytes], pairs: Tensor
     ) -> tuple[Tensor, PairDistances]:
-        """Look up the distances of some pairs.
+        """Look up the distances of pairs of classes.
 
         Args:
-            recipe: the method and all that its numbers depend on, other than the classes.
+            recipe: the method with all parameters that its numbers depend on.
             classes: V fingerprints.
-            pairs: (P, 2) int64, which of the classes.
+            pairs: (P, 2) int64, indices of the classes.
 
         Returns:
-            The positions (K,) of the known pairs in the list, ascending, and their distances;
-            where the list is.
+            The positions (K,) of the known pairs in the list, ascending, and their distances, on
+            the device of `pairs`.
         """
         numbers = np.full((len(pairs), 3), np.nan)
         place = np.full((len(classes), len(classes)), -1)
@@ -114,7 +106,10 @@ class PairCache:
     def keep(
         self, recipe: str, classes: Sequence[bytes], pairs: Tensor, distances: PairDistances
     ) -> None:
-        """Write the distances of pairs (P, 2); arguments as for `find`. Known pairs stay."""
+        """Write the distances of pairs (P, 2), arguments as for `find`; keep rows that exist.
+
+        Distances that are not finite are left out.
+        """
         numbers = torch.stack(distances, 1)
         finite = torch.isfinite(numbers).all(1)
         pairs, numbers = pairs[finite].cpu(), numbers[finite].cpu()
@@ -125,10 +120,10 @@ class PairCache:
             )
 
     def _attempt(self, action: str, step: Callable[[Path], T]) -> T | None:
-        """Do something with the database: once more after damage, and never again after a failure.
+        """Run `step` on the database: once more after damage, never again after another failure.
 
         Returns:
-            What `step` returns, or None where there is no database to be used.
+            The result of `step`, or None if there is no usable database.
         """
         for _ in range(2):
             if self._path is None:
@@ -170,10 +165,10 @@ class PairCache:
 
 
 def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:
-    """All known pairs of these classes, in parts.
+    """Read all known pairs of these classes, in parts.
 
     Raises:
-        DamagedRowError: a row does not match its checksum.
+        DamagedRowError: a row does not match its checksum, or holds impossible numbers.
     """
     check_owner(path)
     if not path.exists():
@@ -198,7 +193,7 @@ def _rows(
     database.execute("BEGIN")
     tables = "SELECT count(*) FROM sqlite_master WHERE name = 'pairs'"
     if patiently(database, path, tables).fetchone() == (0,):
-        # Another process is about to write the first entries.
+        # Another process has created the file and not yet written to it.
         return
     database.execute("CREATE TEMP TABLE wanted (id INTEGER PRIMARY KEY, place INTEGER)")
     database.executemany(
@@ -242,15 +237,13 @@ def _write(
         patiently(database, path, "COMMIT")
 
 
-# Seconds for which another process's hold is waited out in silence, and in all.
+# Seconds to wait for another process's lock: without a message, and in all.
 SILENT_SECONDS = 0.5
-
 
 BUSY_SECONDS = 5.0
 
-
-# Numbers stand for recipes and for classes: two small ones instead of two long hashes per pair. The
-# rows of one class are side by side, so that all pairs of a table are read in a few sweeps.
+# Integers replace recipes and classes: two small numbers instead of two long hashes per pair. The
+# rows of one class are adjacent, so that all pairs of a table are read in a few sweeps.
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS recipes (id INTEGER PRIMARY KEY, content TEXT UNIQUE NOT NULL)",
     "CREATE TABLE IF NOT EXISTS classes (id INTEGER PRIMARY KEY, content BLOB UNIQUE NOT NULL)",
@@ -259,12 +252,10 @@ SCHEMA = (
     "checksum INTEGER NOT NULL, PRIMARY KEY (recipe, first, second)) WITHOUT ROWID",
 )
 
-
-# Odd, so that a product with it modulo 2^64 forgets nothing; otherwise arbitrary.
+# Odd, so that multiplication by it modulo 2^64 is invertible; otherwise arbitrary.
 BASE = np.uint64(0x9E3779B97F4A7C15)
 
-
-# Primary codes of SQLite that blame the disk, other processes or rights, not the content.
+# Primary codes of SQLite for failures of the disk, other processes or rights, not of the content.
 CIRCUMSTANCES = frozenset(
     getattr(sqlite3, f"SQLITE_{name}")
     for name in (
@@ -273,18 +264,17 @@ CIRCUMSTANCES = frozenset(
     )
 )
 
-
-# What a damaged database makes SQLite and the conversion of its rows raise.
+# What SQLite and the conversion of rows raise on a damaged database.
 FAILURES = (OSError, sqlite3.Error, ValueError, TypeError, OverflowError)
 
 
 class DamagedRowError(ValueError):
-    """A row does not match its checksum."""
+    """A row does not match its checksum, or holds impossible numbers."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that leaves transactions to its user; what is not committed is undone."""
+    """Open a connection without automatic transactions; what is not committed is rolled back."""
     database = sqlite3.connect(path, timeout=SILENT_SECONDS, isolation_level=None)
     try:
         yield database
@@ -293,10 +283,10 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def patiently(database: sqlite3.Connection, path: Path, statement: str) -> sqlite3.Cursor:
-    """Execute what another process may keep from being executed, saying so before a long wait.
+    """Execute a statement that another process's lock may delay, with a warning before a long wait.
 
     Raises:
-        sqlite3.OperationalError: it still does after `BUSY_SECONDS`.
+        sqlite3.OperationalError: the database is still locked after `BUSY_SECONDS`.
     """
     try:
         return database.execute(statement)
@@ -314,19 +304,19 @@ def patiently(database: sqlite3.Connection, path: Path, statement: str) -> sqlit
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether another process's hold is the cause."""
+    """Return whether another process's lock is the cause."""
     return _primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether the content of the file is the cause, and not its circumstances."""
+    """Return whether the content of the file is the cause, not its circumstances."""
     return not isinstance(error, OSError) and _primary_code(error) not in CIRCUMSTANCES
 
 
 def numbered(
     database: sqlite3.Connection, table: str, contents: Sequence[str | bytes]
 ) -> list[int]:
-    """The numbers that stand for contents, new ones where they are not known yet."""
+    """Return the integer ids of contents in a table; new contents get new ids."""
     database.executemany(
         f"INSERT OR IGNORE INTO {table} (content) VALUES (?)", ((content,) for content in contents)
     )
@@ -337,20 +327,20 @@ def numbered(
 def checksums(
     recipe: str, classes: Sequence[bytes], pairs: NDArray[Any], numbers: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """One checksum per row, over what it is about and what it says.
+    """Compute one checksum per row, over its key and its numbers.
 
-    A polynomial modulo 2^64 with an odd base in six words of 64 bits: a change of any one of them
-    changes it, and a random change of several leaves it with probability 2^-64.
+    It is a polynomial modulo 2^64 with an odd base in six words of 64 bits. A change of one word
+    always changes it; a random change of several words leaves it with probability 2^-64.
 
     Args:
         recipe: the method with its parameters.
         classes: V fingerprints of at least 8 bytes.
-        pairs: (P, 2) int64, which of the classes.
+        pairs: (P, 2) int64, indices of the classes.
         numbers: (P, 3) float64, value and bounds.
     """
     heads = np.frombuffer(b"".join(content[:8] for content in classes), np.uint64)
     head = np.frombuffer(hashlib.sha256(recipe.encode()).digest()[:8], np.uint64)
-    # SQLite keeps no sign of zero.
+    # Adding 0 removes the sign of zero, which SQLite does not store.
     bits = np.ascontiguousarray(numbers.T + 0.0).view(np.uint64)
     total = np.broadcast_to(head, len(pairs))
     for word in (*heads[pairs.T], *bits):
@@ -359,18 +349,18 @@ def checksums(
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged database and its journals, out of the way of a new one.
+    """Rename a damaged database and its journals, so that a new one can be begun.
 
     Returns:
-        The name that it has now; an earlier one there is replaced.
+        The new path; an earlier file of that name is replaced.
 
     Raises:
         OSError: the folder cannot be written.
     """
     aside = path.with_name(f"{path.name}.damaged")
-    # Journals first: beside a new database they would be played back into it.
+    # Journals first: SQLite would replay them into a new database.
     for ending in ("-journal", "-wal", "-shm", ""):
-        # Another process may have been here before.
+        # Another process may have renamed it before.
         with suppress(FileNotFoundError):
             os.replace(f"{path}{ending}", f"{aside}{ending}")
     return aside

@@ -1,4 +1,8 @@
-"""Pairs of classes, and what a method measures on them."""
+"""Pairs of classes, the distances measured on them, and the symmetric table that they fill.
+
+All modules of `labels` that measure, `contributions` and `flows` import it. The order of
+`all_pairs`, the larger index first, is the direction in which pairs are measured.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# progress(done, total): pairs measured, and pairs in all.
+# progress(done, total): pairs measured so far, and pairs in all.
 Progress = Callable[[int, int], None]
 
 
 class PairDistances(NamedTuple):
-    """Squared distances of P pairs of classes, float64, where the classes' points are.
+    """Squared distances of P pairs of classes, float64, on the device of the classes' points.
 
     Attributes:
         values: (P,) the distances.
-        lower: (P,) lower bounds; the values themselves where a method has no iteration to stop.
+        lower: (P,) lower bounds; the values themselves for a method without iterations.
         upper: (P,) upper bounds.
     """
 
@@ -27,26 +31,26 @@ class PairDistances(NamedTuple):
 
     @classmethod
     def exactly(cls, values: Tensor) -> PairDistances:
-        """Distances without an interval."""
+        """Return distances whose bounds are the values themselves."""
         values = values.to(torch.float64)
         return cls(values, values, values)
 
 
 def all_pairs(count: int, device: torch.device | str = "cpu") -> Tensor:
-    """(P, 2) int64: every unordered pair of `count` classes, the larger index first."""
+    """Return every unordered pair of `count` classes, (P, 2) int64, the larger index first."""
     return torch.tril_indices(count, count, offset=-1, device=device).T.contiguous()
 
 
 def is_complete(pairs: Tensor, count: int) -> bool:
-    """Whether pairs (P, 2) are `all_pairs` of `count` classes."""
+    """Return whether pairs (P, 2) equal `all_pairs` of `count` classes."""
     there_are = count * (count - 1) // 2
     return len(pairs) == there_are and torch.equal(pairs, all_pairs(count, pairs.device))
 
 
 def symmetric_table(values: Tensor, pairs: Tensor, count: int) -> Tensor:
-    """(V, V), symmetric and zero on the diagonal, from one number for each of P pairs (P, 2).
+    """Fill a symmetric (V, V) table, zero on the diagonal, from values (P,) of pairs (P, 2).
 
-    On the values' device and differentiable in them; pairs that are not listed are 0.
+    The table is on the values' device and differentiable in them; pairs that are not listed are 0.
     """
     one, two = pairs.to(values.device).unbind(1)
     table = values.new_zeros(count, count)

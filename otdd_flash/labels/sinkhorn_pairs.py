@@ -1,21 +1,19 @@
-"""Debiased entropic transport between the points of pairs of classes.
+"""Debiased Sinkhorn divergences between the points of pairs of classes (`labels=sinkhorn`).
 
-W_ij = OT_eps(i, j) - OT_eps(i, i) / 2 - OT_eps(j, j) / 2 with cost ||x - y||^2 (Feydy et al. 2019,
-Interpolating between optimal transport and MMD using Sinkhorn divergences). Subtracting the self
-terms OT_eps(i, i) puts a class at distance 0 from itself; each self term is solved once, however
-many pairs its class is in. The self terms of all classes are solved side by side, and then all
-pairs; `transport_terms` does both. A point has one potential for each class it is compared with.
+    W_ij = OT_eps(i, j) - OT_eps(i, i) / 2 - OT_eps(j, j) / 2,   cost ||x - y||^2
 
-OT_epsilon between many pairs of classes, as segmented problems.
+(Feydy et al. 2019, "Interpolating between optimal transport and MMD using Sinkhorn divergences").
+The self terms OT_eps(i, i) put a class at distance 0 from itself. Each is solved once, however many
+pairs its class is in: first the self terms of all classes together, then all pairs.
 
-On a CUDA device Triton kernels iterate all pairs at once in float32; what float32 cannot bring to
-the tolerance, and everything on other devices, is solved in float64 in PyTorch. Which way a pair
-goes follows from its own classes, so its numbers do not depend on the pairs beside it.
+On a CUDA device with Triton, kernels solve all pairs at once in float32 (`labels.kernel_terms`).
+Pairs that float32 cannot solve to the tolerance, and all pairs on other devices, are solved in
+float64 in PyTorch: pairs of similar sizes are padded to one shape and their costs stored; a pair
+with too many costs to store is solved alone, with costs recomputed in every pass.
 
-OT_epsilon between many pairs of classes in float64, in PyTorch.
-
-Pairs of similar sizes are padded to one shape, their costs stored and updated together. Only a pair
-with too many costs to store is solved alone, on costs that are computed again in every pass.
+`labels.metrics.builtin` calls `sinkhorn_distances`. A change must keep the numbers of a pair
+independent of the pairs beside it: which solver a pair takes, and its padded shape, follow from its
+own two classes, because distances are cached.
 """
 
 from __future__ import annotations
@@ -49,11 +47,10 @@ if TYPE_CHECKING:
     from otdd_flash.operators.class_pool import ClassPool
 
 
-# Of classes and pairs that stopped early, so many are named.
+# Number of unconverged terms named in a warning.
 SHOWN = 5
 
-
-# Pairs that are solved at once: what is made of their list takes some 200 bytes each.
+# Pairs solved at once: their lists take some 200 bytes per pair.
 MOST_PAIRS = 1 << 24
 
 
@@ -65,17 +62,17 @@ def sinkhorn_distances(
     *,
     progress: Progress | None = None,
 ) -> PairDistances:
-    """Debiased Sinkhorn divergences S_eps of pairs of classes.
+    """Compute the debiased Sinkhorn divergences S_eps of pairs of classes.
 
-    For the cost ||.||^2 they are not negative; a value that the tolerance leaves below zero is set
-    to it. The value and the bounds of a pair follow from its two classes alone, to the last bit.
+    For the cost ||.||^2 they are not negative; a value below zero, within the tolerance, is set to
+    0. The bits of a pair's value and bounds depend on its two classes alone.
 
     Args:
         clouds: V classes.
         pairs: (P, 2) int64, indices of the classes of each pair.
         epsilon: regularisation, in units of ||.||^2.
         tolerance: L1 marginal error at which each solve stops.
-        progress: called with the number of class pairs done and their total.
+        progress: called with the number of pairs of classes done and their total.
 
     Returns:
         P values with bounds that hold S_eps; all 0 between classes of equal content.
@@ -113,10 +110,14 @@ def sinkhorn_distances(
 
 
 def _different(places: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Which pairs (P, 2) are of two places (V,), the positions (Q,), and their places (Q, 2)."""
+    """Select the pairs (P, 2) of classes that differ in content.
+
+    Returns:
+        The positions (Q,) of these pairs, and (Q, 2) their classes by `places`.
+    """
     one, two = places[pairs].unbind(1)
     different = torch.nonzero(one != two).squeeze(1)
-    # Solved the other way round, a pair would have other last digits.
+    # A pair solved in the other direction would have other last digits.
     ordered = torch.stack((torch.maximum(one, two), torch.minimum(one, two)), 1)
     return different, ordered[different]
 
@@ -129,10 +130,10 @@ class _Late(NamedTuple):
 
 
 class _Divergences:
-    """Debiased divergences between V classes, whose self terms are solved at once.
+    """Debiased divergences between V classes; the self terms are solved on construction.
 
     Attributes:
-        late: which of all terms stopped before the tolerance, as they were solved.
+        late: the terms that stopped before the tolerance, in the order in which they were solved.
     """
 
     def __init__(self, clouds: Sequence[ClassCloud], epsilon: float, options: Converged) -> None:
@@ -143,7 +144,7 @@ class _Divergences:
         self._own = self._solved(index[:, None].expand(-1, 2), None)
 
     def between(self, pairs: Tensor, finished: Finished | None) -> Tensor:
-        """Value, lower and upper bound (3, P) of pairs (P, 2) of different classes."""
+        """Return value, lower and upper bound (3, P) of pairs (P, 2) of different classes."""
         cross = self._solved(pairs, finished)
         ends = (numbers[pairs].unbind(1) for numbers in self._own[:3])
         value, lower, upper = ((one + two) / 2 for one, two in ends)
@@ -157,7 +158,7 @@ class _Divergences:
 
 
 def _counting(progress: Progress | None, total: int) -> Finished | None:
-    """Add up the numbers of pairs that just finished, for `progress`; None without one."""
+    """Return a function that adds up finished pairs for `progress`; None without `progress`."""
     if progress is None:
         return None
     done = 0
@@ -171,7 +172,7 @@ def _counting(progress: Progress | None, total: int) -> Finished | None:
 
 
 def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: Converged) -> None:
-    """Name the classes and pairs that stopped before the tolerance, and what stopped them."""
+    """Warn of the terms that stopped before the tolerance, by what stopped them."""
     pairs, rounding = (torch.cat(parts) for parts in zip(*late, strict=True))
     tolerance = options.asked_tolerance
     by_rounding = 2 * rounding > tolerance
@@ -180,7 +181,7 @@ def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: 
         (~by_rounding, f"after {options.max_iterations} iterations"),
     ):
         if bool(which.any()):
-            # Names of all of millions of pairs would take longer than to solve these.
+            # Formatting the names of millions of pairs would take longer than solving them.
             named = pairs[which]
             shown, more = (
                 [_name(clouds, *ends) for ends in named[:SHOWN].tolist()],
@@ -198,17 +199,16 @@ def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: 
 
 
 def _name(clouds: Sequence[ClassCloud], i: int, j: int) -> str:
-    """Name the term between two classes in messages."""
     return clouds[i].name if i == j else f"{clouds[i].name} against {clouds[j].name}"
 
 
 class TermSolver:
-    """Solves the terms OT_epsilon between V classes, cost ||x - y||^2.
+    """Solver of the terms OT_epsilon between V classes, cost ||x - y||^2.
 
     Args:
         clouds: the classes.
         epsilon: regularisation, in units of ||.||^2.
-        options: when a solve stops.
+        options: the stopping rule of a solve.
     """
 
     def __init__(self, clouds: Sequence[ClassCloud], epsilon: float, options: Converged) -> None:
@@ -221,15 +221,15 @@ class TermSolver:
             self._pool = ClassPool(list(map(WeightedPoints, points, masses_of(clouds))))
 
     def solve(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
-        """The terms of P pairs.
+        """Solve the terms of P pairs.
 
         Args:
-            pairs: (P, 2) int64, where the points are; all of them are of a class with itself, or
-                none is.
-            finished: told how many more pairs are done.
+            pairs: (P, 2) int64, on the points' device; all of them pair a class with itself, or
+                none does.
+            finished: called with the number of pairs that just finished.
 
         Returns:
-            (P,) float64 each, where the points are.
+            (P,) float64 each, on the points' device.
 
         Raises:
             InputError: rounding alone exceeds the tolerance even in float64.
@@ -244,7 +244,8 @@ class TermSolver:
             if len(left):
                 for known, new in zip(terms, self._in_float64(pairs[left]), strict=True):
                     known[left] = new
-        # What all of its error is called rounding of could do no better; the others never can.
+        # A solve that stalled counts its whole error as rounding and is reported as unconverged.
+        # The others left can never reach the tolerance.
         stalled = (terms.rounding == terms.marginal_error) & (terms.marginal_error < MOST_ERROR)
         lost = self._out_of_reach(terms) & ~stalled
         if bool(lost.any()):
@@ -254,19 +255,19 @@ class TermSolver:
         return terms
 
     def _in_float64(self, pairs: Tensor, finished: Finished | None = None) -> SegmentTerms:
-        # Of thousands of classes, few pairs may be left to it.
+        # Few of thousands of classes may be left for float64.
         used, local = used_classes(self._clouds, pairs)
         classes = [WeightedPoints(cloud.points.detach(), cloud.masses) for cloud in used]
         return solve_in_float64(classes, local, self._epsilon, self._options, finished)
 
     def _out_of_reach(self, terms: SegmentTerms) -> Tensor:
-        """Terms (P,) that rounding alone keeps from the tolerance."""
+        """Return which terms (P,) rounding alone keeps above the tolerance."""
         tolerance = self._options.asked_tolerance
         return (terms.marginal_error > tolerance) & (2 * terms.rounding > tolerance)
 
 
 def kernels_run_on(device: torch.device) -> bool:
-    """Whether Triton kernels can run on a device."""
+    """Return whether Triton kernels can run on a device."""
     if device.type != "cuda":
         return False
     try:
@@ -276,11 +277,10 @@ def kernels_run_on(device: torch.device) -> bool:
     return True
 
 
-# Costs of one pair that are stored at most: 2.3 GiB with exponentials and scratch space.
+# Most costs of one pair that are stored: 2.3 GiB with exponentials and scratch space.
 MOST_STORED = 100_000_000
 
-
-# Costs of pairs that are updated together.
+# Number of costs of the pairs that are updated together.
 GROUP = 1 << 23
 
 
@@ -291,7 +291,7 @@ def solve_in_float64(
     options: Converged,
     finished: Finished | None = None,
 ) -> SegmentTerms:
-    """The terms of P pairs; arguments as for `TermSolver`."""
+    """Solve the terms of P pairs in PyTorch; arguments as for `TermSolver`."""
     solve = solve_self_terms if bool((pairs[:, 0] == pairs[:, 1]).all()) else solve_cross_terms
     device = classes[0].points.device
     out = torch.zeros((len(SegmentTerms._fields), len(pairs)), dtype=torch.float64, device=device)
@@ -309,10 +309,10 @@ def solve_in_float64(
 
 
 def padded_size(size: int) -> int:
-    """The length to which a class of `size` points is padded.
+    """Return the length to which a class of `size` points is padded.
 
-    Multiples of 16 up to 128; from there on, four lengths to every power of two, less than a
-    quarter more than the size.
+    It is a multiple of SIZE_STEP up to eight of these. Larger lengths are spaced four to every
+    power of two, so that padding adds less than a quarter.
     """
     step = max(SIZE_STEP, 1 << max(0, (size - 1).bit_length() - 3))
     return -(-size // step) * step
@@ -321,7 +321,7 @@ def padded_size(size: int) -> int:
 def _groups(
     sizes: Sequence[int], pairs: Sequence[Sequence[int]]
 ) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """Positions of pairs that are solved together, with the shape of their costs."""
+    """Yield the shape of costs and the positions of the pairs that are solved together."""
     by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
     for position, (i, j) in enumerate(pairs):
         by_shape[padded_size(sizes[i]), padded_size(sizes[j])].append(position)
@@ -335,7 +335,7 @@ def _groups(
 def _solve_streamed(
     rows: WeightedPoints, columns: WeightedPoints, epsilon: float, options: Converged
 ) -> SegmentTerms:
-    """The term of one pair of any size."""
+    """Solve the term of one pair of any size."""
     labels = [
         torch.zeros(len(side.points), dtype=torch.int64, device=side.points.device)
         for side in (rows, columns)

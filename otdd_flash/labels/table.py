@@ -1,4 +1,12 @@
-"""The table of class-to-class distances W, in named blocks, validated, saved and loaded as npz."""
+"""The table of class distances W of two datasets: validation, nearest classes, npz files.
+
+`ClassDistances` holds the blocks xx, xy and yy and is what the ground cost reads. `labels.many`
+builds it, `labels.metrics.given` reads it from a file, `report.distance` shows its `NearestClass`
+rows; `otdd`, `flows` and other modules import it through `otdd_flash.labels`.
+
+A change must respect that any instance is valid: all checks run in the constructor, so a table of
+the user's, of a file or of a metric obeys the same rules. The npz keys are the field names.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +29,19 @@ from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.shown import listing
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
-# Distances between classes that coincide are rounding alone and have no larger entry to compare
-# with: what is this far below zero, or differs this much from the transpose, is rounding as well.
+# Distances between coinciding classes are pure rounding, with no larger entry as a scale. Values
+# this far below zero, or this far from the transpose, count as rounding as well.
 ABSOLUTE_ROUNDING = 1e-6
 
 
 class NearestClass(NamedTuple):
-    """The class of the other dataset that is nearest to a class.
+    """The nearest class of the other dataset to a class.
 
     Attributes:
         side: the dataset of the class, "source" or "target".
         name: the class.
-        nearest: its nearest class of the other dataset, the first of several.
-        distance: the squared 2-Wasserstein distance of the two.
+        nearest: its nearest class of the other dataset; the first of several.
+        distance: their squared 2-Wasserstein distance.
     """
 
     side: str
@@ -50,17 +58,17 @@ class ClassDistances:
         xx: (Vx, Vx) within the source; symmetric.
         xy: (Vx, Vy) from source classes (rows) to target classes (columns).
         yy: (Vy, Vy) within the target; symmetric.
-        names_x: names of the Vx source classes; None where unknown.
-        names_y: names of the Vy target classes; None where unknown.
-        lower: (Vx + Vy, Vx + Vy) lower solver bounds of `full`, where a method has them; else None.
-        upper: (Vx + Vy, Vx + Vy) upper ones.
+        names_x: names of the Vx source classes; None if unknown.
+        names_y: names of the Vy target classes; None if unknown.
+        lower: (Vx + Vy, Vx + Vy) lower solver bounds of `full`; None if the metric gives none.
+        upper: (Vx + Vy, Vx + Vy) upper solver bounds of `full`; None if the metric gives none.
 
-    All tables become float64 CPU tensors. What rounding leaves of an asymmetry of `xx` and `yy` is
-    averaged out.
+    All tables become float64 CPU tensors. `xx` and `yy` are symmetrised if their asymmetry is
+    within rounding.
 
     Raises:
         InputError: shapes disagree, an entry is not finite or below zero by more than rounding, a
-            diagonal block is not symmetric, or the names do not count as many as the classes.
+            diagonal block is not symmetric, or the number of names is not the number of classes.
     """
 
     xx: Tensor
@@ -99,7 +107,7 @@ class ClassDistances:
         lower: Tensor | None = None,
         upper: Tensor | None = None,
     ) -> ClassDistances:
-        """Cut a (Vx + Vy, Vx + Vy) table into its blocks; `size_x` is Vx."""
+        """Split a (Vx + Vy, Vx + Vy) table into its blocks; `size_x` is Vx."""
         full = real_tensor("the table of class distances", full)
         if full.ndim != 2 or not size_x < len(full):
             raise InputError(
@@ -122,7 +130,7 @@ class ClassDistances:
         return torch.cat((torch.cat((self.xx, self.xy), 1), torch.cat((self.xy.T, self.yy), 1)))
 
     def nearest(self) -> tuple[NearestClass, ...]:
-        """Find the nearest class of the other dataset, of each source and then target class."""
+        """Find each class's nearest class of the other dataset, source classes first."""
         names_x, names_y = (
             tuple(map(str, range(size))) if names is None else names
             for names, size in zip((self.names_x, self.names_y), self.xy.shape, strict=True)
@@ -140,10 +148,10 @@ class ClassDistances:
         return tuple(rows)
 
     def named_for(self, names_x: Sequence[str], names_y: Sequence[str]) -> ClassDistances:
-        """Rename the classes, after checking that the table is about these classes.
+        """Return the table with these class names, after checking that it is about these classes.
 
         Raises:
-            InputError: the table counts other classes or names them otherwise.
+            InputError: the number of classes or a known name differs.
         """
         for side, size, own, wanted in (
             ("source", self.xx.shape[0], self.names_x, tuple(names_x)),
@@ -166,7 +174,7 @@ class ClassDistances:
 
     @takes()
     def save(self, path: str | Path) -> None:
-        """Write an npz with keys xx, xy, yy, where known names and bounds, and the version.
+        """Write an npz file with keys xx, xy, yy, known names and bounds, and the version.
 
         Raises:
             InputError: the file cannot be written.
@@ -178,10 +186,10 @@ class ClassDistances:
     @classmethod
     @takes()
     def load(cls, path: str | Path) -> ClassDistances:
-        """Read what `save` wrote, or any npz with arrays xx, xy and yy.
+        """Read a file that `save` wrote, or any npz file with arrays xx, xy and yy.
 
         Raises:
-            InputError: the file is missing or unreadable, lacks a key, or fails the checks above.
+            InputError: the file is missing, unreadable or lacks a key, or its table is not valid.
         """
         blocks = read_arrays(path, ("xx", "xy", "yy"), "ClassDistances.save")
         for key in ("names_x", "names_y"):
@@ -228,7 +236,7 @@ def _check_shapes(xx: Tensor, xy: Tensor, yy: Tensor) -> None:
 
 
 def _as_bounds(key: str, values: Any, full: Tensor) -> Tensor:
-    """A table of bounds like `full`; lower bounds of small distances may be below zero."""
+    """Check a table of bounds of `full`; lower bounds may be below zero."""
     what = f"the {key} bounds of class distances"
     bounds = in_double(what, real_tensor(what, values).detach().cpu())
     if bounds.shape != full.shape or not bool(torch.isfinite(bounds).all()):

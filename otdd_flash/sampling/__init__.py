@@ -1,7 +1,8 @@
-"""What a distance owes to the samples: its sampling interval, and the distance of like from like.
+"""The sampling error of a distance: its confidence interval, and its noise floor.
 
-Concepts, one file each: `draws` chooses rows without replacement; `comparison` is the distance as a
-function of the rows drawn; `subsampling` repeats it on subsamples; `halves` compares halves.
+`comparison` draws rows and computes the distance between them; `subsampling` repeats it on
+subsamples for an interval; `halves` compares disjoint halves of one dataset. `commands.compare`,
+the study and `otdd_flash` import their names from here.
 """
 
 from otdd_flash.sampling.halves import NoiseFloor, noise_floor

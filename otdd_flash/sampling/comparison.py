@@ -1,6 +1,12 @@
-"""The dataset distance as a function of the rows drawn: everything else is settled once.
+"""The dataset distance as a function of the rows drawn, and the draws themselves.
 
-Rows drawn without replacement: subsamples, and two halves that share no row.
+`Comparison` fixes everything but the rows: epsilon, metric, ground cost and device. `subsample`
+draws rows without replacement, `two_halves` two disjoint sets. `sampling.subsampling`,
+`sampling.halves` and the study's measures call it.
+
+A change must keep the draws a function of the generator and of the labels alone. All parts are
+compared at the epsilon of the whole, which the caller must give. Notices that the whole distance
+has already reported are not repeated for its parts.
 """
 
 from __future__ import annotations
@@ -41,19 +47,19 @@ from otdd_flash.solver.shortfall import joint_shortfall
 class Comparison:
     """`dataset_distance` between parts of two datasets, all at one epsilon.
 
-    Class distances are measured on the rows that are compared, as they are part of the statistic;
-    a table that is given, or measured on `class_statistics`, stays as it is.
+    Class distances are measured on the rows that are compared, as they are part of the statistic. A
+    given table, or one measured on `class_statistics`, is fixed.
 
     Args:
         source: the whole source.
         target: the whole target.
-        arguments: those of `dataset_distance`; what concerns a cache or progress has no effect.
+        arguments: those of `dataset_distance`; settings of a cache or of progress have no effect.
 
     Attributes:
         source: the rows to draw from: of positive weight, in classes that are not too small,
-            without labels where they do not count.
+            without labels if they do not count.
         target: the same of the target.
-        unconverged: the distances that stopped before the tolerance.
+        unconverged: the divergences that stopped before the tolerance.
         ranks: the processes that share the work, if there are several.
 
     Raises:
@@ -88,31 +94,31 @@ class Comparison:
         self._cost = cost = GroundCost(ground=self._settings.get("ground", "sqeuclidean"))
         compute = ComputeOptions.of(self._settings.get("compute"))
         self.ranks = ranks_of(compute.group)
-        # Rows are drawn where they are compared.
+        # Rows are drawn on the device on which they are compared.
         request = Request.prepare(sides, cost, compute, pairs=())
         self.source, self.target = request.given
         self._table = self._fixed_table(metric, request)
         self.unconverged: list[Divergence] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # They are of this process.
+        # The group belongs to this process.
         return {**self.__dict__, "ranks": None}
 
     def sides_of_cost(self) -> tuple[LabeledSamples, LabeledSamples]:
-        """Return both datasets as the ground cost sees their rows."""
+        """Return both datasets as transformed by the ground cost."""
         return self._cost.seen(self.source), self._cost.seen(self.target)
 
     def between(self, source: LabeledSamples, target: LabeledSamples) -> DistanceResult:
-        """The distance of some rows of the source from some of the target."""
+        """Compute the distance of some rows of the source from some of the target."""
         return self._distance(source, target, self._table)
 
     def within_source(self, one: LabeledSamples, other: LabeledSamples) -> DistanceResult:
-        """The distance of some rows of the source from others of it."""
+        """Compute the distance of some rows of the source from others of it."""
         table = self._table
         return self._distance(one, other, table and _repeated(table.xx))
 
     def within_target(self, one: LabeledSamples, other: LabeledSamples) -> DistanceResult:
-        """The distance of some rows of the target from others of it."""
+        """Compute the distance of some rows of the target from others of it."""
         table = self._table
         return self._distance(one, other, table and _repeated(table.yy))
 
@@ -120,7 +126,8 @@ class Comparison:
         self, source: LabeledSamples, target: LabeledSamples, table: ClassDistances | None
     ) -> DistanceResult:
         with warnings.catch_warnings():
-            # Told once, by `warn_unconverged`; of its classes the whole distance has told.
+            # `warn_unconverged` reports once for all; the whole distance has reported on its
+            # classes.
             warnings.simplefilter("ignore", NotConvergedWarning)
             warnings.simplefilter("ignore", DataNotice)
             result = dataset_distance(source, target, class_distances=table, **self._settings)
@@ -129,7 +136,7 @@ class Comparison:
         return result
 
     def warn_unconverged(self, count: int) -> None:
-        """Warn where some of `count` distances stopped before the tolerance."""
+        """Warn if some of `count` distances stopped before the tolerance."""
         if self.unconverged:
             message = joint_shortfall(
                 dict(enumerate(self.unconverged)),
@@ -153,9 +160,9 @@ class Comparison:
 def drawable(
     samples: LabeledSamples, metric: LabelMetric, min_class_size: int | None
 ) -> LabeledSamples:
-    """The rows that count in a distance.
+    """Return the rows that count in a distance.
 
-    Classes too small are left out silently, as the distance itself has told of them.
+    Small classes are left out silently, as the distance itself has reported them.
     """
     if isinstance(metric, NoLabels):
         samples = replace(samples, labels=None, class_names=())
@@ -167,13 +174,12 @@ def drawable(
 
 
 def _repeated(block: Tensor) -> ClassDistances:
-    """The table between two datasets with the same classes."""
+    """Return the table between two datasets with the same classes."""
     return ClassDistances(block, block, block)
 
 
 # A covariance needs two points.
 PER_CLASS = 2
-
 
 Rows = NDArray[np.int64]
 
@@ -181,8 +187,8 @@ Rows = NDArray[np.int64]
 def subsample(samples: LabeledSamples, size: int, generator: np.random.Generator) -> LabeledSamples:
     """Draw `size` rows uniformly without replacement; class proportions vary as in sampling.
 
-    Only where a class would get fewer than two rows (one, if it has no more), rows of it replace
-    the last ones drawn.
+    If a class would get fewer than two rows (one, if it has no more), rows of it replace the last
+    ones drawn.
 
     Args:
         samples: n rows; n >= size >= `least_rows(samples)`.
@@ -193,7 +199,7 @@ def subsample(samples: LabeledSamples, size: int, generator: np.random.Generator
 
 
 def subsample_rows(samples: LabeledSamples, size: int, generator: np.random.Generator) -> Tensor:
-    """The row numbers of `subsample`, ascending."""
+    """Return the row numbers of `subsample`, ascending."""
     order = generator.permutation(len(samples))
     needed = _rank_in_class(_labels(samples)[order]) < PER_CLASS
     chosen = order[np.argsort(~needed, kind="stable")[:size]]
@@ -201,7 +207,7 @@ def subsample_rows(samples: LabeledSamples, size: int, generator: np.random.Gene
 
 
 def least_rows(samples: LabeledSamples) -> int:
-    """The fewest rows that hold two of every class, or one of a class that has no more."""
+    """Return the fewest rows that hold two of every class, or one of a class that has no more."""
     sizes = np.bincount(_labels(samples))
     return int(np.minimum(sizes, PER_CLASS).sum())
 
@@ -234,7 +240,7 @@ def two_halves(
 
 
 def most_per_half(samples: LabeledSamples) -> int:
-    """How many rows each of two halves with equal classes can have.
+    """Return how many rows each of two halves with equal classes can have.
 
     Raises:
         InputError: a class has fewer than two rows for each half.
@@ -258,7 +264,7 @@ def _labels(samples: LabeledSamples) -> Rows:
 
 
 def _rank_in_class(labels: Rows) -> Rows:
-    """How many earlier entries equal each entry."""
+    """Return for every entry how many earlier entries equal it."""
     order = np.argsort(labels, kind="stable")
     sizes = np.bincount(labels)
     rank = np.empty_like(order)

@@ -1,7 +1,9 @@
-"""The distance between two disjoint halves of one dataset: what is left where nothing differs.
+"""The distance between two disjoint halves of one dataset, as the noise floor of a distance.
 
-With few samples the divergence of two samples of one distribution is far from 0. A distance between
-datasets means something as far as it exceeds that of their halves at equal sizes.
+With few samples the divergence between two samples of one distribution is far from 0. A distance
+between datasets is meaningful as far as it exceeds that of their halves at equal sizes.
+`otdd_flash.sampling` exports `noise_floor`, and `commands.compare` calls `check_halves` before the
+main solve. The draws follow from the seed alone.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BoundedValue:
-    """A distance in units of the cost, and its solver bounds."""
+    """A distance in units of the cost, with its solver bounds."""
 
     value: float
     lower: float
@@ -83,11 +85,10 @@ def noise_floor(
     Args:
         source: samples of which no row occurs twice.
         target: samples of which no row occurs twice.
-        seed: of the split.
+        seed: seed of the split.
         progress: called as progress(distances computed, their total).
-        **settings: those of `dataset_distance`, the epsilon of the whole among them, as its result
-            has it. What
-            concerns a cache or progress has no effect.
+        **settings: those of `dataset_distance`, with the epsilon of the whole, as its result has
+            it. Settings of a cache or of progress have no effect.
 
     Raises:
         InputError: a class has fewer than four samples, or as `dataset_distance`.
@@ -122,12 +123,16 @@ def check_halves(
     metric: LabelMetric,
     min_class_size: int | None,
 ) -> None:
-    """Raise an `InputError` where the datasets cannot be halved."""
+    """Refuse datasets that cannot be halved.
+
+    Raises:
+        InputError: as `half_size`.
+    """
     half_size(drawable(source, metric, min_class_size), drawable(target, metric, min_class_size))
 
 
 def half_size(source: LabeledSamples, target: LabeledSamples) -> int:
-    """Rows of every half: as many as both datasets have for each of two.
+    """Return the rows of every half: the most that both datasets have for two halves.
 
     Raises:
         InputError: a class has too few samples, or one dataset too few for the other's classes.

@@ -8,22 +8,26 @@ standard error of S_n,
 
 Away from distance 0 the divergence fluctuates as 1 / sqrt(n) about its mean (del Barrio,
 Gonzalez-Sanz, Loubes & Niles-Weed 2023, An improved central limit theorem and fast convergence
-rates for entropic transportation costs), which is all that subsampling asks for (Politis & Romano
-1994, Large sample confidence regions based on subsamples under minimal assumptions). The factor
-1 - m / n is that of draws from a finite set, as in the delete-d jackknife (Shao & Wu 1989, A
-general theory for jackknife variance estimation): m may be a good part of n. Near distance 0 it
+rates for entropic transportation costs), which is all that subsampling requires (Politis & Romano
+1994, Large sample confidence regions based on subsamples under minimal assumptions). The factor 1 -
+m / n is that of draws from a finite set, as in the delete-d jackknife (Shao & Wu 1989, A general
+theory for jackknife variance estimation): m may be a good part of n. Near distance 0 the divergence
 fluctuates as 1 / n, and se is too large.
 
-At the small epsilon of practice S_m lies above S_n by several of its deviations, a bias that
-shrinks at another rate. Deviations are therefore taken from the mean of S_m, and the interval is
-one for E S_n, the mean distance between so many samples, not for its limit in n. Centred at S_n it
+At the small epsilon of practice S_m exceeds S_n by several of its deviations, a bias that shrinks
+at another rate. Deviations are therefore taken from the mean of S_m, and the interval is one for E
+S_n, the mean distance between so many samples, not for its limit in n. An interval centred at S_n
 would cover neither. A bootstrap draws rows twice, at distance 0 from each other, and biases S.
 
-The interval is [S_n - q se, S_n + q se (1 + 3 excess)], q Student's quantile of K - 1 degrees of
-freedom. S_n is skewed to the right and its spread grows with it: where S_n is low se is too small,
-and all that an interval misses it misses below the mean. Quantiles of S_n - S_m would be mirrored
-besides, short above where the law is long. How much longer the upper part has to be depends on the
-tail of the rows: see `sliced.tails`.
+The interval is [S_n - q se, S_n + q se (1 + 3 excess)], with q Student's quantile of K - 1 degrees
+of freedom. S_n is skewed to the right and its spread grows with it: where S_n is low, se is too
+small, so intervals that miss lie below the mean. Quantiles of S_n - S_m would be mirrored, too
+short above, where the distribution has its long tail. How much longer the upper part must be
+depends on the tail of the rows: see `sliced.tails`.
+
+`otdd_flash.sampling` exports `subsample_interval`; `commands.compare` checks its settings first,
+and the study's measures use `deviation_interval`. A change must keep draw k the same for every
+number of ranks; coverage is tested by simulation.
 """
 
 from __future__ import annotations
@@ -50,31 +54,32 @@ from otdd_flash.solver.divergence import Divergence
 # progress(distances computed, their total).
 Progress = Callable[[int, int], None]
 
-# Of n: small enough to be cheap, large enough for the classes.
+# The default m / n: small enough to be cheap, large enough for the classes.
 DEFAULT_FRACTION = 0.25
 FEW_PER_CLASS = 5
 LEVEL = 0.95
-# By simulation of normal, lognormal and Student's t rows of three degrees of freedom, 20 to 500 a
-# side: the excess beyond which another tail needs no longer interval, and how much longer each is.
+# From simulations of normal, lognormal and Student's t rows of three degrees of freedom, 20 to 500
+# a side: the excess beyond which heavier tails need no longer interval, and the factor by which an
+# excess lengthens it.
 MOST_EXCESS, LONGER = 1.7, 3.0
 
 
 @dataclass(frozen=True)
 class SubsampleInterval:
-    """A confidence interval for the mean distance between as many samples.
+    """A confidence interval for the mean distance between samples of these sizes.
 
     Attributes:
         lower: its lower end, in units of the cost; may be below 0.
         upper: its upper end.
         level: the confidence level.
-        count: K, how many subsamples were compared.
+        count: K, the number of subsamples compared.
         size: (m, m'), the rows of each subsample of the source and of the target.
-        rate: tau_m / tau_n, by which deviations of subsamples were multiplied.
-        values: (K,) the distances between subsamples; in the mean above the whole's.
+        rate: tau_m / tau_n, the factor of the subsamples' deviations.
+        values: (K,) the distances between subsamples; on average above that of the whole.
         excess: how heavy the tail of the rows is; the upper part of the interval is 1 + 3 excess
             times as long as the lower. About 0 for many normal rows, above 0.2 where squared
             distances between rows have no variance.
-        identical: both datasets are one: the distance is 0 and nothing was drawn.
+        identical: whether both datasets are one: the distance is 0 and nothing was drawn.
     """
 
     lower: float
@@ -106,27 +111,27 @@ def subsample_interval(
     progress: Progress | None = None,
     **settings: Any,
 ) -> SubsampleInterval:
-    """Bound how far a distance between samples may be from its mean over samples like them.
+    """Estimate a confidence interval for the mean distance between samples like these.
 
     Rows are drawn uniformly, so that class proportions vary as between samples; only two rows of
-    every class (one, if it has no more) are always there. Weights go with their rows, renormalised.
-    The interval is about sampling alone: add the solver bounds of `value` for the error of the
-    solve. It is too wide, not too narrow, where samples had their class proportions fixed and where
-    both datasets come from one distribution. Its upper part is the longer one where rows have a
-    heavy tail, of which a sample shows too little.
+    every class (one, if it has no more) are always drawn. Weights go with their rows, renormalised.
+    The interval covers sampling alone: add the solver bounds of `value` for the error of the solve.
+    It is too wide, not too narrow, if samples had fixed class proportions or if both datasets come
+    from one distribution. Its upper part is longer if rows have a heavy tail, of which a sample
+    contains too little.
 
     Args:
         source: the n samples that were compared; independent of the target's.
         target: the n' samples they were compared with.
         value: their distance, by `dataset_distance` with the same arguments.
-        count: K, how many subsamples to compare.
+        count: K, the number of subsamples to compare.
         size: m, rows of each subsample of the source; the target's are in proportion. By default a
-            quarter, or more where classes need it.
+            quarter, or more if classes need it.
         level: the confidence level, in (0, 1).
-        seed: of the draws.
+        seed: seed of the draws.
         progress: called as progress(distances computed, their total).
-        **settings: those of `dataset_distance`, the epsilon of `value` among them. What concerns a
-            cache or progress has no effect: nothing of a subsample is kept.
+        **settings: those of `dataset_distance`, with the epsilon of `value`. Settings of a cache or
+            of progress have no effect: nothing of a subsample is cached.
 
     Raises:
         InputError: too few subsamples for the level, a size that is too small for the classes or
@@ -167,7 +172,10 @@ def _values(
     seed: int,
     progress: Progress | None,
 ) -> list[float]:
-    """Distances of some of the draws from a seed."""
+    """Compute the distances of the draws numbered `wanted`.
+
+    Earlier draws advance the generator too, so that a draw depends on its number alone.
+    """
     generator, values = np.random.default_rng(seed), list[float]()
     for draw in range(wanted.stop):
         x = subsample(comparison.source, sizes[0], generator)
@@ -183,7 +191,11 @@ def _values(
 def _values_of_ranks(
     ranks: Ranks, content: bytes, sizes: tuple[int, int], count: int, seed: int
 ) -> tuple[list[float], list[Divergence]]:
-    """The distances of all draws, and those that stopped early; each rank compares some draws."""
+    """Compute the distances of all draws, each rank some of them; run by every rank.
+
+    Returns:
+        The distances in the order of the draws, and the divergences that stopped early.
+    """
     comparison: Comparison = restored(content)
 
     def own() -> list[float]:
@@ -198,9 +210,12 @@ def _values_of_ranks(
 
 
 def check_count(count: int, level: float) -> None:
-    """Raise an `InputError` where subsamples are too few for that level.
+    """Refuse a number of subsamples that is too small for a level.
 
-    There are as many as a tail needs to hold one of them.
+    Each tail of the level must be wide enough to hold one of them.
+
+    Raises:
+        InputError: there are too few, or the level is not in (0, 1).
     """
     if not 0 < level < 1:
         raise InputError(f"the confidence level must lie in (0, 1), got {level}")
@@ -218,7 +233,11 @@ def check_subsamples(
     metric: LabelMetric,
     min_class_size: int | None,
 ) -> None:
-    """Raise an `InputError` where subsamples of that size cannot be drawn."""
+    """Refuse a size of subsamples that cannot be drawn.
+
+    Raises:
+        InputError: as `subsample_sizes`.
+    """
     subsample_sizes(
         drawable(source, metric, min_class_size), drawable(target, metric, min_class_size), size
     )
@@ -227,7 +246,11 @@ def check_subsamples(
 def subsample_sizes(
     source: LabeledSamples, target: LabeledSamples, size: int | None
 ) -> tuple[int, int]:
-    """How many rows to draw from each side, the same fraction of both."""
+    """Return how many rows to draw from each side, the same fraction of both.
+
+    Raises:
+        InputError: they are too few for the classes, or not fewer than all rows.
+    """
     sides = (source, target)
     fraction = DEFAULT_FRACTION if size is None else size / len(source)
     if size is None:
@@ -256,21 +279,21 @@ def _notice_few_per_class(comparison: Comparison, sizes: tuple[int, int]) -> Non
 
 
 def sampling_rate(fraction: float) -> float:
-    """The factor tau_m / tau_n, for deviations between draws of so large a part."""
+    """Return tau_m / tau_n for subsamples that are a fraction m / n of the rows."""
     return math.sqrt(fraction / (1 - fraction))
 
 
 def deviation_interval(
     value: Any, values: Any, rate: float, level: float = LEVEL, excess: Any = 0.0
 ) -> tuple[Any, Any]:
-    """Return the value less and plus some standard errors, more of them above by `excess`.
+    """Return the value minus and plus a multiple of its standard error, longer above by `excess`.
 
     Args:
-        value: of all rows; a number, or (R,) numbers.
-        values: of subsamples, (K,) or (R, K).
-        rate: of `sampling_rate`.
+        value: statistic of all rows; a number, or (R,) numbers.
+        values: statistics of subsamples, (K,) or (R, K).
+        rate: result of `sampling_rate`.
         level: the confidence level.
-        excess: of the tail of the rows, for distances; 0 for what has no tail of theirs.
+        excess: tail excess of the rows, for distances; 0 for statistics without such a tail.
     """
     errors = rate * np.std(values, axis=-1, ddof=1)
     reach = t.ppf((1 + level) / 2, np.shape(values)[-1] - 1) * errors

@@ -1,32 +1,15 @@
-"""Sliced dataset distances between all pairs of several labelled datasets.
+"""Sliced dataset distances between all pairs of several labelled datasets (s-OTDD).
 
     s-OTDD^2 = mean over draws of W_2^2(numbers of one dataset, numbers of the other)
 
-after Nguyen et al. 2025, Lightspeed geometric dataset distance via sliced optimal transport. Every
-dataset is projected and sorted once per draw, and a pair then costs a subtraction.
+after Nguyen et al. 2025, "Lightspeed geometric dataset distance via sliced optimal transport". A
+draw maps every sample to a number; every dataset is projected and sorted once per draw
+(`Projected`), and a pair then costs a subtraction (`squared_distances`).
 
-A labelled dataset as sorted numbers on a line, one list per draw.
-
-    z_i = psi_0 theta.x_i + sum_{k=1..5} psi_k M_k(class of x_i)
-    M_k(c) = weighted mean over class c of (theta.x)^l_k / l_k!
-
-in float64. Powers are built up by multiplication, p^l / l! = (p^(l - 1) / (l - 1)!) (p / l), up to
-the largest order drawn; the classes' means of every order are one matrix product each.
-
-W_2^2 between numbers on a line: the integral of squared differences of quantile functions.
-
-    W_2^2 = int_0^1 (F^-1(t) - G^-1(t))^2 dt
-
-Both quantile functions are steps, so the integral is a sum over the steps of both together. With
-equal masses those steps are the same for every draw and are found once, in integers.
-
-The random draws of a sliced distance, which all datasets share.
-
-A draw consists of a direction theta, uniform on the unit sphere of the features, weights psi,
-uniform on the unit sphere of 1 + 5 dimensions, and orders l_1 to l_5 of moments, l_i from the
-Poisson distribution of rate i without 0 (Nguyen et al. 2025, Lightspeed geometric dataset distance
-via sliced optimal transport). Draws come in chunks with a generator each: draw number k is the same
-however many there are, and any chunk can be had without the others.
+`sliced_distances` is public; the study's `measures.distances` calls `prepare`, `draw_chunk` and
+`chunk_distances` to measure chunk by chunk. Everything is float64. A change must keep draw k of a
+seed the same however many draws there are and whatever chunk is computed without the others: a
+study resumes by chunks.
 """
 
 from __future__ import annotations
@@ -54,10 +37,8 @@ from otdd_flash.sliced.result import SlicedResult
 # progress(draws done, their total).
 Progress = Callable[[int, int], None]
 
-
-# Of everything that is held for the draws under way.
+# Bytes of everything that is held for the draws computed together.
 WORK_BYTES = 2**29
-
 
 # Matrices of draws by rows that one dataset's sort holds at once, in float64.
 BUFFERS = 6
@@ -78,9 +59,9 @@ def sliced_distances(
     Args:
         datasets: K >= 2 labelled datasets of one dimension, as samples or as arrays (features,
             labels). Weights count; classes need not be the same.
-        projections: L, how many draws to take the mean over, at least 2; intervals need 30. Draw k
-            is the same whatever L is.
-        seed: of the draws.
+        projections: L, the number of draws, at least 2; intervals need 30. Draw k is the same
+            whatever L is.
+        seed: seed of the draws.
         device: where to compute; everything is float64.
         progress: called as progress(draws done, their total).
 
@@ -104,14 +85,18 @@ def sliced_distances(
 
 
 def check_same_space(datasets: Sequence[LabeledSamples]) -> None:
-    """Raise an `InputError` unless all datasets have one dimension and finite squares."""
+    """Refuse datasets of different dimensions, or with features whose squares overflow.
+
+    Raises:
+        InputError: dimensions differ, or features are not finite or too large.
+    """
     for other in datasets[1:]:
         check_same_dimension(datasets[0], other)
     check_squares(*datasets)
 
 
 def prepare(datasets: Sequence[LabeledSamples], device: str) -> list[Projected]:
-    """The datasets on a device, ready for draws.
+    """Return the datasets on a device, ready for draws.
 
     Raises:
         InputError: there is no such device, or a dataset has no labels.
@@ -121,9 +106,9 @@ def prepare(datasets: Sequence[LabeledSamples], device: str) -> list[Projected]:
 
 
 def chunk_distances(datasets: Sequence[Projected], draws: Draws) -> Tensor:
-    """W_2^2 of all pairs along some draws, (K (K - 1) / 2, C) float64 on the CPU.
+    """Compute W_2^2 of all pairs along some draws, (K (K - 1) / 2, C) float64 on the CPU.
 
-    Pairs are in the order of `itertools.combinations`. So many draws are held at once as
+    Pairs are in the order of `itertools.combinations`. As many draws are computed together as
     `WORK_BYTES` allow.
     """
     sizes = [len(dataset) for dataset in datasets]
@@ -144,11 +129,11 @@ ROWS_AT_ONCE = 4096
 
 
 class SortedNumbers(NamedTuple):
-    """What a dataset is along C draws.
+    """The numbers of a dataset along C draws.
 
     Attributes:
         values: (C, n) float64, each row ascending.
-        masses: (C, n) of the same order, float64; None where all are equal.
+        masses: (C, n) float64, in the order of the values; None if all are equal.
     """
 
     values: Tensor
@@ -158,8 +143,16 @@ class SortedNumbers(NamedTuple):
 class Projected:
     """A dataset prepared for draws: rows of positive weight, and their shares of their classes.
 
+    A draw maps row i to
+
+        z_i = psi_0 theta.x_i + sum_{k=1..5} psi_k M_k(class of x_i)
+        M_k(c) = weighted mean over class c of (theta.x)^l_k / l_k!
+
+    Powers are built up by multiplication, p^l / l! = (p^(l - 1) / (l - 1)!) (p / l), up to the
+    largest order drawn; the classes' means of every order are one matrix product each.
+
     Args:
-        samples: labelled, on the device that computes.
+        samples: labelled samples, on the device that computes.
 
     Raises:
         InputError: there are no labels.
@@ -177,14 +170,14 @@ class Projected:
         self.masses = None if bool((masses == masses[0]).all()) else masses
         one_hot = torch.nn.functional.one_hot(samples.labels, samples.class_total).double()
         weighted = one_hot * masses.unsqueeze(1)
-        # A class without rows is nobody's.
+        # A class without rows would be divided by 0; no row uses its moments.
         self._shares = weighted / weighted.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
 
     def __len__(self) -> int:
         return len(self.features)
 
     def along(self, draws: Draws) -> SortedNumbers:
-        """The numbers along some draws, on the same device.
+        """Return the sorted numbers along some draws, on the same device.
 
         Raises:
             InputError: powers of the projections overflow float64.
@@ -202,7 +195,7 @@ class Projected:
         return SortedNumbers(values, None if self.masses is None else self.masses[order])
 
     def _project(self, directions: Tensor) -> Tensor:
-        """theta.x (C, n) float64."""
+        """Return theta.x (C, n), float64."""
         found = directions.new_empty(len(directions), len(self))
         for start in range(0, len(self), ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
@@ -210,7 +203,7 @@ class Projected:
         return found
 
     def _moments(self, projections: Tensor, orders: Tensor) -> Tensor:
-        """M_k of every class, (C, MOMENTS, V)."""
+        """Return M_k of every class, (C, MOMENTS, V)."""
         count = self._shares.shape[1]
         moments = projections.new_zeros(*orders.shape, count)
         power = torch.ones_like(projections)
@@ -222,12 +215,12 @@ class Projected:
 
 
 class Steps(NamedTuple):
-    """Where two quantile functions are constant together.
+    """The intervals on which two quantile functions are both constant.
 
     Attributes:
-        rows: (S,) or (C, S) which of the n sorted numbers holds on each step.
-        columns: which of the m holds.
-        widths: of the steps, float64, summing to 1.
+        rows: (S,) or (C, S) index among the n sorted numbers on each interval.
+        columns: index among the m sorted numbers.
+        widths: lengths of the intervals, float64, summing to 1.
     """
 
     rows: Tensor
@@ -236,7 +229,14 @@ class Steps(NamedTuple):
 
 
 def squared_distances(x: SortedNumbers, y: SortedNumbers) -> Tensor:
-    """W_2^2 (C,) between the numbers x (C, n) and y (C, m) of C draws."""
+    """Compute W_2^2 (C,) between the numbers x (C, n) and y (C, m) of C draws.
+
+        W_2^2 = int_0^1 (F^-1(t) - G^-1(t))^2 dt
+
+    Both quantile functions are step functions, so the integral is a sum over the steps of both
+    together. With equal masses these steps are the same for every draw and are computed once, in
+    integers.
+    """
     equal = x.masses is None and y.masses is None
     if equal and x.values.shape == y.values.shape:
         return (x.values - y.values).square_().mean(1)
@@ -250,19 +250,19 @@ def squared_distances(x: SortedNumbers, y: SortedNumbers) -> Tensor:
 
 
 def equal_steps(n: int, m: int, device: torch.device) -> Steps:
-    """Steps between n and m equal masses; their ends are i / n and j / m, compared as i m, j n."""
+    """Return the steps between n and m equal masses; ends i / n, j / m compare as i m, j n."""
     each = [torch.arange(1, size + 1, device=device) for size in (n, m)]
     ends = torch.unique(torch.cat((each[0] * m, each[1] * n)))
-    # A step that ends at e lies in the mass whose end is the first from e on.
+    # The step that ends at e is within the first mass whose end is at least e.
     rows, columns = (ends + m - 1) // m - 1, (ends + n - 1) // n - 1
     widths = ends.diff(prepend=ends.new_zeros(1)).double() / (n * m)
     return Steps(rows, columns, widths)
 
 
 def weighted_steps(a: Tensor, b: Tensor) -> Steps:
-    """Steps between masses a (C, n) and b (C, m), each in the order of its numbers."""
+    """Return the steps between masses a (C, n) and b (C, m), each in the order of its numbers."""
     ends_a, ends_b = a.cumsum(1), b.cumsum(1)
-    # Both sums are 1 but for rounding; from here on they are.
+    # Both sums are 1 up to rounding; this makes them exact.
     ends_a, ends_b = ends_a / ends_a[:, -1:], ends_b / ends_b[:, -1:]
     ends = torch.cat((ends_a, ends_b), 1).sort(1).values
     widths = ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))
@@ -281,16 +281,14 @@ def _masses(numbers: SortedNumbers) -> Tensor:
 
 MOMENTS = 5
 
-
 DRAWS_PER_CHUNK = 500
 
-
-# Of rate 5, a larger one has probability 2e-32.
+# Of rate 5, a larger order has probability 2e-32.
 LARGEST_ORDER = 40
 
 
 class Draws(NamedTuple):
-    """C draws for features of d dimensions, on the CPU.
+    """C draws for features of d dimensions, on the CPU; all datasets share them.
 
     Attributes:
         directions: theta (C, d) float64, rows of length 1.
@@ -310,17 +308,22 @@ class Draws(NamedTuple):
 
 
 def chunks_of(projections: int) -> range:
-    """The numbers of the chunks that hold so many draws."""
+    """Return the numbers of the chunks that hold `projections` draws."""
     return range(-(-projections // DRAWS_PER_CHUNK))
 
 
 def draws_in(chunk: int, projections: int) -> int:
-    """How many draws a chunk holds."""
+    """Return how many draws a chunk holds."""
     return min(DRAWS_PER_CHUNK, projections - chunk * DRAWS_PER_CHUNK)
 
 
 def draw_chunk(chunk: int, projections: int, dim: int, seed: int) -> Draws:
-    """The draws of one chunk; the last chunk of `projections` may hold fewer than the others."""
+    """Draw one chunk; the last chunk of `projections` may hold fewer draws than the others.
+
+    A draw consists of a direction theta, uniform on the unit sphere of the features, weights psi,
+    uniform on the unit sphere of 1 + 5 dimensions, and orders l_1 to l_5 of moments, l_i from the
+    Poisson distribution of rate i without 0. Each chunk has a generator of its own.
+    """
     generator = np.random.default_rng([seed, chunk])
     directions = _on_sphere(generator, dim)
     weights = _on_sphere(generator, 1 + MOMENTS)
@@ -330,7 +333,7 @@ def draw_chunk(chunk: int, projections: int, dim: int, seed: int) -> Draws:
 
 
 def draw_all(projections: int, dim: int, seed: int) -> Iterator[Draws]:
-    """All chunks, one after the other."""
+    """Yield all chunks in turn."""
     for chunk in chunks_of(projections):
         yield draw_chunk(chunk, projections, dim, seed)
 
@@ -342,7 +345,7 @@ def _on_sphere(generator: np.random.Generator, dim: int) -> NDArray[np.float64]:
 
 
 def _positive_poisson(generator: np.random.Generator) -> NDArray[np.int64]:
-    """Column i - 1 is Poisson(i) given that it is not 0, by inversion of the distribution."""
+    """Draw orders whose column i - 1 is Poisson(i) conditioned on not being 0, by inversion."""
     from scipy.stats import poisson
 
     uniform = generator.random((DRAWS_PER_CHUNK, MOMENTS))
@@ -350,6 +353,6 @@ def _positive_poisson(generator: np.random.Generator) -> NDArray[np.int64]:
     for place in range(MOMENTS):
         below = poisson.cdf(np.arange(LARGEST_ORDER), place + 1)
         level = below[0] + (1 - below[0]) * uniform[:, place]
-        # The first order whose probability of at most itself reaches the level, and not 0.
+        # The first order, from 1 on, whose cumulative probability reaches the level.
         orders[:, place] = np.searchsorted(below[1:], level) + 1
     return orders

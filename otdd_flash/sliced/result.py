@@ -1,14 +1,18 @@
-"""What sliced distances return: means over draws, their errors and intervals.
+"""The result of sliced distances: means over draws, their standard errors and intervals.
 
-W_2^2 has a heavy tail over draws, the heavier the larger the features are: a draw of order l brings
-in the power 2 l of a projection. Means of L draws are skewed, and what a symmetric interval misses
-it misses below the mean. With the tail of the draws (`otdd_flash.sliced.tails`) the interval is
+W_2^2 has a heavy tail over draws, the heavier the larger the features are: a draw of order l
+contributes the power 2 l of a projection. Means of L draws are skewed, and symmetric intervals that
+miss lie below the mean. With the tail excess of the draws (`sliced.tails`) the interval is
 
     [mean - q se, mean exp(q se / mean (1 + 6 excess))],
 
-q Student's quantile of L - 1 degrees of freedom and se the deviation over draws over sqrt(L). An
-interval is never withheld for what the draws show: where a few of them carry the sum, those that
-lack such draws look harmless, and to withhold the others would leave intervals that miss.
+with q Student's quantile of L - 1 degrees of freedom and se the deviation over draws over sqrt(L).
+An interval is never withheld because of what the draws show: where a few of them carry the sum,
+samples that lack such draws look harmless, and withholding the others would leave the intervals
+that miss.
+
+`sliced.distances` and the study's `measures.distances` build `SlicedResult`; `report.pairwise`
+draws it. The keys of `to_dict` are those of result files and stay.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LEVEL = 0.95
-# By simulation, from 30 draws on: how much longer the tail of the draws makes an interval above.
+# From simulations: the fewest draws for an interval, and the factor by which an excess lengthens it
+# above.
 LEAST_DRAWS, LONGER = 30, 6.0
-# Where so large a share of the draws carries so much of the sum, the interval is of little use.
+# If this share of the draws carries this share of the sum, the interval is of little use.
 HEAVY_DRAWS, HEAVY_SHARE = 0.01, 0.5
 
 
@@ -47,12 +52,12 @@ class SlicedPair(NamedTuple):
         source: the name of the earlier dataset.
         target: the name of the later one.
         value: mean of W_2^2 over the draws.
-        standard_error: s / sqrt(L), s the deviation over draws.
+        standard_error: s / sqrt(L), with s the deviation over draws.
         lower: lower end of a 95% interval for the mean over all draws; None below 30 draws.
         upper: its upper end, farther from the value the heavier the tail of the draws, or None.
         root: the square root of the value.
-        root_lower: that of the interval's lower end, 0 below 0.
-        root_upper: that of the upper end.
+        root_lower: the square root of the lower end, 0 if that is negative.
+        root_upper: the square root of the upper end.
     """
 
     source: str
@@ -72,13 +77,13 @@ class SlicedResult:
 
     Attributes:
         values: (K, K) float64, means of W_2^2 over the draws; symmetric, 0 on the diagonal.
-        standard_errors: (K, K) s / sqrt(L), s the deviation over draws.
+        standard_errors: (K, K) s / sqrt(L), with s the deviation over draws.
         lower: (K, K) lower ends of 95% intervals for means over all draws, which may be below 0;
             NaN below 30 draws.
         upper: (K, K) upper ends.
         names: the datasets, in the order of rows and columns.
         projections: L.
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     values: Tensor
@@ -90,7 +95,7 @@ class SlicedResult:
     seed: int
 
     def __repr__(self) -> str:
-        """How many datasets over how many draws; `pairs()` lists distances."""
+        """Return the number of datasets and of draws; `pairs()` lists distances."""
         return (
             f"SlicedResult({len(self.names)} datasets: {listing(self.names, 12)}; "
             f"{self.projections:,} draws)"
@@ -127,7 +132,7 @@ class SlicedResult:
     def to_dict(self) -> dict[str, Any]:
         """Return everything in JSON's own types, matrices as lists of rows.
 
-        Ends of intervals that there are none of are None.
+        Missing ends of intervals are None.
         """
         matrices = ("values", "standard_errors", "lower", "upper")
         return json_content(
@@ -142,9 +147,10 @@ class SlicedResult:
     def to_frame(self) -> DataFrame:
         """Return a pandas table of one row a pair of different datasets, the nearest first.
 
-        Columns: those of `pairs()`: `source` and `target`; `value`, `standard_error`, `lower` and
-        `upper` in squared units of the features, and the roots `root`, `root_lower` and
-        `root_upper` in units of the features. Ends of intervals that there are none of are missing.
+        The columns are those of `pairs()`: `source` and `target`; `value`, `standard_error`,
+        `lower` and `upper` in squared units of the features, and the roots `root`, `root_lower` and
+        `root_upper` in units of the features. Ends of intervals that do not exist are missing
+        values.
         """
         return frame_of(self.pairs(), get_type_hints(SlicedPair))
 
@@ -152,7 +158,7 @@ class SlicedResult:
         """Draw the distances as a table of colours.
 
         Args:
-            order: of the datasets: `given`, or `hierarchical` for near ones side by side.
+            order: order of the datasets: `given`, or `hierarchical` for near ones side by side.
 
         Returns:
             A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
@@ -207,7 +213,7 @@ def intervals(draws: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(means, math.nan), torch.full_like(means, math.nan)
     reach = float(t.ppf((1 + LEVEL) / 2, count - 1)) * draws.std(1) / math.sqrt(count)
     ratios = reach / means * (1 + LONGER * tail_excess(draws))
-    # Of a dataset and itself all draws are 0.
+    # All draws between a dataset and itself are 0.
     upper = torch.where(means > 0, means * ratios.exp(), means)
     return (means - reach).where(upper.isfinite(), math.nan), upper.where(
         upper.isfinite(), math.nan
@@ -215,13 +221,13 @@ def intervals(draws: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def heavy(draws: Tensor) -> Tensor:
-    """Whether the largest draws carry most of the sum, (P,) bool of draws (P, L)."""
+    """Return whether the largest draws carry most of the sum, (P,) bool of draws (P, L)."""
     largest = draws.topk(math.ceil(HEAVY_DRAWS * draws.shape[1]), 1).values.sum(1)
     return largest > HEAVY_SHARE * draws.sum(1)
 
 
 def _symmetric(values: Tensor, count: int) -> Tensor:
-    """(K, K) with values of the pairs above and below a diagonal of 0."""
+    """Fill a symmetric (K, K) table with values of the pairs and a diagonal of 0."""
     table = torch.zeros(count, count, dtype=torch.float64)
     rows, columns = torch.triu_indices(count, count, 1)
     table[rows, columns] = table[columns, rows] = values

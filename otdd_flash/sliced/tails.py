@@ -1,16 +1,18 @@
-"""How heavy the tail of positive numbers is, and how much longer an interval has to be above.
+"""The tail of positive numbers, and how much longer it makes an interval on the upper side.
 
 The mean of numbers with a heavy tail lies above most of the means of samples: a sample that lacks
-the rare large numbers has a mean that is too low and, at the same time, a spread that is too small.
-Intervals of means therefore miss on one side. How far the upper end has to go follows from the tail
-index gamma of P(X > x) ~ x^(-1/gamma), at 1/2 and above of which X has no variance. It is estimated
-from the k = sqrt(n) largest of n numbers (Hill 1975, A simple general approach to inference about
-the tail of a distribution),
+the rare large numbers has a mean that is too low and a spread that is too small. Intervals of means
+therefore miss on one side. How far the upper end must reach follows from the tail index gamma of
+P(X > x) ~ x^(-1/gamma), from gamma = 1/2 on X has no variance. It is estimated from the k = sqrt(n)
+largest of n numbers (Hill 1975, A simple general approach to inference about the tail of a
+distribution),
 
     gamma = mean of log x_(1..k) - log x_(k+1),    standard error gamma / sqrt(k),
 
-and taken one standard error higher, since small samples seldom show their tail. What makes of it
-the length of an interval was fitted by simulation: `experiments.interval_coverage`.
+and one standard error is added, since small samples seldom show their tail. How the excess
+lengthens an interval was fitted by simulation (`experiments.interval_coverage`); a change of the
+estimate invalidates that fit. `sliced.result`, `sampling.subsampling` and the study's measures call
+it.
 """
 
 from __future__ import annotations
@@ -22,27 +24,27 @@ from torch import Tensor
 from otdd_flash.operators.float64_rows import extent, squared_distances
 from otdd_flash.samples import LabeledSamples
 
-# Up to here a tail does no harm; the squared lengths of Gaussian vectors come to it.
+# Lighter tails do no harm; the squared lengths of Gaussian vectors reach this index.
 LIGHT = 0.3
 
 
 def tail_excess(numbers: Tensor) -> Tensor:
     """Return by how much tail indices exceed a light one, (...) of numbers (..., n), n >= 3.
 
-    It is 0 where all numbers are, and infinite where but a few are not.
+    It is 0 if all numbers are 0, and infinite if all but a few are 0.
 
     Args:
         numbers: not negative.
     """
     largest = max(2, round(math.sqrt(numbers.shape[-1])))
     logs = numbers.topk(largest + 1, -1).values.log()
-    # Two numbers that are 0 are as far apart as any that are equal.
+    # The log difference of two zeros counts as 0, like that of any equal numbers.
     apart = (logs[..., :largest] - logs[..., largest:]).nan_to_num(0, posinf=math.inf)
     return (apart.mean(-1) * (1 + 1 / math.sqrt(largest)) - LIGHT).clamp_min(0)
 
 
 def rows_excess(*datasets: LabeledSamples) -> float:
-    """Return the heaviest `tail_excess` of squared distances of rows from their dataset's mean."""
+    """Return the largest `tail_excess` of squared distances of rows from their dataset's mean."""
     found = []
     for samples in datasets:
         points, masses = samples.features, samples.masses

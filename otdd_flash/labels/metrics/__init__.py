@@ -1,4 +1,14 @@
-"""Ways of measuring distances between classes: one file each, by their names in `METRICS`."""
+"""The methods that measure class distances, by their names in the registry `METRICS`.
+
+`builtin` holds the methods of this package, `given` tables and functions of the user's, `base` the
+class `LabelMetric` that all of them extend. `metric_of` turns the `labels=` argument of the public
+functions into a metric, `metric_named` the `labels` group of a configuration. `labels.many`,
+`labels.measuring`, `labels.by_ranks`, `contributions` and the study import it; the commands do
+through `otdd_flash.labels`.
+
+The names are keys of configurations and results; other packages add to them by entry points
+(`plugins`).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -28,14 +38,14 @@ __all__ = [
     "metric_of",
 ]
 
-# What `labels=` takes.
+# What `labels=` accepts.
 Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]
 
 _OWN = (Gaussian, Sinkhorn, Exact, Means, UpperBound, NoLabels, Given)
 
 
 def _accepted(kind: Any, name: str) -> str | None:
-    """What another package's way of measuring must be; None where it is."""
+    """Return what another package's method must be; None if it is acceptable."""
     if not isinstance(kind, type):
         called = callable(kind) and not isinstance(kind, LabelMetric)
         return None if called else "a type of LabelMetric, or a function f(x, y)"
@@ -45,23 +55,23 @@ def _accepted(kind: Any, name: str) -> str | None:
     return None if own == name else f"a type whose name is {name!r}, got {own!r}"
 
 
-# Packages add types of LabelMetric, and functions for `PairFunction`.
+# Other packages add subclasses of LabelMetric, and functions for `PairFunction`.
 METRICS: Registry[Callable[..., Any]] = Registry(
     "labels", "labels.method", {kind.name: kind for kind in _OWN}, _accepted
 )
 
 
 def fields_of(name: str) -> tuple[str, ...]:
-    """The parameters of the metric of a name; a function has none."""
+    """Return the parameter names of a metric; a function has none."""
     kind = METRICS.named(name)
     return tuple(field.name for field in fields(kind)) if isinstance(kind, type) else ()
 
 
 def metric_named(name: str, parameters: Mapping[str, Any]) -> LabelMetric:
-    """The metric of a name, with those of the parameters that it has.
+    """Return the metric of a name, with those of the parameters that it has.
 
     Raises:
-        InputError: no such name, a parameter is not what it must be, or one is missing.
+        InputError: no such name, or a parameter is missing or not valid.
     """
     kind = METRICS.named(name)
     if not isinstance(kind, type):
@@ -74,10 +84,10 @@ def metric_named(name: str, parameters: Mapping[str, Any]) -> LabelMetric:
 
 
 def metric_of(labels: Labels) -> LabelMetric:
-    """What `labels=` says: a metric, a function, or a name, whose parameters are the defaults.
+    """Return the metric that `labels=` stands for; a name takes its default parameters.
 
     Raises:
-        InputError: no such name, or a metric that has to be told something.
+        InputError: no such name, or the metric has a required parameter.
     """
     if isinstance(labels, LabelMetric):
         return labels

@@ -1,4 +1,9 @@
-"""What every way of measuring distances between classes has."""
+"""`LabelMetric`, the abstract class of all methods that measure class distances.
+
+The metrics of this folder, `labels.by_ranks` and metrics of other packages extend it;
+`labels.measuring` calls its methods. A change of `recipe` in a subclass makes its cached distances
+unknown; a change of numbers without one lets the cache return old ones.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +25,16 @@ Measured = Generator[tuple[Tensor, Tensor], None, None]
 
 @dataclass(frozen=True)
 class LabelMetric(ABC):
-    """One way to measure squared distances between classes; its fields are its parameters.
+    """One method of measuring squared distances between classes; its fields are its parameters.
+
+    The constructor checks the fields by their annotations.
 
     Attributes:
-        name: as `labels=NAME` and in results.
-        checks: what the fields may be.
-        fixed: whether the distances have nothing to do with where the points are.
+        name: the name in `labels=NAME` and in results.
+        fixed: whether the distances are independent of the points.
 
     Raises:
-        InputError: a field is not what it must be.
+        InputError: a field is not valid.
     """
 
     name: ClassVar[str]
@@ -41,39 +47,39 @@ class LabelMetric(ABC):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """Measure squared distances of pairs of classes, each independently of the other pairs.
+        """Measure the squared distances of pairs of classes, each independently of the other pairs.
 
         Args:
             clouds: V classes, points (n, d) each.
-            pairs: (P, 2) int64, indices of the classes of each pair, where the points are.
+            pairs: (P, 2) int64, indices of the classes of each pair, on the points' device.
             progress: called with the number of pairs done and their total.
 
         Returns:
-            P distances with bounds, in units of ||.||^2, where the points are.
+            P distances with bounds, in units of ||.||^2, on the points' device.
 
         Raises:
-            InputError: a class is too large for the method, or rounding leaves nothing of it.
+            InputError: a class is too large for the method, or rounding exceeds the tolerance.
 
         Warns:
             NotConvergedWarning: a solve stopped before its tolerance.
         """
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
-        """Yield the values of `measure` as they come, if single pairs take long; else None."""
+        """Yield the values of `measure` in parts if single pairs take long, else return None."""
         return None
 
     def recipe(self, device: torch.device) -> str | None:
-        """Return what a cached distance depends on but for its classes; None if it is cheap.
+        """Return all that a cached distance depends on except its classes; None: no cache.
 
-        It is part of the cache's keys: other words for the same make every entry unknown.
+        It is part of the cache's keys: any change of its text makes every entry unknown.
         """
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the parameters, for JSON, without the name and the classes."""
+        """Return the parameters for JSON, without the name and the classes."""
         return asdict(self)
 
     @property
     def single_samples_are_points(self) -> bool:
-        """Whether a class of one sample, without such a covariance, counts as a point."""
+        """Whether a class of one sample lacks an estimated covariance and counts as a point."""
         return False

@@ -1,14 +1,12 @@
-"""`labels=gaussian`: the squared Bures-Wasserstein distance of class means and covariances.
+"""The built-in methods of class distances, each a frozen dataclass of its parameters.
 
-`labels=exact`: unregularised transport between the points of two classes, for small classes.
+`gaussian`: Bures-Wasserstein distance of class means and covariances; `exact`: unregularised
+transport between points; `sinkhorn`: debiased entropic transport between points; `means`: squared
+distance of means; `upper_bound`: squared distance of means plus both variances; `none`: zero, plain
+feature transport.
 
-`labels=sinkhorn`: debiased entropic transport between the points of two classes.
-
-`labels=means`: the squared distance of class means.
-
-`labels=upper_bound`: the squared distance of class means plus both variances.
-
-`labels=none`: plain feature transport, for unlabelled data too.
+`labels.metrics` registers them. The numerical work is in `labels.gaussian`, `labels.exact`,
+`labels.sinkhorn_pairs` and `labels.moments`. The text of a recipe is a key of the pair cache.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class Gaussian(LabelMetric):
         return gaussian_distances(clouds, pairs, unbiased=self.unbiased, progress=progress)
 
     def recipe(self, device: torch.device) -> str | None:
-        """Return what numbers depend on, the device included; None for diagonal covariances."""
+        """Return the cache key, with the device; None for diagonal covariances: no cache."""
         return None if self.diagonal else f"gaussian unbiased={self.unbiased} on {device.type}"
 
     @property
@@ -77,11 +75,11 @@ class Exact(LabelMetric):
         return exact_distances(clouds, pairs, progress=progress)
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured:
-        """Yield distances as they come; classes need no preparation."""
+        """Yield distances as they are computed; classes need no preparation."""
         return exact_parts(clouds, pairs)
 
     def recipe(self, device: torch.device) -> str:
-        """Return what numbers depend on; they are always computed on the CPU."""
+        """Return the cache key; distances are always computed on the CPU."""
         return "exact"
 
 
@@ -111,7 +109,7 @@ class Sinkhorn(LabelMetric):
         return sinkhorn_distances(clouds, pairs, self.epsilon, self.tolerance, progress=progress)
 
     def recipe(self, device: torch.device) -> str:
-        """Return what numbers depend on, the device included, as others round otherwise."""
+        """Return the cache key, with the device, as devices round differently."""
         return f"sinkhorn epsilon={self.epsilon!r} tolerance={self.tolerance!r} on {device.type}"
 
 

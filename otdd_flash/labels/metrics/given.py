@@ -1,6 +1,9 @@
-"""`labels=given`: a table of two datasets that is there already.
+"""Class distances that the user gives: a table (`labels=given`) or a function of two classes.
 
-`labels=f`: squared distances between classes by a function of their points.
+`Given` wraps a `ClassDistances` or the path of one; `labels.many` reads it and never measures with
+it. `PairFunction` calls a function of the points of two classes; `labels.metrics` makes it of a
+function given as `labels=`, and a study checks by `probe` that a resumed run has the same function.
+Distances of functions are not cached.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from otdd_flash.labels.table import ClassDistances
 
 @dataclass(frozen=True)
 class Given(LabelMetric):
-    """The distances of a table, whatever the points are.
+    """The class distances of a table, independent of the points.
 
     Args:
-        table: `ClassDistances` of the two datasets, or the path of their npz; must be given.
+        table: `ClassDistances` of the two datasets, or the path of their npz file; required.
 
     Raises:
-        InputError: it is missing, or neither of both.
+        InputError: it is missing, or neither a table nor a path.
     """
 
     name = "given"
@@ -50,7 +53,7 @@ class Given(LabelMetric):
             )
 
     def read(self) -> ClassDistances:
-        """Return the table, read from its file if it is in one.
+        """Return the table, read from its file if it is a path.
 
         Raises:
             InputError: as `ClassDistances.load`.
@@ -63,19 +66,19 @@ class Given(LabelMetric):
     def measure(
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
-        """Raise an `InputError`: a table knows classes by their places and not by their points."""
+        """Raise an `InputError`: a table measures no points."""
         raise measures_nothing()
 
 
 def measures_nothing() -> InputError:
-    """The error where a table is to be measured."""
+    """Return the error for measuring with `labels=given`."""
     return InputError(
         "labels=given is the table of two datasets and measures nothing; choose a method, or "
         "pass a table of class_distances([...]) on as class_distances="
     )
 
 
-# Digits of a probe: processes of a study may sum with other numbers of threads.
+# Digits of a probe: processes of a study may sum with different numbers of threads.
 PROBE = ".6g"
 
 
@@ -83,16 +86,16 @@ PROBE = ".6g"
 class PairFunction(LabelMetric):
     """The value of a function of the points of two classes, called once for each pair of classes.
 
-    A class is at distance 0 from itself and from one of the same points. Nothing is cached: what a
-    function computes cannot be identified by content.
+    Classes of equal content are at distance 0. Nothing is cached: a function's computation cannot
+    be identified by content.
 
     Args:
         function: called as function(x, y) with copies of the points (n, d) and (m, d) of two
-            classes, where the points are; it returns a squared distance. It must be symmetric: the
+            classes, on their device; it returns a squared distance. It must be symmetric: the
             content of both classes decides which of them is x.
-        called: as results name it; None names the function.
-        probe: its value for one pair of classes, which tells a study that goes on whether it still
-            is the same function.
+        called: its name in results; None takes the function's own.
+        probe: its value for one pair of classes, by which a resumed study checks that the function
+            is the same.
     """
 
     function: Callable[[Tensor, Tensor], Any]
@@ -117,14 +120,14 @@ class PairFunction(LabelMetric):
         return PairDistances.exactly(found)
 
     def _between(self, one: ClassCloud, other: ClassCloud) -> float:
-        """Call the function for two classes.
+        """Call the function for two classes and check its value.
 
         Raises:
-            UserCodeError: it raised.
-            InputError: what it returns is no squared distance.
+            UserCodeError: the function raised.
+            InputError: it returned no squared distance.
         """
         classes = f"classes {one.name} and {other.name}"
-        # Copies, as it may write to them.
+        # Copies, as the function may write to them.
         points = (cloud.points.detach().clone() for cloud in (one, other))
         with user_code(f"labels={self.name}, called for {classes},"):
             value = self.function(*points)
@@ -155,7 +158,7 @@ class PairFunction(LabelMetric):
         return {"probe": self.probe}
 
     def probed(self, clouds: Sequence[ClassCloud]) -> PairFunction:
-        """Set the probe to the function's value for the first and the last class.
+        """Return the metric with its value for the first and the last class as its probe.
 
         Raises:
             InputError: as `measure`.
