@@ -35,13 +35,10 @@ from otdd_flash.checks import path
 
 GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report", "log")
 
-
 # An option of Hydra's, which may be abbreviated down to three characters.
 RERUN = "--experimental-rerun"
 
-
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
-
 
 # What Hydra reads as something else than a name, and ends on with a traceback.
 NO_NAME = re.compile(
@@ -143,28 +140,21 @@ BUILT = (
     "optuna.samplers.",
 )
 
-
 LOGGERS = (
     "otdd_flash.commands.messages.SafeFormatter",
     *("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", "colorlog."),
 )
 
-
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-
 
 LOGGING = ("hydra.hydra_logging.", "hydra.job_logging.")
 
-
 OUTPUT = "${hydra.runtime.output_dir}/"
-
 
 ENVIRONMENT = "hydra.job.env_set."
 
-
 # Settings that name a function to be imported.
 FUNCTIONS = ("extractor.path", "transfer.network.path", "flow.functionals")
-
 
 # Settings that send what a run has computed somewhere.
 DESTINATIONS = ("log.uri", "log.online")

@@ -112,19 +112,14 @@ def _failed(directory: Path, error: Exception, exit_code: int) -> int:
 
 RESULT_FILE = "result.json"
 
-
 ERROR_FILE = "error.json"
-
 
 SUMMARY_FILE = "summary.csv"
 
-
 PICTURE_FILE = "summary.png"
-
 
 # How jobs end that leave a result.
 WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
-
 
 # What reading raises of a file that is no JSON or YAML, or holds something else than it should.
 DAMAGED = (

@@ -46,14 +46,11 @@ if TYPE_CHECKING:
 _leading: Ranks | None = None
 _heartbeat: Heartbeat | None = None
 
-
 # In the store of torchrun, which outlasts its restarts: that a run was refused, its directory, and
 # which checkpoint of an earlier run it found there.
 REFUSED, DIRECTORY, FOUND = "otdd_flash/refused", "otdd_flash/directory", "otdd_flash/found"
 
-
 NONE = "none"
-
 
 # Seconds by which processes that torchrun starts at once may differ at the most, about.
 STARTING = 10.0
@@ -367,26 +364,20 @@ def _store() -> TCPStore:
 # Seconds between two beats, and without one until a rank is lost.
 INTERVAL, LIMIT = 2.0, 45.0
 
-
 # Seconds that a process which has closed its connections may take to be gone.
 GOING = 1.0
-
 
 # Seconds that a store which answers may take.
 ANSWER = 5.0
 
-
 # By which code the ranks beside rank 0 are to end, and how many are about to.
 END, ENDING = "end", "ending"
-
 
 # In place of a count: the process has ended as meant.
 LEFT = "left"
 
-
 # Letters of Linux for processes that have ended, and none for those that nobody waits for.
 ENDED = ("Z", "X", "")
-
 
 # Letters for those that are stopped, as a torchrun is by Ctrl-Z; its processes go on.
 STOPPED = ("T", "t")

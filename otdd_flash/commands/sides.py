@@ -35,13 +35,10 @@ from otdd_flash.shown import hidden
 # Keys of an extractor's configuration that are arguments of `embed`.
 EMBEDDING = ("batch_size", "mixed_precision", "num_workers")
 
-
 OTHER = {"source": "target", "target": "source"}
-
 
 # What an extractor imports when it is built, which takes seconds.
 LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "text": "sentence_transformers"}
-
 
 logger = logging.getLogger(__name__)
 

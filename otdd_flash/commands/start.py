@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 _job: Job | None = None
 
-
 FULL_ERROR = "HYDRA_FULL_ERROR"
-
 
 MULTIRUN = ("-m", "--multirun")
 
@@ -235,16 +233,12 @@ def _refused(error: Exception) -> int:
 
 STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY))
 
-
 NAMES = {"stdout": "standard output", "stderr": "standard error"}
-
 
 # The symbols of tables and titles in ASCII, for encodings that lack them.
 SUBSTITUTES = {"→": "->", "×": "x", "≤": "<=", "±": "+-", "−": "-", "…": "..."}
 
-
 SUBSTITUTE = "otdd_flash.substitute"
-
 
 # Numbers of columns that a table can be read in; the terminal wraps what is wider than itself.
 NARROWEST, WIDEST = 40, 10_000

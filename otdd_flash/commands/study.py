@@ -221,7 +221,6 @@ def _raise_worst(result: StudyResult) -> None:
 # Sources whose training split has a test split beside it.
 SPLIT = ("digits", "blobs", "mnist", "fashion_mnist", "usps", "torchvision", "huggingface")
 
-
 # Keys of a task that are none of a dataset.
 OWN = ("as", "family", "part", "test_split")
 

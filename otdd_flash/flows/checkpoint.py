@@ -51,21 +51,16 @@ TYPES: dict[str, Any] = {
     "TransportTerm": TransportTerm,
 }
 
-
 MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
-
 
 # What earlier versions wrote.
 EARLIER = "checkpoint.pt"
 
-
 # Of a manifest, before it takes its place: beside it, as the folder may be on another disk.
 NEXT = "checkpoint.json.partial"
 
-
 # Parameters of a choice, which only another choice lacks: that has a key of its own.
 PARAMETERS = ("labels.", "solver.")
-
 
 START_AGAIN = "leave flow.resume out to start again"
 
@@ -157,14 +152,11 @@ def _fields(part: Any) -> dict[str, Any]:
 # What the names of files are like, step-STEP.WRITE.rank-RANK.rows-FIRST-LAST.safetensors.
 NAMES = "step-*.*.rows-*-*.safetensors"
 
-
 # The first part of the names of tensors that hold rows.
 ROWS = "rows"
 
-
 # What is kept of the rows of a variable beside their momenta and the like: where they are.
 VALUE = "value"
-
 
 # Tensors by variable, then by what of it.
 Parts = Mapping[str, Mapping[str, Tensor]]

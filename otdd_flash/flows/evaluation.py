@@ -28,7 +28,6 @@ DIVERGED = 10.0
 # Mean costs below this share of the target's mean squared norm are as good as 0.
 RESOLUTION = 1e-6
 
-
 # What messages call it, and what they say of points that overflowed.
 MEAN_COST = "the mean cost"
 NOT_FINITE = "particles have values that are not finite"

@@ -63,7 +63,6 @@ from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, set
 
 logger = logging.getLogger(__name__)
 
-
 # Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
 FOLLOWED, MOMENTS = 200, 32
 # Keywords that one may expect of `gradient_flow`, and where they are.

@@ -45,10 +45,8 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda k, total: (1 + math.cos(math.pi * k / total)) / 2,
 }
 
-
 # Of these, the ones that depend on T.
 TO_THE_END = ("linear", "cosine")
-
 
 # Optimisers that want a closure or sparse gradients, or move rows by what other rows do.
 UNSUITABLE = ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")

@@ -34,7 +34,6 @@ from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, write_t
 
 T = TypeVar("T")
 
-
 DIGEST_LENGTH = 32
 
 
@@ -104,7 +103,6 @@ class Bench(Protocol):
 
 
 FOLDER = "units"
-
 
 # How a unit that failed ends, in the order of the commands' exit codes.
 DEFECT, BAD_INPUT, NOT_CONVERGED = 1, 2, 3
@@ -227,10 +225,8 @@ class Store:
 # Between two looks at units that others compute.
 SECONDS_APART = 0.2
 
-
 # progress(units done, their total); stop() says whether to end after this unit.
 Progress = Callable[[int, int], None]
-
 
 Stop = Callable[[], bool]
 

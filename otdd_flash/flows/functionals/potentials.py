@@ -219,10 +219,8 @@ def _signs(given: Any, start: LabeledSamples) -> Tensor:
 # Pairs of points at once: 64 MB in float32.
 TILE = 2**24
 
-
 # Points whose distances give the automatic radius, and the seed that draws them.
 SAMPLED = 1024
-
 
 SEED = 0
 

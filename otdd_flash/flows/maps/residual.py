@@ -221,16 +221,12 @@ def _position(name: str) -> int:
 # Of n examples, 1 in HELD_OUT chooses the epoch.
 HELD_OUT = 10
 
-
 BATCH = 64
-
 
 LEARNING_RATE = 2e-3
 
-
 # Decoupled (Loshchilov & Hutter 2019), strong: particles are few and their ends are noisy.
 WEIGHT_DECAY = 1.0
-
 
 # Epochs without a better one before the rest is saved.
 PATIENCE = 30

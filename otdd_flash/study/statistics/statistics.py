@@ -61,9 +61,7 @@ from scipy.stats import rankdata, t
 
 Numbers = NDArray[np.float64]
 
-
 Mask = NDArray[np.bool_]
-
 
 # Of the largest number of a table, or of what rounding is relative to.
 ROUNDING = 1e-12
@@ -159,7 +157,6 @@ class PairTable:
 
 # statistic(measures, gains, masks) -> (B,)
 Statistic = Callable[[Numbers, Numbers, Mask], Numbers]
-
 
 FEWEST_PAIRS = 3
 
@@ -272,7 +269,6 @@ def _flat(tables: NDArray[Any]) -> NDArray[Any]:
 
 FEWEST_SEEDS = 4
 
-
 Pair = tuple[int, int]
 
 
@@ -307,7 +303,6 @@ def disjoint_pairs(seeds: int) -> Iterator[tuple[Pair, Pair]]:
 
 
 LEVEL = 0.95
-
 
 # With fewer units the deviation is hardly known.
 FEWEST_UNITS = 5
@@ -449,16 +444,12 @@ def _left(numbers: Numbers, design: Numbers) -> Numbers:
 
 MOST_TRIED = math.factorial(7)
 
-
 RANDOM = 9_999
-
 
 AT_ONCE = 1_000
 
-
 # Equal statistics that were summed in another order.
 TIES = 1e-12
-
 
 Orders = NDArray[np.int64]
 

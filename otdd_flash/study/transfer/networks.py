@@ -30,7 +30,6 @@ from otdd_flash.samples import LabeledSamples
 
 PROTOCOLS = ("finetune", "head")
 
-
 PER_CLASS = 10
 
 
@@ -125,10 +124,8 @@ class Transfer:
 
 HIDDEN = 256
 
-
 # Of LeNet-5: LeCun et al. 1998, Gradient-based learning applied to document recognition.
 KERNEL, CHANNELS, WIDTHS = 5, (6, 16), (120, 84)
-
 
 # Sides of images that two poolings leave something of.
 SMALLEST_SIDE = 4

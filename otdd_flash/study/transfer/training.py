@@ -292,7 +292,6 @@ def _weights(network: Network) -> dict[str, Tensor]:
 
 Numbers = NDArray[np.float64]
 
-
 # A baseline with fewer leaves nothing to gain that could be told from chance.
 FEWEST_ERRORS = 5
 
