@@ -1,7 +1,7 @@
 """The exit codes of a command's process, and limits of the system that end it; 0 means done.
 
-Start, outcome, ranks and the study command use the codes, and the messages about errors use
-`limit_of_the_system`. Scripts of users rely on the numbers, which must not change.
+Start, outcome, ranks and the study command use the codes; outcome and the sentences about Hydra's
+errors use `limit_of_the_system`. Users' scripts rely on the numbers, which must not change.
 """
 
 from __future__ import annotations

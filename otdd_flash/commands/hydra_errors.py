@@ -1,8 +1,8 @@
 """Hydra's errors about arguments as one sentence each, with advice that holds for these commands.
 
 `start` calls `sentence` for every error that ends a command outside its jobs; outcome and settings
-use `check_references`, `unknown_key` and `given_at`. Hydra and OmegaConf report much only in the
-text of their messages, which the patterns at the top match: a new version of them needs the tests.
+use `check_references`, `unknown_key` and `given_at`. Hydra and OmegaConf report many facts only in
+the text of their messages. The patterns at the top match these, and may fail with new versions.
 """
 
 from __future__ import annotations
@@ -212,7 +212,6 @@ def unknown_key(key: str, config: Any) -> str:
 
 
 def _choices_with(group: str, key: str) -> list[str]:
-    """Return the choices of a group that have a key."""
     if not group:
         return []
     name = "dataset" if group in ("source", "target") else group

@@ -1,6 +1,6 @@
 """Gradient flows that move a labelled dataset towards another.
 
-    dx_i / dt = -n dF / dx_i,      F(x) = S_epsilon(x, target) + sum_k w_k F_k(x)
+    dx_i / dt = -(1 / a_i) dF / dx_i,      F(x) = S_epsilon(x, target) + sum_k w_k F_k(x)
 
 `run` is the entry point and `flow` holds its options. `space` maps moving points to the features
 that transport compares. `divergence` solves S_epsilon with warm starts, and `modes` decide what

@@ -6,7 +6,7 @@ last good state before it raises. The run makes one loop, restores it from a che
 its history afterwards.
 
 All that later steps depend on must be in `state` or in the stepper's rows, so that a resumed flow
-takes the same steps. On several ranks all processes run this loop and take the same decisions.
+takes the same steps. On several ranks only rank 0 runs this loop, and the others follow its orders.
 """
 
 from __future__ import annotations

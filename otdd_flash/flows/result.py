@@ -3,7 +3,7 @@
 `gradient_flow` returns a `FlowResult`, and the flow command and the report of a flow read it. The
 module also saves and loads it, and makes maps of new points from it. result.json comes from
 `to_dict`, and result.safetensors from the tensors that `PARTS` lists; `_restored` must still read
-files of earlier versions. All tensors of a result are on the CPU.
+files of earlier versions.
 """
 
 from __future__ import annotations

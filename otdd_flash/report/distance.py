@@ -267,7 +267,6 @@ def _subsamples_fit(summary: Mapping[str, Any]) -> bool:
 
 
 def _count(classes: Any) -> int:
-    """Return the number of classes, given a number or the class names."""
     return classes if isinstance(classes, int) else len(classes or ())
 
 

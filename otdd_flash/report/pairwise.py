@@ -1,7 +1,7 @@
 """The report of distances between several datasets: a table to print, csv files and pictures.
 
 `PairwiseResult` and `SlicedResult` call it, and the report of a study shares `rows_text` and
-`bounds_text`. csv files keep the order given by the user; only pictures are reordered.
+`bounds_text`. `order` changes only the pictures, never the rows of csv files.
 """
 
 from __future__ import annotations

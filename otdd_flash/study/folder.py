@@ -1,8 +1,8 @@
 """The folder of a study: study.json holds its tasks and resolved settings.
 
-`enter` makes a folder a study's folder or checks that it belongs to the same study; `Study` and the
-study command call it. Several processes may enter at once, so the check and the write of study.json
-happen under a lock. study.json also keeps what `auto` was resolved to, for resumed runs.
+`enter` makes a folder a study's folder or checks that it belongs to the same study; `Study.run`
+calls it. Several processes may enter at once, so the check and the write of study.json happen under
+a lock. study.json also keeps what `auto` was resolved to, for resumed runs.
 """
 
 from __future__ import annotations

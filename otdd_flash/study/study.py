@@ -288,7 +288,6 @@ def carry_out(
 
 
 def _all_measures(*, transfer: bool) -> tuple[str, ...]:
-    """Return the names of all measures that are possible with or without transfer."""
     return tuple(name for name, kind in MEASURES.items() if transfer or not kind.needs_transfer)
 
 

@@ -7,9 +7,9 @@ process computes a unit that is not done, whose needs are done and which no livi
 locked. With shards, the digest assigns each unit to one shard; a shard waits for units of others,
 and takes over those of a shard whose process has died.
 
-All measures, transport and transfer define their units here; study, pool and result run them. A
-unit with an equal digest is never computed again, so a key must hold everything that decides the
-result and nothing that does not.
+Measures, transport and transfer derive their units from `Unit`; study, pool and result run and read
+them. A stored unit is never computed again, so its key must hold everything that decides the result
+and nothing else.
 """
 
 from __future__ import annotations

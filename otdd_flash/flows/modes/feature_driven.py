@@ -8,8 +8,8 @@ Flows in Probability Space: a particle keeps its label, and a class is where its
 `features` does not differentiate how W changes with x; `attached` does, and is the gradient flow of
 the dataset distance itself.
 
-The table of modes builds them. `ClassTable` recomputes W at each step; what depends on the target
-alone is computed once, with the same result to the last bit.
+The table of modes builds them. `ClassTable` computes W at the current positions; what depends on
+the target alone is computed once, with the same result to the last bit.
 """
 
 from __future__ import annotations

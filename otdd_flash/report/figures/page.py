@@ -233,7 +233,6 @@ def _installed() -> tuple[str, ...]:
 
 @cache
 def _characters_of(name: str) -> frozenset[int]:
-    """Return the code points that a font has glyphs for."""
     load_matplotlib()
     from matplotlib.font_manager import findfont, get_font
 

@@ -4,7 +4,7 @@
 `side_of` projects one dataset: sampled points, class means and masses. The projection of a distance
 and the paths of a flow use it.
 
-The features may be larger than memory in float64, so they are only read in chunks of rows. Every
+A float64 copy of the features may not fit into memory, so they are read in chunks of rows. Every
 random draw takes a seed, so that a picture is the same in every run.
 """
 

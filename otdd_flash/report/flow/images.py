@@ -89,7 +89,6 @@ def draw_images(
 
 
 def _class_names(samples: LabeledSamples, rows: Tensor) -> list[str]:
-    """Return the shortened class names of some rows; an empty list if there are no labels."""
     if samples.labels is None:
         return []
     labels = samples.labels[rows.to(samples.labels.device)].tolist()

@@ -2,8 +2,8 @@
 
 The page is one file that needs no network and no scripts. Its first table says what choosing a
 source by the study's measure costs; other measures and details are folded. On narrow screens table
-rows become blocks of named lines. Below the page's parts follow the sentences: how to read the
-table of choices, its correlation with the gain, and why there is no choice if there is none.
+rows become blocks of named lines. The second part of the module has the sentences: how to read the
+table of choices, the measure's correlation with the gain, or why there is no choice.
 
 The report's `writing` and the study command call it. Every name that a user chose goes through
 `html_text`, and a page of an unfinished study must be written as well.
@@ -210,7 +210,6 @@ def _late_targets(result: StudyResult, measure: str) -> set[str]:
 
 
 def _has_own_family(result: StudyResult) -> bool:
-    """Return whether some target has a source of its own family."""
     tasks = result.setup.tasks
     return any(tasks[i].family == tasks[j].family for i, j in result.setup.transferred())
 

@@ -4,7 +4,7 @@
 `pairwise_distances`. `sliced` is the sliced dataset distance over draws that all tasks share.
 `frechet` is the squared Bures-Wasserstein distance between whole datasets, without labels. `otce`
 is the conditional entropy of the target's classes under the plan. The registry of measures imports
-them. The units of `otdd` and `otce` are those of transport; the others define their own.
+them. The units of `otdd` are those of transport; the other measures add their own.
 """
 
 from __future__ import annotations
