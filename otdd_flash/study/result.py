@@ -1,8 +1,8 @@
 """The result of a study: readings of measures, transfer runs and statistics of the units done.
 
-`gather` reads the units of a folder into a `StudyResult`, when `Study.run` has computed what it can.
-The study command, the report and the tracking of a study read the result through its methods. Rows
-are ordered by measure, source and target, and an unfinished study has a valid result.
+`gather` reads the units of a folder into a `StudyResult`, after `Study.run` has computed them. The
+study command, the report and the tracking of a study read the result through its methods. Rows are
+ordered by measure, source and target, and an unfinished study has a valid result.
 """
 
 from __future__ import annotations
