@@ -1,1 +1,1 @@
-"""What the command modules share: settings, loading both sides, progress, exit codes."""
+"""The commands: settings, loading of data, progress, messages, exit codes and the work of each."""

@@ -1,4 +1,10 @@
-"""The work of `python -m otdd_flash.flow`: one flow, and all about it in a folder."""
+"""The work of `python -m otdd_flash.flow`: one flow and its files.
+
+`adapt` is the job that the entry point passes to Hydra. It checks all settings before any data are
+read, chooses the space in which particles move, and runs the flow with its progress. result.json is
+written and the table printed before data and pictures. Ctrl-C ends the flow after a step, and what
+it has reached is written.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +52,7 @@ PIXEL_BOX = (0.0, 1.0)
 
 @dataclass
 class FlowSettings(ComparisonSettings, DatasetPairSettings):
-    """What conf/flow.yaml holds."""
+    """The settings of conf/flow.yaml."""
 
     flow: FlowNode
     report: ReportSettings
@@ -54,16 +60,17 @@ class FlowSettings(ComparisonSettings, DatasetPairSettings):
 
 
 def adapt(config: DictConfig, directory: Path) -> None:
-    """Run one flow and write everything about it into `directory`.
+    """Run one flow and write its files into `directory`.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed during the flow; what it came to is written.
-        ConvergenceError: a solve stopped early and convergence is required; likewise.
+        KeyboardInterrupt: Ctrl-C was pressed during the flow; its result has been written.
+        ConvergenceError: a solve stopped early and convergence is required; the result has been
+            written.
     """
     settings = parse(config, FlowSettings)
     kept = recorded(settings, config)
     flow = settings.flow
-    # Built before anything is read: a bad setting should not cost the time of loading.
+    # Checked before data are read: a bad setting should not cost the time of loading.
     choose("flow.space", flow.space, SPACES)
     settings.check()
     settings.report.check()
@@ -133,7 +140,7 @@ def _notice_idle_keys(settings: FlowSettings) -> None:
 
 
 def _flow(settings: FlowSettings, directory: Path) -> Flow:
-    """What moves and how, but for what depends on the data."""
+    """Return the options of the flow, except those that depend on the data."""
     node = settings.flow
     stepping = Stepping(
         node.step_size,
@@ -166,7 +173,7 @@ def _box(value: Any) -> tuple[float, float]:
 
 
 def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
-    """Both datasets as what moves, and the way from there to features."""
+    """Return both datasets in the space of the particles, and that space."""
     flow = settings.flow
     if flow.image_size is not None and flow.image_size < 1:
         raise InputError(f"flow.image_size must be positive or null, got {flow.image_size}")
@@ -200,7 +207,7 @@ def _write(
     phases: Phases,
     directory: Path,
 ) -> Report:
-    """Write result.json, print the table, and only then write data and pictures."""
+    """Write result.json and print the table; then write tensors, data and pictures."""
     loaded = {name: phases.seconds[name] for name in ("load", "extract")}
     seconds = phases.all_seconds({**loaded, **result.seconds})
     more = {"seconds": seconds, "seed": settings.seed, "choices": sides.choices, "config": kept}
@@ -209,7 +216,7 @@ def _write(
         remove_result(directory)
         write_json(directory / SUMMARY_FILE, summary)
     finally:
-        # Also where the file cannot be written: the number is there all the same.
+        # Printed even if the file cannot be written, because the number is known.
         if content == "none":
             console.print(interval(summary["value"], *summary["bounds"]))
         else:
@@ -217,7 +224,7 @@ def _write(
     report = Report()
     if settings.save_result:
         report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
-    # A second set of bars: the first would have drawn through the table.
+    # New progress bars, because the first would have drawn over the table.
     with Phases() as drawing, drawing.phase("report", "drawing"):
         report += write_flow_report(
             result, directory, image_shape=sides.image_shape, seed=settings.seed, content=content

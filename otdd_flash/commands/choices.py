@@ -1,18 +1,17 @@
-"""Arguments before Hydra reads them: choices of groups, deletions, and folders of runs.
+"""The arguments of a command before Hydra reads them, what a configuration may run, and the help.
 
-What of a configuration runs code, and where it may come from.
+The first part refuses arguments that Hydra would misread and lists the choices of groups. The
+second, `trusted_configurations`, checks every composed configuration. A folder of configurations
+(`--config-dir`, `hydra.searchpath`) may come from others, together with data: its values are
+settings, but Hydra builds callbacks, launchers and loggers from it, and some settings name
+functions. Those must be given on the command line. Installed packages that add parts are trusted as
+far as Python's imports are; choices are also looked for in their folders `conf`, after this
+package's own, and checked like all others. The third part, `show_help`, prints the help of a
+command with the settings as its arguments compose them. Hydra's own `--help` fills the same
+template, but first lists every group of every plugin, which takes as long as everything else.
 
-A folder of configurations (`--config-dir`, `hydra.searchpath`) may have come with the data, from
-others. Its values are settings, but Hydra builds callbacks, launchers and loggers from it, and some
-settings name functions. Those are the user's to name: on the command line, or not at all.
-
-Installed packages that add parts are trusted as far as Python's imports are. Choices are also
-looked for in their folders `conf`, after this package's own, and checked like all others.
-
-The help of a command: its own text, then the settings as its arguments compose them.
-
-Hydra's own `--help` fills the same template, but first lists every group of every plugin, which
-takes as long as all else.
+`start` calls all three, and the messages about Hydra's errors use the lists of choices. A new
+setting that names code or a destination must be added to `FUNCTIONS` or `DESTINATIONS`.
 """
 
 from __future__ import annotations
@@ -35,22 +34,19 @@ from otdd_flash.checks import path
 
 GROUPS = ("source", "target", "tasks", "extractor", "labels", "solver", "report", "log")
 
-
-# An option of Hydra's, which may be abbreviated down to three characters.
+# An option of Hydra, which may be abbreviated to three characters.
 RERUN = "--experimental-rerun"
-
 
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
-
-# What Hydra reads as something else than a name, and ends on with a traceback.
+# Values that Hydra does not read as a name, and on which it ends with a traceback.
 NO_NAME = re.compile(
     r"(null|true|false|nan|inf|[-+]?[\d.].*|'.*'|\".*\"|[\[{$].*|)", re.IGNORECASE | re.DOTALL
 )
 
 
 def refused_argument(arguments: Iterable[str]) -> str | None:
-    """Say why an argument such as source=null, source=[3] or ~epsilon is refused, if it is."""
+    """Return why an argument such as source=null, source=[3] or ~epsilon is refused, or None."""
     for argument in arguments:
         group, equals, value = argument.partition("=")
         if len(group) > 2 and RERUN.startswith(group):
@@ -64,7 +60,7 @@ def refused_argument(arguments: Iterable[str]) -> str | None:
         if not equals or group not in GROUPS:
             continue
         if "[" in value or "{" in value:
-            # Of a list Hydra composes all, and the last one replaces the others.
+            # Hydra composes all choices of a list, and the last one replaces the others.
             return (
                 f"{group} takes one choice, got {value}; write {group}=CHOICE with one of "
                 f"{', '.join(choices(group))}"
@@ -89,7 +85,7 @@ def with_folders(arguments: Iterable[str]) -> list[str]:
     """Return the arguments with `~` expanded in folders of runs, which Hydra does not do.
 
     Raises:
-        InputError: such a folder is empty, or of no user.
+        InputError: such a folder is empty, or `~` names no user.
     """
     found = []
     for argument in arguments:
@@ -107,7 +103,7 @@ def with_folders(arguments: Iterable[str]) -> list[str]:
 
 
 def twice_given(arguments: Iterable[str]) -> list[str]:
-    """Return a sentence for every key that is given more than once; its last value counts."""
+    """Return a sentence for each key that is given more than once; its last value counts."""
     given: dict[str, list[str]] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -121,12 +117,12 @@ def twice_given(arguments: Iterable[str]) -> list[str]:
 
 
 def choices(group: str) -> list[str]:
-    """The names of a group's choices, those of packages that add parts among them."""
+    """Return the names of a group's choices, including those of packages that add parts."""
     return sorted({name for folder, _ in folders() for name in _choices_in(folder, group)})
 
 
 def folders() -> list[tuple[Path, str]]:
-    """The folders of choices, this package's own first, with the packages that they belong to."""
+    """Return the folders of choices with their packages, this package's own first."""
     return [(Path(conf.__file__).parent, plugins.OWN), *plugins.folders().items()]
 
 
@@ -134,7 +130,7 @@ def _choices_in(folder: Path, group: str) -> set[str]:
     return {file.stem for file in folder.joinpath(group).glob("*.yaml")}
 
 
-# Classes that `_target_` may name anywhere: of this package, of Hydra, and of plugins of Hydra.
+# Classes that `_target_` may name anywhere: of this package, Hydra, and Hydra's plugins.
 BUILT = (
     "otdd_flash.commands.outcome.Outcome",
     "hydra._internal.core_plugins.",
@@ -143,42 +139,35 @@ BUILT = (
     "optuna.samplers.",
 )
 
-
 LOGGERS = (
     "otdd_flash.commands.messages.SafeFormatter",
     *("logging.StreamHandler", "logging.NullHandler", "logging.Formatter", "colorlog."),
 )
 
-
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-
 
 LOGGING = ("hydra.hydra_logging.", "hydra.job_logging.")
 
-
 OUTPUT = "${hydra.runtime.output_dir}/"
-
 
 ENVIRONMENT = "hydra.job.env_set."
 
-
-# Settings that name a function to be imported.
+# Settings that name a function to import.
 FUNCTIONS = ("extractor.path", "transfer.network.path", "flow.functionals")
 
-
-# Settings that send what a run has computed somewhere.
+# Settings that send the results of a run somewhere.
 DESTINATIONS = ("log.uri", "log.online")
 
 
 @cache
 def search_installed() -> None:
-    """Let Hydra look for choices in packages that add parts, of which it imports nothing."""
+    """Let Hydra look for choices in packages that add parts, without importing these."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
     class InstalledParts(SearchPathPlugin):
-        """Adds the folders of this moment."""
+        """Adds the folders of the packages installed now."""
 
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
             for folder, package in plugins.folders().items():
@@ -192,7 +181,7 @@ def trusted_configurations() -> Iterator[None]:
     """Check every configuration that Hydra composes before it builds anything from it.
 
     Raises:
-        ConfigCompositionException: something that runs code is not from the command line.
+        ConfigCompositionException: a setting that runs code is not from the command line.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.errors import ConfigCompositionException
@@ -213,9 +202,9 @@ def trusted_configurations() -> Iterator[None]:
 
 
 def untrusted(config: DictConfig) -> str | None:
-    """Why a configuration with Hydra's part is refused; None where it is not."""
+    """Return why a configuration, with Hydra's part, is refused; None if it is accepted."""
     plain: Any = OmegaConf.to_container(config)
-    # As they are written: an override whose value refers to nothing is for its own key to report.
+    # Unresolved: an override that refers to nothing is reported under its own key.
     given = [*plain["hydra"]["overrides"]["hydra"], *plain["hydra"]["overrides"]["task"]]
     named = {override.lstrip("+~").partition("=")[0] for override in given} - {*GROUPS}
     for key, value in _leaves(plain, ""):
@@ -229,7 +218,7 @@ def untrusted(config: DictConfig) -> str | None:
 
 
 def _is_named(key: str, named: Set[str]) -> bool:
-    """Whether the command line gives a key, or a mapping or list that it is part of."""
+    """Return whether the command line gives a key, or a mapping or list that contains it."""
     return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in named)
 
 
@@ -244,12 +233,12 @@ def _runs_code(key: str, value: Any) -> bool:
         return not str(value).startswith(BUILT)
     if key.startswith(LOGGING):
         return _logs_elsewhere(last, str(value))
-    # What the environment holds already, `hydra.job.env_copy` may give to jobs.
+    # `hydra.job.env_copy` may pass on what the environment already holds.
     return key.startswith(ENVIRONMENT) and os.environ.get(last) != str(value)
 
 
 def _logs_elsewhere(last: str, value: str) -> bool:
-    """Whether a key of Python's logging configuration builds or opens what is not known here."""
+    """Return whether a key of Python's logging configuration builds or opens something unknown."""
     if last in ("()", "class", "factory"):
         return value != "logging.FileHandler" and not value.startswith(LOGGERS)
     if value.startswith(("ext://", "cfg://")):
@@ -269,12 +258,12 @@ def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, node
 
 
-# How the texts write a command, and how its console command is called.
+# The form of a command in the texts, and the beginning of its console command's name.
 MODULE, SCRIPT = "python -m otdd_flash.", "otdd-"
 
 
 def show_help(config_name: str, arguments: Sequence[str]) -> None:
-    """Print the help that `config_name` holds, with the settings that `arguments` lead to."""
+    """Print the help of `config_name`, with the settings that `arguments` lead to."""
     overrides = [argument for argument in arguments if not argument.startswith("-")]
     with initialize_config_module("otdd_flash.conf", version_base="1.3"):
         config = compose(config_name, overrides=overrides, return_hydra_config=True)

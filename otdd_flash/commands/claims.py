@@ -1,7 +1,10 @@
-"""Output directories: each belongs to one living process, and no result is replaced unasked.
+"""Claims on output directories: each belongs to one living process, and results are kept.
 
-A claim is a lock that the process holds (flock), so that a killed one leaves none behind. It is
-taken before Hydra writes its configuration into the directory.
+A claim is a lock that the process holds (flock), so a killed process leaves none behind. It is
+taken before Hydra writes its configuration into the directory, and `start` releases all claims at
+the end. Outcome claims directories, and the ranks of a command read `CHECKPOINT`. A directory with
+a result is only claimed if the user allows it to be replaced. The module must not import torch, so
+it repeats some file names.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from otdd_flash.files.atomic import lock, unlock
 
 LOCK_FILE = ".lock"
 CHECKPOINT = "checkpoint.json"
-# What a run, and a multirun, leave that is worth keeping.
+# Files of a run, and of a multirun, that are worth keeping.
 STUDY = "study.json"
 OF_A_RUN = ("result.json", "result.safetensors", CHECKPOINT, STUDY)
 OF_A_MULTIRUN = ("summary.csv", *(f"*/{name}" for name in OF_A_RUN))
 
-# Room for what Hydra itself writes before a job starts.
+# Space for the files that Hydra writes before a job starts.
 PROBE_BYTES = 2**16
 
 # The locks of this process, by directory.
@@ -32,12 +35,12 @@ _held: dict[Path, int] = {}
 def claim(
     folder: Path, key: str, *, replace: bool, worth_keeping: Sequence[str] = OF_A_RUN
 ) -> None:
-    """Make a directory this process's own until it releases it or ends.
+    """Claim a directory for this process until it is released or the process ends.
 
     Args:
-        folder: made if it does not exist.
+        folder: created if it does not exist.
         key: the setting that names it, for messages.
-        replace: what is worth keeping may be replaced.
+        replace: whether files worth keeping may be replaced.
         worth_keeping: patterns of such files.
 
     Raises:
@@ -51,7 +54,7 @@ def claim(
             probe.write(bytes(PROBE_BYTES))
         descriptor = lock(folder / LOCK_FILE)
     except (OSError, RuntimeError, ValueError) as error:
-        # The last two are of names that no folder can have, and of links that lead to themselves.
+        # RuntimeError and ValueError: circular links, and names that no folder can have.
         raise InputError(
             f"cannot write to {key}={folder} ({getattr(error, 'strerror', None) or error}); "
             f"free space there or choose another folder with {key}=DIR"
@@ -77,21 +80,21 @@ def claim(
 
 
 def release(folder: Path) -> None:
-    """Let others have a directory that this process claimed."""
+    """Release a directory that this process claimed."""
     place = folder.resolve()
     descriptor = _held.pop(place)
     unlock(place / LOCK_FILE, descriptor)
 
 
 def release_all() -> None:
-    """Let others have every directory that this process claimed."""
+    """Release every directory that this process claimed."""
     for place in [*_held]:
         release(place)
 
 
 @contextmanager
 def claimed(folder: Path, key: str, *, replace: bool) -> Iterator[None]:
-    """A claim for as long as something is done; one from before stays."""
+    """Claim a directory within a context; a claim made before remains."""
     before = folder.resolve() in _held
     claim(folder, key, replace=replace)
     try:

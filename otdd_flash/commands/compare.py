@@ -1,6 +1,9 @@
-"""The work of `python -m otdd_flash.distance`: one distance, and all about it in a folder.
+"""The work of `python -m otdd_flash.distance`: one distance, its sampling error and its files.
 
-The sampling error that a command was asked for: checked before the solve, measured after it.
+`compare` is the job that the entry point passes to Hydra. It checks all settings before any data
+are read, and whether the datasets allow the sampling error that was asked for before the solve.
+result.json is written and the tables are printed before anything is drawn, so that no failure to
+draw loses the number.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ logger = logging.getLogger("otdd_flash.distance")
 
 @dataclass
 class DistanceSettings(ComparisonSettings, SamplingSettings, DatasetPairSettings):
-    """What conf/distance.yaml holds."""
+    """The settings of conf/distance.yaml."""
 
     debias: bool
     report: ReportSettings
@@ -56,10 +59,10 @@ class DistanceSettings(ComparisonSettings, SamplingSettings, DatasetPairSettings
 
 
 def compare(config: DictConfig, directory: Path) -> None:
-    """Compute one distance and write everything about it into `directory`."""
+    """Compute one distance and write its files into `directory`."""
     settings = parse(config, DistanceSettings)
     kept = recorded(settings, config)
-    # Built before anything is read: a bad setting should not cost the time of loading.
+    # Checked before data are read: a bad setting should not cost the time of loading.
     settings.check()
     solver = settings.solver.deferred()
     metric = settings.labels.metric(solver.asked_tolerance, settings.epsilon)
@@ -102,13 +105,13 @@ def compare(config: DictConfig, directory: Path) -> None:
             result,
             phases,
             seed=settings.seed,
-            # At the epsilon of the whole, where it has one.
+            # Class distances of subsamples use the whole datasets' epsilon, if there is one.
             labels=metric
             if result.labels_epsilon is None
             else Sinkhorn(result.labels_epsilon, solver.asked_tolerance),
             class_distances=result.class_distances if fixed_classes else None,
             debias=settings.debias,
-            # Halves are at nearly 0 from each other, of which no relative width can be asked.
+            # The distance of two halves is nearly 0, so no relative width can be reached.
             solver=replace(solver, bound_width=None) if isinstance(solver, Converged) else solver,
         )
     more = {"seconds": _seconds(phases, result), "choices": sides.choices, **sampling}
@@ -167,7 +170,7 @@ def _log(result: DistanceResult) -> None:
 
 
 def _seconds(phases: Phases, result: DistanceResult) -> dict[str, float]:
-    """Wall time of every phase, in the order of the data's way."""
+    """Return the wall time of every phase, in the order of the work."""
     sampling = {name: phases.seconds[name] for name in ("sampling",) if name in phases.seconds}
     return phases.all_seconds(
         {
@@ -188,14 +191,14 @@ def _write(
     directory: Path,
     image_shape: tuple[int, int, int] | None,
 ) -> Report:
-    """Write result.json, print the tables, and only then write what can be drawn again."""
+    """Write result.json and print the tables; then write tensors, tables and pictures."""
     more = {**more, "seed": settings.seed, "config": kept}
     if (gap := _class_distance_gap(result.class_distances)) is not None:
         more["class_distance_gap"] = gap
     if contributions is not None:
         more["contributions_through_classes"] = contributions.through_classes
         more["contribution_slopes"] = {
-            # An end that nothing limits is null, as JSON has no infinity.
+            # An unbounded end is null, because JSON has no infinity.
             name: None
             if math.isnan(ends[0])
             else [end if math.isfinite(end) else None for end in ends]
@@ -209,7 +212,7 @@ def _write(
         remove_result(directory)
         write_json(directory / SUMMARY_FILE, summary)
     finally:
-        # Also where the file cannot be written: the number is there all the same.
+        # Printed even if the file cannot be written, because the number is known.
         if content == "none":
             console.print(interval(result.value, *result.bounds))
         else:
@@ -219,7 +222,7 @@ def _write(
     report = Report()
     if settings.save_result:
         report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
-    # A second set of bars: the first would have drawn through the tables.
+    # New progress bars, because the first would have drawn over the tables.
     with Phases() as phases, phases.phase("report", "drawing"):
         order = settings.report.order
         report += write_report(result, directory, seed=settings.seed, order=order, content=content)
@@ -238,7 +241,7 @@ def _write(
 
 
 def _class_distance_gap(table: ClassDistances) -> float | None:
-    """The width of the widest interval of W, where its method gives intervals."""
+    """Return the width of the widest interval of W, if its method gives intervals."""
     if table.lower is None or table.upper is None:
         return None
     return float((table.upper - table.lower).max())
@@ -248,7 +251,7 @@ LEVEL = 0.95
 
 
 def check_request(settings: SamplingSettings) -> None:
-    """Raise an `InputError` for what no data can meet."""
+    """Raise an `InputError` for sampling settings that no data can meet."""
     if settings.subsample is not None:
         check_count(settings.subsample, LEVEL)
     elif settings.subsample_size is not None:
@@ -260,7 +263,7 @@ def check_request(settings: SamplingSettings) -> None:
 def check_sampling(
     settings: SamplingSettings, sides: Sides, metric: LabelMetric, min_class_size: int | None
 ) -> None:
-    """Raise an `InputError` where these datasets are too small, before they are compared."""
+    """Raise an `InputError` if these datasets are too small, before they are compared."""
     rows = (sides.source, sides.target)
     if settings.subsample is not None:
         check_subsamples(*rows, settings.subsample_size, metric, min_class_size)
@@ -276,14 +279,14 @@ def measure_sampling(
     seed: int,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """What result.json says of the sampling error, under the names of the settings.
+    """Return the sampling error for result.json, under the names of the settings.
 
     Args:
-        settings: what was asked for.
+        settings: which sampling errors to compute.
         result: the distance between the whole datasets.
         phases: gets the phase "sampling".
         seed: of the draws.
-        **arguments: of `dataset_distance`, where they do not follow from the result.
+        **arguments: of `dataset_distance`, if they do not follow from the result.
     """
     compute = replace(result.compute, group=leading())
     arguments |= {"epsilon": result.epsilon, "compute": compute, **asdict(result.cost)}

@@ -1,4 +1,8 @@
-"""How a command's process ends; 0 means done."""
+"""The exit codes of a command's process, and limits of the system that end it; 0 means done.
+
+Start, outcome, ranks and the study command use the codes; outcome and the sentences about Hydra's
+errors use `limit_of_the_system`. Users' scripts rely on the numbers, which must not change.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ import os
 DEFECT = 1
 BAD_INPUT = 2
 NOT_CONVERGED = 3
-# The number is there; a file beside it is not.
+# The result was written, but another file could not be.
 INCOMPLETE = 4
 INTERRUPTED = 130
 
 # The highest exit code of the jobs of this process: a full disk takes no error.json to say it.
 highest = 0
 
-# Limits of the system that end a process at any place, with what to do about them.
+# Limits of the system that can end a process anywhere, with what to do about them.
 LIMITS = {
     errno.EMFILE: "allow this process more open files (ulimit -n 1024)",
     errno.ENFILE: "end other processes, or raise the limit of the system",
@@ -27,7 +31,7 @@ LIMITS = {
     errno.EPERM: "choose another folder, or allow it",
     errno.EIO: "look after the disk",
 }
-# What libraries say of limits in errors of other kinds.
+# Texts by which errors of other types, from libraries, refer to these limits.
 WORDS = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC)} | {
     os.strerror(errno.ENOMEM): errno.ENOMEM,
     "failed to map segment from shared object": errno.ENOMEM,
@@ -42,9 +46,9 @@ def note(code: int) -> None:
 
 
 def limit_of_the_system(error: BaseException) -> str | None:
-    """Say which limit of the system an error comes from, and the way out; None for other errors.
+    """Return which limit of the system an error comes from, and the way out; None for others.
 
-    Libraries raise errors of their own for it, such as an ImportError, with the system's words.
+    Libraries raise other errors for it, such as an ImportError, with the system's words.
     """
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError):

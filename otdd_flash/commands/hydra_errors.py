@@ -1,4 +1,9 @@
-"""What Hydra found wrong with the arguments, as one sentence with a way out that works here."""
+"""Hydra's errors about arguments as one sentence each, with advice that holds for these commands.
+
+`start` calls `sentence` for every error that ends a command outside its jobs; outcome and settings
+use `check_references`, `unknown_key` and `given_at`. Hydra and OmegaConf report many facts only in
+the text of their messages. The patterns at the top match these, and may fail with new versions.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +28,25 @@ from otdd_flash.commands import exit_codes
 from otdd_flash.commands.choices import GROUPS, folders
 from otdd_flash.errors import InputError
 
-# Advice of Hydra's to write +KEY=VALUE: keys are fixed here, and an added one is refused.
+# Hydra's advice to write +KEY=VALUE is wrong here, because keys are fixed.
 ADVICE = "To append"
 SEVERAL = re.compile(r"Ambiguous value for argument '(.*)'")
 ADDED = re.compile(r"Could not append to config\. An item is already at '(\S+)'")
-# Hydra merges settings one by one, and says only at which it ended.
+# Hydra merges settings one by one, and names only the one that failed.
 MERGED = "Error merging override "
 KEY = re.compile(r"[+]{0,2}[a-zA-Z_][\w@/:-]*(\.[\w@/:-]+)*", re.ASCII)
 EVALUATED = re.compile(r"\w+ while evaluating .*")
 RESOLVING = re.compile(r"\w+ raised while resolving interpolation: ")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 NO_KEY = re.compile(r"Interpolation key '(.*)' not found")
-# Characters that are shown of an argument, and of what Hydra says of it.
+# The most characters shown of an argument and of Hydra's message.
 LONGEST = 200
-# Whose frames say where an error comes from.
+# Modules whose frames show where an error comes from.
 OURS, HYDRAS = "otdd_flash", ("hydra", "omegaconf")
 
 
 def sentence(error: Exception, arguments: Sequence[str]) -> str | None:
-    """Say what is wrong in one line; return None if arguments and files have no part in it."""
+    """Return what is wrong in one line; None if neither arguments nor files caused the error."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if (limit := exit_codes.limit_of_the_system(error)) is not None:
         return limit
@@ -95,11 +100,11 @@ def sentence(error: Exception, arguments: Sequence[str]) -> str | None:
 
 
 def unresolved(error: InterpolationResolutionError, config: Any) -> str:
-    """Say which setting refers to something that is not there, and how.
+    """Return which setting refers to something that does not exist, and how.
 
     Args:
         error: of the reference.
-        config: a configuration that holds it.
+        config: a configuration that contains it.
     """
     key, written = given_at(config, error.full_key or "")
     reason = str(error.msg or error).splitlines()[0]
@@ -111,7 +116,7 @@ def unresolved(error: InterpolationResolutionError, config: Any) -> str:
 
 
 def given_at(config: Any, key: str) -> tuple[str, Any]:
-    """Follow the references of a dotted key; return the last key, and what was given there."""
+    """Follow the references of a dotted key; return the last key, and the text given there."""
     plain = None if config is None else OmegaConf.to_container(config, resolve=False)
     followed, written = [key], _entry(plain, key)
     while reference := REFERENCE.fullmatch(str(written)):
@@ -134,7 +139,7 @@ def _entry(plain: Any, key: str) -> Any:
 
 
 def check_references(config: Any) -> None:
-    """Raise an `InputError` for a setting whose reference to another or to the system fails."""
+    """Raise an `InputError` for a setting with a failing reference to another or to the system."""
     try:
         OmegaConf.to_container(config, resolve=True)
     except InterpolationResolutionError as error:
@@ -144,7 +149,7 @@ def check_references(config: Any) -> None:
 
 
 def _unreadable(argument: str, message: str) -> str:
-    """Say why Hydra cannot parse an argument, and what may be meant."""
+    """Return why Hydra cannot parse an argument, and what may be meant."""
     key, equals, value = argument.partition("=")
     shown = repr(argument if len(argument) <= LONGEST else f"{argument[:LONGEST]}...")
     if not equals:
@@ -157,7 +162,7 @@ def _unreadable(argument: str, message: str) -> str:
         return f"cannot read {shown}: {key!r} is no key; --help explains all of them"
     if evaluated := EVALUATED.search(message):
         return f"cannot read {shown}: {evaluated[0]}"
-    # Within quotes, backslashes count as such but before a quote.
+    # Within quotes, a backslash is only special before a quote.
     quoted = re.sub(r"(\\*)('|$)", lambda run: run[1] * 2 + ("\\'" if run[2] else ""), value)
     return (
         f"cannot read {shown}; close open quotes and brackets, or where they and other "
@@ -167,7 +172,7 @@ def _unreadable(argument: str, message: str) -> str:
 
 
 def _ended_hydra(error: Exception, arguments: Sequence[str]) -> str | None:
-    """Say which of Hydra's own settings led to an error; None if it was raised elsewhere."""
+    """Return which of Hydra's own settings led to an error; None if it was raised elsewhere."""
     modules = (
         str(frame.f_globals.get("__name__")).partition(".")[0]
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -182,11 +187,11 @@ def _ended_hydra(error: Exception, arguments: Sequence[str]) -> str | None:
 
 
 def unknown_key(key: str, config: Any) -> str:
-    """Say that there is no such key, and which ones may be meant.
+    """Return that there is no such key, and which ones may be meant.
 
     Args:
         key: dotted.
-        config: a configuration with the keys that there are.
+        config: a configuration with the existing keys.
     """
     parent, _, last = key.rpartition(".")
     if choices := _choices_with(parent, last):
@@ -207,7 +212,6 @@ def unknown_key(key: str, config: Any) -> str:
 
 
 def _choices_with(group: str, key: str) -> list[str]:
-    """The choices of a group that have a key."""
     if not group:
         return []
     name = "dataset" if group in ("source", "target") else group
@@ -216,7 +220,7 @@ def _choices_with(group: str, key: str) -> list[str]:
 
 
 def _without_yaml(group: str, choice: str) -> str | None:
-    """The package that adds a part of this name, whose choice of a group was not found."""
+    """Return the package that adds a part of this name without a choice for the command line."""
     kinds = {
         **dict.fromkeys(("source", "target", "dataset"), "datasets"),
         "extractor": "extractors",
@@ -241,7 +245,7 @@ def _root(error: OmegaConfBaseException) -> Any:
 
 
 def _names(config: Any) -> Iterator[str]:
-    """Yield all dotted keys, inner ones too."""
+    """Yield all dotted keys, including inner ones."""
     if config is None:
         return
     pending: list[tuple[str, Any]] = [("", OmegaConf.to_container(config, resolve=False))]

@@ -1,4 +1,7 @@
-"""Ctrl-C as a request to end well, and a second one as an order."""
+"""Ctrl-C in a long command: the first ends it after the current step, the second at once.
+
+The flow and the study command use it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from otdd_flash.commands.messages import say
 
 @contextmanager
 def interrupts_noted() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C was pressed; pressed twice, it interrupts."""
+    """Yield a function that returns whether Ctrl-C was pressed; pressed twice, it interrupts."""
     if threading.current_thread() is not threading.main_thread():
         # Only the main thread receives signals.
         yield lambda: False

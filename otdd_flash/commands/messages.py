@@ -1,4 +1,8 @@
-"""The messages of a command: errors, warnings, notices and log records."""
+"""The messages of a command: errors, warnings, notices and log records, on standard error.
+
+Most modules of commands print through it. Standard output holds the result only. Texts may come
+from data or arguments, so nothing printed here may act on the terminal: no markup, no escapes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from otdd_flash.shown import display, sentence
 
 
 class Terminal(Console):
-    """A console on which no text is a command: neither markup, nor escapes, nor hidden letters."""
+    """A console that ignores markup and shows control and invisible characters as escapes."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
@@ -31,7 +35,7 @@ class Terminal(Console):
 
 
 def _safe(text: str) -> str:
-    """Return text with its line ends, but no other control character."""
+    """Return text with its line ends, but without other control characters."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
     return "\n".join(display(line, None) for line in text.split("\n"))
@@ -45,13 +49,13 @@ STYLES = {"debug": "dim", "info": "dim", "warning": "yellow"}
 
 
 def say(label: str, text: object, style: str) -> None:
-    """Print one message, in one line however long: paths stay whole and can be searched for."""
+    """Print one message in one line, however long, so that paths stay whole."""
     line = Text.assemble((f"{label}:", style), f" {sentence(text)}")
     messages.print(line, soft_wrap=True)
 
 
 def say_error(text: object) -> None:
-    """Print why something cannot be done."""
+    """Print an error."""
     say("error", text, "bold red")
 
 
@@ -60,7 +64,7 @@ def shown(level: str) -> Iterator[None]:
     """Print notices, warnings and log records of the package while a job runs.
 
     Raises:
-        InputError: `level` is not one of `LOG_LEVELS`, in any case.
+        InputError: `level` is not one of `LOG_LEVELS`, in upper or lower case.
     """
     if level.upper() not in LOG_LEVELS:
         raise InputError(f"unknown log_level {level!r}; choose one of: {', '.join(LOG_LEVELS)}")
@@ -68,13 +72,13 @@ def shown(level: str) -> Iterator[None]:
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(level.upper())
-    # Hydra has a handler at the root, which would print every record once more.
+    # Hydra's handler at the root would print every record again.
     logger.propagate = False
     try:
         with warnings.catch_warnings():
             for said in (MissingFileNotice, NotConvergedWarning):
                 warnings.simplefilter("always", said)
-            # A notice in the same words about many rows is shown once.
+            # Equal notices, such as those about many rows, are shown once.
             warnings.simplefilter("default", DataNotice)
             warnings.showwarning = show_warning
             yield
@@ -85,7 +89,7 @@ def shown(level: str) -> Iterator[None]:
 
 
 class SafeFormatter(logging.Formatter):
-    """Hydra's log lines, which repeat arguments, without their effects on a terminal."""
+    """The formatter of Hydra's log lines, which repeat arguments, that is safe for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _safe(super().format(record).expandtabs(4))
@@ -98,7 +102,7 @@ class _Shown(logging.Handler):
 
 
 def show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Print a warning in one line, in the place of `warnings.showwarning`."""
+    """Print a warning in one line; it replaces `warnings.showwarning`."""
     match message:
         case NotConvergedWarning():
             say("warning", message, "bold red")

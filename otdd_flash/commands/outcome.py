@@ -1,8 +1,13 @@
-"""Hydra's callback around the jobs: claims the output folder, collects exit codes, sums up.
+"""The jobs of a command: their directories, exit codes and error files, and the summary of a sweep.
 
-Every command ends here, also with its help, so what only some need is imported where they do.
+`run_job` runs the work of a command in Hydra's output directory, and turns exceptions into
+messages, error.json and exit codes; the entry points call it. `Outcome` is the callback that
+conf/runtime.yaml names: it claims the output directory before Hydra writes into it, and after a
+multirun collects the jobs into summary.csv and summary.png.
 
-Runs a command's work as Hydra jobs and turns what happens into messages and exit codes.
+The summary is read from the jobs' files, so that a launcher may run jobs in other processes. Every
+command imports this module, also for its help, so imports that only some commands need belong into
+the functions.
 """
 
 from __future__ import annotations
@@ -39,10 +44,10 @@ Work = Callable[[DictConfig, Path], None]
 
 
 def run_job(work: Work, config: DictConfig) -> int:
-    """Carry out one job in its run directory, and note its exit code for the process.
+    """Run one job in its run directory, and record its exit code for the process.
 
     Bad input is printed without a traceback, a defect with one. Every failure is written to
-    error.json, and in a multirun the next job runs.
+    error.json, and in a multirun the next job still runs.
 
     Returns:
         The job's exit code.
@@ -62,14 +67,14 @@ def _ended_with(work: Work, config: DictConfig, directory: Path) -> int:
         with claimed(directory, "hydra.sweep.subdir", replace=may_replace(config)):
             return _carried_out(work, config, directory)
     except InputError as error:
-        # The directory is another job's, which writes there.
+        # No error.json: the directory belongs to another job.
         say_error(error)
         return exit_codes.BAD_INPUT
 
 
 def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
     try:
-        # One that cannot be removed cannot be replaced either, as what follows will say.
+        # If it cannot be removed, writing fails as well, and that is reported.
         with suppress(OSError):
             (directory / ERROR_FILE).unlink(missing_ok=True)
         check_references(config)
@@ -112,21 +117,16 @@ def _failed(directory: Path, error: Exception, exit_code: int) -> int:
 
 RESULT_FILE = "result.json"
 
-
 ERROR_FILE = "error.json"
-
 
 SUMMARY_FILE = "summary.csv"
 
-
 PICTURE_FILE = "summary.png"
 
-
-# How jobs end that leave a result.
+# Exit codes of jobs that have written a result.
 WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
 
-
-# What reading raises of a file that is no JSON or YAML, or holds something else than it should.
+# Errors of reading a file that is no JSON or YAML, or has unexpected content.
 DAMAGED = (
     *(OSError, ValueError, LookupError, TypeError, OmegaConfBaseException, YAMLError),
     HydraException,
@@ -134,18 +134,18 @@ DAMAGED = (
 
 
 class Outcome(Callback):
-    """Claims the output folder before the jobs; writes summary.csv after those of a multirun.
+    """The callback that claims the output folder and writes the summary of a sweep.
 
-    Exit codes of a multirun are read from the jobs' directories, so that a launcher may run the
-    jobs anywhere.
+    Exit codes of a sweep are read from the jobs' directories, so that a launcher may run the jobs
+    anywhere.
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Leave with an error where the run directory is not to be had."""
+        """Claim the run directory; exit with an error if that is impossible."""
         _claim(config, "hydra.run.dir", OF_A_RUN)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Leave with an error where the sweep's directory is not to be had, or work is shared."""
+        """Claim the sweep's directory; exit with an error on failure or on several ranks."""
         if leading() is not None:
             from otdd_flash.commands.messages import say_error
 
@@ -157,7 +157,7 @@ class Outcome(Callback):
         _claim(config, "hydra.sweep.dir", OF_A_MULTIRUN)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Gather all jobs into summary.csv and summary.png, and take the highest exit code."""
+        """Collect all jobs into summary.csv and summary.png, and take the highest exit code."""
         from otdd_flash.commands.messages import messages, say_error
         from otdd_flash.report.figures.page import write_each
         from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
@@ -182,7 +182,7 @@ class Outcome(Callback):
             soft_wrap=True,
         )
         picture = sweep / PICTURE_FILE
-        # That of an earlier sweep would not be of these jobs.
+        # A picture of an earlier sweep would not show these jobs.
         with suppress(OSError):
             picture.unlink(missing_ok=True)
         if not drawn:
@@ -195,29 +195,29 @@ class Outcome(Callback):
 
 
 def may_replace(config: DictConfig) -> bool:
-    """Whether a result in the output directory may be replaced: asked for, or gone on from."""
+    """Return whether a result in the output directory may be replaced or continued."""
     return any(_is_true(config, key) for key in ("overwrite", "flow.resume"))
 
 
 def may_share(config: DictConfig) -> bool:
-    """Whether several runs may work in the output directory at once: on one study."""
+    """Return whether several runs may use the output directory at once, for one study."""
     shard = OmegaConf.select(config, "study.shard", throw_on_resolution_failure=False)
     return shard is not None or _is_true(config, "study.resume")
 
 
 def _is_true(config: DictConfig, key: str) -> bool:
-    """Whether a key is true; one that refers to nothing is not, and its job says so."""
+    """Return whether a key is true; it is not if it refers to nothing, which its job reports."""
     return OmegaConf.select(config, key, throw_on_resolution_failure=False) is True
 
 
 def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
-    """Exit where a job would fail; Hydra swallows other exceptions of callbacks."""
+    """Claim a directory, and exit on failure: Hydra swallows other exceptions of callbacks."""
     if may_share(config):
         return
     try:
         given = OmegaConf.select(config, key)
     except OmegaConfBaseException:
-        # Made of values that only a running job has, which claims it then.
+        # It refers to values that only a running job has; the job claims it.
         return
     try:
         if given is None:
@@ -242,7 +242,7 @@ def _job_directories(sweep: Path) -> list[Path]:
 
 
 def _row(job: Path, sweep: Path) -> dict[str, Any]:
-    """One line of summary.csv, with the job's exit code beside it."""
+    """Return one line of summary.csv, with the job's exit code."""
     row: dict[str, Any] = {
         "job": job.name,
         "overrides": {},
@@ -264,7 +264,7 @@ def _results(job: Path) -> dict[str, Any]:
     given: Any = OmegaConf.to_container(OmegaConf.load(job / ".hydra" / "overrides.yaml"))
     row: dict[str, Any] = {"overrides": dict(map(_override, given))}
     result, error = _read(job / RESULT_FILE), _read(job / ERROR_FILE)
-    # Beside an error of any other kind, the result is that of an earlier run.
+    # With any other error, the result is that of an earlier run.
     if result and error.get("exit_code", 0) in WITH_RESULT:
         lower, upper = result["bounds"]
         row |= {key: result[key] for key in ("source", "target", "value", "epsilon", "converged")}
@@ -279,7 +279,7 @@ def _results(job: Path) -> dict[str, Any]:
 
 
 def _override(text: str) -> tuple[str, Any]:
-    """Return key and value of an argument as Hydra reads it: numbers as such, lists as written."""
+    """Return key and value of an argument as Hydra parses it; lists stay text."""
     override = OverridesParser.create().parse_override(text)
     value = override.value()
     if value is None or isinstance(value, (list, dict)):
@@ -288,9 +288,9 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _different_epsilons(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Say that values of a sweep are not at one regularisation, and how they would be.
+    """Return a sentence if the values of a sweep have different epsilons, with advice.
 
-    No advice is due where only the epsilon that was swept makes the difference.
+    There is no advice if only a swept epsilon makes the difference.
     """
     used = [float(row["epsilon"]) for row in rows if row.get("epsilon") is not None]
     if len(set(used)) < 2:

@@ -1,8 +1,9 @@
-"""Progress of a command: a line per phase on a terminal, elsewhere lines of text.
+"""The progress of a command: bars on a terminal, elsewhere lines of text.
 
-Without a terminal there is one line when a stage begins, and then one a minute at the most. The
-seconds of these lines, of the tables and of result.json are of one clock, which starts with the
-command, in a multirun with each job.
+Without a terminal there is a line when a stage begins, and then at most one per minute. The work of
+every command and the entry points use `Phases` and `importing`. The seconds of these lines, of the
+tables and of result.json come from one clock, which starts with the command, and in a multirun
+with each job.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from otdd_flash.flows.history import StepRecord
     from otdd_flash.solver.schedules.base import Schedule
 
-# Between two lines of text of one stage.
+# Seconds between two lines of text of one stage.
 SECONDS_APART = 60.0
-# How far back the speed of what is counted is measured.
+# The seconds over which the speed of counted work is measured.
 SPEED_SECONDS = 600.0
 
 
 class Phases:
-    """Shows what a command is doing and measures how long each phase takes.
+    """The display of what a command is doing, which also times each phase.
 
     Attributes:
         seconds: wall time of every finished phase of the job, by name.
@@ -41,10 +42,10 @@ class Phases:
         self._job = job_under_way()
         self.seconds = self._job.seconds
         self._last_line = -math.inf
-        # By task, what a solve may still take; of what is counted the bars know it.
+        # By task, the estimated rest of a solve; the bars estimate that of counted work.
         self._rest: dict[TaskID, float] = {}
         self._bars = Progress(
-            # Of ASCII characters if the encoding lacks others.
+            # ASCII characters if the encoding lacks others.
             SpinnerColumn("line" if messages.options.ascii_only else "dots"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -65,10 +66,10 @@ class Phases:
         self._bars.stop()
 
     def all_seconds(self, parts: dict[str, float]) -> dict[str, float]:
-        """Return where the seconds of the job went until now: imports, the given parts, the rest.
+        """Return the seconds of the job until now: imports, the given parts, the rest.
 
         Args:
-            parts: phases by name, in the order of the data's way.
+            parts: seconds of phases by name, in the order of the work.
         """
         imports = {name: self.seconds[name] for name in ("import",) if name in self.seconds}
         spent = time.perf_counter() - self._job.started
@@ -77,7 +78,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[Callable[[int, int], None]]:
-        """Run a phase, which reports (done, total); phases of one name add up their seconds."""
+        """Run a phase, which reports (done, total); phases of the same name add their seconds."""
         task = self._bars.add_task(display(title), total=None, note="")
         self._say()
         started = time.perf_counter()
@@ -110,7 +111,7 @@ class Phases:
 
     @contextmanager
     def flowing(self, steps: int) -> Iterator[Callable[[StepRecord], None]]:
-        """Show the steps of a flow: how many, and the objective so far."""
+        """Show the steps of a flow: their number, and the current objective."""
         task = self._bars.add_task("flowing", total=steps, note="")
         self._say()
         try:
@@ -156,7 +157,7 @@ class Phases:
             self._say()
 
     def _say(self) -> None:
-        """Write a line of what is done now, where no terminal shows it."""
+        """Print the current stages as a line, if there is no terminal."""
         if messages.is_interactive:
             return
         self._last_line = time.perf_counter()
@@ -169,14 +170,14 @@ class Phases:
             if task.visible:
                 part = f"{task.description} {task.fields['note']}".strip()
                 left = self._rest.get(task.id, task.time_remaining) or math.nan
-                # Of what is done nothing is left, and NaN is not positive either.
+                # Finished work has no rest, and NaN is not positive.
                 parts.append(f"{part}, {_duration(left)} left at this rate" if left > 0 else part)
         return "; ".join(parts)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Name what a job imports, which takes seconds the first time, while it does so."""
+    """Show what a job imports while it does so, which takes seconds the first time."""
     with Phases() as phases:
         if "torch" in sys.modules:
             yield
@@ -188,10 +189,10 @@ def importing() -> Iterator[None]:
 
 
 def _rest(errors: list[tuple[float, float]], goal: float) -> float:
-    """How many seconds a solve may still take, from (time, error) so far; NaN if nothing tells.
+    """Estimate how many seconds a solve still takes, from (time, error) so far; NaN if unknown.
 
-    The logarithm of the error falls about evenly, more slowly towards the end: what it did in the
-    last half of the time goes on.
+    The logarithm of the error decreases about linearly, more slowly towards the end. The rate of
+    the last half of the time is extrapolated.
     """
     now, error = errors[-1]
     half = (errors[0][0] + now) / 2

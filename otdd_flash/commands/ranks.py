@@ -1,23 +1,22 @@
-"""Commands that `torchrun` starts in several processes: rank 0 runs them, the others serve.
+"""Commands that `torchrun` starts in several processes, and the heartbeat that finds lost ranks.
 
-Rank 0 is the command as it is in one process: it reads, prints, writes and hears Ctrl-C. The others
-wait for its orders (`otdd_flash.distributed.ranks`), print nothing but what is wrong with
-themselves, and end with its exit code.
+Rank 0 runs the command as one process would: it reads, prints, writes and handles Ctrl-C. The other
+ranks wait for its orders (`otdd_flash.distributed.ranks`), print only what is wrong with
+themselves, and end with its exit code. `start` enters `together` if several processes were
+launched; settings, sides and the work of commands ask for `leading`.
 
-Whether the other processes of a command are alive, beside the collectives that wait for them.
+torchrun ends all processes when one ends, but it does not notice a process that is stopped or whose
+machine is gone, and the others would wait for it in a collective. So each process has a thread
+(`Heartbeat`) that counts up a key in torchrun's store. Rank 0 watches all keys and the others watch
+that of rank 0; a process that misses a rank ends, and torchrun ends the rest. A call to a store
+whose machine is gone blocks for long, so a second thread watches the first. If rank 0 ends during
+common work, by Ctrl-C or for lack of memory, the threads of the others read it in the store and end
+them.
 
-torchrun ends all processes when one ends. It does not see one that is stopped or whose machine is
-gone, for which the others would wait. So a thread of every process counts up a key in torchrun's
-store. Rank 0 watches all keys and the others that of rank 0; whoever misses a rank ends, and
-torchrun the rest. A call of a store whose machine is gone does not return for long, so a second
-thread watches the first.
-
-Where rank 0 ends in the middle of what all do, by Ctrl-C or for want of memory, the threads of the
-others hear of it there, and end them.
-
-The limit is long, because the thread needs Python's interpreter: a rank that computes lets it go,
-but one call of a library may keep it for many seconds. A watcher measures the limit in beats of its
-own, so that a computer that slept misses nobody.
+The limit is long because the thread needs Python's interpreter lock: a computing rank releases it,
+but one call of a library may hold it for many seconds. A watcher measures the limit in its own
+beats, so that a computer that slept loses no rank. Help and refused arguments import this module
+too, so torch is imported inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -46,29 +45,26 @@ if TYPE_CHECKING:
 _leading: Ranks | None = None
 _heartbeat: Heartbeat | None = None
 
-
-# In the store of torchrun, which outlasts its restarts: that a run was refused, its directory, and
-# which checkpoint of an earlier run it found there.
+# Keys in torchrun's store, which outlasts restarts: whether a run was refused, its directory, and
+# the checkpoint of an earlier run that was found there.
 REFUSED, DIRECTORY, FOUND = "otdd_flash/refused", "otdd_flash/directory", "otdd_flash/found"
-
 
 NONE = "none"
 
-
-# Seconds by which processes that torchrun starts at once may differ at the most, about.
+# Seconds within which torchrun starts all of its processes, approximately.
 STARTING = 10.0
 
 
 def leading() -> Ranks | None:
-    """The ranks that this process leads; None where it is the only one."""
+    """Return the ranks that this process leads; None if it is the only process."""
     return _leading
 
 
 def launched() -> bool:
-    """Whether torchrun, or what is like it, has started several processes.
+    """Return whether torchrun, or a launcher like it, has started several processes.
 
     Raises:
-        InputError: a variable that it sets for them has no meaning.
+        InputError: one of the environment variables that it sets has an invalid value.
     """
     size = _number("WORLD_SIZE", 1, None, 1)
     if size == 1:
@@ -84,7 +80,7 @@ def launched() -> bool:
 
 
 def _number(name: str, least: int, most: int | None, default: int | None = None) -> int:
-    """Return an integer variable of torchrun's, in its range; without a default it must be set."""
+    """Return an integer variable of torchrun in its range; without a default it must be set."""
     text = os.environ.get(name, "")
     if not text and default is not None:
         return default
@@ -109,7 +105,7 @@ def _misread(name: str, wanted: str) -> InputError:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Lead the other processes through a command; or be one of them, and leave when it is done."""
+    """Lead the other processes through a command, or serve as one of them and exit afterwards."""
     global _leading
     _end_where_refused_before()
     first = os.environ["RANK"] == "0"
@@ -143,7 +139,7 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def _alive(ranks: Ranks) -> Iterator[Heartbeat]:
-    """Run the heartbeat beside the work."""
+    """Run the heartbeat during the work."""
     global _heartbeat
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -153,7 +149,7 @@ def _alive(ranks: Ranks) -> Iterator[Heartbeat]:
 
 
 def named(error: LostRankError) -> LostRankError:
-    """Name the rank that has ended in the error, if this process can tell which."""
+    """Return the error with the rank that has ended, if this process can find out which."""
     if _heartbeat is None or (rank := _heartbeat.gone()) is None:
         return error
     return type(error)(
@@ -162,7 +158,7 @@ def named(error: LostRankError) -> LostRankError:
 
 
 def remember(directory: Path) -> None:
-    """Keep the run directory, so that a restart of these processes goes on there."""
+    """Store the run directory, so that a restart of these processes continues there."""
     if leading() is None:
         return
     store = _store()
@@ -176,7 +172,7 @@ def _restarts() -> int:
 
 
 def _go_on_after_restart() -> None:
-    """Continue in the run directory of before, if torchrun has restarted the processes."""
+    """Continue in the earlier run directory, if torchrun has restarted the processes."""
     if _restarts() == 0 or not (store := _store()).check([DIRECTORY]):
         return
     directory = store.get(DIRECTORY).decode()
@@ -184,14 +180,14 @@ def _go_on_after_restart() -> None:
     if "hydra.run.dir" not in given:
         quoted = directory.replace("\\", "\\\\").replace("'", "\\'")
         sys.argv.append(f"hydra.run.dir='{quoted}'")
-    # One that an earlier run left is not of this flow.
+    # A checkpoint that was there before belongs to an earlier run, not to this flow.
     kept = _checkpoint(Path(directory))
     if kept not in (NONE, store.get(FOUND).decode()) and "flow.resume" not in given:
         sys.argv.append("flow.resume=true")
 
 
 def _checkpoint(directory: Path) -> str:
-    """Return a digest of the checkpoint in a directory, `NONE` if there is none."""
+    """Return a digest of the checkpoint in a directory; `NONE` if there is none."""
     from otdd_flash.commands.claims import CHECKPOINT
 
     try:
@@ -205,24 +201,24 @@ def _dismiss(ranks: Ranks, code: int) -> None:
 
     _end_as_meant()
     if ranks.apart and code != exit_codes.DEFECT and _heartbeat is not None:
-        # They may work for long on what this rank has left.
+        # They may work for long on an order that this rank has left.
         _heartbeat.end_others(code)
     try:
         ranks.dismiss(code)
     except LostRankError:
-        # It has said why it ended, and torchrun ends the rest.
+        # The lost rank has printed its reason, and torchrun ends the rest.
         return
     _leave()
 
 
 def _follow() -> int:
-    """Serve until rank 0 is done; return its exit code, or one of this process."""
+    """Serve until rank 0 is done; return its exit code, or this process's own after an error."""
     from otdd_flash.commands.messages import messages, say_error
 
     rank = os.environ["RANK"]
     try:
         ranks = _joined()
-        # From here on rank 0 hears Ctrl-C, and decides.
+        # From here on only rank 0 handles Ctrl-C.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with _alive(ranks) as heartbeat:
             return _served(ranks, heartbeat)
@@ -248,14 +244,14 @@ def _served(ranks: Ranks, heartbeat: Heartbeat) -> int:
         return code
     except LostRankError as error:
         _end_as_meant()
-        # Of any other rank 0 tells.
+        # Rank 0 reports the loss of any other rank.
         if heartbeat.gone() == 0 and heartbeat.first():
             say_error(named(error))
         return exit_codes.DEFECT
 
 
 def _end_as_meant() -> None:
-    """Keep this process's exit code where torchrun ends it, as another was a moment faster."""
+    """Ignore signals, so that torchrun cannot change this process's exit code while it ends."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
@@ -272,14 +268,14 @@ def _is_shortage(error: Exception) -> bool:
 
 
 def _joined() -> Ranks:
-    """Join the group of all processes, on a GPU of this one's own if there are any."""
+    """Join the group of all processes, each on a GPU of its own if there are GPUs."""
     import torch
 
     from otdd_flash.distributed.exchange import PATIENCE
     from otdd_flash.distributed.ranks import Ranks, check_versions
 
     cards = torch.cuda.device_count()
-    # As in `device=cpu`, for which there need not be a card each.
+    # With `device=cpu` there need not be a card per process.
     on_cards = cards > 0 and "device=cpu" not in sys.argv
     backend = "cpu:gloo"
     if on_cards:
@@ -288,14 +284,14 @@ def _joined() -> Ranks:
             _refuse(
                 f"{count} processes on a machine of {cards} GPUs; start torchrun with "
                 f"--nproc-per-node {cards}, or set device=cpu",
-                # Other machines may have enough, and wait for this one.
+                # One process per machine prints it: other machines may have enough GPUs.
                 speaks=local == 0,
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     where: dict[str, Any] = {}
     if _restarts() > 0:
-        # In the same store some launchers leave addresses of processes that are gone.
+        # Some launchers leave addresses of ended processes in the same store.
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         fresh = PrefixStore(f"otdd_flash/{_restarts()}", _store())
@@ -320,7 +316,7 @@ def _joined() -> Ranks:
 
 
 def _refuse(why: str, *, speaks: bool) -> NoReturn:
-    """End before any work, also where torchrun starts the processes again."""
+    """Exit before any work, also if torchrun starts the processes again."""
     import torch
 
     _end_as_meant()
@@ -341,11 +337,11 @@ def _leave() -> None:
 
 
 def _end_where_refused_before() -> None:
-    """Exit if torchrun restarts a command that was refused before."""
+    """Exit if torchrun has restarted a command that was refused."""
     if _restarts() == 0 or not (store := _store()).check([REFUSED]):
         return
     _end_as_meant()
-    # Together, as torchrun ends those that still start when the first has left.
+    # All exit together, because torchrun ends those still starting once the first has exited.
     here, until = f"{REFUSED} {_restarts()}", time.monotonic() + STARTING
     store.add(here, 1)
     while store.add(here, 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < until:
@@ -358,47 +354,43 @@ def _end_where_refused_before() -> None:
 
 
 def _store() -> TCPStore:
-    """Connect to the store that torchrun keeps for its processes."""
+    """Connect to torchrun's store for its processes."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
-# Seconds between two beats, and without one until a rank is lost.
+# Seconds between two beats, and seconds without a beat until a rank is lost.
 INTERVAL, LIMIT = 2.0, 45.0
 
-
-# Seconds that a process which has closed its connections may take to be gone.
+# Seconds that a process may take to end after it has closed its connections.
 GOING = 1.0
 
-
-# Seconds that a store which answers may take.
+# Seconds within which a working store answers.
 ANSWER = 5.0
 
-
-# By which code the ranks beside rank 0 are to end, and how many are about to.
+# Keys: the code with which the ranks except rank 0 are to end, and how many are about to.
 END, ENDING = "end", "ending"
 
-
-# In place of a count: the process has ended as meant.
+# A value in place of a count: the process has ended normally.
 LEFT = "left"
 
-
-# Letters of Linux for processes that have ended, and none for those that nobody waits for.
+# Linux's letters for processes that have ended; "" for those that no longer exist.
 ENDED = ("Z", "X", "")
 
-
-# Letters for those that are stopped, as a torchrun is by Ctrl-Z; its processes go on.
+# Letters for stopped processes: Ctrl-Z stops torchrun, but not the processes that it started.
 STOPPED = ("T", "t")
 
 
 class Heartbeat(threading.Thread):
-    """Beats for this process and watches others, in a thread that this one watches.
+    """A thread that starts the beats of this process, and ends it if the store stops answering.
+
+    The beats are a second thread, which also watches other ranks.
 
     Args:
-        store: of the processes.
+        store: the store of the processes.
         rank: of this process.
-        size: how many processes there are.
+        size: the number of processes.
         interval: seconds between two beats.
         limit: seconds without a beat until a rank is lost.
     """
@@ -408,10 +400,10 @@ class Heartbeat(threading.Thread):
         self._store, self._rank, self._interval, self._limit = store, rank, interval, limit
         self._size = size
         self._watched = range(1, size) if rank == 0 else range(1)
-        # What was heard of a rank, and for how many beats it has been that.
+        # The last value read from a rank, and for how many beats it has been the same.
         self._heard: dict[int, str] = {}
         self._missed: dict[int, int] = {}
-        # For how many beats the store has not answered.
+        # The number of beats for which the store has not answered.
         self._unheard = 0
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
@@ -428,17 +420,17 @@ class Heartbeat(threading.Thread):
     def stop(self) -> None:
         self._ended.set()
         self.join()
-        # Nobody hears of it where the store does not answer.
+        # If the store does not answer, the last beat cannot be written.
         self._beats.join(ANSWER)
 
     def end_others(self, code: int) -> None:
-        """Make the processes of all other ranks end with a code; called by rank 0 alone."""
+        """Make the processes of all other ranks end with a code; only rank 0 calls this."""
         with suppress(RuntimeError):
             self._store.set(END, str(code))
             self._met(2 * self._interval + GOING)
 
     def gone(self) -> int | None:
-        """Return a rank of this machine whose process has ended; None if none has."""
+        """Return a rank of this machine whose process has ended; None if there is none."""
         until = time.monotonic() + GOING
         while time.monotonic() < until:
             for rank in [*self._heard]:
@@ -449,40 +441,40 @@ class Heartbeat(threading.Thread):
         return None
 
     def first(self) -> bool:
-        """Whether this process is the first to report a loss: the others then stay silent."""
+        """Return whether this process is the first to report a loss; the others stay silent."""
         try:
             return self._store.add("spoken", 1) == 1
         except RuntimeError:
-            # Nobody can tell.
+            # The store is gone, so report the loss.
             return True
 
     def _beat(self) -> None:
-        """Beat, and listen to the others, until stopped or the connection breaks for good."""
+        """Beat, and read the others' keys, until stopped or the connection is lost."""
         with suppress(RuntimeError):
             count = 0
             while not self._ended.wait(self._interval):
                 count += 1
-                # With what the ranks that the same torchrun has started may know it by.
+                # With the process, by which ranks of the same torchrun can check it.
                 beat = f"{count} {os.getpid()} {os.environ.get('GROUP_RANK')}"
                 self._store.set(_key(self._rank), beat)
                 self._listen()
                 if self._rank > 0 and self._store.check([END]):
                     self._store.add(ENDING, 1)
-                    # Together, as torchrun ends those that are left when the first is gone.
+                    # All exit together, because torchrun ends the others once the first is gone.
                     self._met(self._interval)
                     os._exit(int(self._store.get(END)))
                 self._unheard = 0
             self._store.set(_key(self._rank), LEFT)
 
     def _met(self, seconds: float) -> None:
-        """Wait until all other ranks are about to end, for so many seconds at most."""
+        """Wait until all other ranks are about to end, at most for this many seconds."""
         until = time.monotonic() + seconds
         while self._store.add(ENDING, 0) < self._size - 1 and time.monotonic() < until:
             time.sleep(GOING / 20)
 
     def _listen(self) -> None:
         for rank in self._watched:
-            # All have met before they beat, so that one may have been stopped before its first.
+            # A rank may have been stopped before its first beat.
             there = self._store.check([_key(rank)])
             heard = self._store.get(_key(rank)).decode() if there else ""
             if heard != self._heard.get(rank) or heard == LEFT:
@@ -493,7 +485,7 @@ class Heartbeat(threading.Thread):
                 self._end(f"rank {rank}", self._neighbour(rank), speaks=self.first())
 
     def _end(self, who: str, process: int | None = None, *, speaks: bool = True) -> None:
-        """Say why, and end at once: the main thread may be waiting for the lost rank."""
+        """Print the reason and exit at once: the main thread may be waiting for a lost rank."""
         from otdd_flash.commands.messages import say_error
 
         if speaks:
@@ -502,7 +494,7 @@ class Heartbeat(threading.Thread):
                 "gone; all processes end"
             )
         if process is not None:
-            # What is stopped hears no other signal, and torchrun would wait for it.
+            # A stopped process handles no other signal, and torchrun would wait for it.
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
         os._exit(exit_codes.DEFECT)
@@ -517,7 +509,7 @@ class Heartbeat(threading.Thread):
 
 @contextmanager
 def beating(store: Store, rank: int, size: int) -> Iterator[Heartbeat]:
-    """Run a heartbeat for as long as something is done."""
+    """Run a heartbeat within a context."""
     heartbeat = Heartbeat(store, rank, size, INTERVAL, LIMIT)
     heartbeat.start()
     try:
@@ -531,7 +523,7 @@ def _key(rank: int) -> str:
 
 
 def _state(process: int) -> str:
-    """Return the letter that Linux has for a process's state; "" for one that is gone."""
+    """Return Linux's letter for the state of a process; "" for one that is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

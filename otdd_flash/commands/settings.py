@@ -1,6 +1,12 @@
-"""Typed settings of the commands: what Hydra composed, checked against dataclasses.
+"""Typed settings of the commands, and the check of what Hydra composed against them.
 
-What a key takes, in words, read off the dataclass that the settings become.
+The dataclasses have the keys of the files in `conf`; each command joins those it needs. `parse`
+checks a configuration and builds the dataclass, `mistyped` says in words what a key accepts, and
+`recorded` returns the settings as results store them. The work of every command, sides and tracked
+use this module.
+
+A key of `conf` needs a field of the same name here. Values from environment variables may be
+secret: `recorded` must replace them by their names before anything is written.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ Schema = TypeVar("Schema")
 
 @dataclass
 class LogSettings:
-    """One choice of conf/log; each leaves out what has no meaning for it."""
+    """One choice of conf/log; keys without a meaning for a choice keep their defaults."""
 
     tracker: str | None
     project: str | None = None
@@ -46,13 +52,13 @@ class LogSettings:
     online: bool = False
 
     def check(self) -> None:
-        """Raise an `InputError` for what no tracker can do, as far as can be known."""
+        """Raise an `InputError` for settings that the tracker cannot meet, as far as is known."""
         check_tracker(self.tracker, self.uri, online=self.online)
 
 
 @dataclass
 class RuntimeSettings:
-    """What conf/runtime.yaml holds: where and how any command runs."""
+    """The settings of conf/runtime.yaml: where and how a command runs."""
 
     device: str
     backend: str
@@ -74,7 +80,7 @@ class RuntimeSettings:
 
 @dataclass
 class LabelSettings:
-    """One choice of conf/labels; keys that are no field of its metric have no meaning for it."""
+    """One choice of conf/labels; keys that are not fields of its metric have no effect."""
 
     method: str
     full: bool
@@ -82,15 +88,16 @@ class LabelSettings:
     diagonal: bool
     epsilon: float | None
     path: str | None
-    # Keys that a metric of another package has beside these.
+    # Further keys, of a metric from another package.
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def metric(self, tolerance: float, epsilon: float | None) -> LabelMetric:
         """Build the metric that the settings describe.
 
         Args:
-            tolerance: at which solves between classes stop.
-            epsilon: as given for the transport between datasets, which `epsilon` follows.
+            tolerance: of the solves between classes.
+            epsilon: as given for the transport between datasets, from which `labels.epsilon` takes
+                its default.
 
         Warns:
             DataNotice: a key is set that the method does not have.
@@ -104,7 +111,7 @@ class LabelSettings:
             )
         for key, value in usual.items():
             given = str(getattr(self, key))
-            # As text, in which NaN is itself.
+            # Compared as text, so that NaN equals itself.
             if key not in own and given != str(value):
                 warnings.warn(
                     f"labels.{key}={given} does nothing with labels={self.method}",
@@ -118,7 +125,7 @@ class LabelSettings:
 
 @dataclass
 class SolverSettings:
-    """One choice of conf/solver; each leaves out what has no meaning for it."""
+    """One choice of conf/solver; keys without a meaning for a choice keep their defaults."""
 
     schedule: str
     tolerance: float | None
@@ -133,8 +140,8 @@ class SolverSettings:
         """Build the schedule that the settings describe.
 
         Raises:
-            InputError: no such schedule, one of its keys is out of its range, or a key is set that
-                it does not have.
+            InputError: an unknown schedule, a value out of range, or a key that the schedule does
+                not have.
         """
         kind = SCHEDULES[choose("solver.schedule", self.schedule, tuple(SCHEDULES))]
         own = {field.name for field in fields(kind)}
@@ -150,7 +157,7 @@ class SolverSettings:
     def deferred(self) -> Schedule:
         """Build the schedule without `require_convergence`.
 
-        Commands write what has been computed before they raise what that asks for.
+        Commands write their results first and raise for missing convergence afterwards.
         """
         return replace(self.options(), require_convergence=False)
 
@@ -169,7 +176,7 @@ class ComparisonSettings:
     solver: SolverSettings
 
     def check(self) -> None:
-        """Raise an `InputError` for numbers that no data can meet."""
+        """Raise an `InputError` for numbers that are invalid for any data."""
         check_fields(self)
         refuse_both(self.epsilon, self.epsilon_relative)
 
@@ -179,7 +186,7 @@ class ComparisonSettings:
 
 @dataclass
 class SamplingSettings:
-    """What a distance reports of its sampling error."""
+    """What a distance reports about its sampling error."""
 
     subsample: int | None
     subsample_size: int | None
@@ -188,7 +195,7 @@ class SamplingSettings:
 
 @dataclass
 class ReportSettings:
-    """What is printed and drawn beside the number, and what pictures look like."""
+    """What is printed and drawn besides the number, and the order in pictures."""
 
     content: str
     order: str = "given"
@@ -201,7 +208,7 @@ class ReportSettings:
 
 @dataclass
 class FlowNode:
-    """How a flow moves."""
+    """The settings of conf/flow.yaml under `flow`."""
 
     mode: str
     steps: int
@@ -232,17 +239,17 @@ class DatasetPairSettings(RuntimeSettings):
 
 
 def recorded(settings: Any, config: DictConfig) -> dict[str, Any]:
-    """Return settings as results and trackers keep them: a value of the environment by its name.
+    """Return settings as results and trackers store them, without values of the environment.
 
-    A key that depends on `${oc.env:NAME}`, maybe through other keys, keeps that text: the variable
-    may hold a secret. Passwords in addresses are left out.
+    A key that depends on `${oc.env:NAME}`, directly or through other keys, keeps that text, because
+    the variable may hold a secret. Passwords in addresses are left out.
 
     Args:
-        settings: what `parse` made of the configuration, a dataclass.
+        settings: the dataclass that `parse` returned.
         config: the configuration.
     """
     plain: dict[str, Any] = _without_passwords(asdict(settings))
-    # As they are given.
+    # On the command line they are keys of `labels`.
     plain["labels"] |= plain["labels"].pop("parameters")
     for path, text in _from_environment(config):
         *parents, last = path
@@ -262,10 +269,10 @@ def _without_passwords(node: Any) -> Any:
 
 
 def _from_environment(config: DictConfig) -> list[tuple[tuple[Any, ...], str]]:
-    """Return paths of keys whose values depend on the environment, with what is written there."""
+    """Return the paths of keys whose values depend on the environment, with their text."""
     written = [*_interpolations(OmegaConf.to_container(config))]
     before = [_resolved(config, path) for path, _ in written]
-    # The same once more, every variable of the environment being another.
+    # Resolve again with random values for all variables of the environment, and compare.
     OmegaConf.register_new_resolver("oc.env", lambda *_: secrets.token_hex(8), replace=True)
     try:
         after = [_resolved(config, path) for path, _ in written]
@@ -296,13 +303,13 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     """Check a composed configuration against a dataclass and build it.
 
     Raises:
-        InputError: a value has another type than its key takes, is missing, or refers to nothing.
+        InputError: a value has the wrong type, is missing, or refers to nothing.
     """
-    # Once more: a launcher may run this job in a process of its own.
+    # Repeated here, because a launcher may run this job in another process.
     conceal_environment()
     check_references(config)
     try:
-        # First as written: a bad value is reported under its own key, not one that refers to it.
+        # Unresolved first: a bad value is reported under its own key, not one that refers to it.
         OmegaConf.merge(OmegaConf.structured(schema), _set_apart(OmegaConf.to_container(config)))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         typed = OmegaConf.merge(OmegaConf.structured(schema), _set_apart(resolved))
@@ -318,7 +325,7 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
 
 
 def _set_apart(plain: Any) -> Any:
-    """A configuration with keys of labels that another package's metric has in a mapping."""
+    """Move keys that only another package's metric has into the mapping `labels.parameters`."""
     labels = plain.get("labels")
     if isinstance(labels, dict) and METRICS.package(str(labels.get("method"))) is not None:
         known = {field.name for field in fields(LabelSettings)} - {"parameters"}
@@ -339,12 +346,12 @@ WORDS = {
 
 
 def mistyped(schema: type, key: str, value: Any) -> InputError | None:
-    """The error for a value that a key does not take; None where the key says nothing of that.
+    """Return the error for a value that a key does not accept; None if the key's type is unknown.
 
     Args:
         schema: the dataclass of all settings.
         key: dotted.
-        value: what was given.
+        value: the value given.
     """
     accepted = _accepted(schema, key)
     if accepted is None:
@@ -353,7 +360,7 @@ def mistyped(schema: type, key: str, value: Any) -> InputError | None:
 
 
 def _written(value: Any) -> str:
-    """A value as the command line writes it, text in quotes."""
+    """Return a value as the command line writes it, with text in quotes."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -375,6 +382,6 @@ def _accepted(schema: Any, key: str) -> str | None:
 
 
 def _kinds(hint: Any) -> tuple[bool, list[Any]]:
-    """Whether a type takes None, and what else it takes."""
+    """Return whether a type accepts None, and its other types."""
     kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
     return NoneType in kinds, [kind for kind in kinds if kind is not NoneType]

@@ -1,6 +1,11 @@
-"""From the settings of both sides to the labelled features that are compared.
+"""The loading of both datasets of a command, from their settings to the features that are compared.
 
-Which data a command labels by clusters, as their keys say it: pseudo_labels and k.
+`prepare_sides` loads, embeds, standardises, projects and clusters both sides; the distance and the
+flow command call it, and the study command uses the steps. The second part reads the keys with
+which a side asks for clusters as labels (`pseudo_labels`, `k`).
+
+Features are standardised and projected over all rows of both sides, so neither side can be
+prepared alone. Errors name the side whose data are at fault.
 """
 
 from __future__ import annotations
@@ -35,13 +40,10 @@ from otdd_flash.shown import hidden
 # Keys of an extractor's configuration that are arguments of `embed`.
 EMBEDDING = ("batch_size", "mixed_precision", "num_workers")
 
-
 OTHER = {"source": "target", "target": "source"}
 
-
-# What an extractor imports when it is built, which takes seconds.
+# Libraries that an extractor imports when it is built, which takes seconds.
 LIBRARIES = {"timm": "timm", "torchvision": "torchvision", "text": "sentence_transformers"}
-
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +53,11 @@ class Sides:
     """Both datasets, embedded.
 
     Attributes:
-        source: the samples that are compared.
-        target: what they are compared with.
+        source: the source samples.
+        target: the target samples.
         whole: both datasets before `max_samples`, for class statistics; None unless asked for.
-        image_shape: (c, h, w) where features are the pixels of an image, and nothing else.
-        choices: by side, what its reader chose that no key names.
+        image_shape: (c, h, w) if features are exactly the pixels of an image, otherwise None.
+        choices: by side, what its reader chose without a key for it.
     """
 
     source: LabeledSamples
@@ -66,14 +68,14 @@ class Sides:
 
 
 def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool) -> Sides:
-    """Load and embed both datasets; with `whole`, also all the rows that max_samples left out.
+    """Load and embed both datasets; with `whole`, also the rows that max_samples leaves out.
 
-    Features are standardised and projected over all rows that were embedded.
+    Features are standardised and projected over all embedded rows.
 
     Raises:
-        InputError: as everything that is called here; of one side's data, the message says which.
+        InputError: a called function refuses; errors in the data of one side name it.
     """
-    # A choice of another package may leave out keys that this package's choices have.
+    # Defaults: a choice of another package may lack keys that this package's choices have.
     shared = {
         "max_samples": settings.max_samples,
         "seed": settings.seed,
@@ -109,7 +111,7 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
 
 
 def build(node: dict[str, Any], phases: Phases) -> tuple[Extractor, bool]:
-    """The extractor of both sides, and whether to standardise what it gives."""
+    """Return the extractor of both sides, and whether to standardise its features."""
     standardised = node.get("standardize", False)
     if not isinstance(standardised, bool):
         raise InputError(f"extractor.standardize must be true or false, got {standardised!r}")
@@ -121,10 +123,10 @@ def build(node: dict[str, Any], phases: Phases) -> tuple[Extractor, bool]:
 
 
 def named(node: dict[str, Any], group: str) -> str:
-    """The name that a choice of a group holds.
+    """Return the name that a choice of a group holds.
 
     Raises:
-        InputError: the choice, which may come from a folder or package of others, holds none.
+        InputError: the choice, which may come from other folders or packages, holds none.
     """
     if node.get("name") is None:
         raise InputError(f"this choice of {group} has no name; its yaml must hold name: NAME")
@@ -134,7 +136,7 @@ def named(node: dict[str, Any], group: str) -> str:
 def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
     with phases.phase("load", f"loading {side}: {named(node, side)}"), blamed(side):
         dataset = load(**without_clustering(node))
-        # Named after its file, whose name may come from the environment.
+        # A dataset may be named after its file, whose path may come from the environment.
         dataset = replace(dataset, name=hidden(dataset.name))
     classes = "no labels" if dataset.labels is None else f"{len(dataset.class_names)} classes"
     logger.info("%s: %s, %d rows, %s", side, dataset.name, len(dataset), classes)
@@ -142,7 +144,7 @@ def _load(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
 
 
 def _whole(side: str, node: dict[str, Any], phases: Phases) -> LabeledDataset:
-    """All rows of a side; the notices about them have been given when it was loaded."""
+    """Return all rows of a side, without repeating the notices about them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DataNotice)
         return _load(side, {**node, "max_samples": None}, phases)
@@ -156,7 +158,7 @@ def embed_side(
     settings: RuntimeSettings,
     phases: Phases,
 ) -> LabeledSamples:
-    """Features of one dataset; `node` is the extractor's configuration."""
+    """Return the features of one dataset; `node` is the extractor's configuration."""
     embedding = {key: node[key] for key in EMBEDDING if key in node}
     with (
         phases.phase("extract", f"embedding {side}: {dataset.name}") as progress,
@@ -177,7 +179,7 @@ def embed_side(
 
 @contextmanager
 def blamed(side: str) -> Iterator[None]:
-    """Say in an error which side's data or keys are at fault."""
+    """Prefix an error with the side whose data or keys are at fault."""
     try:
         yield
     except InputError as error:
@@ -187,7 +189,7 @@ def blamed(side: str) -> Iterator[None]:
 def _label(
     nodes: dict[str, dict[str, Any]], source: LabeledSamples, target: LabeledSamples
 ) -> tuple[LabeledSamples, LabeledSamples]:
-    """Cluster the sides that ask for pseudo labels; k is given or that of the other side."""
+    """Cluster the sides that ask for pseudo labels, with the k given or that of the other side."""
     sides = {"source": source, "target": target}
     for side, other in (("source", target), ("target", source)):
         node = nodes[side]
@@ -206,7 +208,7 @@ def _label(
 
 
 def _clusters_like(other: LabeledSamples, node: dict[str, Any]) -> int | None:
-    """Return how many classes the other side has, or will have; None if that is unknown."""
+    """Return how many classes the other side has or will have; None if unknown."""
     k: int | None = node.get("k")
     if node.get("pseudo_labels") is not None and k is not None:
         return k
@@ -214,7 +216,7 @@ def _clusters_like(other: LabeledSamples, node: dict[str, Any]) -> int | None:
 
 
 def image_shape_of(extractor: Extractor, dataset: LabeledDataset) -> tuple[int, int, int] | None:
-    """(c, h, w) of what the pixels extractor gives; None for any other."""
+    """Return (c, h, w) of the features of the pixels extractor; None for any other."""
     if not isinstance(extractor, PixelValues):
         return None
     first = extractor.suited_to(dataset.inputs).images(dataset.inputs[:1])
@@ -225,7 +227,7 @@ def image_shape_of(extractor: Extractor, dataset: LabeledDataset) -> tuple[int, 
 def _subset(
     samples: LabeledSamples, loaded: LabeledDataset, chosen: LabeledDataset
 ) -> LabeledSamples:
-    """The rows of `samples`, which embed `loaded`, that `chosen` holds."""
+    """Return the rows of `samples`, which embed `loaded`, that `chosen` holds."""
     order = np.argsort(loaded.rows, kind="stable")
     positions = order[np.searchsorted(loaded.rows, chosen.rows, sorter=order)]
     return samples.take(torch.from_numpy(positions), subset_hash=chosen.subset_hash)
@@ -235,10 +237,10 @@ KEYS = ("pseudo_labels", "k")
 
 
 def without_clustering(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a dataset that `load` takes, the others checked.
+    """Return the keys of a dataset that `load` accepts, after checking the others.
 
     Raises:
-        InputError: no such way of labelling, or a number of clusters that nothing asks for.
+        InputError: an unknown method, or a number of clusters without a method.
     """
     method = optional(choice("kmeans"))("pseudo_labels", node.get("pseudo_labels"))
     k = optional(count)("k", node.get("k"))
@@ -250,7 +252,7 @@ def without_clustering(node: Mapping[str, Any]) -> dict[str, Any]:
 def clustered(
     parts: Sequence[LabeledSamples], node: Mapping[str, Any], k: int | None, seed: int
 ) -> list[LabeledSamples]:
-    """Parts of one dataset with the labels that its keys ask for: the clusters of the first part.
+    """Return the parts of one dataset, with clusters of the first part as labels if asked for.
 
     Raises:
         InputError: clusters are asked for, and `k` is None or out of its range.

@@ -1,14 +1,14 @@
-"""How the process of a command begins and ends.
+"""The beginning and the end of a command's process: Hydra, exit codes and standard streams.
 
-Nothing is imported before it is needed: help is shown without torch, and Ctrl-C is heard from the
-start, also while Hydra and torch are imported.
-
-Standard streams that cost no result: without a reader, full, closed, or of a narrow encoding.
+The entry points `otdd_flash.distance`, `otdd_flash.flow` and `otdd_flash.study` call `run_hydra`,
+`run_command` and `run_script`; progress and outcome ask for the running job. Everything else is
+imported where it is needed: help is shown without torch, and Ctrl-C works from the start, also
+while Hydra and torch are imported. So nothing heavy may be imported at the top.
 
 A command runs inside `guarded_streams`, where writing never raises. A reader that has gone, as in
-`| head -1`, is no failure. What any other failure keeps from being written, `unheard` reports, and
-the command ends with exit code 4 at least. A closed standard output is a failure once something is
-to be written there; a closed standard error is a request for silence.
+`| head -1`, is no failure. Other failures to write are kept, `unheard` reports them, and the
+command ends with at least exit code 4. A closed standard output is a failure once something is
+written to it; a closed standard error is a request for silence.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 _job: Job | None = None
 
-
 FULL_ERROR = "HYDRA_FULL_ERROR"
-
 
 MULTIRUN = ("-m", "--multirun")
 
@@ -48,7 +46,7 @@ class Job:
     """The running job, with the clock that its progress and its results share.
 
     Attributes:
-        started: when it began, by `time.perf_counter`: the first with the command.
+        started: its start by `time.perf_counter`; the first job starts with the command.
         seconds: wall time of its finished phases, by name.
     """
 
@@ -57,29 +55,29 @@ class Job:
 
 
 def job_under_way() -> Job:
-    """Return the job under way, which begins now if there is none."""
+    """Return the running job, which starts now if there is none."""
     global _job
     _job = _job or Job()
     return _job
 
 
 def job_ended() -> None:
-    """The next job begins when it is first asked for."""
+    """End the running job; the next starts when it is first asked for."""
     global _job
     _job = None
 
 
 def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
-    """Hand the arguments of this process to Hydra, which runs `job` for every configuration.
+    """Pass the arguments of this process to Hydra, which runs `job` for each configuration.
 
     Raises:
-        InputError: an argument is none that Hydra could understand as it is meant.
+        InputError: Hydra could not read an argument as it is meant.
     """
     import hydra
     from omegaconf import OmegaConf
 
-    # Part of default directories. Kept with the configuration, so that jobs that a launcher runs in
-    # other processes agree on it.
+    # Part of default directories. Cached with the configuration, so that jobs that a launcher runs
+    # in other processes use the same number.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
     conceal_environment()
     from otdd_flash.commands.choices import search_installed, trusted_configurations
@@ -92,19 +90,19 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         return
     from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
 
-    # Argparse takes settings only where no flag parts them.
+    # Argparse accepts settings only if no flag stands between them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in MULTIRUN)
     if (refusal := refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
     sys.argv[1:] = with_folders(sys.argv[1:])
     for notice in twice_given(sys.argv[1:]):
-        # Imported here: it takes as long as the rest of --version.
+        # Imported here: the import takes as long as the rest of --version.
         from otdd_flash.commands.messages import say
 
         say("notice", notice, "yellow")
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
     with _errors_handed_on(), trusted_configurations(), warnings.catch_warnings():
-        # Hydra's own too, as they repeat what was given.
+        # Hydra's own warnings too, because they repeat arguments.
         warnings.showwarning = _show_warning
         entry(job)()
 
@@ -118,14 +116,14 @@ def _show_warning(
 
 
 def conceal_environment() -> None:
-    """Make `${oc.env:NAME}` give values that nothing in this process prints or keeps."""
+    """Conceal the values of `${oc.env:NAME}` in all that this process prints or stores."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("oc.env", concealed_variable, replace=True)
 
 
 def concealed_variable(name: str, *default: str | None) -> str | None:
-    """Return the value of `${oc.env:NAME}`, which nothing prints or keeps from now on."""
+    """Return the value of `${oc.env:NAME}`, and conceal it from now on."""
     from omegaconf.resolvers import oc
 
     from otdd_flash.shown import conceal
@@ -141,20 +139,20 @@ def run_script(main: Callable[[], None]) -> None:
     import otdd_flash
 
     if not sys.flags.safe_path:
-        # Not in sys.path, where a console command has its own folder instead; functions that the
-        # user names are found there all the same.
+        # A console command has its own folder in sys.path instead of this one. Functions that the
+        # user names are looked for here all the same.
         with suppress(OSError):
             otdd_flash._started_in = str(Path.cwd())
     run_command(main)
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Call an entry point and leave the process with its jobs' exit code."""
+    """Call an entry point and exit the process with the exit code of its jobs."""
     job_ended()
     job_under_way()
-    # The backends of notebooks and desktops exist neither here nor in worker processes.
+    # Backends of notebooks and desktops work neither here nor in worker processes.
     os.environ["MPLBACKEND"] = "agg"
-    # Threads of OpenMP that spin while they wait take the cores that others would work on.
+    # OpenMP threads that spin while they wait would occupy cores that others need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with guarded_streams():
         try:
@@ -200,7 +198,7 @@ def _exit_code(main: Callable[[], None]) -> int:
 
 @contextmanager
 def _errors_handed_on() -> Iterator[None]:
-    """Make Hydra raise what it would print, with advice that does not hold here."""
+    """Make Hydra raise errors that it would print with advice that is wrong here."""
 
     def refuse(self: argparse.ArgumentParser, message: str) -> NoReturn:
         raise InputError(f"{message}; --help and --hydra-help say which flags there are")
@@ -219,7 +217,7 @@ def _errors_handed_on() -> Iterator[None]:
 
 
 def _refused(error: Exception) -> int:
-    """Print what is wrong with the arguments in a sentence, or the traceback of a defect."""
+    """Print what is wrong with the arguments, or a defect's traceback; return the exit code."""
     from otdd_flash.commands.hydra_errors import sentence
     from otdd_flash.commands.messages import say_error
 
@@ -233,26 +231,22 @@ def _refused(error: Exception) -> int:
 
 STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY))
 
-
 NAMES = {"stdout": "standard output", "stderr": "standard error"}
-
 
 # The symbols of tables and titles in ASCII, for encodings that lack them.
 SUBSTITUTES = {"→": "->", "×": "x", "≤": "<=", "±": "+-", "−": "-", "…": "..."}
 
-
 SUBSTITUTE = "otdd_flash.substitute"
 
-
-# Numbers of columns that a table can be read in; the terminal wraps what is wider than itself.
+# The numbers of columns in which a table is readable; a terminal wraps wider lines.
 NARROWEST, WIDEST = 40, 10_000
 
 
 @contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Guard standard output and standard error, and open what is closed of all three streams.
+    """Guard standard output and standard error, and open closed standard streams.
 
-    Without that, the next file that is opened would get the number of a standard stream, and what
+    Without that, the next file to be opened would get the number of a standard stream, and what
     other libraries print would be written into it.
     """
     closed = _open_closed()
@@ -270,7 +264,7 @@ def guarded_streams() -> Iterator[None]:
 
 
 def unheard() -> str | None:
-    """Return which stream has not written all that it was given, and why; None if both have."""
+    """Return which stream has lost output, and why; None if neither has."""
     for key, name in NAMES.items():
         stream = getattr(sys, key)
         if isinstance(stream, Guarded):
@@ -282,7 +276,7 @@ def unheard() -> str | None:
 
 @contextmanager
 def dispensable() -> Iterator[None]:
-    """Count nothing as lost that is not written to standard error here, such as progress."""
+    """Count no output lost that is written to standard error in this context, such as progress."""
     stream = sys.stderr
     before = stream.lost if isinstance(stream, Guarded) else None
     yield
@@ -291,14 +285,14 @@ def dispensable() -> Iterator[None]:
 
 
 class Guarded(io.TextIOBase):
-    """A text stream whose failures are kept instead of raised; the rest then goes nowhere.
+    """A text stream that stores failures instead of raising them, and then discards output.
 
     Attributes:
-        lost: why something was not written; None while all was, or only a reader has gone.
+        lost: why something was not written; None if all was, or if only a reader has gone.
 
     Args:
-        stream: what is written to.
-        failure: why all that is written is lost, if that is so from the start.
+        stream: the stream to write to.
+        failure: why all output is lost, if that is so from the start.
     """
 
     def __init__(self, stream: TextIO, failure: Exception | None) -> None:
@@ -307,7 +301,7 @@ class Guarded(io.TextIOBase):
         self.lost: Exception | None = None
 
     def write(self, text: str) -> int:
-        """Write text as far as that is possible."""
+        """Write text as far as possible."""
         if text:
             self.lost = self.lost or self._failure
         try:
@@ -317,21 +311,21 @@ class Guarded(io.TextIOBase):
             return len(text)
 
     def flush(self) -> None:
-        """Flush the stream as far as that is possible."""
+        """Flush the stream as far as possible."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
             self._lead_nowhere(error)
 
     def _lead_nowhere(self, error: Exception) -> None:
-        """Lead the stream nowhere, also for what it still holds and for processes started later."""
+        """Redirect the stream to the null device, also for its buffer and for later processes."""
         if not isinstance(error, ConnectionError):
             self._failure = self.lost = error
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, self._stream.fileno())
         except (OSError, ValueError):
-            # It has no number, or has been closed.
+            # The stream has no file number, or is closed.
             self._stream = os.fdopen(nowhere, "w", encoding="utf-8")
         else:
             os.close(nowhere)
@@ -351,20 +345,20 @@ class Guarded(io.TextIOBase):
 
 
 def _open_closed() -> set[str]:
-    """Open the null device in place of closed standard streams; return which these are."""
+    """Open the null device in place of closed standard streams; return their names."""
     closed = set()
     for number, (name, flags) in enumerate(STREAMS):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free, which is this one.
+            # `open` takes the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, flags), True)
             closed.add(name)
     return closed
 
 
 def _settle_width() -> None:
-    """Drop a COLUMNS or LINES in which nothing can be shown, which rich would take at its word."""
+    """Correct values of COLUMNS and LINES with which rich could show nothing."""
     for name, least in (("COLUMNS", NARROWEST), ("LINES", 1)):
         given = os.environ.get(name)
         if given is None:
@@ -381,7 +375,7 @@ def _settle_width() -> None:
 
 @contextmanager
 def _guarded(name: str, failure: Exception | None) -> Iterator[None]:
-    """Guard one stream, in which characters that its encoding lacks are replaced."""
+    """Guard one stream, and replace characters that its encoding lacks."""
     stream: Any = getattr(sys, name)
     number = 1 if name == "stdout" else 2
     if stream is None:
@@ -400,7 +394,7 @@ def _guarded(name: str, failure: Exception | None) -> Iterator[None]:
 
 
 def _substitute(error: UnicodeError) -> tuple[str, int]:
-    """Replace what cannot be encoded by ASCII: symbols by similar ones, the rest by its escape."""
+    """Replace characters that cannot be encoded by ASCII: a similar symbol, or an escape."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]

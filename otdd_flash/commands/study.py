@@ -1,6 +1,11 @@
-"""The work of `python -m otdd_flash.study`: a study of some tasks, and its page.
+"""The work of `python -m otdd_flash.study`: load the tasks, run the study, write its report.
 
-From the settings of tasks to the labelled features of a study.
+`study` is the job that the entry point passes to Hydra. `load_tasks` reads and embeds the tasks:
+their splits, disjoint parts, clusters as labels, and test rows split off. The experiment of the
+transfer study calls `load_tasks` and `study_of` too.
+
+Settings are checked with an empty study before any data are read. Draws depend on the seed alone,
+so that shards and resumed runs get the same rows.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ from otdd_flash.study.units import FOLDER, Shard
 
 @dataclass
 class StudyNode:
-    """What the run is about."""
+    """The keys of conf/study.yaml under `study`."""
 
     tasks: list[Any] | None
     resume: bool
@@ -72,7 +77,7 @@ class StudyNode:
 
 @dataclass
 class TransferNode:
-    """How networks are trained; see `Transfer`."""
+    """The settings of training; see `Transfer`."""
 
     protocol: str
     target_samples: int | None
@@ -88,11 +93,12 @@ class TransferNode:
 
 
 def study(config: DictConfig, directory: Path) -> None:
-    """Carry out a study, or go on with one, and write everything about it into `directory`.
+    """Run a study, or resume one, and write its files into `directory`.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed; what is there is written.
-        ConvergenceError: a solve stopped early and convergence is required; likewise.
+        KeyboardInterrupt: Ctrl-C was pressed; the finished part has been written.
+        ConvergenceError: a solve stopped early and convergence is required; the files have been
+            written.
     """
     settings = parse(config, StudySettings)
     kept = recorded(settings, config)
@@ -137,7 +143,7 @@ def study(config: DictConfig, directory: Path) -> None:
 
 
 def _check(settings: StudySettings, directory: Path) -> None:
-    """Raise an `InputError` for what no tasks can meet, before time is spent on reading these."""
+    """Raise an `InputError` for settings that no tasks can meet, before data are read."""
     settings.report.check()
     if leading() is not None:
         raise InputError(
@@ -160,7 +166,7 @@ def _check(settings: StudySettings, directory: Path) -> None:
 
 
 def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
-    """The study that is asked for, of tasks that have been loaded."""
+    """Return the study that the settings describe, for loaded tasks."""
     options = settings.solver.options()
     return Study(
         tasks.samples,
@@ -200,14 +206,14 @@ def _remove(directory: Path) -> None:
     if not (directory / STUDY_FILE).exists():
         return
     shutil.rmtree(directory / FOLDER, ignore_errors=True)
-    # The file that says what it is goes last: without it the rest would be a foreign folder's.
+    # study.json is removed last: without it the rest would look like a foreign folder.
     for pattern in (*FILES, STUDY_FILE):
         for file in directory.glob(pattern):
             file.unlink(missing_ok=True)
 
 
 def _raise_worst(result: StudyResult) -> None:
-    """Raise for the pieces of work that failed, with the highest of their exit codes."""
+    """Raise for failed units, with the highest of their exit codes."""
     if not result.failures:
         return
     worst = max(result.failures, key=lambda failure: int(failure["exit_code"]))
@@ -218,11 +224,10 @@ def _raise_worst(result: StudyResult) -> None:
     )
 
 
-# Sources whose training split has a test split beside it.
+# Datasets that have a test split besides the training split.
 SPLIT = ("digits", "blobs", "mnist", "fashion_mnist", "usps", "torchvision", "huggingface")
 
-
-# Keys of a task that are none of a dataset.
+# Keys of a task that are not keys of a dataset.
 OWN = ("as", "family", "part", "test_split")
 
 
@@ -236,12 +241,12 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """The tasks of a study, embedded.
+    """The embedded tasks of a study.
 
     Attributes:
         samples: training and test rows by name; test rows may be None.
         families: of the tasks that were given one.
-        image_shape: (c, h, w) where features are the pixels of an image, and nothing else.
+        image_shape: (c, h, w) if features are exactly the pixels of an image, otherwise None.
     """
 
     samples: dict[str, tuple[LabeledSamples, LabeledSamples | None]]
@@ -254,14 +259,14 @@ NO_TASKS = LoadedTasks({}, {}, None)
 
 @dataclass
 class StudyInputs(RuntimeSettings):
-    """What loading reads of the settings of a study."""
+    """The settings of a study that loading reads."""
 
     extractor: dict[str, Any]
 
 
 @dataclass
 class StudySettings(ComparisonSettings, SamplingSettings, StudyInputs):
-    """What conf/study.yaml holds."""
+    """The settings of conf/study.yaml."""
 
     tasks: TaskSettings
     study: StudyNode
@@ -281,18 +286,19 @@ def load_tasks(
 ) -> LoadedTasks:
     """Load and embed all tasks.
 
-    Features are standardised and projected over all rows that were embedded.
+    Features are standardised and projected over all embedded rows.
 
     Args:
         settings: of the run.
         group: the tasks of a choice.
-        given: tasks in their place.
-        phases: is shown what is going on.
-        test_fraction: what to split off tasks without test rows; None splits nothing off.
+        given: tasks that replace those of the choice.
+        phases: shows the progress.
+        test_fraction: the share of rows to split off as test rows, for tasks without any; None
+            splits nothing off.
 
     Raises:
-        InputError: two tasks have one name, or as everything that is called here; of one task's
-            data, the message says which.
+        InputError: two tasks have the same name, or a called function refuses; errors in the data
+            of one task name it.
     """
     if test_fraction is not None and not 0 < test_fraction < 1:
         raise InputError(f"transfer.test_fraction must lie in (0, 1), got {test_fraction:g}")
@@ -334,7 +340,7 @@ def load_tasks(
 
 
 def _named(nodes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The tasks by what tables call them."""
+    """Return the tasks by their names in tables."""
     for place, node in enumerate(nodes):
         if not isinstance(node, Mapping) or "name" not in node:
             raise InputError(
@@ -355,7 +361,7 @@ def _load(
     phases: Phases,
     test_fraction: float | None,
 ) -> list[LabeledDataset]:
-    """Training rows, and test rows where there are any."""
+    """Return the training rows, and the test rows if there are any."""
     keys = {key: value for key, value in without_clustering(node).items() if key not in OWN}
     rows = keys.pop("max_samples", settings.max_samples)
     shared = {
@@ -377,13 +383,13 @@ def _load(
 
 
 def _part(dataset: LabeledDataset, part: str | None, seed: int) -> LabeledDataset:
-    """One of N disjoint draws, with equal parts of every class."""
+    """Return one of N disjoint draws, with equal shares of every class."""
     if part is None:
         return dataset
     number, _, count = str(part).partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise InputError(f"part must be I/N with 1 <= I <= N such as 1/5, got {part!r}")
-    # A number for every row of the whole: with other classes chosen, draws stay disjoint.
+    # Every row of the whole dataset gets a number, so draws stay disjoint for any classes.
     rank = np.random.default_rng(seed).random(int(dataset.rows.max()) + 1)[dataset.rows]
     labels = np.zeros(len(dataset), dtype=np.int64) if dataset.labels is None else dataset.labels
     place = np.empty(len(dataset), dtype=np.int64)
@@ -394,7 +400,7 @@ def _part(dataset: LabeledDataset, part: str | None, seed: int) -> LabeledDatase
 
 
 def _split_off(dataset: LabeledDataset, fraction: float, seed: int) -> list[LabeledDataset]:
-    """Training rows and, stratified, test rows."""
+    """Return training rows and stratified test rows; the dataset alone if it is too small."""
     count = round(fraction * len(dataset))
     if dataset.labels is None or count < len(dataset.class_names):
         return [dataset]
@@ -404,7 +410,7 @@ def _split_off(dataset: LabeledDataset, fraction: float, seed: int) -> list[Labe
 
 
 def _together(parts: list[LabeledSamples], treat: Any) -> list[LabeledSamples]:
-    """What a treatment of two sides makes of all parts, as of one dataset."""
+    """Apply a function of two sides to all parts as one dataset."""
     features = torch.cat([part.features for part in parts])
     both = LabeledSamples(features, None, (), name="all tasks")
     treated, _ = treat(both, both)

@@ -1,4 +1,9 @@
-"""What a command hands to the tracker that `log=` names, once its results are written."""
+"""The logging of a command's result to the tracker that `log=` names.
+
+The distance, flow and study commands call `track_distance`, `track_flow` and `track_study` once
+their results are written. A tracker that fails gives a notice and a missing file in the report,
+never an error: the result is safe. `_placed` decides where a run is stored.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +39,10 @@ from otdd_flash.shown import display
 
 logger = logging.getLogger(__name__)
 
-# As `settings.recorded` makes them.
+# The form that `settings.recorded` returns.
 Settings = Mapping[str, Any]
 
-# Trackers take names of some 250 characters.
+# Trackers accept names of about 250 characters.
 LONGEST_LABEL = 80
 
 if TYPE_CHECKING:
@@ -49,7 +54,7 @@ if TYPE_CHECKING:
 def track_distance(
     result: DistanceResult, log: LogSettings, config: Settings, directory: Path
 ) -> Report:
-    """Value, solver bounds, epsilon, seconds, and the marginal error of every term."""
+    """Log value, solver bounds, epsilon, seconds, and the marginal error of every term."""
     lower, upper = result.bounds
     errors = {f"marginal_error/{k}": v.marginal_error for k, v in result.divergence.terms.items()}
     numbers = {
@@ -62,7 +67,7 @@ def track_distance(
 
 
 def track_flow(result: FlowResult, log: LogSettings, config: Settings, directory: Path) -> Report:
-    """The distance before and after with its solver bounds, and what every step found."""
+    """Log the distance before and after with its solver bounds, and the records of all steps."""
     ends = {"before": result.before, "after": result.after}
     numbers = {
         f"{key}/{end}": getattr(record, of)
@@ -89,7 +94,7 @@ def track_flow(result: FlowResult, log: LogSettings, config: Settings, directory
 
 
 def track_study(result: StudyResult, log: LogSettings, config: Settings, directory: Path) -> Report:
-    """What every measure says of every pair, with bounds, and how it follows what was gained."""
+    """Log every measure of every pair with its bounds, and its statistics with the gains."""
     numbers: dict[str, float | None] = {}
     for pair in result.pairs():
         key = f"{pair.measure}/{_label(pair.source)} to {_label(pair.target)}"
@@ -107,7 +112,7 @@ def _label(name: str) -> str:
 
 
 def _track(log: LogSettings, run: TrackedRun) -> Report:
-    """Hand a run to its tracker; one that fails is a notice: the result is there already."""
+    """Log a run to its tracker; a failure is a notice, because the result is already written."""
     if log.tracker is None:
         return Report()
     run, place = _placed(log, run)
@@ -132,12 +137,12 @@ def _track(log: LogSettings, run: TrackedRun) -> Report:
 
 @cache
 def _notice_once(text: str) -> None:
-    """Give a notice once in this process, however many jobs of a sweep would."""
+    """Give a notice once in this process, for all jobs of a sweep."""
     warnings.warn(text, DataNotice, stacklevel=2)
 
 
 def _placed(log: LogSettings, run: TrackedRun) -> tuple[TrackedRun, Path | str]:
-    """Return the run with its name and its store, and where that is, for people.
+    """Return the run with its name and its store, and the place to show to users.
 
     A sweep's jobs share one store, in the sweep's folder unless `log.uri` names another.
     """
@@ -145,7 +150,7 @@ def _placed(log: LogSettings, run: TrackedRun) -> tuple[TrackedRun, Path | str]:
     start, home, job, own = Path.cwd(), run.directory, None, Path(run.directory.name)
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
-        # Jobs may run in folders of their own.
+        # Hydra may have changed the working directory of a job.
         start = Path(hydra.runtime.cwd)
         if hydra.mode == RunMode.MULTIRUN:
             home, job = start / hydra.sweep.dir, hydra.job.num
@@ -161,7 +166,7 @@ def _placed(log: LogSettings, run: TrackedRun) -> tuple[TrackedRun, Path | str]:
     store = folder_of(log.tracker, home) if log.uri is None else folder_at(log.uri, start)
     place = store
     if log.tracker == "wandb" and log.uri is None:
-        # It makes the folder itself.
+        # wandb makes the folder itself.
         store = home
     if log.tracker == "tensorboard":
         for part in (log.project, log.name):
@@ -170,7 +175,7 @@ def _placed(log: LogSettings, run: TrackedRun) -> tuple[TrackedRun, Path | str]:
             store = store / own if group is None else store / group / own
         else:
             store = store if group is None else store / own
-            # The place is this run's alone: it replaces an earlier one.
+            # The folder belongs to this run alone, so its earlier events are replaced.
             for file in store.glob(EVENTS):
                 file.unlink()
     return replace(run, store=store), place

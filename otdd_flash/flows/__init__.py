@@ -1,12 +1,12 @@
 """Gradient flows that move a labelled dataset towards another.
 
-    dx_i / dt = -n dF / dx_i,      F(x) = S_epsilon(x, target) + sum_k w_k F_k(x)
+    dx_i / dt = -(1 / a_i) dF / dx_i,      F(x) = S_epsilon(x, target) + sum_k w_k F_k(x)
 
-In the order in which a flow uses them: `flow` is what may be asked of one and `run` the flow
-itself; `space` moves pixels where a network sees features; `divergence` solves S_epsilon with warm
-starts; `modes` says what moves beside the points, `gaussians` the Gaussians that may; `functionals`
-are what may be added to the objective; `evaluation` finds it, `stepping` takes a step and `loop`
-repeats both, while both sides come to the CPU (`departure`); `history` records steps and
-`checkpoint` lets the flow survive; `result` keeps what happened, and `maps` carries it over to new
+`run` is the entry point and `flow` holds its options. `space` maps moving points to the features
+that transport compares. `divergence` solves S_epsilon with warm starts, and `modes` decide what
+moves besides the points, such as the Gaussians of classes (`gaussians`). `functionals` are further
+terms of the objective. `evaluation` computes the objective and its gradient, `stepping` takes a
+step, and `loop` repeats both. `history` holds the records of steps, `checkpoint` stores the state
+for a later run, `result` is what a flow returns, and `maps` carry a finished flow over to new
 points.
 """

@@ -1,17 +1,16 @@
-"""Checkpoints of a flow, whole or not at all, that a later run goes on from.
+"""Checkpoints of a flow, from which a later run continues.
 
-A checkpoint is a manifest, `checkpoint.json`, and the files in `checkpoint/` that it names, with
-their checksums: one a rank, with the rows that the rank owns. The manifest takes its place when all
-of them are on the disk, so that a process killed at any moment leaves the one before.
+A checkpoint is a manifest, `checkpoint.json`, and the files in `checkpoint/` that it names with
+their checksums: one per rank, with the rows of the particles that the rank owns. The file of rank 0
+also holds the state that belongs to no row. The manifest is replaced last, when all files are on
+the disk, so a process killed at any moment leaves the previous checkpoint usable. The last two
+checkpoints are kept.
 
-Nests of containers, numbers, texts and tensors, as JSON and tensors by name.
-
-Reading one runs no code: of classes, only those of `TYPES` are made.
-
-Files of a checkpoint, one a rank, with the rows of the particles that the rank owns.
-
-The name says which rows of all particles they are. The file of rank 0 holds beside them what is of
-no row.
+The state is stored as tensors by name and an outline in JSON (`taken_apart`, `put_together`).
+Reading runs no code: of classes, only those of `TYPES` are made. The names in `TYPES`, the names of
+their fields and the form of file names are a file format; a change breaks earlier checkpoints. The
+options of a flow hold `Checkpoints`, run and loop load and save it, and the stepper writes the
+rows.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from otdd_flash.solver.term.epsilon import once_default
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.version import __version__
 
-# What the state of a flow holds beside tensors, numbers, texts and containers. Files have these
-# names, which stay where a class is renamed, and the names of its fields.
+# The classes that a state may hold. Files contain these names, which must not change when a class
+# is renamed, and the names of the fields.
 TYPES: dict[str, Any] = {
     "ClassDistances": ClassDistances,
     "Moment": Moment,
@@ -51,27 +50,22 @@ TYPES: dict[str, Any] = {
     "TransportTerm": TransportTerm,
 }
 
-
 MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
 
-
-# What earlier versions wrote.
+# The file of earlier versions.
 EARLIER = "checkpoint.pt"
 
-
-# Of a manifest, before it takes its place: beside it, as the folder may be on another disk.
+# A manifest before it replaces the last one. It is beside it, as FOLDER may be on another disk.
 NEXT = "checkpoint.json.partial"
 
-
-# Parameters of a choice, which only another choice lacks: that has a key of its own.
+# Parameters of a choice. A missing one means that the choice itself changed, which has its own key.
 PARAMETERS = ("labels.", "solver.")
-
 
 START_AGAIN = "leave flow.resume out to start again"
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON gives them back."""
+    """Return settings in the form in which JSON returns them."""
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=repr))
     return plain
 
@@ -81,7 +75,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def _check_seen(folder: Path, shard: Shard) -> None:
-    """Refuse a folder that is another one for every rank."""
+    """Raise unless rank 0 sees the file, as it must in a folder that all ranks share."""
     path = folder / shard.file
     if not path.exists() or path.stat().st_size != shard.bytes:
         raise InputError(
@@ -95,7 +89,10 @@ OUTLINE = "outline.json"
 
 
 def taken_apart(nest: Any) -> dict[str, Tensor]:
-    """Tensors by their place in a nest, and its outline as bytes of JSON, a tensor too."""
+    """Return the tensors of a nested state by place, and its outline as a tensor of JSON bytes.
+
+    A state consists of containers, numbers, texts, tensors and the classes of `TYPES`.
+    """
     tensors: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 
@@ -104,7 +101,7 @@ def taken_apart(nest: Any) -> dict[str, Tensor]:
             case None | bool() | int() | float() | str():
                 return part
             case Tensor():
-                # Two places may share a tensor, as the potentials of a self term do.
+                # Two places may share a tensor, such as the potentials of a self term.
                 name = names.setdefault(id(part), place)
                 tensors[name] = part
                 return {"tensor": name, "on_cpu": part.device.type == "cpu"}
@@ -123,10 +120,12 @@ def taken_apart(nest: Any) -> dict[str, Tensor]:
 
 
 def put_together(tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """The nest that was taken apart, with tensors on `device`, or on the CPU if they were there.
+    """Return the state that was taken apart.
+
+    Tensors are put on `device`, or on the CPU if they were there.
 
     Raises:
-        LookupError, TypeError, ValueError: these are no parts of a nest.
+        LookupError, TypeError, ValueError: the tensors are not parts of a state.
     """
 
     def nest(part: Any) -> Any:
@@ -154,28 +153,25 @@ def _fields(part: Any) -> dict[str, Any]:
     return dict(part._asdict())
 
 
-# What the names of files are like, step-STEP.WRITE.rank-RANK.rows-FIRST-LAST.safetensors.
+# The form of file names: step-STEP.WRITE.rank-RANK.rows-FIRST-LAST.safetensors.
 NAMES = "step-*.*.rows-*-*.safetensors"
-
 
 # The first part of the names of tensors that hold rows.
 ROWS = "rows"
 
-
-# What is kept of the rows of a variable beside their momenta and the like: where they are.
+# The key of a variable's values, beside the keys of the optimiser's state.
 VALUE = "value"
 
-
-# Tensors by variable, then by what of it.
+# Tensors by variable and key.
 Parts = Mapping[str, Mapping[str, Tensor]]
 
 
 class Shard(NamedTuple):
-    """What a manifest says of one file.
+    """The entry of one file in a manifest.
 
     Attributes:
         file: its name.
-        rows: of every variable, [first, last + 1] of the rows that it holds.
+        rows: for each variable, [first, last + 1] of the rows that it holds.
         bytes: its size.
         checksum: SHA-256 of its tensors.
     """
@@ -186,7 +182,7 @@ class Shard(NamedTuple):
     checksum: str
 
 
-# write(folder, stem, tensors): shards of all rows, these tensors beside them.
+# write(folder, stem, tensors): writes these tensors and all rows, and returns the shards.
 Write = Callable[[Path, str, Mapping[str, Tensor]], list[Shard]]
 
 
@@ -197,14 +193,14 @@ def write_shard(
     rows: Mapping[str, slice] | None = None,
     parts: Parts | None = None,
 ) -> Shard:
-    """Write some tensors and the rows that a process owns, and make them reach the disk.
+    """Write some tensors and the rows that a process owns, and flush them to the disk.
 
     Args:
-        folder: where, made by rank 0.
-        name: what the file's name begins with.
-        tensors: what is of no row, by name.
-        rows: of every variable, those that are owned.
-        parts: what is kept of them, (rows, ...).
+        folder: the folder, created by rank 0.
+        name: the beginning of the file's name.
+        tensors: tensors that belong to no row, by name.
+        rows: for each variable, the rows that this process owns.
+        parts: what is stored for them, (rows, ...).
 
     Raises:
         InputError: the file cannot be written, or this process does not see the folder.
@@ -231,7 +227,7 @@ def write_shard(
 
 
 def write_alone(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
-    """Write what is of no row, where there are no rows."""
+    """Write the tensors that belong to no row, for a state without rows."""
     return [write_shard(folder, stem, tensors)]
 
 
@@ -240,10 +236,10 @@ class Checkpoints:
     """The folder of a flow's checkpoints, and how often they are written.
 
     Args:
-        folder: gets a manifest, `checkpoint.json`, and a folder `checkpoint` of what that names.
+        folder: gets a manifest, `checkpoint.json`, and a folder `checkpoint` with its files.
             The last two checkpoints are kept there.
         every: steps between two writes; the end of a flow is always written.
-        resume: go on from the last one instead of starting.
+        resume: continue from the last one instead of starting.
 
     Raises:
         InputError: `every` is not positive.
@@ -261,10 +257,10 @@ class Checkpoints:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the folder, as each flow removes what its own manifest does not name.
+        """Lock the folder: each flow removes the files that its own manifest does not name.
 
         Raises:
-            InputError: another flow writes here, or nothing can be written.
+            InputError: another flow writes here, or the folder cannot be written.
         """
         place = self.folder / FOLDER / LOCK_FILE
         try:
@@ -292,13 +288,13 @@ class Checkpoints:
         """Write a state, the settings that it belongs to, and which of them may change.
 
         Args:
-            state: what is of no row, and `step`.
+            state: the state that belongs to no row, with `step`.
             settings: by key.
-            may_change: keys.
-            write: writes the rows.
+            may_change: keys of settings that a resumed run may change.
+            write: writes the files of all rows.
 
         Raises:
-            InputError: a file cannot be written; the last checkpoint is still there then.
+            InputError: a file cannot be written; the previous checkpoint then remains.
         """
         folder, before = self.folder / FOLDER, self._manifest()
         stem = f"step-{state['step']}.{uuid.uuid4().hex[:8]}"
@@ -324,17 +320,17 @@ class Checkpoints:
             self._sweep()
 
     def load(self, settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-        """Read the last state, tensors on `device`, or on the CPU if they were there.
+        """Read the last state, with tensors on `device`, or on the CPU if they were there.
 
-        `rows` are what was kept of the rows of every variable, on the CPU. Where a file of the last
-        checkpoint came to harm, it is the state of the one before.
+        `rows` holds what was stored for the rows of each variable, on the CPU. If a file of the
+        last checkpoint is damaged, the state is that of the previous checkpoint.
 
         Raises:
-            InputError: there is no checkpoint, it cannot be read, or it belongs to other settings:
+            InputError: there is no checkpoint, it cannot be read, or it belongs to other settings;
                 the message names the first key that changed.
 
         Warns:
-            DataNotice: it is the one before.
+            DataNotice: the previous checkpoint is used.
         """
         path = self.folder / MANIFEST
         if not path.exists():
@@ -403,7 +399,7 @@ class Checkpoints:
                 )
 
     def _manifest(self) -> dict[str, Any] | None:
-        """The manifest that is in its place; None without one that is whole."""
+        """Return the current manifest; None if there is none or it is damaged."""
         try:
             content: Any = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
             checksum = content.pop("checksum")
@@ -412,7 +408,7 @@ class Checkpoints:
         return content if checksum == _checksum(content) else None
 
     def _sweep(self) -> None:
-        """Remove what the manifest does not name: earlier checkpoints, and writes that failed."""
+        """Remove files that the manifest does not name: older checkpoints and failed writes."""
         manifest = self._manifest()
         if manifest is None and (self.folder / MANIFEST).exists():
             return
@@ -423,7 +419,7 @@ class Checkpoints:
         }
         for path in (self.folder / NEXT, *(self.folder / FOLDER).glob(NAMES)):
             if path.name not in named:
-                # Another's folder may have such a name.
+                # Someone else's folder may have such a name.
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
 
@@ -431,7 +427,7 @@ class Checkpoints:
         content = {**manifest, "checksum": _checksum(manifest)}
         coming = self.folder / NEXT
         coming.unlink(missing_ok=True)
-        # A new file, and none that a link leads to.
+        # Mode "x": a new file, never the target of a link.
         with coming.open("x", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=2) + "\n")
         reach_disk(coming)
@@ -440,11 +436,11 @@ class Checkpoints:
 
 
 def read_shards(folder: Path, shards: Sequence[Shard]) -> tuple[dict[str, Tensor], Parts]:
-    """What is of no row, and all rows of every variable, one below the other.
+    """Return the tensors that belong to no row, and the rows of each variable, concatenated.
 
     Raises:
-        DamagedFileError: a file is not what was written; the message names it.
-        LookupError, ValueError: these are no shards of one checkpoint.
+        DamagedFileError: a file differs from what was written; the message names it.
+        LookupError, ValueError: the files are not those of one checkpoint.
     """
     tensors: dict[str, Tensor] = {}
     parts: dict[str, dict[str, list[tuple[list[int], Tensor]]]] = {}
@@ -480,7 +476,7 @@ def _read(path: Path, shard: Shard) -> dict[str, Tensor]:
 
 
 def _joined(found: list[tuple[list[int], Tensor]]) -> Tensor:
-    """Parts in the order of their rows, each of which is in one."""
+    """Concatenate parts in the order of their rows; each row must be in exactly one part."""
     found = sorted(found, key=lambda each: each[0])
     end = 0
     for (first, last), part in found:

@@ -1,9 +1,14 @@
-"""The problem of a flow, and its divergence solved step after step.
+"""The problem that a flow descends, and its divergence S_epsilon solved at every step.
 
-S_epsilon(x, y) between moving particles and a fixed target, with its gradient. The target's self
-term is solved once, or goes on at the next step where it was cut short. The other two terms start
-from 2 u_k - u_(k-1), u the potentials of the steps before: on a smooth path they move by nearly the
-same at every step, and the error of such a start is of second order in the step.
+`FlowSetting` holds the problem: both datasets, cost, metric between classes, epsilon and solver.
+`TargetDivergence` solves S_epsilon between moving particles and a fixed target, with its gradient.
+The target's self term is solved once, or continued at the next step if it stopped early. The other
+two terms start from the extrapolation 2 u_k - u_(k-1) of the potentials u of the last two steps: on
+a smooth path they change by nearly the same amount at each step, and the error of this start is of
+second order in the step.
+
+The run makes the setting; loop and evaluation use it, and modes solve through `TargetDivergence`.
+`FlowSetting.settings` is stored in checkpoints, so its keys are part of their format.
 """
 
 from __future__ import annotations
@@ -38,14 +43,13 @@ class FlowSetting:
     """The problem that a flow descends.
 
     Attributes:
-        request: features, labels and weights of the n particles at the start and of the m points
-            they move towards, as the ground cost sees them: on the device, but for points to move
-            towards that stream.
-        metric: how class distances are measured.
+        request: features, labels and weights of the n particles at the start and of the m target
+            points, as the ground cost sees them; on the device, except target points that stream.
+        metric: the metric between classes.
         epsilon: regularisation, in units of the cost.
         solver: how to solve and when to stop.
-        progress: told of every iteration of every solve.
-        class_progress: told how many pairs of classes have been measured.
+        progress: called for each iteration of each solve.
+        class_progress: called with the number of pairs of classes compared.
     """
 
     request: Request
@@ -62,11 +66,11 @@ class FlowSetting:
 
     @property
     def target(self) -> LabeledSamples:
-        """What they move towards."""
+        """The dataset that the particles move towards."""
         return self.request.seen[1]
 
     def blocks(self, table: Tensor) -> ClassBlocks:
-        """Cut W (V_x + V_y, V_x + V_y) into the blocks that several evaluations see."""
+        """Cut W (V_x + V_y, V_x + V_y) into the blocks that several evaluations use."""
         sizes = self.source.class_total, self.target.class_total
         return ClassBlocks(table, sizes, self.request.device)
 
@@ -76,7 +80,7 @@ class FlowSetting:
         return self.source.masses
 
     def at(self, features: Tensor) -> LabeledSamples:
-        """The particles with features (n, d), which are finite."""
+        """Return the particles with new features (n, d), which must be finite."""
         start = self.source.features
         as_before = all(
             getattr(features, what) == getattr(start, what) for what in ("shape", "dtype", "device")
@@ -86,15 +90,15 @@ class FlowSetting:
         return displaced(self.source, features)
 
     def mean_cost(self, features: Tensor, class_distances: ClassDistances) -> float:
-        """sum_ij a_i b_j C_ij of the particles with features (n, d), without any solve.
+        """Return sum_ij a_i b_j C_ij of the particles with features (n, d), without any solve.
 
-        Around the target's mean c: lambda_x (sum_i a_i ||x_i - c||^2 + sum_j b_j ||y_j - c||^2)
-        and the classes' part. It is not finite unless all features are.
+        With c the target's mean it is lambda_x (sum_i a_i ||x_i - c||^2 + sum_j b_j ||y_j - c||^2)
+        plus the part of the classes. It is finite only if all features are.
         """
         (centre, spread), cost = self._target_moments, self.request.cost
         squares = self.masses @ squared_distances(features, centre)
         own, theirs = self._class_masses
-        # Both on the host.
+        # Both summands are on the CPU.
         fixed = cost.squared.lambda_x * spread + cost.lambda_y * (own @ class_distances.xy @ theirs)
         return float(cost.squared.lambda_x * squares + fixed)
 
@@ -103,19 +107,22 @@ class FlowSetting:
     ) -> dict[str, Any]:
         """Return the settings by command-line keys, for both sides before the cost sees them.
 
-        `table` is W at the start.
+        Args:
+            points: the particles at the start.
+            goal: the target.
+            table: W at the start.
         """
         metric, compute = self.metric, self.request.compute
         labels = metric.to_dict()
         if isinstance(metric, Given | PairFunction):
-            # Known by what they give alone.
+            # These metrics are identified by their values alone.
             labels = {"given": content_hash({"W": table.full})}
         solver = asdict(self.solver)
         del solver["require_convergence"]
         return {
             "source": points.fingerprint,
             "target": goal.fingerprint,
-            # Fingerprints are of values, and steps are taken in a type.
+            # Fingerprints depend on values only, but steps also on the type.
             "source.type": _type_of(points),
             "target.type": _type_of(goal),
             "labels.method": metric.name,
@@ -130,14 +137,14 @@ class FlowSetting:
 
     @cached_property
     def _target_moments(self) -> tuple[Tensor, Tensor]:
-        """The target's mean (d,) and mean squared distance from it, float64; that on the host."""
+        """The target's mean (d,), and its mean squared distance from it on the CPU, float64."""
         points, masses = self.request.points(1), self.target.masses.to(self.request.device)
         centre = weighted_mean(points, masses)
         return centre, (masses @ squared_distances(points, centre)).cpu()
 
     @cached_property
     def _class_masses(self) -> tuple[Tensor, Tensor]:
-        """The class masses of particles (V_x,) and target (V_y,), float64, on the host."""
+        """The class masses of particles (V_x,) and target (V_y,), float64, on the CPU."""
         own, theirs = (_class_masses(side).cpu() for side in (self.source, self.target))
         return own, theirs
 
@@ -153,18 +160,18 @@ def _type_of(samples: LabeledSamples) -> str:
 
 
 class Batch(NamedTuple):
-    """A part of both sides: rows (b,) of the particles and of the target."""
+    """A minibatch of both sides: row indices (b,) of the particles and of the target."""
 
     particles: Tensor
     target: Tensor
 
     def only(self, rows: Tensor) -> Tensor:
-        """Set to 0 the rows (n, d), one a particle, that are outside of the batch."""
+        """Set to 0 the rows (n, d), one per particle, that are outside the batch."""
         return torch.zeros_like(rows).index_copy_(0, self.particles, rows[self.particles])
 
 
 class TargetDivergence:
-    """The divergence from a fixed target.
+    """The divergence between moving particles and a fixed target, with warm starts.
 
     Args:
         setting: regularisation and tolerance.
@@ -175,7 +182,7 @@ class TargetDivergence:
         self._setting = setting
         self._request = request or setting.request
         self._self_term: TransportTerm | None = None
-        # Of the last solve, and of the one before.
+        # Potentials of the last solve, and of the one before.
         self._potentials: dict[str, Tensor] = {}
         self._earlier: dict[str, Tensor] = {}
 
@@ -186,14 +193,14 @@ class TargetDivergence:
         needs: Needs,
         batch: Batch | None = None,
     ) -> tuple[Divergence, Gradient]:
-        """Solve, and differentiate by `needs`, of which "x" is that of the particles.
+        """Solve, and differentiate by `needs`, where "x" is the features of the particles.
 
         Args:
             particles: n points.
             table: W (V_x + V_y, V_x + V_y), of which only the rows of the particles' classes may
                 change from call to call; or its blocks.
             needs: inputs of the divergence, as in `DivergenceGradient`.
-            batch: solve between these rows only, from nothing; the gradient then is (b, d).
+            batch: solve between these rows only, without a warm start; the gradient then is (b, d).
 
         Raises:
             ConvergenceError: the solver's options require convergence, and a term stopped early.
@@ -214,7 +221,7 @@ class TargetDivergence:
         if setting.solver.require_convergence:
             report_convergence(solved, setting.solver)
         if batch is not None:
-            # Long steps of batches lead away from the last solve of the whole.
+            # After steps on batches, the potentials of the last full solve are far off.
             self._potentials = self._earlier = {}
         elif not solved.identical:
             assert solved.xx is not None
@@ -224,11 +231,11 @@ class TargetDivergence:
         return solved, gradient.total
 
     def state(self) -> dict[str, Any]:
-        """What the next solve starts from."""
+        """Return the potentials and self term that the next solve starts from."""
         return {"last": self._potentials, "earlier": self._earlier, "yy": self._self_term}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, on whichever device."""
+        """Continue from a state of `state`, which may be on another device."""
         device, term = self._setting.request.device, state["yy"]
         self._potentials, self._earlier = (
             {key: u.to(device) for key, u in state[when].items()} for when in ("last", "earlier")
@@ -250,5 +257,5 @@ class TargetDivergence:
 
 
 def _class_masses(samples: LabeledSamples) -> Tensor:
-    """(V,) float64; unlabelled samples are one class."""
+    """Return (V,) class masses, float64; unlabelled samples are one class."""
     return mass_per_class(samples.masses, class_indices(samples), samples.class_total)

@@ -1,7 +1,11 @@
-"""What a flow finds where its particles are: the objective, and what makes it fall.
+"""The evaluation of a flow's particles: the objective, its gradient, and checks that they are sane.
 
-A step may see a part of the points, or see them displaced by noise; what it finds is then an
-estimate. The start and the end of a flow are evaluated on the whole.
+`Evaluator` computes S_epsilon and functionals at the current points and returns the velocities of
+all variables; the loop calls it. A step may use a minibatch of the points or points displaced by
+noise, and its value is then an estimate. Start and end of a flow are evaluated on all points.
+
+Random draws depend only on the seed, the step and their purpose, so that a resumed flow repeats
+them. Points that run away raise `Overshot`, which the loop turns into advice.
 """
 
 from __future__ import annotations
@@ -22,24 +26,23 @@ from otdd_flash.flows.stepping import Draw, generator, normal_like
 from otdd_flash.samples import all_finite, largest_entry
 from otdd_flash.solver.divergence import Divergence
 
-# A mean cost of this many times that of the start: steps overshoot. A flow on its way down ends at
-# about twice it at most: that of particles which began as one point and spread over the target.
+# Steps overshoot if the mean cost is this many times that of the start. A converging flow ends at
+# about twice the start at most, if particles began as one point and spread over the target.
 DIVERGED = 10.0
-# Mean costs below this share of the target's mean squared norm are as good as 0.
+# Mean costs below this share of the target's mean squared norm count as 0.
 RESOLUTION = 1e-6
 
-
-# What messages call it, and what they say of points that overflowed.
+# The name of the mean cost in messages, and the message for points that overflowed.
 MEAN_COST = "the mean cost"
 NOT_FINITE = "particles have values that are not finite"
 
 
 class Overshot(InputError):
-    """Particles ran away: the steps, the noise or the functionals are too large."""
+    """Particles ran away: step size, noise or functionals are too large."""
 
 
 class Found(NamedTuple):
-    """The result of an evaluation, with the features (n, d) it was made at."""
+    """The result of an evaluation, with the features (n, d) at which it was made."""
 
     record: StepRecord
     velocities: dict[str, Tensor]
@@ -53,40 +56,40 @@ class Evaluator:
 
     Args:
         setting: the problem.
-        mode: what moves, at the start.
+        mode: the mode of the flow, at its start.
         options: of the loop.
     """
 
     def __init__(self, setting: FlowSetting, mode: Mode, options: LoopOptions) -> None:
         self._setting, self._mode, self._options = setting, mode, options
         self._space = options.flow.space
-        # Of the start: the scale on which particles count as run away.
+        # The mean cost at the start: the scale on which particles count as run away.
         self._mean_cost = setting.mean_cost(setting.source.features, mode.class_distances)
-        # Clouds that begin at 0 from each other are led away by no more than rounding.
+        # Clouds that start at distance 0 move only by rounding, so the limit must not be 0.
         resolved = RESOLUTION * setting.request.cost.squared.lambda_x * setting.target_square
         self._far = max(DIVERGED * self._mean_cost, resolved)
         sides = (setting.source, setting.target)
         self._massive = tuple(side.masses.nonzero().squeeze(1) for side in sides)
-        # Rows that a step sees of either side, where those are not all.
+        # The rows of each side that a step uses; None if these are all.
         self._size = options.flow.stepping.minibatch
         if self._size is not None and all(self._size >= len(rows) for rows in self._massive):
             self._size = None
 
     @property
     def estimates(self) -> bool:
-        """Whether steps see a minibatch or displaced points instead of the whole."""
+        """Whether steps use a minibatch or displaced points instead of all points."""
         return self._size is not None or self._options.flow.stepping.noise > 0
 
     def __call__(self, points: Tensor, step: int, *, whole: bool = False) -> Found:
-        """The objective at the points (n, p), and the velocities that make it grow.
+        """Evaluate the objective at points (n, p), and the velocities along which it grows.
 
         Args:
             points: the particles after `step` steps.
-            step: k >= 0, of which the draws depend.
-            whole: see all points where they are, at class distances of now.
+            step: k >= 0, which determines the random draws.
+            whole: use all points without noise, and current class distances.
 
         Raises:
-            Overshot: something is not finite, or particles have run away.
+            Overshot: a value is not finite, or particles have run away.
             InputError: no solve is possible.
         """
         options, mode = self._options, self._mode
@@ -96,7 +99,7 @@ class Evaluator:
         features = self._space.features(points)
         cost = self._setting.mean_cost(features, mode.class_distances)
         if not math.isfinite(cost):
-            # Of one that overflowed the particles are finite, and far away.
+            # The sum may overflow for finite points that are far away.
             self._check_finite(given, features)
         self._check_nearness(cost, *([f"moved by flow.noise={noise:g}"] if noise else []))
         if step > 0 and (whole or self.measured_at(step)):
@@ -109,7 +112,7 @@ class Evaluator:
             values, extra = self._functionals(points)
             velocity = velocity + (extra if batch is None else batch.only(extra))
         finite = math.isfinite(solved.value + sum(values.values()))
-        # The host waits once for both.
+        # One transfer to the CPU for both.
         largest, norm = torch.stack((largest_entry(velocity), self._norm(velocity, batch))).tolist()
         if not finite or not math.isfinite(largest):
             raise Overshot("the objective or its gradient is not finite")
@@ -118,11 +121,11 @@ class Evaluator:
         return Found(record, {"points": velocity, **by_variables}, features, solved, batch)
 
     def measured_at(self, step: int) -> bool:
-        """Whether the flow measures class distances anew after `step` steps."""
+        """Return whether the flow recomputes class distances after `step` steps."""
         return step % self._options.flow.refresh == 0
 
     def expected_seconds(self, points: Tensor, step: int) -> float:
-        """Estimate how long class distances take for the rest of a flow, points (n, p)."""
+        """Estimate the seconds that class distances take for the rest of a flow, points (n, p)."""
         features = self._space.features(points)
         whole = part = self._mode.expected_seconds(features)
         if self.estimates:
@@ -130,10 +133,10 @@ class Evaluator:
         return part * (self._options.flow.steps - step) + whole * (1 + self.estimates)
 
     def check_box(self, points: Tensor) -> None:
-        """Refuse a box that has no place for the particles (n, p) of the start.
+        """Refuse a box that excludes the particles (n, p) of the start.
 
         Raises:
-            InputError: the box alone takes them as far away as steps that overshoot.
+            InputError: clamping to the box alone moves them as far as steps that overshoot.
         """
         box = self._options.flow.stepping.box
         if box is None or self._options.functionals:
@@ -151,29 +154,29 @@ class Evaluator:
             )
 
     def check_reach(self, points: Tensor) -> None:
-        """Refuse points (n, p) that a step has led far out of the box, before they are put back.
+        """Refuse points (n, p) that a step has led far out of the box, before they are clamped.
 
         Raises:
-            Overshot: as without a box.
+            Overshot: under the same condition as without a box.
         """
         box = self._options.flow.stepping.box
         assert box is not None
         width = box[1] - box[0]
-        # Within a box's width around the box nothing has run away, and features may take long.
+        # Within a box's width around the box nothing has run away; features may be expensive.
         if bool(((points > box[0] - width) & (points < box[1] + width)).all()):
             return
         how = f"that a step took out of flow.box=[{box[0]:g}, {box[1]:g}]"
         self._check_nearness(self._mean_cost_of(points), how)
 
     def beginning(self, points: Tensor) -> dict[str, float]:
-        """Numbers that tell apart functions which settings know by their names alone.
+        """Return numbers that distinguish user functions, of which settings know only the names.
 
         Args:
             points: (n, p), the particles at the start.
 
         Returns:
-            The mean cost of the start, which the space of the particles decides, and the value of
-            every functional there.
+            The mean cost of the start, which depends on the space of the particles, and the value
+            of each functional there.
         """
         source = self._setting.source
         named = self._options.functionals
@@ -194,7 +197,7 @@ class Evaluator:
         try:
             return self._mode.evaluate(features, batch)
         except InputError as error:
-            # What cannot be solved because particles are far away is for the steps to mend.
+            # If particles are far away, the steps are to blame for an impossible solve.
             if not cost <= self._far:
                 raise Overshot(str(error)) from error
             raise
@@ -206,13 +209,13 @@ class Evaluator:
         except UserCodeError:
             raise
         except InputError as error:
-            # At the start it is the functional's fault, later that of where its points went.
+            # At the start a functional's error is its own; later the points have gone too far.
             raise Overshot(str(error)) from error
 
     def _check_nearness(self, cost: float, *how: str) -> None:
-        """Refuse a cost far above that of the start; functionals may well lead that far.
+        """Refuse a cost far above that of the start, unless functionals may lead that far.
 
-        `how` says what took the particles there.
+        `how` describes what moved the particles there.
         """
         if not self._options.functionals and not cost <= self._far:
             raise Overshot(
@@ -252,7 +255,7 @@ class Evaluator:
         )
 
     def _norm(self, velocity: Tensor, batch: Batch | None) -> Tensor:
-        """(sum_i a_i |v_i|^2)^1/2 over the particles that a step sees."""
+        """Return (sum_i a_i |v_i|^2)^1/2 over the particles that a step uses."""
         masses = self._setting.masses
         if batch is not None:
             masses, velocity = masses[batch.particles], velocity[batch.particles]
@@ -261,7 +264,7 @@ class Evaluator:
         return (masses @ speeds.double().square()).sqrt()
 
     def _batch(self, step: int) -> Batch | None:
-        """The rows that a step sees; None for all of them."""
+        """Return the rows that a step uses; None for all of them."""
         if self._size is None:
             return None
         draw = self._draw(step, Draw.MINIBATCH)
@@ -272,6 +275,6 @@ class Evaluator:
 
 
 def _some(rows: Tensor, size: int, draw: torch.Generator) -> Tensor:
-    """`size` of the rows, or all if there are fewer, in their order."""
+    """Return `size` of the rows, or all if there are fewer, in their order."""
     chosen = torch.randperm(len(rows), generator=draw)[:size].sort().values
     return rows[chosen.to(rows.device)]

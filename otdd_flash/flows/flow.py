@@ -1,4 +1,11 @@
-"""The options of a flow: what moves, how far, what it descends, and the callbacks."""
+"""The options of a flow: what moves, how far, what it descends, and the callbacks.
+
+`Flow` and `Callbacks` are what users and the flow command pass to `gradient_flow`; the estimator of
+scikit-learn builds them too. `LoopOptions` is what run passes to loop and evaluation.
+
+`Flow.settings` is stored in checkpoints and compared when a flow is resumed. It must contain each
+option that changes the path, under its command-line key, and no option that does not.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +37,24 @@ class Flow:
     """The options of a flow; on the command line flow.KEY.
 
     Args:
-        steps: to take.
+        steps: the number of steps.
         mode: what moves: `features`, `attached`, `joint` or `augmented`; `otdd_flash.flows.modes`
             gives the equations.
         stepping: step size, optimiser, schedule, box, noise and minibatches.
-        functionals: weighted terms beside the divergence, such as {"name": "norm", "weight": 0.1};
-            `build_functionals` tells what there is.
-        space: from points to the features that transport sees, of both sides; by default the points
-            are the features.
-        refresh: steps between two measurements of class distances (mode `features`).
+        functionals: weighted terms added to the divergence, such as {"name": "norm", "weight":
+            0.1}; see `build_functionals`.
+        space: the map from points of both sides to the features that transport compares; by default
+            the points are the features.
+        refresh: steps between two updates of class distances (mode `features`).
         tolerance: stop once a step changes the objective by less than this share of its first
             value, in (0, 1); None takes all steps.
-        keep_moments: keep what every step saw, so that the result carries the flow over to new
-            points by its entropic map; n (d + 2) + m numbers a step.
+        keep_moments: store the state of each step, so that the result can carry the flow over to
+            new points by its entropic map; n (d + 2) + m numbers per step.
         seed: of every random draw.
-        checkpoints: where to keep the state, and whether to go on from it; None: nowhere.
+        checkpoints: where to store the state, and whether to resume from it; None stores none.
 
     Raises:
-        InputError: no such mode, or a number out of its range.
+        InputError: an unknown mode, or a number out of its range.
     """
 
     steps: int = 20
@@ -83,7 +90,7 @@ class Flow:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The options by their command-line keys; the length where that matters."""
+        """The options by command-line keys, with `steps` only if the schedule needs it."""
         settings = {
             "flow.mode": self.mode,
             **{f"flow.{key}": value for key, value in asdict(self.stepping).items()},
@@ -106,16 +113,16 @@ class Flow:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions that a flow calls; None stands for no call.
+    """Functions that a flow calls; None means no call.
 
     Args:
-        progress: called with the record of every step, and of the end.
+        progress: called with the record of each step, and of the end.
         solver_progress: called as solver_progress(term, iteration, marginal error).
-        class_progress: called as class_progress(pairs of classes measured, their total).
-        stop: asked before every step whether to end here.
+        class_progress: called as class_progress(pairs of classes compared, their total).
+        stop: called before each step; if it returns True, the flow ends.
 
     Raises:
-        InputError: one of them cannot be called.
+        InputError: one of them is not callable.
     """
 
     progress: Callable[[StepRecord], None] | None = None
@@ -129,13 +136,13 @@ class Callbacks:
 
 @dataclass(frozen=True, eq=False)
 class LoopOptions:
-    """What a loop does beside descending.
+    """The options of the loop.
 
     Attributes:
-        flow: how far to go, where the state is kept, and what else was asked for.
+        flow: the options of the flow.
         functionals: those of the flow, built.
-        settings: what a checkpoint belongs to.
-        callbacks: told of every record, and asked after every evaluation whether to end here.
+        settings: the settings stored in checkpoints.
+        callbacks: `progress` gets every record, `stop` is called after every evaluation.
     """
 
     flow: Flow
@@ -145,7 +152,7 @@ class LoopOptions:
 
     @property
     def movers(self) -> str:
-        """The settings that lead particles, by their keys: what to lower where they go too far."""
+        """The settings to lower if particles move too far, as text with their keys."""
         movers = [f"flow.step_size={self.flow.stepping.step_size:g}"]
         if self.flow.stepping.noise:
             movers.append(f"flow.noise={self.flow.stepping.noise:g}")
@@ -166,7 +173,7 @@ class LoopOptions:
 
 
 def _plain(parameter: Any) -> Any:
-    """A parameter as JSON holds it: of arrays, the hash."""
+    """Return a parameter as JSON holds it; an array becomes its hash."""
     if isinstance(parameter, Tensor | np.ndarray):
         return content_hash({"array": torch.as_tensor(parameter)})
     return str(parameter) if isinstance(parameter, Path) else parameter

@@ -1,9 +1,11 @@
-"""Gaussians that move: means and spreads as variables, their distances, and labels read off them.
+"""Gaussians that move in a flow: means and spreads as variables, their distances, and clustering.
 
-W_kl = ||m_k - m_l||^2 + tr S_k + tr S_l - 2 tr (S_k^1/2 S_l S_k^1/2)^1/2,      S_k = F_k^T F_k
+    W_kl = ||m_k - m_l||^2 + tr S_k + tr S_l - 2 tr (S_k^1/2 S_l S_k^1/2)^1/2,      S_k = F_k^T F_k
 
 With diagonal covariances a spread is the vector s_k of standard deviations and the last three terms
-are || |s_k| - |s_l| ||^2; where only means are compared there is no spread.
+are || |s_k| - |s_l| ||^2; if the metric compares only means, there is no spread. The modes `joint`
+and `augmented` move Gaussians; the feature-driven modes only use `beside`. Everything is float64,
+and the tables are differentiable by means and spreads.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Gaussians:
     @classmethod
     @torch.no_grad()
     def of(cls, samples: LabeledSamples, metric: LabelMetric) -> Gaussians:
-        """Take the Gaussians of the classes of `samples`, as `Gaussian` or `Means` sees them.
+        """Compute the Gaussians of the classes of `samples`, for the metric `Gaussian` or `Means`.
 
         Raises:
             InputError: a class is empty, or has one sample where covariances divide by n - 1.
@@ -54,7 +56,7 @@ class Gaussians:
             torch.nn.functional.pad(factor, (0, 0, 0, most - factor.shape[0])) for factor in factors
         ]
         stack = torch.stack(padded)
-        # Rows that no class uses would be decomposed with every pair.
+        # Rows that are 0 for all classes would be decomposed with every pair.
         return cls(means, stack[:, stack.any(2).any(0)])
 
     @classmethod
@@ -63,7 +65,7 @@ class Gaussians:
 
     @property
     def variables(self) -> dict[str, Tensor]:
-        """Means and, if there are, spreads by name."""
+        """The means and, if there are any, spreads by name."""
         named = {"means": self.means, "spreads": self.spreads}
         return {name: part for name, part in named.items() if part is not None}
 
@@ -71,7 +73,7 @@ class Gaussians:
         return len(self.means)
 
     def take(self, which: Tensor) -> Gaussians:
-        """The Gaussians with these indices, each as often as it is named."""
+        """Return the Gaussians with these indices, which may repeat."""
         return Gaussians(self.means[which], None if self.spreads is None else self.spreads[which])
 
     def table(
@@ -81,14 +83,14 @@ class Gaussians:
         needed: Tensor | None = None,
         progress: Progress | None = None,
     ) -> Tensor:
-        """W (K + L, K + L) of these and L of a target, for autograd by means and spreads.
+        """Return W (K + L, K + L) of these and L of a target, differentiable by means and spreads.
 
         Args:
             target: L fixed Gaussians.
             within_target: the block (L, L).
-            needed: (K, K + L) bool, symmetric among these: the pairs whose spreads are compared;
-                for the others `lower_bounds` will do. None: all.
-            progress: called with the number of pairs measured and their total.
+            needed: (K, K + L) bool, symmetric in its first K columns: the pairs whose spreads are
+                compared; the others get lower bounds as in `lower_bounds`. None: all.
+            progress: called with the number of pairs compared and their total.
         """
         own, total = len(self), len(self) + len(target)
         pairs = all_pairs(total)
@@ -97,17 +99,17 @@ class Gaussians:
         if self.spreads is not None and target.spreads is not None:
             chosen = torch.ones(len(pairs), dtype=torch.bool)
             if needed is not None:
-                # The larger index comes first, and the smaller one is one of these.
+                # In each pair the larger index comes first, and the smaller one is below K.
                 chosen = needed.cpu()[pairs[:, 1], pairs[:, 0]]
             values = values + _spread_gaps(self.spreads, target.spreads, pairs, chosen, progress)
         return symmetric_table(values, pairs, total) + beside(own, within_target.to(values))
 
     @torch.no_grad()
     def lower_bounds(self) -> Tensor:
-        """Lower bounds (K, K) of the distances between these, with full covariances.
+        """Return lower bounds (K, K) of the distances between these, with full covariances.
 
-        They are ||m_k - m_l||^2 + (||F_k|| - ||F_l||)^2: (S_k^1/2 S_l S_k^1/2)^1/2 has a trace of
-        at most ||F_k|| ||F_l||.
+        They are ||m_k - m_l||^2 + (||F_k|| - ||F_l||)^2, because the trace of (S_k^1/2 S_l
+        S_k^1/2)^1/2 is at most ||F_k|| ||F_l||.
         """
         assert self.spreads is not None
         norms = torch.linalg.matrix_norm(self.spreads)
@@ -122,7 +124,7 @@ def _spread_gaps(
     chosen: Tensor,
     progress: Progress | None,
 ) -> Tensor:
-    """Squared Bures distances (P,) of the chosen pairs, and lower bounds of the others'."""
+    """Return squared Bures distances (P,) of the chosen pairs, and lower bounds for the others."""
     if own.ndim == 2:
         return squared_gaps(torch.cat((own, target)).abs(), pairs)
     factors = [*own.unbind(), *target.unbind()]
@@ -132,25 +134,26 @@ def _spread_gaps(
     places = chosen.nonzero().squeeze(1).to(traces.device)
     fidelity = most.index_put((places,), fidelities(factors, pairs[chosen], progress))
     gaps = traces[first] + traces[second] - 2 * fidelity
-    # A squared distance; below zero there is only rounding.
+    # A squared distance is negative only by rounding.
     return gaps.clamp_min(0)
 
 
 def beside(own: int, within_target: Tensor) -> Tensor:
-    """W (own + L, own + L) of the fixed block (L, L), 0 elsewhere."""
+    """Return W (own + L, own + L) with the fixed block (L, L) and 0 elsewhere."""
     return torch.nn.functional.pad(within_target, (own, 0, own, 0))
 
 
 def recluster(gaussians: Gaussians, labels: Tensor, masses: Tensor) -> Tensor:
-    """Class indices (n,) of particles, by k-means over their Gaussians.
+    """Return class indices (n,) of particles, by k-means over their Gaussians.
 
-    It starts at the centres of the classes `labels`, so that a cluster keeps the number of the
-    class it came from. Gaussians are compared by ||m_i - m_j||^2 + ||S_i^1/2 - S_j^1/2||^2, which
-    for diagonal covariances is their squared 2-Wasserstein distance and else bounds it from above.
+    k-means starts at the centres of the classes `labels`, so that a cluster keeps the index of the
+    class it started from. Gaussians are compared by ||m_i - m_j||^2 + ||S_i^1/2 - S_j^1/2||^2,
+    which for diagonal covariances is their squared 2-Wasserstein distance and otherwise an upper
+    bound of it.
 
     Args:
         gaussians: of n particles.
-        labels: (n,) what they were; every class among them has mass.
+        labels: (n,) the classes at the start; each of them has mass.
         masses: (n,) of the particles; one without mass joins the nearest cluster.
     """
     from sklearn.cluster import KMeans
@@ -166,7 +169,7 @@ def recluster(gaussians: Gaussians, labels: Tensor, masses: Tensor) -> Tensor:
 
 
 def _vectors(gaussians: Gaussians) -> Tensor:
-    """(n, d) means beside spreads: deviations (n, d), or roots of covariances (n, d d)."""
+    """Return (n, d) means, with deviations (n, d) or roots of covariances (n, d d) beside them."""
     means, spreads = gaussians.means.detach(), gaussians.spreads
     if spreads is None:
         return means

@@ -1,4 +1,9 @@
-"""The records of a flow's steps, and the trajectory of its particles."""
+"""The records of a flow's steps, the trajectory of its particles, and the moments for its maps.
+
+Loop and evaluation make the records and `Recorder` thins the trajectory; checkpoints store both,
+and result, progress messages and the report read them. The fields of `StepRecord` and `Moment` are
+part of the checkpoint format, and those of `StepRecord` are the columns of metrics.csv.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +18,35 @@ from otdd_flash.solver.term.result import StoppedBy
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The particles before step `step`, and the step that was then taken.
+    """The evaluation of the particles before step `step`, and the step that was then taken.
 
-    A step of a minibatch sees some of the points, one with noise sees them displaced. What it finds
-    is an estimate of the divergence, without solver bounds; what describes the whole is None then.
+    A step on a minibatch uses some of the points, one with noise uses displaced points. Its value
+    is an estimate of the divergence, without solver bounds; the fields for all points are then
+    None.
 
     Attributes:
         step: k >= 0; the last record of a flow describes its end, from which no step was taken, and
-            is of the whole.
-        objective: divergence plus functionals, in units of the cost; None beside an estimate.
-        divergence: S_epsilon(particles, target); None beside an estimate.
-        lower: the lower solver bound of S_epsilon, as long as class distances stay what they were;
-            None beside an estimate.
-        upper: the upper one.
-        functionals: weight times value of each functional, by name, where the step saw the points.
+            uses all points.
+        objective: divergence plus functionals, in units of the cost; None for an estimate.
+        divergence: S_epsilon(particles, target); None for an estimate.
+        lower: the lower solver bound of S_epsilon at the current class distances; None for an
+            estimate.
+        upper: the upper solver bound.
+        functionals: weight times value of each functional, by name, at the points of the step.
         gradient_norm: (sum_i a_i |v_i|^2)^1/2 of the velocities v of the particles that the step
-            saw, their masses a summing to 1; in features per unit of time.
+            used, with masses a that sum to 1; in features per unit of time.
         step_size: time that the step moves forward; 0 at the end.
         iterations: of the cross term.
-        marginal_error: the largest of the terms'.
-        tolerance: the largest that was enough, as asked for or as rounding allows; None where the
-            width of the solver bounds decided.
-        converged: whether the solve reached what was asked.
+        marginal_error: the largest over the terms.
+        tolerance: the largest marginal error that was accepted, as asked for or as rounding allows;
+            None if the solver stopped by the width of its bounds.
+        converged: whether the solve reached its goal.
         stopped_by: what ended the solve.
         seconds: wall time of evaluation and step.
-        estimate: S_epsilon of the points that the step saw, where it saw them; None where that is
-            the divergence.
-        estimated_on: how many particles those are.
-        bound_width: (upper - lower) / |value| of the solve; None where the value is 0.
+        estimate: S_epsilon of the points that the step used, where noise had moved them; None if
+            that is the divergence.
+        estimated_on: the number of particles of the estimate.
+        bound_width: (upper - lower) / |value| of the solve; None if the value is 0.
     """
 
     step: int
@@ -63,20 +69,20 @@ class StepRecord:
 
     @property
     def seen(self) -> float:
-        """What the step descended: the objective, or an estimate plus functionals."""
+        """The value that the step descended: the objective, or an estimate plus functionals."""
         value = self.divergence if self.estimate is None else self.estimate
         assert value is not None
         return value + sum(self.functionals.values())
 
     @property
     def described(self) -> str:
-        """`seen` with its right name, for people."""
+        """`seen` as text, with its name."""
         if self.estimate is None:
             return f"objective {self.seen:.5g}"
         return f"objective {self.seen:.5g}, an estimate on {self.estimated_on:,} points"
 
     def row(self) -> dict[str, Any]:
-        """One line of metrics.csv: every attribute, every functional in a column of its own."""
+        """Return one line of metrics.csv: all attributes, with one column per functional."""
         row = asdict(self)
         for name, value in row.pop("functionals").items():
             row[f"functional.{name}"] = value
@@ -85,7 +91,7 @@ class StepRecord:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """Where some of the particles were at some of the steps.
+    """The positions of some particles at some steps.
 
     Attributes:
         rows: (k,) int64, which particles, ascending.
@@ -107,7 +113,7 @@ class Moment(NamedTuple):
         step_size: time that the step moved forward.
         features: (n, d) of the particles.
         table: W (V_x + V_y, V_x + V_y).
-        g: (m,) potential of the cross term, in units of the cost.
+        g: (m,) target potential of the cross term, in units of the cost.
         f: (n,) potential of the particles' self term.
     """
 
@@ -119,30 +125,30 @@ class Moment(NamedTuple):
 
 
 class Recorder:
-    """Keeps a thinned trajectory: at most `most` moments, evenly spread however long the flow is.
+    """Stores a thinned trajectory: at most `most` moments, evenly spaced for any length of flow.
 
-    Whenever the room is full, but for the end, every second moment goes and the distance between
-    moments doubles. What is kept after k steps depends on k alone, not on how many will follow.
+    When the store is full, apart from the end, every second moment is dropped and the spacing
+    doubles. What is stored after k steps depends on k alone, not on the number of steps to come.
 
     Args:
         rows: (k,) which particles to follow.
-        most: moments to keep, at least 2.
+        most: the largest number of moments, at least 2.
     """
 
     def __init__(self, rows: Tensor, most: int) -> None:
         self.rows, self._most = rows, most
         self.every = 1
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
-        # The rows where points are, and the labels seen last with those of the rows.
+        # The rows on the device of the points; the last labels, and those of the rows.
         self._there = rows
         self._seen: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def wants(self, step: int) -> bool:
-        """Whether the particles after `step` steps are to be kept."""
+        """Return whether the particles after `step` steps are to be stored."""
         return step % self.every == 0
 
     def keep(self, step: int, points: Tensor, labels: Tensor | None) -> None:
-        """Keep the followed rows of points (n, d) and labels (n,)."""
+        """Store the followed rows of points (n, d) and labels (n,)."""
         self._kept[step] = self._followed(points, labels)
         while len(self._kept) >= self._most:
             self.every *= 2
@@ -167,7 +173,7 @@ class Recorder:
         self._there, self._seen = self.rows, (None, None)
 
     def _followed(self, points: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        # A GPU waits for what it is sent, and is waited for.
+        # Copies synchronise with a GPU, so rows and unchanged labels are sent only once.
         rows = self._there = self._there.to(points.device)
         if labels is not self._seen[0]:
             self._seen = labels, None if labels is None else labels[rows].cpu()

@@ -1,4 +1,13 @@
-"""The loop of a flow: evaluate, record, step, until done."""
+"""The loop of a flow: evaluate, record, step, until the end.
+
+`Loop` owns the state of a running flow. It evaluates the particles, tests whether to stop, writes
+checkpoints and takes steps. If no evaluation is possible after a step, it restores and saves the
+last good state before it raises. The run makes one loop, restores it from a checkpoint and reads
+its history afterwards.
+
+All that later steps depend on must be in `state` or in the stepper's rows, so that a resumed flow
+takes the same steps. On several ranks only rank 0 runs this loop, and the others follow its orders.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +37,29 @@ from otdd_flash.samples import all_finite
 
 logger = logging.getLogger(__name__)
 
-# Seconds that are announced.
+# Longer waits, in seconds, are announced.
 LONG = 1.0
-# How far other devices may take a number of the start apart, as a share of it.
+# The relative difference that another device may cause in a number of the start.
 ROUNDING = 1e-3
 
 
 class Loop:
-    """A flow under way.
+    """A running flow.
 
     Args:
-        points: (n, p) the particles at the start, in the space in which they move; kept as it is.
+        points: (n, p) the particles at the start, in the space in which they move; not modified.
         setting: the problem.
         mode: what moves.
-        recorder: keeps the trajectory.
-        options: the rest.
+        recorder: stores the trajectory.
+        options: the other options.
 
     Attributes:
-        points: (n, p) where the particles are.
-        step: steps taken.
-        history: a record of each, and of the end.
-        moments: what every step saw, where that is kept.
+        points: (n, p) the current particles.
+        step: the number of steps taken.
+        history: a record of each step, and of the end.
+        moments: the state of each step, if these are kept.
         stopped_by: why the loop ended.
-        ran_on: the device of the last solve, and the way its passes ran.
+        ran_on: the device and backend of the last solve.
     """
 
     def __init__(
@@ -67,19 +76,19 @@ class Loop:
         self.moments: list[Moment] = []
         self._recorder, self._options = recorder, options
         self._evaluator = Evaluator(setting, mode, options)
-        # Evaluated apart from the first step only where that sees less than the whole.
+        # The start is evaluated separately only if the first step does not use all points.
         self._start: StepRecord | None = None
         self._labels: tuple[int, Tensor | None] | None = None
-        # The step of the checkpoint that was written last.
+        # The step of the last checkpoint.
         self._saved: int | None = None
         self._variables = {"points": self.points, **mode.variables}
-        # Of points that are features themselves an evaluation says whether they are finite.
+        # If points are features, the evaluation itself checks that they are finite.
         told = isinstance(options.flow.space, FeatureSpace)
         self._untold = [*mode.variables.values(), *([] if told else [self.points])]
         temperature = noise_temperature(options.functionals)
         ranks = ranks_of(setting.request.compute.group)
         if ranks is not None:
-            # What stays as it is is sent once.
+            # Tensors that do not change are sent to the ranks once.
             for fixed in (setting.source.labels, setting.source.weights):
                 if fixed is not None:
                     Copied(ranks, fixed, self, given=True)
@@ -93,11 +102,11 @@ class Loop:
         )
 
     def run(self) -> None:
-        """Go on to the end.
+        """Run to the end of the flow.
 
         Raises:
-            InputError: the box leaves out the particles; or no evaluation is possible where a step
-                has led, and the loop is back at the last good state, which is saved.
+            InputError: the box excludes the particles; or no evaluation is possible after a
+                step, and the loop has returned to the last good state and saved it.
         """
         self._evaluator.check_box(self.points)
         self._say_how_long()
@@ -122,7 +131,7 @@ class Loop:
             with self._going_back_to(good):
                 self._take_step(found)
             self._tell(found.record, started)
-            # The next evaluation needs the memory.
+            # Free the memory for the next evaluation.
             del found
             checkpoints = self._options.flow.checkpoints
             if checkpoints is not None and self.step % checkpoints.every == 0:
@@ -130,21 +139,21 @@ class Loop:
 
     @property
     def before(self) -> StepRecord:
-        """The start, evaluated on the whole."""
+        """The record of the start, evaluated on all points."""
         return self.history[0] if self._start is None else self._start
 
     def trajectory(self) -> Trajectory:
-        """Where the followed particles have been, up to now."""
+        """Return the positions of the followed particles until now."""
         return self._recorder.trajectory(self.step, self.points, self.labels())
 
     def labels(self) -> Tensor | None:
-        """The particles' class indices (n,) where they are, which a mode may take long to read."""
+        """Return the particles' current class indices (n,), which may take a mode long."""
         if self._labels is None or self._labels[0] != self.step:
             self._labels = (self.step, self.mode.labels())
         return self._labels[1]
 
     def state(self) -> dict[str, Any]:
-        """All that the rest of the flow depends on, but for what moves, which the stepper has."""
+        """Return all that the rest of the flow depends on, except the stepper's variables."""
         return {
             "step": self.step,
             "mode": self.mode.state(),
@@ -155,10 +164,10 @@ class Loop:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was saved: what `state` gave, and rows.
+        """Continue from a stored state: that of `state`, and rows.
 
         Raises:
-            InputError: what moves the particles is not what moved them then.
+            InputError: the objective is not that of the run that stored the state.
         """
         self._check_beginning(state["beginning"])
         self._stepper.restore(state["rows"], state["optimizer"])
@@ -170,7 +179,7 @@ class Loop:
 
     def _check_beginning(self, then: Mapping[str, float]) -> None:
         for what, now in self._beginning.items():
-            # What is nearly 0 is so by sums of larger numbers.
+            # A number near 0 is a sum of larger ones, so its rounding is relative to these.
             size = max(abs(then[what]), ROUNDING * then[MEAN_COST])
             if not abs(now - then[what]) <= ROUNDING * size:
                 raise InputError(
@@ -187,7 +196,7 @@ class Loop:
         self.history, self.moments = list(state["history"]), list(state["moments"])
 
     def _evaluate(self) -> tuple[Found, str | None]:
-        """What the next step goes by; at the end, that of the whole, and why it is the end."""
+        """Return the evaluation for the next step, or that of the end and why it is the end."""
         self._check_finite()
         last = self.step >= self._options.flow.steps
         found = self._evaluator(self.points, self.step, whole=last)
@@ -221,15 +230,15 @@ class Loop:
 
     @contextmanager
     def _going_back_to(self, good: dict[str, Any] | None) -> Iterator[None]:
-        """Where no evaluation is possible, restore and save the last good state, and say why."""
+        """If no evaluation is possible, restore and save the last good state, and raise."""
         try:
             yield
         except InputError as error:
             if good is None:
                 raise
-            # Ranks that were left in a pass can be asked for nothing: the last checkpoint stays.
+            # Ranks that are stuck in a pass cannot write: the last checkpoint remains.
             with suppress(LostRankError):
-                # Rows are where they were before the step that led here.
+                # Variables return to their values before the last step.
                 self._stepper.undo()
                 self._restore(good)
                 self._save(good, may_change=("flow.step_size",))

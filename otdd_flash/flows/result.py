@@ -1,4 +1,10 @@
-"""What a flow returns: the adapted dataset, how it came about, and how to keep it."""
+"""The result of a flow: the adapted dataset, the records of its steps, and how to store it.
+
+`gradient_flow` returns a `FlowResult`, and the flow command and the report of a flow read it. The
+module also saves and loads it, and makes maps of new points from it. result.json comes from
+`to_dict`, and result.safetensors from the tensors that `PARTS` lists; `_restored` must still read
+files of earlier versions.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +48,22 @@ class FlowResult:
     Attributes:
         source: the n particles before the first step.
         target: the m points they moved towards, in the same space.
-        samples: the n particles after the last step, with their labels and weights: row i was row
+        samples: the n particles after the last step, with their labels and weights; row i was row
             i of `source`.
-        before: the start, all points in their places: the dataset distance of source and target.
+        before: the start, evaluated on all points: the dataset distance of source and target.
         history: one record per step, and one of the end.
-        trajectory: positions of some particles on the way.
-        class_distances: W as the last evaluation saw it; in mode `augmented`, that of the start.
+        trajectory: positions of some particles at some steps.
+        class_distances: W of the last evaluation; in mode `augmented`, that of the start.
         settings: what the flow depended on, by the keys of the command line.
-        moments: what every step saw, if it was kept.
-        compute: where and how passes were asked to run, and will run for maps.
-        ran_on: the device and the way passes ran.
+        moments: the state of each step, if it was stored.
+        compute: where and how passes were asked to run, which also serves maps.
+        ran_on: the device and backend of the passes.
         stopped_by: `steps`, `tolerance` or `interrupted`.
         seconds: wall time of the preparation and of the flow.
-        unchanged: source and target as the flow saw them; what is asked of them once they were
-            changed in place is refused. None where nobody else has their memory.
-        mean_cost: at the start, of which `epsilon_relative` is a multiple; None in what earlier
-            versions saved.
+        unchanged: fingerprints of source and target; methods raise once one of them was modified in
+            place. None if nothing else shares their memory.
+        mean_cost: at the start, to which `epsilon_relative` refers; None in files of earlier
+            versions.
     """
 
     source: LabeledSamples
@@ -77,7 +83,7 @@ class FlowResult:
     mean_cost: float | None = field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
-        """The distances before and after, and what moved, in one line."""
+        """Return one line with the distances before and after, and what moved."""
         return (
             f"FlowResult({self.before.divergence:.7g} to {self.after.divergence:.7g}, "
             f"mode={self.mode}, {len(self.history) - 1} steps, stopped by {self.stopped_by}, "
@@ -85,27 +91,27 @@ class FlowResult:
         )
 
     def __str__(self) -> str:
-        """The line of `repr`, and one on the error that solver bounds leave out."""
+        """Return the line of `repr`, and one on the sampling error that bounds leave out."""
         return f"{self!r}\n{NOT_SAMPLED} of the start"
 
     @property
     def mode(self) -> str:
-        """What moved: `features`, `attached`, `joint` or `augmented`."""
+        """The mode of the flow: `features`, `attached`, `joint` or `augmented`."""
         return str(self.settings["flow.mode"])
 
     @property
     def after(self) -> StepRecord:
-        """The record of the end, of all points of `samples` in their places.
+        """The record of the end, evaluated on all points of `samples`.
 
         In the modes `features` and `attached` its divergence is the dataset distance of `samples`
-        and the target; in `joint` and `augmented` class distances are those between the Gaussians
-        that moved with the points, which are no statistics of `samples`.
+        and the target. In `joint` and `augmented` class distances are those between the Gaussians
+        that moved with the points, which are not statistics of `samples`.
         """
         return self.history[-1]
 
     @property
     def evaluations(self) -> tuple[StepRecord, ...]:
-        """`history`, after `before` if the first step saw a part or displaced points."""
+        """`history`, preceded by `before` if the first step did not use all points in place."""
         first = () if self.before == self.history[0] else (self.before,)
         return (*first, *self.history)
 
@@ -120,13 +126,13 @@ class FlowResult:
         """Return the flow as a map of new points: a callable from samples to samples.
 
         Args:
-            kind: `entropic` follows the velocity of every step (needs `keep_moments`); `nearest`
-                takes the displacement of the nearest particle; `residual` trains a network on all
+            kind: `entropic` follows the velocity of each step (needs `keep_moments`); `nearest`
+                copies the displacement of the nearest particle; `residual` trains a network on all
                 displacements.
             options: of `EntropicMap`, `NearestParticleMap` or `ResidualMap.fit`.
 
         Raises:
-            InputError: no such map, or the flow was none that an entropic map can follow.
+            InputError: an unknown map, or a flow that an entropic map cannot follow.
         """
         choose("map", kind, MAPS)
         self._check_unchanged()
@@ -140,12 +146,12 @@ class FlowResult:
         return EntropicMap(fields, sizes, self.settings["flow.box"], **options)
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
-        """Return the content of result.json, in JSON's own types; `more` replaces or adds keys.
+        """Return the content of result.json as JSON types; `more` replaces or adds keys.
 
-        A number that is not finite is None.
+        A number that is not finite becomes None.
 
         Raises:
-            InputError: a dataset was changed in place since.
+            InputError: a dataset was modified in place since.
         """
         self._check_unchanged()
         before, after = self.before, self.after
@@ -182,17 +188,17 @@ class FlowResult:
         return json_content({**content, **more})
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas table of one row a step, and one of the end: the content of metrics.csv.
+        """Return a pandas table with one row per step and one of the end, as in metrics.csv.
 
-        A row describes the particles before its step, and the step. Where the first step saw less
-        than all points, the start has a row of its own before it. What a step does not have is
+        A row describes the particles before its step, and the step. If the first step used fewer
+        than all points, a row for the start precedes it. Values that a step does not have are
         missing. Columns:
 
         - `step`; `step_size`, the time it moves forward; `seconds` of wall time.
         - `objective`, `divergence`, `lower` and `upper`, in units of the cost: the distance plus
           functionals, the distance to the target, and the bounds of its solve. They are missing
-          where a step saw a part of the points: then `estimate` is the distance of that part, in
-          the same units, and `estimated_on` how many particles it has.
+          if a step used part of the points: then `estimate` is the distance of that part, in
+          the same units, and `estimated_on` its number of particles.
         - `functional.NAME`: weight times value of each functional, in units of the cost.
         - `gradient_norm`: of the velocities of all particles, in features per unit of time.
         - `iterations`, `marginal_error`, `tolerance`, `converged`, `stopped_by` and `bound_width`,
@@ -200,23 +206,23 @@ class FlowResult:
         """
         rows = [record.row() for record in self.evaluations]
         hints = get_type_hints(StepRecord)
-        # Those without a hint are values of functionals.
+        # Columns without a hint are values of functionals.
         return frame_of(rows, {name: hints.get(name, float) for row in rows for name in row})
 
     @takes()
     def plot(self, image_shape: tuple[int, int, int] | None = None) -> Figure:
-        """Draw images on their way, or without images how the distance fell.
+        """Draw images at several steps or, without an image shape, the decrease of the distance.
 
         Args:
             image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],
                 channel after channel: the report's images.png. None draws its objective.png.
 
         Returns:
-            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
-            it.
+            A matplotlib figure that pyplot does not register. Notebooks display it, and `savefig`
+            writes it to a file.
 
         Raises:
-            InputError: particles are not images of this shape, or a dataset was changed in place.
+            InputError: particles are not images of this shape, or a dataset was modified in place.
         """
         self._check_unchanged()
         from otdd_flash.report.flow.writing import plot_flow
@@ -225,10 +231,10 @@ class FlowResult:
 
     @takes()
     def save(self, path: str | Path, **more: Any) -> Path:
-        """Write the directory `path`: result.json to read, result.safetensors with everything.
+        """Write the directory `path`: result.json to read, and result.safetensors with all tensors.
 
         Args:
-            path: made if it does not exist; its earlier result is replaced.
+            path: created if it does not exist; its earlier result is replaced.
             **more: keys to add to result.json.
 
         Returns:
@@ -241,7 +247,7 @@ class FlowResult:
     @classmethod
     @takes()
     def load(cls, path: str | Path) -> FlowResult:
-        """Read what `save` wrote.
+        """Read a directory that `save` wrote.
 
         Raises:
             InputError: the directory holds no complete result of a flow.
@@ -253,7 +259,7 @@ class FlowResult:
             self.unchanged.check()
 
     def _check_entropic(self) -> None:
-        """Refuse flows whose steps were more than the field of the divergence."""
+        """Refuse flows whose steps did not follow the velocity field alone."""
         settings, reasons = self.settings, []
         if not self.moments:
             reasons.append("keep_moments=true keeps what it needs, and was not set")
@@ -297,7 +303,7 @@ class FlowResult:
         return {key: part for key, part in parts.items() if part is not None}
 
 
-# Of the ground cost, which earlier versions had no choice of.
+# Settings of the ground cost; files of earlier versions have no `ground`.
 COST = ("lambda_x", "lambda_y", "ground")
 # Tensors of a result by their owners; labels and weights may be missing.
 SAMPLES = ("features", "labels", "weights")
@@ -335,7 +341,7 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         source=sides["source"],
         target=sides["target"],
         samples=sides["samples"],
-        # Earlier versions evaluated the start at the first step alone.
+        # Earlier versions had no separate record of the start.
         before=StepRecord(**summary.get("before", summary["history"][0])),
         history=tuple(StepRecord(**record) for record in summary["history"]),
         trajectory=Trajectory(**NO_LABELS | stored["trajectory"]),

@@ -1,12 +1,13 @@
-"""The gradient flow of the dataset distance: from two datasets to an adapted one.
+"""`gradient_flow`, the entry point of flows: it moves a labelled dataset towards another.
 
-dx_i / dt = -(1 / a_i) dF / dx_i,      F = S_epsilon(x, target) + sum_k w_k F_k(x)
+    dx_i / dt = -(1 / a_i) dF / dx_i,      F = S_epsilon(x, target) + sum_k w_k F_k(x)
 
 after Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in Probability Space.
 
-Both sides of a flow on the CPU, for its result, copied from a GPU while that takes the steps.
-
-New memory takes longer to get than to fill, so what the end needs is got here too.
+The function reads and checks both datasets, computes class distances and epsilon at the start,
+makes the loop or resumes it, and gathers the result. A thread copies both sides from a GPU to the
+CPU while the steps run. Users, the flow command and the estimator for scikit-learn call it. The
+settings compared with a checkpoint are complete before the loop starts.
 """
 
 from __future__ import annotations
@@ -63,10 +64,9 @@ from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, set
 
 logger = logging.getLogger(__name__)
 
-
-# Particles to follow and moments to keep of them: megabytes, whatever the flow's size.
+# Particles and moments in the trajectory: a few megabytes for a flow of any size.
 FOLLOWED, MOMENTS = 200, 32
-# Keywords that one may expect of `gradient_flow`, and where they are.
+# Keywords that users may expect of `gradient_flow`, and where they belong.
 ELSEWHERE = {
     **{each.name: f"flow=otdd.Flow({each.name}=...)" for each in fields(Flow)},
     **{each.name: f"callbacks=otdd.Callbacks({each.name}=...)" for each in fields(Callbacks)},
@@ -97,29 +97,29 @@ def gradient_flow(
 
     Args:
         source: n points, which the flow copies, as samples, as arrays (features, labels) or as any
-            dataset of vectors that `otdd.embed` takes.
+            dataset of vectors that `otdd.embed` accepts.
         target: m points in the same space.
         flow: what moves and how, `otdd.Flow()` by default.
         epsilon: entropic regularisation, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost at the start; instead of
-            `epsilon`. Neither given means 0.01 of that mean.
-        labels: how distances between classes are measured, a name such as "gaussian", a metric such
+        epsilon_relative: epsilon as a multiple of the mean cost at the start; instead of
+            `epsilon`. If neither is given, epsilon is 0.01 of that mean.
+        labels: the metric between classes: a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points of two
-            classes, which is called again where particles have moved (mode `features`); those of a
-            table, `otdd.labels.Given(table)`, stay as they are.
+            classes, which is called again when particles have moved (mode `features`). Distances of
+            a table, `otdd.labels.Given(table)`, stay fixed.
         min_class_size: drop classes with fewer samples, with a notice.
-        cost: what it compares of two features, and weights, by default half the squared distances
+        cost: the ground cost and its weights, by default half the squared distances
             between features and between classes.
         solver: how a step is solved and when it stops, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device.
-        cache_dir: where class distances of the start are looked up and kept; None: nowhere.
-        callbacks: whom to tell of steps and solves, and whom to ask whether to stop.
+        cache_dir: the cache of class distances of the start; None uses none.
+        callbacks: functions called with steps and solves, and to ask whether to stop.
 
     Returns:
-        The adapted dataset, in the space of `source`, and how it came about.
+        The adapted dataset, in the space of `source`, with the records of the flow.
 
     Raises:
-        InputError: what was asked for cannot be met, or a step overshot: the message says what to
+        InputError: the request cannot be met, or a step overshot; the message says what to
             change.
         ConvergenceError: `solver.require_convergence` is set and a solve stopped early.
 
@@ -139,10 +139,10 @@ def gradient_flow(
     device = resolve_device(compute.device)
     points = drop_small_classes(source, min_class_size).to(device)
     if isinstance(points.features, FileFeatures):
-        # Particles move in memory, and not in the half type that a file may have.
+        # Particles move in memory, and in a larger type than the half type of some files.
         points = replace(points, features=points.points_of(slice(None)))
     goal = drop_small_classes(target, min_class_size)
-    # The target may stay where it is, if nothing is asked of its points but passes.
+    # The target may stay on the CPU or in its file if its points are used only in passes.
     streams = isinstance(flow.space, FeatureSpace) and flow.mode in STREAMING_MODES
     if not streams:
         goal = goal.to(device)
@@ -150,7 +150,7 @@ def gradient_flow(
     unchanged = Unchanged.of(points, goal)
     sides = (replace(side, features=flow.space.features(side.features)) for side in (points, goal))
     request = Request.prepare(tuple(sides), cost, compute, seen=True, resident=not streams)
-    # Class distances are measured where both are.
+    # Class distances are computed on the device that holds both sides.
     start, end = request.given[0].to(request.home), request.given[1]
     told = callbacks.class_progress
     metric = settled_metric(metric, epsilon, (start, end), request.streaming)
@@ -158,7 +158,7 @@ def gradient_flow(
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     mean = mean_cost(request.inputs(SIDES["xy"], table.xy))
     key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
-    # Features of a network cannot be standardized on the way from pixels.
+    # The advice to standardise features does not apply to those of a network.
     in_features = isinstance(flow.space, FeatureSpace)
     scale = cost.standardized(points.dim) if in_features else math.inf
     setting = FlowSetting(request, metric, used, solver, callbacks.solver_progress, told)
@@ -206,7 +206,7 @@ def gradient_flow(
 def _go_on(
     loop: Loop, checkpoints: Checkpoints, options: LoopOptions, device: torch.device
 ) -> None:
-    """Take a loop to where its last run was."""
+    """Restore a loop from its last checkpoint."""
     loop.restore(checkpoints.load(options.settings, device))
     if loop.step > options.flow.steps:
         raise InputError(
@@ -216,14 +216,14 @@ def _go_on(
 
 
 def _moved(began: LabeledSamples, loop: Loop, room: Tensor | None) -> LabeledSamples:
-    """The particles where the loop has them, on the CPU as those that it began with."""
+    """Return the particles after the last step, on the CPU."""
     features = loop.points if room is None else room.copy_(loop.points)
     labels = None if began.labels is None else loop.labels()
     return replace(began, features=features.cpu(), labels=labels)
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:
-    """Which particles the trajectory follows (k,): all classes in proportion."""
+    """Return the indices (k,) of the particles in the trajectory: all classes in proportion."""
     count = len(points)
     if count <= FOLLOWED:
         return torch.arange(count)
@@ -234,7 +234,7 @@ def _followed(points: LabeledSamples, seed: int) -> Tensor:
 
 
 def report_growth(result: FlowResult, options: LoopOptions) -> None:
-    """Warn where a flow that has nothing else to do has led away from its target."""
+    """Warn if a flow without functionals ended farther from its target than it began."""
     before, after = result.before, result.after
     assert before.upper is not None
     assert after.lower is not None
@@ -252,7 +252,7 @@ def report_growth(result: FlowResult, options: LoopOptions) -> None:
 def report_convergence(
     evaluations: Sequence[StepRecord], solver: Schedule, compute: ComputeOptions
 ) -> None:
-    """Warn of evaluations that stopped before they reached what was asked for."""
+    """Warn of evaluations that stopped before their goal."""
     late = dict(enumerate(record for record in evaluations if not record.converged))
     if late:
         message = joint_shortfall(
@@ -265,12 +265,12 @@ def report_convergence(
 
 
 class OnHost(NamedTuple):
-    """What a result needs on the CPU.
+    """Both sides on the CPU, for the result.
 
     Attributes:
-        points: the particles as they begin.
-        goal: what they move towards.
-        room: (n, p) for the particles as they end; None where they are on the CPU.
+        points: the particles at the start.
+        goal: the target.
+        room: (n, p) memory for the particles at the end; None if they are on the CPU.
     """
 
     points: LabeledSamples
@@ -284,12 +284,12 @@ def ready(device: torch.device) -> torch.cuda.Event | None:
 
 
 def on_host(points: LabeledSamples, goal: LabeledSamples, begin: torch.cuda.Event | None) -> OnHost:
-    """Copy both sides to the CPU, in a thread of its own beside the steps.
+    """Copy both sides to the CPU, in a thread beside the steps.
 
     Args:
-        points: the particles as they begin, which no step changes.
-        goal: what they move towards.
-        begin: of `ready`, when both were there.
+        points: the particles at the start, which no step changes.
+        goal: the target.
+        begin: an event of `ready`, recorded when both were on the device.
     """
     if begin is None:
         return OnHost(points.to("cpu"), goal.to("cpu"), None)
@@ -297,5 +297,5 @@ def on_host(points: LabeledSamples, goal: LabeledSamples, begin: torch.cuda.Even
     with torch.cuda.stream(stream):
         stream.wait_event(begin)
         began, aim = points.to("cpu"), goal.to("cpu")
-    # Copied, as what is only allocated is got when it is written to.
+    # A copy rather than `empty`, so that the memory is really allocated here, beside the steps.
     return OnHost(began, aim, began.features.detach().clone())

@@ -1,8 +1,10 @@
-"""Where particles move: among features, or among the images whose features a network computes.
+"""The spaces in which particles move: features, directions, or images with features of a network.
 
 Transport compares features phi(x_i) (n, d) of particles x_i (n, p). By the chain rule the gradient
 of a loss by particle x_i is J_i^T g_i, with J_i = d phi / d x (d, p) at x_i, and g_i (d,) the
-gradient by its features.
+gradient by its features. `pull_back` computes it. The options of a flow hold a space, run and loop
+evaluate it, and the flow command builds `ImageSpace`. `key` is stored in checkpoints, so it must
+differ if features differ.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from otdd_flash.operators.ground import GroundCost, directions
 
 
 class Space(Protocol):
-    """What a flow asks of the space of its particles.
+    """The interface of a space of particles.
 
     Attributes:
         key: equal for two spaces only if they give equal features.
@@ -27,18 +29,18 @@ class Space(Protocol):
 
     @property
     def key(self) -> str:
-        """What a resumed flow compares."""
+        """The identity of the space, compared when a flow is resumed."""
 
     def features(self, points: Tensor) -> Tensor:
-        """phi(points) (n, d) of the particles (n, p), without gradient."""
+        """Return phi(points) (n, d) of the particles (n, p), without gradient."""
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
-        """J^T gradient (n, p), row by row, for a gradient (n, d) by the features of `points`."""
+        """Return J^T gradient (n, p), row by row, for a gradient (n, d) by features."""
 
 
 @dataclass(frozen=True)
 class FeatureSpace:
-    """Particles are features themselves: phi is the identity."""
+    """The space in which particles are features themselves: phi is the identity."""
 
     key: str = "features"
 
@@ -51,10 +53,10 @@ class FeatureSpace:
 
 @dataclass(frozen=True)
 class DirectionSpace:
-    """Features of another space at length 1, which is all that a cosine sees of them.
+    """Features of another space scaled to length 1, as the cosine cost sees them.
 
     Attributes:
-        inner: gives the features.
+        inner: the space that gives the features.
         cost: a ground cost `cosine`.
 
     Raises:
@@ -69,7 +71,7 @@ class DirectionSpace:
         return f"directions of {self.inner.key}"
 
     def features(self, points: Tensor) -> Tensor:
-        """Directions (n, d), float64."""
+        """Return directions (n, d), float64."""
         return directions(self.inner.features(points), "the particles")
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
@@ -80,15 +82,15 @@ class DirectionSpace:
 
 @dataclass(frozen=True)
 class ImageSpace:
-    """Particles are images, flattened: channel after channel, rows from the top, in [0, 1].
+    """The space of images, flattened: channel after channel, rows from the top, in [0, 1].
 
     Images pass through the network chunk by chunk, once for the features and again for the
-    gradient: memory for activations is that of one chunk, whatever n.
+    gradient, so activations need the memory of one chunk for any n.
 
     Attributes:
-        network: images (b, c, h, w) to features (b, d), differentiable; such as
-            `otdd_flash.extractors.differentiable.differentiable` gives. It must treat every image
-            by itself and always alike: no dropout, no statistics of the batch.
+        network: images (b, c, h, w) to features (b, d), differentiable, such as
+            `otdd_flash.extractors.differentiable.differentiable` returns. It must treat each image
+            independently and always alike: no dropout, no statistics of the batch.
         shape: (c, h, w).
         chunk: images at a time.
         key: identifies the network.
@@ -110,20 +112,20 @@ class ImageSpace:
             raise InputError(f"chunk must be a positive number of images, got {self.chunk!r}")
 
     def features(self, points: Tensor) -> Tensor:
-        """phi(points) (n, d) of the images (n, c h w), in the network's type.
+        """Return phi(points) (n, d) of the images (n, c h w), in the network's type.
 
         Raises:
-            InputError: the points are no images of this shape, or what the network returns are no
-                features of them.
+            InputError: the points are not images of this shape, or the network does not return
+                one row of features per image.
         """
         with torch.no_grad():
             return torch.cat([self._forward(points[rows]) for rows in self._chunks(points)])
 
     def pull_back(self, points: Tensor, gradient: Tensor) -> Tensor:
-        """J^T gradient (n, c h w), in the type of `points`.
+        """Return J^T gradient (n, c h w), in the type of `points`.
 
         Raises:
-            InputError: as `features`; or the network carries no gradient.
+            InputError: as `features`; or the network is not differentiable.
         """
         pulled = torch.empty_like(points)
         for rows in self._chunks(points):

@@ -1,18 +1,18 @@
-"""How a flow steps: optimiser, schedule, noise and box.
+"""The steps of a flow: optimiser, schedule, noise and box, on one process or several ranks.
 
-Velocities v are gradients divided by masses, so that plain descent, the default, is the explicit
-Euler step x <- x - tau v of the flow, whatever the number of particles.
+Velocities v are gradients divided by masses, so plain descent, the default, is the explicit
+Euler step x <- x - tau v of the flow, for any number of particles.
 
-Steps of a flow, taken by all processes that there are, each with its rows.
+`Stepping` holds the options, which users and the flow command set. The loop takes steps through
+`Stepper`, whose `Rows` hold the rows that a process owns and their optimiser. The optimisers
+allowed here move each number by its own gradients alone, so rows can be moved on different ranks:
+rank r has the rows `share(n)` of a variable of n rows, with their optimiser state. A rank receives
+the velocities of its rows, and rank 0 gathers the moved rows. If an evaluation has copied the
+points to all ranks, all gather them and update their copies.
 
-A rank is sent what its rows move by, and rank 0 gathers the rows where they are then. Where an
-evaluation has had the points copied to every rank, all gather them, and the copies follow.
-
-The rows of a flow's variables that one process owns, and moves.
-
-Optimisers of `Stepping` move every number by its own gradients alone, so that rows can be moved
-apart: rank r has rows `share(n)` of a variable of n rows, and what the optimiser remembers of them.
-One process alone has all.
+Random numbers depend only on seed, step and purpose, so a flow is the same when it is resumed, and
+on any device. Functions that ranks run (`_own`, `_call`, `_moved`, `_clamped`) must stay at module
+level, where other processes find them by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from otdd_flash.errors import InputError, choose
 from otdd_flash.flows.checkpoint import VALUE, Parts, Shard, write_shard
 from otdd_flash.flows.divergence import Batch
 
-# Learning rate at step k of T, as a multiple of the first.
+# The step size at step k of T, as a multiple of the first.
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "constant": lambda k, total: 1.0,
     "inverse_sqrt": lambda k, total: 1 / math.sqrt(k + 1),
@@ -45,12 +45,10 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {
     "cosine": lambda k, total: (1 + math.cos(math.pi * k / total)) / 2,
 }
 
-
-# Of these, the ones that depend on T.
+# The schedules that depend on T.
 TO_THE_END = ("linear", "cosine")
 
-
-# Optimisers that want a closure or sparse gradients, or move rows by what other rows do.
+# Optimisers that need a closure or sparse gradients, or whose rows depend on other rows.
 UNSUITABLE = ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")
 
 
@@ -60,18 +58,19 @@ class Stepping:
 
     Args:
         step_size: time tau of a step, the optimiser's learning rate; with the default lambda_x and
-            plain descent, the share of the way to the target that a point goes.
-        optimizer: a class of torch.optim, in any case.
+            plain descent, the share of the way to the target that a point moves.
+        optimizer: a class of torch.optim, in upper or lower case.
         optimizer_options: its other arguments.
         schedule: of the step size, one of `SCHEDULES`.
         box: (lowest, highest) value of a coordinate, None for no limits.
         noise: deviation of a Gaussian displacement at which the gradient is taken instead of at the
             points (Arbel et al. 2019, Maximum mean discrepancy gradient flow).
-        minibatch: particles that move in a step, and points of the target that they see; None for
-            all. Others go on by their momentum alone, so that n / minibatch steps are one of all.
+        minibatch: particles that move in a step, and target points that they are compared with;
+            None for all. Others move by their momentum alone, so that n / minibatch steps
+            correspond to one step of all.
 
     Raises:
-        InputError: no such optimiser, option or schedule, or a number out of its range.
+        InputError: an unknown optimiser, option or schedule, or a number out of its range.
     """
 
     step_size: float = 0.1
@@ -96,13 +95,13 @@ class Stepping:
                     f"flow.box must be two numbers [lowest, highest], the first below the second, "
                     f"got {list(self.box)}"
                 )
-            # A list is as good, and is then the same setting.
+            # A list and a tuple must be the same setting.
             object.__setattr__(self, "box", tuple(self.box))
         if not 0 <= self.noise < math.inf:
             raise InputError(f"flow.noise must not be negative, got {self.noise}")
         if self.minibatch is not None and self.minibatch < 1:
             raise InputError(f"flow.minibatch must be positive or null, got {self.minibatch}")
-        # Built once for its errors.
+        # Built once, so that errors of its options are raised here.
         self.build([torch.nn.Parameter(torch.zeros(1))])
 
     def build(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -130,12 +129,12 @@ class Stepping:
         )
 
     def step_size_at(self, step: int, total: int) -> float:
-        """Return the time tau of step `step` of `total`."""
+        """Return the time tau of step number `step` of `total`."""
         return self.step_size * SCHEDULES[self.schedule](step, total)
 
 
 def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """Optimisers of torch.optim that take one gradient per step, by their names in lower case."""
+    """Return the optimisers of torch.optim with one gradient per step, by lower-case name."""
     return {
         name.lower(): value
         for name, value in vars(torch.optim).items()
@@ -146,7 +145,7 @@ def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
 
 
 class Draw(IntEnum):
-    """What a step's random numbers are for."""
+    """The purposes of a step's random numbers."""
 
     PERTURBATION = 0
     LANGEVIN = 1
@@ -154,13 +153,13 @@ class Draw(IntEnum):
 
 
 def normal_like(points: Tensor, draw: torch.Generator) -> Tensor:
-    """Standard normal numbers of the shape and type of `points`, the same on every device."""
+    """Return standard normal numbers with the shape and type of `points`, equal on every device."""
     return torch.randn(points.shape, generator=draw, dtype=points.dtype).to(points.device)
 
 
 def generator(seed: int, step: int, purpose: int) -> torch.Generator:
-    """The source of one step's random numbers, which thus need no state of their own."""
-    # A large odd factor sends neighbouring seeds, steps and purposes far from one another.
+    """Return the generator of one step's random numbers, which need no stored state."""
+    # A large odd factor separates neighbouring seeds, steps and purposes.
     mixed = (seed * 1_000_003 + step) * 1_000_003 + purpose
     return torch.Generator().manual_seed(mixed % 2**63)
 
@@ -170,11 +169,11 @@ class Stepper:
 
     Args:
         variables: (n, ...) by name; the points under "points".
-        stepping: how.
-        total: steps of the whole flow, which some schedules end with.
+        stepping: the options of steps.
+        total: steps of the whole flow, which some schedules need.
         temperature: w of an entropy functional w * int rho log rho, 0 for none.
-        before_box: told of the points that a step has led to, before the box takes them back.
-        ranks: that own the rows, led by this process; None if it is alone.
+        before_box: called with the points of a step before they are clamped to the box.
+        ranks: the ranks that own the rows, led by this process; None for one process.
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class Stepper:
         draw: torch.Generator,
         batch: Batch | None = None,
     ) -> None:
-        """Take step `step` along -velocities, spread the batch by entropy, return to the box."""
+        """Move along -velocities, add the noise of entropy, and clamp to the box."""
         size = self._stepping.step_size_at(step, self._total)
         points, noise, spread = self._variables["points"], None, 0.0
         if self._temperature > 0:
@@ -229,10 +228,10 @@ class Stepper:
         return self._own.others()
 
     def write(self, folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
-        """Write a shard on every rank, these tensors into that of rank 0.
+        """Write a shard on every rank, with these tensors in that of rank 0.
 
         Raises:
-            InputError: one cannot be written.
+            InputError: a shard cannot be written.
         """
         self._own.beside = tensors
         try:
@@ -242,7 +241,7 @@ class Stepper:
         return found
 
     def restore(self, rows: Parts, others: Mapping[str, Any]) -> None:
-        """Go on from what was written: rows of all variables, and what `others` gave."""
+        """Continue from a checkpoint: rows of all variables, and what `others` returned."""
         names = [(variable, key) for variable, held in rows.items() for key in held]
         tensors = (rows[variable][key].to(self._variables[variable]) for variable, key in names)
         self._all("restore", names, others, *self._of_own(*tensors))
@@ -250,13 +249,13 @@ class Stepper:
             tensor.copy_(rows[variable][VALUE])
 
     def _all(self, method: str, *arguments: Any) -> Any:
-        """Have every rank call a method of its rows."""
+        """Call a method of the rows on every rank."""
         if self._ranks is None:
             return getattr(self._own, method)(*arguments)
         return self._ranks.order(_call, self._number, method, *arguments)
 
     def _moved(self, method: str, *arguments: Any) -> None:
-        """Have every rank move its rows by a method, and take over where they are then."""
+        """Call a method that moves rows on every rank, and take over the moved rows."""
         if self._ranks is None:
             getattr(self._own, method)(*arguments)
             return
@@ -275,7 +274,7 @@ class Stepper:
 
     @contextmanager
     def _copies_follow(self) -> Iterator[int | None]:
-        """Change the points, and their copies alike, by the number that is yielded if any."""
+        """Yield the number of the points' copies on other ranks, to be changed alike; or None."""
         assert self._copied is not None
         copy = self._copied.number
         yield copy
@@ -283,7 +282,7 @@ class Stepper:
             self._copied.mark_equal()
 
     def _of_own(self, *whole: Tensor) -> tuple[Any, ...]:
-        """Tensors of all rows, as arguments of which every rank gets its own rows."""
+        """Mark tensors of all rows as arguments of which each rank receives its own rows."""
         return whole if self._ranks is None else tuple(map(Dealt, whole))
 
 
@@ -302,7 +301,7 @@ def _call(ranks: Ranks, number: int, method: str, *arguments: Any) -> Any:
 def _moved(
     ranks: Ranks, number: int, copy: int | None, method: str, *arguments: Any
 ) -> dict[str, Tensor]:
-    """All rows after a method has moved them; a copy of the points follows."""
+    """Return all rows after a method has moved them, and update a copy of the points."""
     rows: Rows = ranks.held[number]
     getattr(rows, method)(*arguments)
     whole = rows.whole()
@@ -312,23 +311,23 @@ def _moved(
 
 
 def _clamped(ranks: Ranks, number: int, copy: int | None, low: float, high: float) -> None:
-    """Take points back into a box, and a copy of them all."""
+    """Clamp points to a box, and a copy of all points."""
     ranks.held[number].clamp(low, high)
     if copy is not None and ranks.rank > 0:
         ranks.held[copy].clamp_(low, high)
 
 
 class Rows:
-    """Rows of variables, with an optimiser.
+    """The rows of variables that a process owns, with their optimiser.
 
     Args:
-        ranks: of which this process is one; None if it is alone.
-        stepping: how they move.
-        own: by name, the rows of every variable that this process owns; they are moved in place.
-        counts: of all rows, by name.
+        ranks: the ranks, of which this process is one; None for one process.
+        stepping: the options of steps.
+        own: by name, the rows of each variable that this process owns; they are moved in place.
+        counts: numbers of all rows, by name.
 
     Attributes:
-        beside: what `write` writes beside the rows, by name.
+        beside: tensors by name that `write` adds to the rows.
     """
 
     def __init__(
@@ -347,13 +346,13 @@ class Rows:
         self.beside: Mapping[str, Tensor] = {}
 
     def step(self, size: float, spread: float, noise: Tensor | None, *against: Tensor) -> None:
-        """Move against velocities, and remember where the rows were.
+        """Move against velocities, after storing the current rows for `undo`.
 
         Args:
             size: time tau of the step.
-            spread: multiple of the noise that is added to the points.
+            spread: the factor of the noise that is added to the points.
             noise: of the own points, or None.
-            *against: velocities of the own rows of every variable.
+            *against: velocities of the own rows of each variable.
         """
         self._good = copied(self._state(), self._good)
         for group in self._optimizer.param_groups:
@@ -371,14 +370,14 @@ class Rows:
     def undo(self) -> None:
         for parameter in self._parameters.values():
             if parameter.is_cuda:
-                # What was copied has arrived.
+                # Wait for the copies to arrive.
                 torch.cuda.current_stream(parameter.device).synchronize()
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._good["variables"][name])
         self._optimizer.load_state_dict(self._good["optimizer"])
 
     def whole(self) -> dict[str, Tensor]:
-        """All rows of every variable, gathered by all ranks together."""
+        """Gather all rows of each variable; all ranks call this together."""
         ranks = self._ranks
         assert ranks is not None
         return {
@@ -387,10 +386,10 @@ class Rows:
         }
 
     def write(self, folder: Path, stem: str) -> list[Shard]:
-        """Write a shard on every rank; return what there is to say of all of them.
+        """Write a shard on every rank, and return all shards.
 
         Raises:
-            InputError: one cannot be written.
+            InputError: a shard cannot be written.
         """
         ranks = self._ranks
         name = f"{stem}.rank-{0 if ranks is None else ranks.rank}"
@@ -404,11 +403,11 @@ class Rows:
     def restore(
         self, names: Sequence[tuple[str, str]], others: Mapping[str, Any], *tensors: Tensor
     ) -> None:
-        """Go on from what was written.
+        """Continue from a checkpoint.
 
         Args:
-            names: of what is kept of rows: the variable, and what of it.
-            others: what the optimiser keeps of no row, by variable.
+            names: variable and key of each stored tensor of rows.
+            others: the optimiser's state that belongs to no row, by variable.
             *tensors: the own rows of each of `names`.
         """
         kept = {name: dict(others.get(name, {})) for name in self._parameters}
@@ -420,7 +419,7 @@ class Rows:
         state = {place: held for place, held in enumerate(kept.values()) if held}
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
-        # That has given numbers, such as NAdam's product, the type of the rows.
+        # `load_state_dict` has cast scalars, such as NAdam's product, to the type of the rows.
         for name, parameter in self._parameters.items():
             held = self._optimizer.state[parameter]
             held |= {
@@ -430,7 +429,7 @@ class Rows:
             }
 
     def others(self) -> dict[str, dict[str, Any]]:
-        """What the optimiser keeps that is of no row, such as its count of steps, by variable."""
+        """Return the optimiser's state that belongs to no row, such as its count of steps."""
         return self._kept(of_rows=False)
 
     def _kept(self, *, of_rows: bool) -> dict[str, dict[str, Any]]:
@@ -454,12 +453,12 @@ class Rows:
 
 
 def copied(state: Any, into: Any = None) -> Any:
-    """A nest of containers with CPU copies of its tensors, which arrive in the order of the stream.
+    """Return a nested container with CPU copies of its tensors, made in stream order.
 
     Args:
-        state: the nest.
-        into: an earlier copy, whose memory is used again where it fits: memory that a GPU can
-            write to at full speed takes long to get.
+        state: the container.
+        into: an earlier copy, whose memory is reused if it fits: pinned memory, to which a GPU
+            writes at full speed, is slow to allocate.
     """
     match state:
         case Tensor():
@@ -469,7 +468,7 @@ def copied(state: Any, into: Any = None) -> Any:
             )
             if not fits:
                 into = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-            # The step that follows waits for it on the device, where the host need not.
+            # The next step waits for the copy on the device, so the CPU need not wait.
             return into.copy_(state.detach(), non_blocking=True)
         case dict():
             known = into if isinstance(into, dict) else {}

@@ -110,7 +110,7 @@ class PairCache:
 
         Distances that are not finite are left out.
         """
-        numbers = torch.stack(distances, 1)
+        numbers = torch.stack(distances, 1).double()
         finite = torch.isfinite(numbers).all(1)
         pairs, numbers = pairs[finite].cpu(), numbers[finite].cpu()
         if len(pairs):

@@ -1,6 +1,7 @@
-"""What a finished distance or flow looks like on disk and in the terminal: pictures, tables, JSON.
+"""Files and tables of finished results: pictures, csv files and short tables for the terminal.
 
-`distance.writing` draws everything for one distance, `flow.writing` for one flow, and `pairwise`
-for the table of many; `figures` has what their pictures are made of. Nothing here computes
-transport.
+`distance`, `pairwise`, `contributions` and `sweep` write the reports of distances, `flow.writing`
+that of a flow and `study.writing` that of a study; `figures` holds what their pictures share and
+`csv_tables` what their csv files share. The commands and the results' own methods call them.
+Nothing here computes transport. Functions that draw import matplotlib and rich themselves.
 """

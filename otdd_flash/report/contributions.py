@@ -1,4 +1,7 @@
-"""What every source row carries of a distance: a csv file, and the images that carry most."""
+"""The contributions of source rows to a distance: a csv file, and the images that contribute most.
+
+The distance command calls it. Rows without mass have the contribution NaN and are left out.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,10 @@ if TYPE_CHECKING:
 
 SHOWN, ACROSS = 12, 6
 
-
-# Inches of an image, of the words above it, above a block, between images, around all, of a title.
+# Inches: an image, the words above it, a block's heading, between images, the margin, the title.
 SIDE, WORDS, HEAD, GAP, MARGIN, TITLE = 1.0, 0.34, 0.32, 0.12, 0.15, 0.52
 
-
 TITLE_POINTS, NOTE_POINTS = 12.0, 9.0
-
 
 LONGEST_NAME = 14
 
@@ -54,18 +54,18 @@ def write_contributions(
     target: str,
     content: str = "full",
 ) -> Report:
-    """Write contributions.csv, the largest first, and contributions.png where rows are images.
+    """Write contributions.csv, the largest first, and contributions.png if rows are images.
 
     Args:
-        source: the n rows that were compared.
-        values: (n,) of `DistanceResult.contributions`; NaN for rows without mass.
-        directory: made if it does not exist.
-        image_shape: (c, h, w) of the rows, or None.
-        target: the name of what they were compared with.
-        content: `full`, `table` for no picture or `none` for the csv file alone.
+        source: the n source rows of the distance.
+        values: (n,) from `DistanceResult.contributions`; NaN for rows without mass.
+        directory: created if it does not exist.
+        image_shape: (c, h, w) of the rows, or None if they are not images.
+        target: the name of the target dataset.
+        content: `full`; `table` and `none` write only the csv file.
 
     Returns:
-        The files written, and those that could not be.
+        The files written and the files that could not be written.
 
     Warns:
         MissingFileNotice: a file could not be written.
@@ -93,7 +93,7 @@ def draw_contributions(
 ) -> None:
     """Draw the twelve rows with the largest contributions of each sign.
 
-    Above an image stand its class and its contribution, in units of the cost as the title says.
+    The class of a row and its contribution, in units of the cost, are written above its image.
 
     Raises:
         InputError: the file cannot be written.
@@ -148,7 +148,7 @@ def _width(figure: Figure, points: float, text: str) -> float:
 def _draw_row(
     axes: Axes, source: LabeledSamples, row: int, value: float, shape: tuple[int, int, int]
 ) -> None:
-    """One image, its class and what it carries above it."""
+    """Draw one image with its class and its contribution above it."""
     image = source.features[row].cpu().reshape(shape).movedim(0, 2).clamp(0, 1).numpy()
     axes.imshow(image[..., 0] if shape[0] == 1 else image[..., :3], cmap="gray", vmin=0, vmax=1)
     axes.axis("off")
@@ -167,7 +167,7 @@ def _write_csv(source: LabeledSamples, values: Tensor, path: Path) -> None:
 
 
 def _descending(values: Tensor) -> list[int]:
-    """The rows with mass, the largest contribution first."""
+    """Return the indices of the rows with mass, the largest contribution first."""
     known = (~values.isnan()).nonzero().squeeze(1)
     order = torch.argsort(values[known], descending=True, stable=True)
     found: list[int] = known[order].tolist()

@@ -1,4 +1,8 @@
-"""Tables as csv: matrices with named rows and columns, and lists."""
+"""Writing of csv files: matrices with named rows and columns, and tables of rows.
+
+All reports call it. Files are written atomically, end lines with a line feed and hold numbers that
+read back as the same float64.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,15 @@ def write_matrix_csv(
 ) -> None:
     """Write a matrix (R, C) with a header row and a header column, at full precision.
 
-    Numbers are the shortest text that reads back as the same float64; names are written as
-    `csv_cell` makes them, those with commas or quotes in quotes.
+    Numbers are the shortest text that reads back as the same float64. Names are escaped by
+    `csv_cell`; names with commas or quotes are quoted.
 
     Args:
         path: the csv file.
         matrix: (R, C), any real type and device.
         row_names: R names for the first column.
         column_names: C names for the first row.
-        corner: the text where the two headers meet.
+        corner: the text of the first cell of the header row.
 
     Raises:
         ValueError: the names do not match the matrix.
@@ -60,7 +64,7 @@ def write_table_csv(
 
 
 def _cell(value: Any) -> Any:
-    """Write None as an empty cell, booleans as in JSON, lists as words, text by `csv_cell`."""
+    """Convert None to an empty cell, booleans as in JSON, lists to words, text by `csv_cell`."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -1,12 +1,13 @@
-"""All tables and pictures of one result, in one directory.
+"""The report of one dataset distance: csv files, pictures and the tables printed for it.
 
-The short table that a command prints for one result.
+The module writes class_distances, class_coupling, nearest_classes.csv and projection.png, and makes
+two tables for the terminal: a summary of result.json and the nearest classes. projection.png shows
+both datasets in their common principal plane, with arrows for the mass that moves between classes.
+`DistanceResult` and the distance command call it.
 
-Which class of the other dataset is nearest to each class: a csv file and a short table.
-
-Both datasets in one plane, with arrows for the mass that moves between their classes.
-
-The few entries of a class coupling that are worth an arrow.
+A change must keep the order of rows: source classes come before target classes, each in its
+dataset's own order in csv files. `summary_table` reads result.json, so it must accept the fields
+of that file and no result object.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
 
 Names = tuple[tuple[str, ...], tuple[str, ...]]
 
-
 Orders = list[list[int]]
 
 
@@ -77,30 +77,30 @@ def write_report(
     order: str = "given",
     content: str = "full",
 ) -> Report:
-    """Write tables and pictures of a distance.
+    """Write the csv files and pictures of a distance.
 
     These are class_distances and class_coupling (each .csv and .png), nearest_classes.csv and
-    projection.png. The distances' rows and columns are all source classes and then all target
-    classes, in the csv marked `source:` and `target:`; the coupling's rows are source classes, its
-    columns target classes. There are no class distances to show where none were measured (method
-    `none`), and no coupling where either side is one class.
+    projection.png. Rows and columns of class_distances are all source classes and then all target
+    classes, marked `source:` and `target:` in the csv file. Rows of class_coupling are source
+    classes, its columns target classes. The files of class distances are left out if none were
+    computed (method `none`), and those of the coupling if both sides are one class.
 
     Args:
-        result: of `dataset_distance`.
-        directory: made if it does not exist.
+        result: the result of `dataset_distance`.
+        directory: created if it does not exist.
         seed: of the rows that the projection draws.
-        order: how the pictures order the classes of each dataset, one of `ORDERS`; tables keep
+        order: how the pictures order the classes of each dataset, one of `ORDERS`; csv files keep
             the dataset's order.
-        content: `full`, `table` for no pictures or `none` for nothing.
+        content: `full`, `table` for no pictures or `none` for no files.
 
     Returns:
-        The files written, and those that could not be.
+        The files written and the files that could not be written.
 
     Raises:
-        InputError: no such order or content.
+        InputError: `order` or `content` is not one of the choices.
 
     Warns:
-        MissingFileNotice: a file could not be written; the others are.
+        MissingFileNotice: a file could not be written; the others are written.
     """
     choose("report.order", order, ORDERS)
     choose("report", content, CONTENTS)
@@ -125,7 +125,7 @@ def write_report(
 
 
 def plot_distance(result: DistanceResult) -> Figure:
-    """Draw the projection with the class coupling, which leads the report."""
+    """Draw the first picture of the report: the projection with the class coupling."""
     coupling = result.class_coupling()
     names = result.class_names
 
@@ -164,12 +164,14 @@ def _class_coupling(
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The essentials of a result.json in two columns; a red row near the top if not converged.
+    """Make a table of two columns with the main fields of a result.json.
+
+    A result that did not converge gets a red row near the top.
 
     Args:
-        summary: the content of result.json. Dataset names are taken from `source` and `target` if
-            they are there; `tolerance` is what the marginal error is compared with, None where the
-            width of the solver bounds was the goal.
+        summary: the content of result.json. The title uses the names `source` and `target` if both
+            are given. `tolerance` is the bound on the marginal error; it is None if the solver
+            stopped by the width of its bounds.
     """
     from rich.table import Table
     from rich.text import Text
@@ -226,13 +228,13 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _own_epsilon(summary: Mapping[str, Any]) -> str:
-    """Return ", epsilon ..." of class distances by `sinkhorn`, "" for others."""
+    """Return ", epsilon ..." for class distances by `sinkhorn`, and "" for other methods."""
     epsilon = summary.get("labels_epsilon")
     return "" if epsilon is None else f", epsilon {epsilon:.6g}"
 
 
 def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows on what the distance owes to the samples, or that this was not measured."""
+    """Return the rows on the sampling error, or a row that says it was not measured."""
     rows = []
     if (found := summary.get("subsample")) is not None:
         shown = interval(summary["value"], found["lower"], found["upper"])
@@ -256,7 +258,7 @@ def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _subsamples_fit(summary: Mapping[str, Any]) -> bool:
-    """Whether an equal part of both sides, not all, holds two rows of every class."""
+    """Return whether a proper part of both sides, the same for both, has two rows of each class."""
     labelled = summary["labels"] != "none"
     rows = summary["n"], summary["m"]
     classes = (_count(summary["classes"][side]) * labelled for side in ("source", "target"))
@@ -265,7 +267,6 @@ def _subsamples_fit(summary: Mapping[str, Any]) -> bool:
 
 
 def _count(classes: Any) -> int:
-    """The number of classes, from a count or from their names."""
     return classes if isinstance(classes, int) else len(classes or ())
 
 
@@ -275,9 +276,7 @@ def _time(seconds: float) -> str:
 
 MOST_ROWS = 12
 
-
 LONGEST_NAME = 24
-
 
 NEAREST_FILE = "nearest_classes.csv"
 
@@ -293,7 +292,7 @@ def write_nearest_csv(rows: Sequence[NearestClass], path: str | Path) -> None:
 
 
 def nearest_table(rows: Sequence[NearestClass]) -> Table:
-    """Source classes with their nearest target classes on the left, the reverse on the right."""
+    """Make a table of nearest classes: of source classes on the left, of target classes right."""
     from rich.table import Table
     from rich.text import Text
 
@@ -318,13 +317,10 @@ def nearest_table(rows: Sequence[NearestClass]) -> Table:
 
 ROWS_FITTED = 5000
 
-
-# With more classes a side, only the heaviest moves are drawn and only their ends marked and named.
+# If a side has more classes, only the heaviest moves are drawn, and only their ends are named.
 MOST_CLASSES, MOVES_OF_MANY, MOVES_AT_MOST = 20, 14, 40
 
-
 LONGEST_DATASET = 60
-
 
 SHORTEST_ARROW = 18.0  # pixels
 
@@ -338,17 +334,17 @@ def projection(
 ) -> Figure:
     """Draw two datasets in their common principal plane, with class means and the class coupling.
 
-    An arrow goes from the mean of a source class to the mean of a target class if it is the largest
-    of the source class or carries at least a quarter of its mass; its width is the mass. With more
-    than 20 classes on a side only the 14 heaviest arrows and their ends are shown. The axes are
-    fitted to at most 5,000 rows a side and at most 2,000 are drawn, less the one in a hundred that
-    may lie beyond the frame; means use all rows.
+    An arrow from a source class to a target class is drawn if it is the largest of the source class
+    or carries at least a quarter of the class's mass; its width is proportional to the mass. If a
+    side has more than 20 classes, only the 14 heaviest arrows and the classes at their ends are
+    shown. The axes are fitted to at most 5,000 rows of each side and at most 2,000 rows are drawn;
+    one in a hundred of these may lie outside the frame. Class means use all rows.
 
     Args:
         source: features of any dimension; labels may be None.
         target: features of the same dimension.
         coupling: (Vx, Vy) masses that sum to 1. A side with one row or column counts as one class.
-        path: the PNG file; None writes none.
+        path: the PNG file; None writes no file.
         seed: of the subsamples.
 
     Raises:
@@ -380,11 +376,11 @@ def projection(
 
 
 def _moves_and_classes(coupling: Tensor) -> tuple[list[Move], tuple[list[int], list[int]]]:
-    """The arrows, and the classes of each side that are marked and named."""
+    """Return the arrows, and for each side the classes that are marked and named."""
     if max(coupling.shape) > MOST_CLASSES:
         moves = strongest_moves(coupling, MOVES_OF_MANY)
         return moves, (sorted({m.source for m in moves}), sorted({m.target for m in moves}))
-    # Between one class and one class everything moves: no arrow is needed to say so.
+    # Between one class and one class all mass moves: an arrow would add nothing.
     moves = strongest_moves(coupling, MOVES_AT_MOST) if coupling.numel() > 1 else []
     return moves, (list(range(coupling.shape[0])), list(range(coupling.shape[1])))
 
@@ -400,7 +396,7 @@ def _draw_points(axes: Axes, side: ProjectedSide, marked: Sequence[int]) -> None
 def _draw_moves(
     axes: Axes, sides: tuple[ProjectedSide, ProjectedSide], moves: Sequence[Move], flat: bool
 ) -> None:
-    """Draw arrows between class means, the lightest last; on a line they bow upwards."""
+    """Draw arrows between class means, the lightest last; on a line of points they bow upwards."""
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.patheffects import Normal, Stroke
 
@@ -437,7 +433,7 @@ def _draw_labels(
     moves: Sequence[Move],
     flat: bool,
 ) -> None:
-    """Name class means in their dataset's colour, the heaviest first; the target's in italics."""
+    """Name class means in their dataset's colour, the heaviest first; target names are italic."""
     named = [
         (side, k)
         for i, side in enumerate(sides)
@@ -451,7 +447,7 @@ def _draw_labels(
     ]
     ends = [(sides[0].centroids[m.source], sides[1].centroids[m.target]) for m in moves]
     x0, y0, x1, y1 = axes.get_window_extent().extents
-    # Points on a line have their arrows above it.
+    # If all points are on a line, the arrows bow above it, so names go below.
     frame = (x0, y0, x1, (y0 + y1) / 2 if flat else y1)
     draw_names(figure, axes, names, np.array(ends).reshape(-1, 2, 2), frame)
 
@@ -488,7 +484,7 @@ WORTH_SHOWING = 0.25
 
 
 class Move(NamedTuple):
-    """`mass` of the total goes from class `source` to class `target`."""
+    """The `mass` that goes from class `source` to class `target`, as a share of the total mass."""
 
     source: int
     target: int
@@ -496,14 +492,14 @@ class Move(NamedTuple):
 
 
 def strongest_moves(coupling: Tensor, limit: int) -> list[Move]:
-    """The largest move of every source class, and all that carry a quarter of its mass or more.
+    """Return the largest move of each source class, and all with a quarter or more of its mass.
 
     Args:
         coupling: (Vx, Vy) non-negative masses, on the CPU.
-        limit: how many to return at most.
+        limit: the largest number of moves to return.
 
     Returns:
-        The heaviest first.
+        The moves, the heaviest first.
     """
     largest = coupling.max(dim=1, keepdim=True).values
     enough = (coupling >= WORTH_SHOWING * coupling.sum(1, keepdim=True)) | (coupling == largest)

@@ -1,4 +1,8 @@
-"""The distances between several datasets: a table to print, csv files and pictures."""
+"""The report of distances between several datasets: a table to print, csv files and pictures.
+
+`PairwiseResult` and `SlicedResult` call it, and the report of a study shares `rows_text` and
+`bounds_text`. `order` changes only the pictures, never the rows of csv files.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,10 @@ LONGEST_NAME = 32
 
 
 def pairwise_table(result: PairwiseResult) -> Table:
-    """The distances with their solver bounds, the nearest pair first; red where not converged."""
+    """Make a table of the distances with their solver bounds, the nearest pair first.
+
+    Pairs that did not converge are red.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -61,23 +68,23 @@ def write_pairwise_report(
     """Write distances.csv and .png, and class_distances.csv and .png.
 
     distances.csv has one line per pair of datasets, the nearest first, with its solver bounds
-    `lower` and `upper`; the pictures are tables of all datasets and of all their classes. There are
-    no class distances to show where none were measured (method `none`).
+    `lower` and `upper`. The pictures are matrices over all datasets and over all their classes. The
+    files of class distances are left out if none were computed (method `none`).
 
     Args:
-        result: of `pairwise_distances`.
-        directory: made if it does not exist.
-        order: how pictures order the datasets, and the classes of each, one of `ORDERS`; tables
+        result: the result of `pairwise_distances`.
+        directory: created if it does not exist.
+        order: how pictures order the datasets, and the classes of each, one of `ORDERS`; csv files
             keep the given order.
 
     Returns:
-        The files written, and those that could not be.
+        The files written and the files that could not be written.
 
     Raises:
-        InputError: no such order.
+        InputError: `order` is not one of the choices.
 
     Warns:
-        MissingFileNotice: a file could not be written; the others are.
+        MissingFileNotice: a file could not be written; the others are written.
     """
     choose("order", order, ORDERS)
     directory, pairs = Path(directory), result.pairs()
@@ -93,13 +100,13 @@ def write_pairwise_report(
 
 
 def plot_distances(result: PairwiseResult, order: str) -> Figure:
-    """Draw the table of distances."""
+    """Draw the matrix of distances."""
     choose("order", order, ORDERS)
     return figure_of(lambda: _draw_distances(result, None, order), result.names)
 
 
 def plot_sliced_distances(result: SlicedResult, order: str) -> Figure:
-    """Draw the table of sliced distances, with the largest of their errors in the title."""
+    """Draw the matrix of sliced distances, with the largest standard error in the title."""
     choose("order", order, ORDERS)
     error = float(result.standard_errors.max())
 
@@ -143,7 +150,7 @@ def _draw_table(
     value_label: str,
     notes: Sequence[str] = (),
 ) -> Figure:
-    # A divergence is like a squared distance.
+    # `class_orders` expects squared distances; a divergence behaves like one.
     (places,) = class_orders(values, [len(datasets)], order)
     names = [datasets[place] for place in places]
     groups = [("datasets", len(names))]
@@ -163,17 +170,17 @@ def _draw_table(
 
 
 def rows_text(rows: Sequence[int]) -> str:
-    """How many rows datasets have."""
+    """Return a phrase that says how many rows datasets have."""
     least, most = min(rows), max(rows)
     return f"{least:,} rows each" if least == most else f"{least:,} to {most:,} rows"
 
 
 def bounds_text(pairs: Sequence[tuple[float, float, bool]], sampled: bool) -> str:
-    """How far apart solver bounds are, and what they leave out.
+    """Return a phrase on the widest solver bounds, and whether sampling error is missing.
 
     Args:
-        pairs: lower and upper bound of every pair, and whether it converged.
-        sampled: whether sampling intervals are known.
+        pairs: lower bound, upper bound and convergence of each pair.
+        sampled: whether sampling intervals were computed.
     """
     widest = max(upper - lower for lower, upper, _ in pairs)
     late = sum(not converged for *_, converged in pairs)

@@ -1,7 +1,8 @@
-"""What a multirun leaves of its jobs: summary.csv, and the value against what was swept.
+"""The report of a Hydra multirun: summary.csv, and a picture of the value against a swept setting.
 
-A job is a mapping: `job`, `directory`, `overrides` (the values given, by key) and what it came to,
-by the names of `COLUMNS`.
+Each job is a mapping with `job` (its number), `directory`, `overrides` (the settings given on the
+command line, by key) and the fields of its result that `COLUMNS` and `SAMPLING` name. The commands'
+module `outcome` collects the jobs and calls this module after the last one.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from otdd_flash.shown import display, shorten
 
 Jobs = Sequence[Mapping[str, Any]]
 
-# Columns after those of the overrides, and those at the end.
+# Result columns, which follow the overrides, and the last columns.
 COLUMNS = (
     *("source", "target", "value", "lower", "upper", "epsilon", "converged", "stopped_by"),
     *("marginal_error", "seconds"),
 )
 LAST = ("error", "directory")
-# Of jobs that measured their sampling error.
+# Present only for jobs that measured their sampling error.
 SAMPLING = ("sampling_lower", "sampling_upper")
 
 WIDTH, HEIGHT = 7.6, 4.8  # inches
@@ -42,15 +43,15 @@ LEFT = 0.12
 TITLE_POINTS, LABEL_POINTS = 12.0, 9.0
 # More lines than this cannot be told apart.
 MOST_LINES = 12
-# With more values, the axis has ticks of its own.
+# With more values, matplotlib chooses the ticks.
 MOST_TICKS = 10
 
 
 def summary_csv(jobs: Jobs, path: str | Path) -> None:
-    """Write one line per job, with a column for every setting that was given on the command line.
+    """Write one line per job, with a column for each setting given on the command line.
 
-    A key of the command line that is also a column of the results (`source`, `target`, `epsilon`)
-    has one column: what the job came to, or else what was given.
+    A setting that is also a result column (`source`, `target`, `epsilon`) gets one column; it holds
+    the job's result, or the given value if the job has no result.
 
     Raises:
         InputError: the file cannot be written.
@@ -67,7 +68,7 @@ def summary_csv(jobs: Jobs, path: str | Path) -> None:
 
 
 def swept(jobs: Jobs) -> dict[str, list[Any]]:
-    """Return the settings that differ between jobs, each with the values it takes, in order."""
+    """Return the settings that differ between jobs, each with its values in order of appearance."""
     keys = dict.fromkeys(key for job in jobs for key in job["overrides"])
     values = {
         key: list(dict.fromkeys(_hashable(job["overrides"].get(key)) for job in jobs))
@@ -77,10 +78,13 @@ def swept(jobs: Jobs) -> dict[str, list[Any]]:
 
 
 def axes_of(jobs: Jobs) -> tuple[str, str | None] | str:
-    """Return the swept number of the picture, and what its lines are by; or why there is none.
+    """Return the swept number for the horizontal axis and the setting that distinguishes lines.
 
     Args:
-        jobs: those of the multirun.
+        jobs: the jobs of the multirun.
+
+    Returns:
+        The two keys, the second None if one setting was swept; or a reason why there is no picture.
     """
     found = swept(jobs)
     numbers = [key for key, values in found.items() if all(map(_is_number, values))]
@@ -97,9 +101,9 @@ def axes_of(jobs: Jobs) -> tuple[str, str | None] | str:
 
 
 def draw_sweep(jobs: Jobs, number: str, by: str | None, path: str | Path) -> None:
-    """Draw the value with its interval against a swept number, a line for each value of `by`.
+    """Draw the value and its interval against a swept number, with one line for each value of `by`.
 
-    The interval is that of sampling where jobs measured it, else the solver's bounds.
+    The interval is the sampling interval if jobs measured it, otherwise the solver bounds.
 
     Raises:
         InputError: the file cannot be written.

@@ -1,13 +1,14 @@
 """Dataset-transfer studies: which dataset to train on first, and which measures predict it.
 
-The way of the data:
+The data pass through these stages:
 
     tasks -> units (class distances, terms, draws, scores, trained sources, runs) -> readings, gains
           -> statistics of ordered pairs
 
-Concepts: a `task` is a dataset with rows to test on; a `setup` is tasks and resolved settings, from
-which `study_units` makes the list of `units`; a `bench` is where these are computed; `measures` say
-which units they take and what these tell of a pair; `transport` and `transfer` hold the units of
-distances and of networks; `statistics` say what all pairs tell of a measure; `study` runs a study
-in a `folder`, alone or with a `pool` of processes, and `result` is what comes of it.
+A task is a dataset with test rows. `setup` holds tasks and resolved settings. A unit is one piece
+of work, stored in the study's folder under a digest of all that its result depends on (`units`).
+`measures` name the units they need and read values of ordered pairs from them; `transport` holds
+the units of distances, `transfer` those of networks. `study` runs a study in a `folder`, alone or
+with a `pool` of processes. `result` gathers what is done, and `statistics` says how well measures
+predict gains.
 """

@@ -1,4 +1,7 @@
-"""`python -m otdd_flash.study`: a dataset-transfer study from the command line."""
+"""`python -m otdd_flash.study` and the console command `otdd-study`: a study from the command line.
+
+Imports at the top must stay light, so that help is shown without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def job(config: DictConfig) -> int:
-    """Carry out one job and return its exit code."""
-    # Imported here: help is shown without what computes.
+    """Run one job and return its exit code."""
+    # Imported here so that help does not wait for torch.
     from otdd_flash.commands.progress import importing
 
     with importing():
@@ -23,12 +26,12 @@ def job(config: DictConfig) -> int:
 
 
 def main() -> None:
-    """Hydra's entry point."""
+    """Run the command through Hydra."""
     run_hydra(job, "study")
 
 
 def script() -> None:
-    """The console command `otdd-study`."""
+    """Run the console command `otdd-study`."""
     run_script(main)
 
 

@@ -1,4 +1,9 @@
-"""The folder of a study: study.json says what it is, and what `auto` settings became."""
+"""The folder of a study: study.json holds its tasks and resolved settings.
+
+`enter` makes a folder a study's folder or checks that it belongs to the same study; `Study.run`
+calls it. Several processes may enter at once, so the check and the write of study.json happen under
+a lock. study.json also keeps what `auto` was resolved to, for resumed runs.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,10 @@ from otdd_flash.solver.term.epsilon import once_default
 
 STUDY_FILE = "study.json"
 LOCK_FILE = ".study.lock"
-# Where it says which fingerprints those of its tasks are.
+# The key of the version of the tasks' fingerprints.
 VERSION_KEY = "fingerprint_version"
 SECONDS_APART = 0.05
-# What commands put into a folder before a study begins.
+# Files that commands put into a folder before a study begins.
 NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
 
 
@@ -29,16 +34,16 @@ def enter(
     *,
     shared: bool,
 ) -> dict[str, Any]:
-    """Make a folder that of a study, or find that it is.
+    """Make a folder the folder of a study, or check that it is.
 
     Args:
-        folder: made if it does not exist.
-        summarize: called with what study.json says, or None, it returns the summary of the study
-            that is to run; what is `auto` takes the value that was found.
-        shared: whether the folder may hold a study already, to go on with.
+        folder: created if it does not exist.
+        summarize: called with the content of study.json, or None, it returns the summary of the
+            study to run; `auto` settings take the values of that content.
+        shared: whether the folder may already hold a study, to be continued.
 
     Returns:
-        What study.json says now.
+        The summary of the study.
 
     Raises:
         InputError: the folder holds a study and may not, holds something else, or holds a study
@@ -74,7 +79,7 @@ def enter(
 
 
 def read_study(folder: Path) -> dict[str, Any] | None:
-    """What study.json says; None where there is none.
+    """Return the content of study.json; None if there is no such file.
 
     Raises:
         InputError: it is damaged.
@@ -91,7 +96,7 @@ def read_study(folder: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process enters the folder."""
+    """Wait until no other process has locked the folder, and lock it."""
     path = folder / LOCK_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +115,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _check_empty(folder: Path) -> None:
     found = sorted(path.name for path in folder.iterdir() if path.name not in NO_CONTENT)
-    # A job's own error of an earlier attempt is nothing to keep.
+    # The error file of an earlier attempt may be overwritten.
     if found and found != ["error.json"]:
         raise InputError(
             f"{folder} is not a study: it holds {found[0]} and no {STUDY_FILE}; choose an empty "
@@ -119,7 +124,7 @@ def _check_empty(folder: Path) -> None:
 
 
 def _different(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """The dotted keys at which two summaries differ, of versions with both."""
+    """Yield the dotted keys at which two summaries differ; versions with both values."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {*one, *other}:
             yield from _different(one.get(key), other.get(key), f"{where}.{key}".strip("."))

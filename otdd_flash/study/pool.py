@@ -1,8 +1,10 @@
-"""Several processes of one machine on the units of a study.
+"""The list of a study's units, the bench that computes them, and processes that share the work.
 
-Where units of a study are computed: what is in memory, and what other units came to.
+`study_units` lists the units of all measures and transfer runs in an order in which they can be
+computed. `StoredBench` reads contents from the store and caches shared data. `work_in_processes`
+starts workers on one machine. `Study` calls all three; the result uses the bench.
 
-All units of a study, in the order in which they can be computed.
+A worker may be killed at any moment, because units are written completely or not at all.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from otdd_flash.study.units import (
     work_through,
 )
 
-# Between two looks at how far the workers are.
+# The pause between two checks of the workers' progress.
 SECONDS_APART = 0.5
 
 
@@ -48,10 +50,10 @@ def work_in_processes(
     progress: Progress | None,
     stop: Stop | None,
 ) -> None:
-    """Go through all units with so many processes; arguments as for `work_through`.
+    """Compute all units with `workers` processes; other arguments are those of `work_through`.
 
     Raises:
-        InputError: one of them was killed.
+        InputError: a worker was killed.
     """
     from joblib import Parallel, delayed
     from joblib.externals.loky.process_executor import TerminatedWorkerError
@@ -74,7 +76,7 @@ def work_in_processes(
 
 def _worker(setup: Setup, folder: Path, shard: Shard, flag: Path, parent: int) -> None:
     _end_with(parent)
-    # Ctrl-C reaches all processes of a terminal: the first one tells the others by the flag.
+    # Ctrl-C reaches all processes of a terminal; only the parent handles it and sets the flag.
     with suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     store, threads = Store(folder), setup.settings.threads
@@ -85,14 +87,14 @@ def _worker(setup: Setup, folder: Path, shard: Shard, flag: Path, parent: int) -
 
 @cache
 def _end_with(parent: int) -> None:
-    """End this process, also within a unit, once its parent has been killed.
+    """End this process, even during a unit, once its parent has been killed.
 
-    What it computes would keep the locks of its units, and cores busy that nobody knows of. Units
-    are written whole or not at all, so that the end may come at any moment.
+    Otherwise it would hold the locks of its units and use cores unnoticed. Units are written
+    completely or not at all, so it may end at any moment.
     """
 
     def watch() -> None:
-        # A process whose parent is gone becomes a child of another one.
+        # If the parent ends, the process gets another parent.
         while os.getppid() == parent:
             time.sleep(SECONDS_APART)
         os._exit(1)
@@ -104,7 +106,7 @@ def _end_with(parent: int) -> None:
 def _watched(
     units: Sequence[Unit], store: Store, flag: Path, progress: Progress | None, stop: Stop | None
 ) -> Iterator[None]:
-    """Tell of progress, and raise the flag when the work is to end."""
+    """Report progress, and create the flag file when the work should stop."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -129,11 +131,11 @@ T = TypeVar("T")
 
 
 class StoredBench:
-    """A bench over a store; a unit whose file is damaged or gone is computed again.
+    """A bench over a store; it recomputes a unit whose file is damaged or missing.
 
     Args:
         store: the contents of units.
-        threads: of units that are not `one_thread`.
+        threads: threads of units that are not `one_thread`.
     """
 
     def __init__(self, store: Store, threads: int) -> None:
@@ -141,10 +143,10 @@ class StoredBench:
         self._kept: dict[str, Any] = {}
 
     def found(self, unit: Unit) -> Content:
-        """The content of a unit.
+        """Return the content of a unit.
 
         Raises:
-            InputError: it had to be computed again, and failed.
+            InputError: the unit had to be computed again, and failed.
         """
         content = self._store.get(unit) or compute(unit, self, self._store, self._threads)
         if content is None:
@@ -163,7 +165,7 @@ class StoredBench:
 
 
 def study_units(setup: Setup) -> list[Unit]:
-    """List the units of a study's measures, and of its transfer runs."""
+    """Return the units of a study's measures and of its transfer runs, each after its needs."""
     settings = setup.settings
     with_transfer = settings.transfer is not None
     measures = measures_named(settings.measures, transfer=with_transfer)

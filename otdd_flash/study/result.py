@@ -1,4 +1,9 @@
-"""What a study returns: pairs, transfer runs and correlations, as far as work is done."""
+"""The result of a study: readings of measures, transfer runs and statistics of the units done.
+
+`gather` reads the units of a folder into a `StudyResult`, after `Study.run` has computed them. The
+study command, the report and the tracking of a study read the result through its methods. Rows are
+ordered by measure, source and target, and an unfinished study has a valid result.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +39,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Pair = tuple[int, int]
-# Correlations ask for so many tasks.
+# The fewest tasks for correlations.
 FEWEST_TASKS = 4
 
 
 class MeasuredPair(NamedTuple):
-    """The value of one measure for one ordered pair of tasks; see `Reading` for the numbers.
+    """The reading of one measure for one ordered pair of tasks, with the fields of `Reading`.
 
     A value that is not finite is None.
     """
@@ -65,14 +70,14 @@ class TransferredPair(NamedTuple):
     """The transfer from one task to another.
 
     Attributes:
-        source: the task whose network goes on.
-        target: the task that it goes on with.
-        gain: 100 (e0 - e1) / e0; None where e0 has fewer than 5 errors.
-        gain_error: its standard error over seeds, None of one seed.
-        alone: e0, the mean error in percent of the target alone.
-        transferred: e1, that after transfer.
-        errors: test errors of every seed's run.
-        test_rows: of the target.
+        source: the task on which the network was trained first.
+        target: the task on which its training continues.
+        gain: 100 (e0 - e1) / e0 in percent; None if e0 is below 5 errors.
+        gain_error: its standard error over seeds; None for one seed.
+        alone: e0, the mean error in percent of training on the target alone.
+        transferred: e1, the mean error in percent after transfer.
+        errors: the number of test errors of each seed's run.
+        test_rows: the target's number of test rows.
     """
 
     source: str
@@ -87,19 +92,19 @@ class TransferredPair(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StudyResult:
-    """The results of a study, as far as its work is done.
+    """The results of a study, as far as its units are done.
 
     Attributes:
         setup: tasks and settings.
         readings: by measure and ordered pair (i, j).
-        errors: (K, K, S) test errors of transfer runs; NaN where there is none.
-        alone: (K, S) those of runs on the targets alone.
-        done: how many pieces of work are done.
-        total: how many there are.
-        failures: why some failed, as their error.json says.
+        errors: (K, K, S) test errors of transfer runs; NaN for missing runs.
+        alone: (K, S) test errors of runs on the targets alone.
+        done: the number of units done.
+        total: the number of units.
+        failures: the records of units that failed, as their error.json files hold them.
         seconds: wall time of this run.
-        epsilon: of all transport, in units of the cost; None where it is not known yet.
-        mean_cost: over all pairs, likewise.
+        epsilon: of all transport, in units of the cost; None if it is not computed yet.
+        mean_cost: the mean cost over all pairs; None if it is not computed yet.
     """
 
     setup: Setup
@@ -114,7 +119,7 @@ class StudyResult:
     mean_cost: float | None = None
 
     def __repr__(self) -> str:
-        """The tasks, the measures and how much is done, in one line."""
+        """Return one line with the tasks, the measures and the number of units done."""
         tasks = ", ".join(display(name) for name in self.names)
         return (
             f"StudyResult({len(self.names)} tasks: {tasks}; {', '.join(self.readings)}; "
@@ -128,7 +133,7 @@ class StudyResult:
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces of work are done."""
+        """Whether all units are done."""
         return self.done == self.total
 
     @property
@@ -138,7 +143,7 @@ class StudyResult:
 
     @cached_property
     def gains(self) -> Numbers:
-        """Gains (K, K) in percent; NaN where there is none."""
+        """Gains (K, K) in percent; NaN for missing ones."""
         return gains(self.errors, self.alone)
 
     @cached_property
@@ -147,7 +152,7 @@ class StudyResult:
         return gain_errors(self.errors, self.alone)
 
     def pairs(self) -> tuple[MeasuredPair, ...]:
-        """Return one row for every measure and ordered pair, in the order of measures and tasks."""
+        """Return one row per measure and ordered pair, in the order of measures and tasks."""
         return tuple(
             MeasuredPair(
                 name,
@@ -161,7 +166,7 @@ class StudyResult:
         )
 
     def transfers(self) -> tuple[TransferredPair, ...]:
-        """Return one row for every ordered pair with all its runs, in the order of tasks."""
+        """Return one row per ordered pair whose runs are all done, in the order of tasks."""
         rows = []
         for i, j in self.setup.ordered_pairs():
             runs = self.errors[i, j]
@@ -189,14 +194,14 @@ class StudyResult:
         return tuple(rows)
 
     def choices(self, measure: str | None = None, *, own_family: bool = True) -> tuple[Choice, ...]:
-        """Return which source a measure chooses for every target, and what that costs.
+        """Return which source a measure chooses for each target, and the regret of the choice.
 
         Args:
-            measure: its name; None is the one that was fixed when the study began.
-            own_family: whether sources of a target's own family take part.
+            measure: its name; None is the measure that was fixed when the study began.
+            own_family: whether sources of a target's own family are included.
 
         Returns:
-            One row for every target with two sources or more, in the order of tasks.
+            One row for each target with two sources or more, in the order of tasks.
 
         Raises:
             InputError: the study has no such measure.
@@ -214,11 +219,11 @@ class StudyResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return settings, rows and statistics in JSON's own types; no number or an infinite: None.
+        """Return settings, rows and statistics as JSON types; None for numbers that are not finite.
 
-        Keys: `settings`, the content of study.json; `pairs`, `transfers` and `correlations`, a list
-        of rows each, with the fields of the methods of these names; `notes`; `failures`; `done` of
-        `total` pieces of work; `converged`; `seconds` of this run.
+        Keys: `settings`, the content of study.json; `pairs`, `transfers`, `choices` and
+        `correlations`, each a list of rows with the fields of the methods of these names; `notes`;
+        `failures`; `done` and `total`, numbers of units; `converged`; `seconds` of this run.
         """
         return json_content(
             {
@@ -237,12 +242,12 @@ class StudyResult:
         )
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas table of one row an ordered pair of tasks, in the order of tasks.
+        """Return a pandas table with one row per ordered pair of tasks, in the order of tasks.
 
         Columns: `source` and `target`; in a study with transfer `gain`, the share of the target's
-        errors that transfer spares, its standard error `gain_error`, and the mean errors `alone`
-        and `transferred` on the test rows, all in percent; then for every measure its value `NAME`,
-        those of its other numbers that any pair has, such as `NAME.lower`, `NAME.sample_upper` or
+        errors that transfer avoids, its standard error `gain_error`, and the mean errors `alone`
+        and `transferred` on the test rows, all in percent; then for each measure its value `NAME`,
+        other numbers that any pair has, such as `NAME.lower`, `NAME.sample_upper` or
         `NAME.root`, in the unit of the measure (`otdd`: units of the cost), and `NAME.converged`.
         Numbers that a pair does not have are missing.
         """
@@ -273,22 +278,22 @@ class StudyResult:
         These are the report's gains_against_MEASURE.png and distances.png.
 
         Returns:
-            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
-            it.
+            A matplotlib figure that pyplot does not register. Notebooks display it, and `savefig`
+            writes it to a file.
 
         Raises:
-            InputError: nothing that one could draw is done.
+            InputError: no unit is done that could be drawn.
         """
         from otdd_flash.report.study.writing import plot_study
 
         return plot_study(self)
 
     def correlations(self) -> tuple[Finding, ...]:
-        """Return the statistics of every measure; none without transfer or below 4 tasks."""
+        """Return the statistics of all measures; none without transfer or below 4 tasks."""
         return self._findings
 
     def table(self, measure: str) -> PairTable:
-        """Return a measure, oriented, and gains over the ordered pairs without rows in common."""
+        """Return oriented measure and gains over the ordered pairs without shared rows."""
         allowed = np.zeros(self.gains.shape, dtype=bool)
         allowed[tuple(np.array(self.setup.transferred(), dtype=int).reshape(-1, 2).T)] = True
         values = np.where(allowed, self.oriented(measure), np.nan)
@@ -296,7 +301,7 @@ class StudyResult:
         return PairTable(values, self.gains, families)
 
     def matrix(self, measure: str, part: str = "value") -> Numbers:
-        """Return the (K, K) values of a measure over all ordered pairs, NaN where there is none.
+        """Return the (K, K) values of a measure over all ordered pairs; NaN for missing ones.
 
         Args:
             measure: its name.
@@ -309,10 +314,11 @@ class StudyResult:
         return values
 
     def oriented(self, measure: str) -> Numbers:
-        """Return the measure (K, K) such that larger values predict more gain, ties made equal.
+        """Return the (K, K) measure, signed so that larger values predict more gain.
 
-        Values are tied that are equal up to rounding, or that their solver bounds do not tell
-        apart.
+        Tied values are made equal.
+
+        Values are tied if they are equal up to rounding, or if their solver bounds overlap.
         """
         kind = MEASURES[measure]
         values, lower, upper = self.matrix(measure), None, None
@@ -321,7 +327,7 @@ class StudyResult:
         return kind.nearer * levelled(values, unit=kind.unit, lower=lower, upper=upper)
 
     def epsilon_text(self) -> str:
-        """Describe the epsilon of the transport and of `sinkhorn` class distances; "" without."""
+        """Return a phrase on the epsilon of transport and of `sinkhorn` class distances, or ""."""
         if self.epsilon is None:
             return ""
         own = getattr(self.setup.settings.labels, "epsilon", None)
@@ -329,7 +335,7 @@ class StudyResult:
         return f"epsilon {epsilon_shown(self.epsilon, self.mean_cost)}{classes}"
 
     def notes(self) -> tuple[str, ...]:
-        """Say what was left out, and why."""
+        """Return sentences on what was left out, and why."""
         names, said = [display(name) for name in self.names], []
         for (i, j), count in self.setup.shared.items():
             said.append(
@@ -381,7 +387,7 @@ class StudyResult:
 
 
 def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float) -> StudyResult:
-    """What the work that is done came to.
+    """Read the units that are done into a result.
 
     Warns:
         NotConvergedWarning: a term stopped before its tolerance.
@@ -401,14 +407,14 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
                 alone[j, seed] = _errors(bench, TargetRun(setup, None, j, seed))
             for i, j in setup.transferred():
                 errors[i, j, seed] = _errors(bench, TargetRun(setup, i, j, seed))
-    # Asked last: reading computes damaged units again.
+    # Counted last, because reading may recompute damaged units.
     failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
     done = sum(store.done(unit) for unit in units)
     shown = bench.known(Epsilon(setup)) if any(isinstance(unit, Term) for unit in units) else None
     epsilon = None if shown is None else shown.facts["epsilon"]
     mean_cost = None if shown is None else shown.facts.get("mean_cost")
     if epsilon is not None and mean_cost is None and settings.epsilon_relative is not None:
-        # Of an earlier version.
+        # Units of an earlier version have no mean cost.
         mean_cost = epsilon / settings.epsilon_relative
     result = StudyResult(
         setup,

@@ -1,8 +1,11 @@
-"""A study made ready: tasks and settings, of which units are made.
+"""Tasks and resolved settings of a study, from which its units are made.
 
-What of a study decides its results: everything that is part of every unit's digest.
+`as_tasks` makes tasks from what the user gave: it drops small classes, matches the classes of test
+rows by name and groups tasks that share rows into families. `Settings` holds what decides results
+and `Setup` joins both. `Study` makes them; measures, transport, transfer and the result read them.
 
-The tasks of a study: datasets with labels to learn, and which of them come from one source.
+The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes all
+digests; a setting that decides no result, such as `cache_dir`, must stay out of them.
 """
 
 from __future__ import annotations
@@ -37,24 +40,24 @@ Given: TypeAlias = "Samples | tuple[Samples, Samples | None]"
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a study, resolved: nothing in them is `auto`.
+    """The settings of a study, resolved: none of them is `auto`.
 
     Attributes:
         measures: names of measures, in the order of tables.
-        measure: the one that chooses sources, fixed before any gain is known.
-        epsilon: of the transport, in units of the cost; None where it is relative.
-        epsilon_relative: the same as a multiple of the mean cost over all pairs.
-        labels: how distances between classes are measured.
+        measure: the measure that chooses sources, fixed before any gain is known.
+        epsilon: of the transport, in units of the cost; None if it is relative.
+        epsilon_relative: epsilon as a multiple of the mean cost over all pairs.
+        labels: the method of class distances.
         cost: the ground cost.
         solver: how transport is solved.
-        compute: where and how.
+        compute: where and how passes run.
         projections: draws of the sliced distance.
-        subsample: K subsamples of a sampling interval; None for none.
-        subsample_size: rows of each of a source; None for a quarter.
-        noise_floor: whether distances between halves of every dataset are measured.
+        subsample: K, the subsamples of a sampling interval; None for no intervals.
+        subsample_size: rows of each subsample of a source; None for a quarter.
+        noise_floor: whether distances between halves of each dataset are computed.
         transfer: how networks are trained; None for no transfer.
         seed: of every draw.
-        threads: of every unit that is not to be computed by one.
+        threads: threads of units that do not need exactly one.
     """
 
     measures: tuple[str, ...]
@@ -75,7 +78,7 @@ class Settings:
 
     @property
     def transport(self) -> dict[str, Any]:
-        """What a transport term depends on beside the datasets, for JSON."""
+        """What a transport term depends on besides the datasets, as JSON types."""
         return {
             "epsilon": self.epsilon,
             "epsilon_relative": self.epsilon_relative,
@@ -91,12 +94,12 @@ class Settings:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What computes, for JSON."""
+        """Compute options, threads and versions, as JSON types."""
         return {"compute": self.compute.settings, "threads": self.threads, "versions": versions()}
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What a sampling interval depends on, for JSON."""
+        """What a sampling interval depends on, as JSON types."""
         return {
             "subsample": self.subsample,
             "subsample_size": self.subsample_size,
@@ -104,7 +107,7 @@ class Settings:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of study.json but for the tasks."""
+        """Return the content of study.json without the tasks."""
         return {
             "measures": list(self.measures),
             "measure": self.measure,
@@ -118,14 +121,14 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A labelled dataset under a name, with rows to test on.
+    """A labelled dataset with a name and test rows.
 
     Attributes:
-        name: how tables call it.
+        name: its name in tables.
         train: the rows that are compared and trained on, on the CPU.
-        test: rows of the same classes that errors are counted on; None where nothing is
+        test: rows of the same classes on which errors are counted; None if nothing is
             transferred to the task.
-        family: the unit that it belongs to for intervals; None until `with_families` gives one.
+        family: the unit that it belongs to in intervals; None until `with_families` sets it.
     """
 
     name: str
@@ -135,20 +138,20 @@ class Task:
 
     @cached_property
     def row_hashes(self) -> frozenset[bytes]:
-        """One hash for every row of features, of both parts."""
+        """One hash for each different row of features, over both parts."""
         trained, tested = self.part_hashes
         return trained | tested
 
     @cached_property
     def part_hashes(self) -> tuple[frozenset[bytes], frozenset[bytes]]:
-        """One hash for every row of features, of the training and of the test rows."""
+        """One hash for each different row of features, for training and for test rows."""
         parts = (self.train, self.test)
         trained, tested = (frozenset(() if part is None else _hashes(part)) for part in parts)
         return trained, tested
 
     @property
     def fingerprints(self) -> list[str | None]:
-        """Fingerprints of the contents of both parts; None without test rows."""
+        """Content fingerprints of both parts; None without test rows."""
         return [self.train.fingerprint, None if self.test is None else self.test.fingerprint]
 
 
@@ -164,17 +167,17 @@ def as_tasks(
     families: Mapping[str, str] | None,
     transfer: bool,
 ) -> tuple[Task, ...]:
-    """Tasks from what a study is made with.
+    """Make the tasks of a study from datasets.
 
     Args:
         given: by name, (train, test) as samples, or train alone.
         min_class_size: drop classes with fewer training rows, with a notice.
-        families: the family of tasks by name; the others get theirs from the rows they share.
-        transfer: whether every task needs test rows.
+        families: the family of tasks by name; other tasks are grouped by shared rows.
+        transfer: whether each task needs test rows.
 
     Raises:
-        InputError: there are too few tasks, or one has no labels, no test rows or other classes
-            in its test rows.
+        InputError: there are too few tasks, or a task has no labels, no test rows, or test rows
+            with other classes.
     """
     least = 4 if transfer else 2
     if len(given) < least:
@@ -190,7 +193,7 @@ def as_tasks(
 
 
 def read_datasets(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Read the datasets among the given tasks into samples, and leave samples as they are.
+    """Read given datasets into samples, and leave given samples unchanged.
 
     Raises:
         InputError: as for `as_samples`.
@@ -205,12 +208,16 @@ def read_datasets(given: Mapping[str, Given]) -> dict[str, Given]:
 
 
 def shared_rows(one: Task, other: Task) -> int:
-    """How many different rows two tasks have in common."""
+    """Return how many different rows two tasks have in common."""
     return len(one.row_hashes & other.row_hashes)
 
 
 def with_families(tasks: Sequence[Task], given: Mapping[str, str]) -> tuple[Task, ...]:
-    """Tasks with their family: as given, else one for all that share rows in any chain."""
+    """Return the tasks with their families.
+
+    A task's family is the given one. Otherwise tasks that share rows, directly or through others,
+    form one family, named after the first of them.
+    """
     place = list(range(len(tasks)))
     for j in range(len(tasks)):
         for i in range(j):
@@ -253,9 +260,9 @@ def _task(name: str, given: Given, min_class_size: int | None, transfer: bool) -
 
 
 def _parts(name: str, given: Any) -> tuple[LabeledSamples, LabeledSamples | None]:
-    """Training and test rows; two arrays are features and labels, as elsewhere."""
+    """Return training and test rows; two arrays are features and labels."""
     test = None
-    # Two pairs (features, labels) are (train, test) as well.
+    # A tuple of two tuples (features, labels) is (train, test) too.
     if isinstance(given, tuple) and (
         any(isinstance(part, LabeledSamples) for part in given)
         or all(isinstance(part, tuple) for part in given)
@@ -272,7 +279,7 @@ def _parts(name: str, given: Any) -> tuple[LabeledSamples, LabeledSamples | None
 
 
 def _tested(name: str, train: LabeledSamples, test: LabeledSamples) -> LabeledSamples:
-    """The test rows with the classes of the training rows, by name."""
+    """Return the test rows with the classes of the training rows, matched by name."""
     if test.dim != train.dim:
         raise InputError(
             f"task {name} has {train.dim} features in its training rows and {test.dim} in its "
@@ -297,12 +304,12 @@ def _tested(name: str, train: LabeledSamples, test: LabeledSamples) -> LabeledSa
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """Everything that units read.
+    """The tasks and settings that units read.
 
     Attributes:
         tasks: at least two.
         settings: resolved.
-        cache_dir: where distances between classes are kept; decides no result.
+        cache_dir: where class distances are cached; it decides no result.
     """
 
     tasks: tuple[Task, ...]
@@ -319,19 +326,19 @@ class Setup:
         return [task.train.fingerprint for task in self.tasks]
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Places of two different tasks, the earlier first."""
+        """Return the index pairs (i, j), i < j, of different tasks."""
         return combinations(range(len(self.tasks)), 2)
 
     def ordered_pairs(self) -> Iterator[tuple[int, int]]:
-        """Places of a source and of a target."""
+        """Return the index pairs (source, target) of different tasks."""
         return permutations(range(len(self.tasks)), 2)
 
     def transferred(self) -> list[tuple[int, int]]:
-        """The ordered pairs that transfer is tried on: those without rows in common."""
+        """Return the ordered pairs for which transfer is run: those without shared rows."""
         return [pair for pair in self.ordered_pairs() if tuple(sorted(pair)) not in self.shared]
 
     def to_dict(self) -> dict[str, Any]:
-        """What study.json says."""
+        """Return the content of study.json."""
         return {
             "tasks": {
                 task.name: {
@@ -349,6 +356,6 @@ class Setup:
 
     @cached_property
     def shared(self) -> dict[tuple[int, int], int]:
-        """The pairs (i, j), i < j, that share rows, and how many."""
+        """The pairs (i, j), i < j, that share rows, with the number of shared rows."""
         found = {(i, j): shared_rows(self.tasks[i], self.tasks[j]) for i, j in self.pairs()}
         return {pair: count for pair, count in found.items() if count}

@@ -1,8 +1,12 @@
-"""A dataset-transfer study: which dataset to train on first, and which measures predict it.
+"""The entry point of dataset-transfer studies: `Study` and the run of its units.
 
-Distances and scores between all tasks, transfer runs between them, and how the one follows the
-other, each with its error. The work is a list of pieces (units) in a folder: killed at any moment,
-a study goes on where it was.
+`Study` checks tasks and settings and resolves every `auto` once; `carry_out` computes the units
+that are not done and gathers the result. Users call `Study` from Python; the study command and the
+experiment of the transfer study call both.
+
+The units are stored in a folder, each file complete or absent, so a study that was killed at any
+moment can be resumed. A resumed study must have the settings of its folder: a change to
+`Setup.to_dict` or to a unit's key makes folders of earlier versions useless.
 """
 
 from __future__ import annotations
@@ -52,38 +56,39 @@ DEFAULT_TRANSFER = Transfer()
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """The tasks to compare, the measures, and the networks to train.
+    """A study: the tasks to compare, the measures, and the networks to train.
 
     Args:
-        tasks: datasets by name, each as (train, test) or as training rows alone, of one feature
-            space; at least 4 with transfer, else at least 2. Samples, or any datasets of vectors
-            that `otdd.embed` takes, which are read here.
-        measures: names of measures: otdd, sliced, frechet, otce, and of trained sources knn,
-            logme, h_score, leep; None takes all that there can be.
-        measure: the one of them that chooses a source for every target, fixed before any gain is
-            known; None is otdd, or the first of `measures` where otdd is not among them.
+        tasks: datasets by name, each as (train, test) or as training rows alone, all of one feature
+            space; at least 4 with transfer, otherwise at least 2. Samples, or any datasets of
+            vectors that `otdd.embed` accepts, which are read here.
+        measures: names of measures: otdd, sliced, frechet, otce, and of trained sources knn, logme,
+            h_score, leep; None takes all that are possible.
+        measure: the measure that chooses a source for each target, fixed before any gain is known;
+            None is otdd, or the first of `measures` if otdd is not among them.
         transfer: how networks are trained; None for no transfer.
         families: the family of tasks by name. Intervals count a family as one dataset; by default
-            tasks that share rows, in any chain, are one.
+            tasks that share rows, directly or through others, form a family.
         epsilon: entropic regularisation of all pairs, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost, the mean over all pairs of
-            different tasks; instead of `epsilon`. Neither given means 0.01 of that mean.
-        labels: how distances between classes are measured, as for `pairwise_distances`. Of a
-            function the study keeps the value for one pair of classes, and goes on only with a
-            function that has the same.
+        epsilon_relative: epsilon as a multiple of the mean cost over all pairs of different tasks;
+            instead of `epsilon`. If neither is given, epsilon is 0.01 of that mean.
+        labels: the method of class distances, as for `pairwise_distances`. For a function, the
+            study stores its value for one pair of classes, and can be resumed only with a function
+            that returns the same value.
         cost: the ground cost, `otdd.GroundCost()` by default.
         min_class_size: drop classes with fewer training rows, with a notice.
         solver: how transport is solved to a marginal error, `otdd.Converged()` by default.
         compute: where and how passes run, or only the device. Networks are trained on the CPU.
         projections: draws of the sliced distance.
-        subsample: K, sampling intervals of all measures but sliced by K subsamples; None for none.
+        subsample: K, the number of subsamples for sampling intervals of all measures but sliced;
+            None for no intervals.
         subsample_size: rows of each subsample of a source; None for a quarter.
-        noise_floor: also measure distances between two halves of every dataset.
+        noise_floor: also compute distances between two halves of each dataset.
         seed: of every draw.
-        cache_dir: where distances between classes are kept beside the study; None keeps none.
+        cache_dir: where class distances are cached outside the study; None caches none.
 
     Raises:
-        InputError: an argument is not what it must be, or the tasks do not fit together.
+        InputError: an argument is invalid, or the tasks do not fit together.
     """
 
     tasks: Mapping[str, Given]
@@ -112,7 +117,7 @@ class Study:
             families=optional(mapping("be a mapping of families by the names of tasks")),
             projections=integer(at_least=2),
         )
-        # Once, as a shuffled loader gives other rows the next time.
+        # Read only once: a shuffled loader gives other rows the next time.
         object.__setattr__(self, "tasks", read_datasets(self.tasks))
         if self.measures is None:
             object.__setattr__(self, "measures", _all_measures(transfer=self.transfer is not None))
@@ -147,20 +152,21 @@ class Study:
         progress: Progress | None = None,
         stop: Stop | None = None,
     ) -> StudyResult:
-        """Compute what the folder does not have yet, and return the result.
+        """Compute the units that the folder does not have yet, and return the result.
 
         Args:
-            folder: of the study, made if it does not exist: study.json and units.
-            resume: go on with the study that the folder holds.
+            folder: the study's folder, created if it does not exist: study.json and units.
+            resume: continue the study that the folder holds.
             shard: I/N such as 2/4, this process's part of the work; N processes share the folder.
-            workers: processes of this one.
-            threads: of work that is not done by one thread, part of what a study is; None is
-                what torch has, divided among the workers, when the study begins.
-            progress: called as progress(pieces of work done, their total).
-            stop: asked between pieces of work whether to end before all are done.
+            workers: the number of worker processes.
+            threads: threads of units that do not need exactly one, a setting of the study; None
+                takes torch's number, divided among the workers, when the study begins.
+            progress: called as progress(units done, their total).
+            stop: called between units; if it returns True, the run ends early.
 
         Returns:
-            What is there: all of it, unless stopped or work failed, which `failures` lists.
+            The result of all units that are done: of all units, unless the run was stopped or units
+            failed, which `failures` lists.
 
         Raises:
             InputError: the folder holds something else, or a study with other settings.
@@ -175,7 +181,7 @@ class Study:
             ]
             content = setups[0].to_dict()
             if known is not None and "measure" not in known and self.measure is None:
-                # Studies begun before there was this setting chose by its default.
+                # Folders of versions without this setting used its default.
                 del content["measure"]
             return content
 
@@ -184,7 +190,7 @@ class Study:
         return carry_out(setup, folder, part, workers, progress, stop)
 
     def _tasks(self) -> tuple[Task, ...]:
-        """The tasks, checked: what cannot be met is said before anything is computed."""
+        """Return the checked tasks, so that every error is raised before anything is computed."""
         transfer = self.transfer
         tasks = as_tasks(
             self.tasks,
@@ -207,7 +213,7 @@ class Study:
         return tasks
 
     def _metric(self, tasks: Sequence[Task]) -> LabelMetric:
-        """How class distances are measured; a function with its value for one pair of classes."""
+        """Return the metric between classes; a function includes its value for one pair."""
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
         seen = [cost.seen(task.train) for task in tasks]
         if isinstance(metric, PairFunction):
@@ -221,7 +227,7 @@ class Study:
         workers: int,
         threads: int | None,
     ) -> Settings:
-        """The settings with nothing left to choose: as the folder has it, or as it is now."""
+        """Return settings without `auto`: the folder's values, or those resolved now."""
         kept = {} if known is None else known.get("compute") or {}
         if threads is None:
             threads = None if known is None else known.get("threads")
@@ -255,7 +261,7 @@ def carry_out(
     progress: Progress | None,
     stop: Stop | None,
 ) -> StudyResult:
-    """Compute the units that are left and gather all that are done."""
+    """Compute the units that are not done, and gather all that are."""
     started = time.perf_counter()
     store, threads = Store(folder), setup.settings.threads
     units = study_units(setup)
@@ -282,7 +288,6 @@ def carry_out(
 
 
 def _all_measures(*, transfer: bool) -> tuple[str, ...]:
-    """The names of all measures that there can be."""
     return tuple(name for name, kind in MEASURES.items() if transfer or not kind.needs_transfer)
 
 
@@ -293,12 +298,12 @@ def _check_solver(solver: Schedule | None) -> Converged:
             "a study solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
-    # A term that stops early is said to have, and the others go on.
+    # A term that stops early is reported as not converged, and the others continue.
     return replace(options, require_convergence=False)
 
 
 def _resolved(compute: ComputeOptions, kept: Mapping[str, Any]) -> ComputeOptions:
-    """Options without `auto`: what a folder keeps for it, else what it means here and now."""
+    """Return options without `auto`: the folder's values, or those resolved here and now."""
     asked = {
         key: kept.get(key, value) if value == "auto" else value
         for key, value in compute.settings.items()
@@ -307,7 +312,7 @@ def _resolved(compute: ComputeOptions, kept: Mapping[str, Any]) -> ComputeOption
     asked["device"] = str(device)
     if asked["backend"] == "auto":
         asked["backend"] = "triton" if uses_triton(compute, device) else "torch"
-    # Half of what is free for a process, as there may be several, and less another time.
+    # Half of the free memory: several processes may run, and less may be free later.
     budget = asked["memory_budget"]
     asked["memory_budget"] = budget_in_bytes(budget, device) // (2 if budget == "auto" else 1)
     return ComputeOptions(**asked)

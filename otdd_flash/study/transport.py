@@ -1,14 +1,14 @@
-"""Self terms and cross terms of a study, and the distances that they make.
+"""Transport units of a study: class distances, epsilon, self and cross terms, and sampling errors.
 
     S_epsilon(x, y) = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2
 
-K tasks have K self terms and K (K - 1) / 2 cross terms, each solved as `dataset_distance` does.
+K tasks have K self terms and K (K - 1) / 2 cross terms, each solved as `dataset_distance` does and
+each a unit of its own (`Term`). Class distances are computed in blocks of two tasks (`ClassBlock`),
+and an epsilon that is relative to the mean cost over all pairs is one unit (`Epsilon`). The
+measures of distances use all of it; pool and result use `Epsilon` and `Term`.
 
-Class distances of a study in blocks of two tasks, and the epsilon of all pairs.
-
-The tasks' datasets, checked, moved and seen by the ground cost once for every process.
-
-Sampling of the transport distances of a study: intervals by subsamples, and noise floors.
+A term orders its tasks by index, so that both directions share one unit. The datasets are checked
+and moved to the device once per process (`request_of`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Term(Unit):
         return table_units(self.setup, self.i, self.j) + epsilon_units(self.setup)
 
     def compute(self, bench: Bench) -> Content:
-        """Solve the term; a cross term also keeps the coupling of classes, by its plan."""
+        """Solve the term; a cross term also stores the class coupling of its plan."""
         settings = self.setup.settings
         table, epsilon = table_of(self.setup, bench, self.i, self.j), epsilon_of(self.setup, bench)
         request = request_of(self.setup, bench).of(self.i, self.j)
@@ -101,13 +101,13 @@ class Term(Unit):
 
 
 class Distance(NamedTuple):
-    """S_epsilon of two tasks.
+    """S_epsilon of two tasks with its solver bounds.
 
     Attributes:
         value: the distance, in units of the cost.
-        lower: a lower bound.
-        upper: an upper bound.
-        marginal_error: the largest of the terms'.
+        lower: the lower bound.
+        upper: the upper bound.
+        marginal_error: the largest over the three terms.
         converged: whether all terms reached the tolerance.
     """
 
@@ -119,18 +119,18 @@ class Distance(NamedTuple):
 
 
 def distance_units(setup: Setup, i: int, j: int) -> tuple[Term, ...]:
-    """The terms of a distance."""
+    """Return the cross term and the two self terms of a distance."""
     return Term(setup, i, j), Term(setup, i, i), Term(setup, j, j)
 
 
 def distance_of(setup: Setup, bench: Bench, i: int, j: int) -> Distance:
-    """The distance between two tasks, from its terms."""
+    """Compute the distance between two tasks from its terms."""
     xy, xx, yy = (bench.found(unit).facts for unit in distance_units(setup, i, j))
     error = max(term["marginal_error"] for term in (xy, xx, yy))
     converged = all(term["converged"] for term in (xy, xx, yy))
     if xy["identical"]:
         return Distance(0.0, 0.0, 0.0, error, converged)
-    # As in `Divergence`: each end takes the opposite end of the self terms.
+    # As in `Divergence`: a lower bound takes the upper bounds of the self terms, and vice versa.
     value = xy["value"] - sum(term["value"] for term in (xx, yy)) / 2
     lower = xy["bounds"][0] - sum(term["bounds"][1] for term in (xx, yy)) / 2
     upper = xy["bounds"][1] - sum(term["bounds"][0] for term in (xx, yy)) / 2
@@ -138,7 +138,7 @@ def distance_of(setup: Setup, bench: Bench, i: int, j: int) -> Distance:
 
 
 class ClassBlock(Unit):
-    """Squared distances between the classes of two tasks, or of one."""
+    """Squared distances between the classes of two tasks, or within one task."""
 
     kind = "class distances"
 
@@ -172,7 +172,7 @@ class ClassBlock(Unit):
 
 
 class Epsilon(Unit):
-    """The mean over all pairs of the mean cost, and the regularisation that is relative to it."""
+    """The mean cost over all pairs, and the regularisation, which may be relative to it."""
 
     kind = "epsilon"
 
@@ -201,19 +201,19 @@ class Epsilon(Unit):
             means.append(mean_cost(request.inputs((i, j), block)))
         mean, settings = sum(means, 0.0) / len(means), self.setup.settings
         relative = settings.epsilon_relative
-        # The default of all studies, which a constant cost does not stop.
+        # None is the default, for which a constant cost is no error.
         relative = None if relative == DEFAULT_RELATIVE else relative
         *_, epsilon = settled_epsilon(settings.epsilon, relative, lambda: mean)
         return Content({"epsilon": epsilon, "mean_cost": mean})
 
 
 def epsilon_units(setup: Setup) -> tuple[Unit, ...]:
-    """What the epsilon of a term is read from, where it is relative."""
+    """Return the unit that a relative epsilon is read from; none if epsilon is absolute."""
     return () if setup.settings.epsilon_relative is None else (Epsilon(setup),)
 
 
 def epsilon_of(setup: Setup, bench: Bench) -> float:
-    """The regularisation of all pairs, in units of the cost."""
+    """Return the regularisation of all pairs, in units of the cost."""
     units = epsilon_units(setup)
     if units:
         return float(bench.found(units[0]).facts["epsilon"])
@@ -222,12 +222,12 @@ def epsilon_of(setup: Setup, bench: Bench) -> float:
 
 
 def table_units(setup: Setup, i: int, j: int) -> tuple[Unit, ...]:
-    """The blocks of the table of two tasks, or of one with itself."""
+    """Return the blocks of class distances of two tasks, or of one with itself."""
     return tuple(ClassBlock(setup, *pair) for pair in dict.fromkeys(((i, i), (i, j), (j, j))))
 
 
 def table_of(setup: Setup, bench: Bench, i: int, j: int) -> ClassDistances:
-    """W over the classes of two tasks, i <= j, as `class_distances` has it."""
+    """Return W over the classes of two tasks, i <= j, in the form of `class_distances`."""
     blocks = {
         pair: bench.found(ClassBlock(setup, *pair)).tensors for pair in ((i, i), (i, j), (j, j))
     }
@@ -248,10 +248,10 @@ def table_of(setup: Setup, bench: Bench, i: int, j: int) -> ClassDistances:
 
 
 def request_of(setup: Setup, bench: Bench) -> Request:
-    """The request of all tasks.
+    """Return the request of all tasks, prepared once per process.
 
     Raises:
-        InputError: the device or its memory is short of what a term takes.
+        InputError: the device or its memory does not suffice for a term.
     """
     settings = setup.settings
 
@@ -263,7 +263,7 @@ def request_of(setup: Setup, bench: Bench) -> Request:
 
 
 class PairSampling(Unit):
-    """What sampling makes of the distance of two tasks, in the order of the study."""
+    """A unit on the sampling error of the distance of two tasks, in the order of the study."""
 
     def __init__(self, setup: Setup, i: int, j: int) -> None:
         self.setup, self.i, self.j = setup, min(i, j), max(i, j)
@@ -296,7 +296,7 @@ class PairSampling(Unit):
 
 
 class PairInterval(PairSampling):
-    """The interval of a distance by subsamples."""
+    """The sampling interval of a distance, computed from subsamples."""
 
     kind = "subsample interval"
 
@@ -319,7 +319,7 @@ class PairInterval(PairSampling):
 
 
 class PairFloor(PairSampling):
-    """Distances between two halves of each of two tasks."""
+    """The noise floor of two tasks: distances between two halves of each."""
 
     kind = "noise floor"
 

@@ -1,12 +1,15 @@
-"""A piece of work of a study: what its result depends on, and how it is computed.
+"""Units of a study: pieces of work with stored results, and the loop that computes them.
 
-The folder of a study's units: one file each, whole or not at all, with a checksum.
+A `Unit` states what its result depends on (`key`, `needs`) and how to compute it; its digest names
+its file. `Store` reads and writes these files, complete or not at all and with a checksum.
+`work_through` computes a list of units beside other processes that work through the same list: each
+process computes a unit that is not done, whose needs are done and which no living process has
+locked. With shards, the digest assigns each unit to one shard; a shard waits for units of others,
+and takes over those of a shard whose process has died.
 
-Going through a list of units, beside other processes that go through the same list.
-
-Every process walks over the whole list and computes what is not done, what it needs being done, and
-what no living process has locked. A study with shards gives every unit to one of them by its
-digest; a shard waits for units of others, and takes over those of a shard whose process is dead.
+Measures, transport and transfer derive their units from `Unit`; study, pool and result run and read
+them. A stored unit is never computed again, so its key must hold everything that decides the result
+and nothing else.
 """
 
 from __future__ import annotations
@@ -34,17 +37,16 @@ from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, write_t
 
 T = TypeVar("T")
 
-
 DIGEST_LENGTH = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What a unit came to.
+    """The stored result of a unit.
 
     Attributes:
-        facts: what JSON can hold.
-        tensors: the rest, on the CPU.
+        facts: values that JSON can hold.
+        tensors: tensors on the CPU.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -52,12 +54,12 @@ class Content:
 
 
 class Unit(ABC):
-    """A piece of work; two with equal keys are one.
+    """A piece of work; two units with equal kind, key and needs are the same.
 
     Attributes:
-        kind: what sort of work it is, part of the digest.
-        one_thread: whether it is computed by one thread, as what has to come out the same to the
-            last bit on one machine; others take the threads of the study.
+        kind: the sort of work, part of the digest.
+        one_thread: whether one thread computes it, so that the result is the same to the last bit
+            on one machine; other units use the study's number of threads.
     """
 
     kind: ClassVar[str]
@@ -66,12 +68,12 @@ class Unit(ABC):
     @property
     @abstractmethod
     def key(self) -> Mapping[str, Any]:
-        """All that the result depends on, for JSON: content fingerprints, settings, seeds."""
+        """All that the result depends on, as JSON types: content fingerprints, settings, seeds."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """What messages call it."""
+        """The unit's name in messages."""
 
     @property
     def needs(self) -> tuple[Unit, ...]:
@@ -80,52 +82,53 @@ class Unit(ABC):
 
     @abstractmethod
     def compute(self, bench: Bench) -> Content:
-        """Do the work."""
+        """Compute the content of the unit."""
 
     @cached_property
     def digest(self) -> str:
-        """The name of its file: SHA-256 of kind, key and the digests of what it needs."""
+        """The name of the unit's file: SHA-256 of kind, key and the digests of `needs`."""
         parts = [self.kind, self.key, [unit.digest for unit in self.needs]]
         text = json.dumps(parts, sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
 
 class Bench(Protocol):
-    """Where units are computed: the study's data, and what other units came to."""
+    """Access to what units share while they are computed: contents and cached data."""
 
     def found(self, unit: Unit) -> Content:
-        """The content of a unit that is done."""
+        """Return the content of a unit that is done."""
 
     def known(self, unit: Unit) -> Content | None:
-        """The content of a unit, or None where it is not done."""
+        """Return the content of a unit, or None if it is not done."""
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` gave when it was first asked for under this name, by any unit."""
+        """Return what `make` returned when any unit first asked for this name."""
 
 
 FOLDER = "units"
 
-
-# How a unit that failed ends, in the order of the commands' exit codes.
+# Exit codes of failed units, equal to those of the commands.
 DEFECT, BAD_INPUT, NOT_CONVERGED = 1, 2, 3
 
 
 class Store:
-    """Contents of units by their digests, under `folder`/units.
+    """The contents of units by their digests, in `folder`/units.
 
     Args:
-        folder: the study's; made on the first write.
+        folder: the study's folder; created on the first write.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder) / FOLDER
 
     def done(self, unit: Unit) -> bool:
-        """Whether there is a file of the unit."""
+        """Return whether the unit's file exists."""
         return self._path(unit).exists()
 
     def get(self, unit: Unit) -> Content | None:
-        """What the unit came to, or None where there is no file, or a damaged one, which goes.
+        """Return the content of a unit, or None if its file is missing or damaged.
+
+        A damaged file is removed.
 
         Warns:
             DataNotice: the file is damaged.
@@ -149,7 +152,7 @@ class Store:
         return None
 
     def put(self, unit: Unit, content: Content) -> None:
-        """Keep what a unit came to.
+        """Write the content of a unit, and remove the record of an earlier failure.
 
         Raises:
             InputError: the file cannot be written.
@@ -184,7 +187,7 @@ class Store:
         write_json(self._error_path(unit), record)
 
     def failure(self, unit: Unit) -> dict[str, Any] | None:
-        """Why the unit failed when it was last tried; None if it did not."""
+        """Return the record of the unit's last failure; None if there is none."""
         try:
             record: dict[str, Any] = json.loads(self._error_path(unit).read_text("utf-8"))
         except (OSError, ValueError):
@@ -197,7 +200,9 @@ class Store:
 
     @contextmanager
     def locked(self, unit: Unit) -> Iterator[bool]:
-        """Whether no other living process computes the unit; until the end none will.
+        """Lock a unit, and yield whether this process got the lock.
+
+        Until the context ends, no other process can lock the unit.
 
         Raises:
             InputError: the folder cannot be written.
@@ -224,13 +229,11 @@ class Store:
         return self.folder / f"{unit.digest}.error.json"
 
 
-# Between two looks at units that others compute.
+# The pause before units that other processes compute are checked again.
 SECONDS_APART = 0.2
 
-
-# progress(units done, their total); stop() says whether to end after this unit.
+# progress(units done, their total); stop() returns whether to end.
 Progress = Callable[[int, int], None]
-
 
 Stop = Callable[[], bool]
 
@@ -240,7 +243,7 @@ class Shard:
     """One of several processes that share the units of a study.
 
     Attributes:
-        number: which one, from 1.
+        number: which of them this is, from 1.
         count: how many there are.
     """
 
@@ -249,10 +252,10 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str | None) -> Shard:
-        """Read text such as 2/4; None is the only shard.
+        """Read a text such as 2/4; None means the only shard.
 
         Raises:
-            InputError: it is no such text.
+            InputError: the text has another form.
         """
         if text is None:
             return cls()
@@ -262,12 +265,14 @@ class Shard:
         return cls(int(number), int(count))
 
     def owner(self, unit: Unit) -> int:
-        """The number of the shard that a unit belongs to."""
+        """Return the number of the shard that a unit belongs to."""
         return int(unit.digest, 16) % self.count + 1
 
     @contextmanager
     def alive(self, store: Store) -> Iterator[None]:
-        """Show that this shard's process lives; its file stays, free once the process has ended.
+        """Hold the lock of this shard, which shows other shards that its process is alive.
+
+        The lock file remains afterwards; an unlocked file means that the process has ended.
 
         Raises:
             InputError: another living process is this shard.
@@ -287,7 +292,7 @@ class Shard:
             os.close(descriptor)
 
     def mine(self, unit: Unit, store: Store) -> bool:
-        """Whether to compute a unit: it belongs here, or to a shard that began and is dead."""
+        """Return whether to compute a unit: it belongs to this shard, or to one that died."""
         owner = self.owner(unit)
         return owner == self.number or self._is_dead(owner, store)
 
@@ -309,7 +314,7 @@ class Shard:
 
 
 def in_order(units: Iterable[Unit]) -> list[Unit]:
-    """Each unit once, after those that it needs."""
+    """Return each unit once, after the units that it needs."""
     found: dict[str, Unit] = {}
 
     def add(unit: Unit) -> None:
@@ -333,16 +338,16 @@ def work_through(
     progress: Progress | None = None,
     stop: Stop | None = None,
 ) -> None:
-    """Compute what is left of a list of units, until each is done, failed or needs a failed one.
+    """Compute a list of units, until each is done, has failed or needs a failed unit.
 
     Args:
-        units: as `in_order` gives them.
-        bench: where they are computed.
-        store: where they are kept.
-        shard: which of them are this process's.
-        threads: of units that are not `one_thread`.
-        progress: called as progress(units that are over, their total).
-        stop: asked before every unit whether to end.
+        units: in an order of `in_order`.
+        bench: access to contents and shared data.
+        store: where contents are stored.
+        shard: which units this process computes.
+        threads: threads of units that are not `one_thread`.
+        progress: called as progress(units finished, their total).
+        stop: called before each unit; if it returns True, the function returns.
     """
     left, lost = list(units), set[str]()
     while left:
@@ -359,7 +364,7 @@ def work_through(
 
 
 def _over(unit: Unit, store: Store, lost: set[str]) -> bool:
-    """Whether nothing is left to do for a unit."""
+    """Return whether a unit is done, has failed, or needs a failed unit."""
     if store.done(unit):
         return True
     if store.failure(unit) is not None or any(needed.digest in lost for needed in unit.needs):
@@ -370,27 +375,27 @@ def _over(unit: Unit, store: Store, lost: set[str]) -> bool:
 def _computed(
     unit: Unit, bench: Bench, store: Store, shard: Shard, threads: int, lost: set[str]
 ) -> bool:
-    """Compute a unit if it is this process's turn; whether it is over now."""
+    """Compute a unit if this process may, and return whether the unit is finished."""
     ready = all(store.done(needed) for needed in unit.needs)
     if not ready or not shard.mine(unit, store):
         return False
     with store.locked(unit) as free:
         if not free:
             return False
-        # Another process may have ended it before the lock was had.
+        # Another process may have finished it before this one got the lock.
         if not _over(unit, store, lost):
             compute(unit, bench, store, threads)
     return _over(unit, store, lost)
 
 
 def compute(unit: Unit, bench: Bench, store: Store, threads: int) -> Content | None:
-    """Compute a unit and keep what it came to, or why it failed, which is None."""
+    """Compute a unit and store its content, or store why it failed and return None."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if unit.one_thread else threads)
     try:
         content = unit.compute(bench)
     except Exception as error:
-        # Of any kind: the other units go on.
+        # Any exception: the other units continue.
         store.fail(unit, error)
         return None
     finally:

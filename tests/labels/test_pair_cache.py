@@ -157,9 +157,10 @@ def classes(count):
     return [bytes([index]) * 32 for index in range(count)]
 
 
-def test_numbers_that_are_not_finite_are_not_kept_and_minus_zero_is_no_damage(tmp_path):
-    """SQLite gives 0.0 back for -0.0."""
-    values = torch.tensor([1.0, torch.nan, torch.inf, 0.0, -0.0, 3.0], dtype=torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_that_are_not_finite_are_not_kept_and_minus_zero_is_no_damage(tmp_path, dtype):
+    """SQLite gives 0.0 back for -0.0; a metric of the user may be of float32."""
+    values = torch.tensor([1.0, torch.nan, torch.inf, 0.0, -0.0, 3.0], dtype=dtype)
     cache = PairCache(tmp_path)
     cache.keep("recipe", classes(4), all_pairs(4), PairDistances.exactly(values))
     known, found = cache.find("recipe", classes(4), all_pairs(4))

@@ -1,6 +1,10 @@
-"""Functionals by the names and parameters that configurations give them.
+"""Functionals of a labelled, weighted cloud: their construction from configurations and evaluation.
 
-Functionals of a labelled, weighted cloud, their weights, and how they move particles.
+`FACTORIES` lists the built-in functionals by name; their parameters are those of `configured` in
+`potentials`. The package's `__init__` exports this module's public names, and only it imports them.
+
+Everything that depends on the starting particles is decided in `build_functionals`, so that a flow
+descends the same objective at every step and after it is resumed.
 """
 
 from __future__ import annotations
@@ -30,14 +34,14 @@ from otdd_flash.samples import LabeledSamples
 def build_functionals(
     specs: Sequence[Mapping[str, Any] | WeightedFunctional], start: LabeledSamples
 ) -> tuple[WeightedFunctional, ...]:
-    """Functionals from configurations such as {name: norm, weight: 0.1}.
+    """Build functionals from configurations such as {name: norm, weight: 0.1}.
 
     Everything that depends on the starting particles is decided here and stays the same during the
-    flow. A second functional of one name is reported as `norm_2`.
+    flow. A second functional with the same name is reported as `norm_2`.
 
     Args:
-        specs: for each functional its `weight`, its `name` with parameters, or the import `path` of
-            a function with keyword arguments; those that are built already come last, as they are.
+        specs: for each functional its `weight`, and its `name` with parameters or the import `path`
+            of a function with keyword arguments. Functionals already built come last, unchanged.
         start: the particles before the first step, in the space in which they move.
 
     Raises:
@@ -60,7 +64,7 @@ def build_functionals(
 
 
 def _label(spec: Mapping[str, Any]) -> str:
-    """What reports call it: its name, or the last part of its path."""
+    """Return the functional's name in reports: its name, or the last part of its path."""
     if not isinstance(spec, Mapping) or ("name" in spec) == ("path" in spec):
         raise InputError(f"a functional needs either name=NAME or path=MODULE:FUNCTION, got {spec}")
     if "name" in spec:
@@ -86,7 +90,7 @@ def _build(spec: Mapping[str, Any], start: LabeledSamples) -> Functional | Entro
 
 
 def _imported(path: str, parameters: Mapping[str, Any]) -> Functional:
-    """The function at `path` with some of its arguments.
+    """Return the function at `path` with some of its arguments set.
 
     Args:
         path: "package.module:function" or "package.module.function". It is called as
@@ -95,7 +99,7 @@ def _imported(path: str, parameters: Mapping[str, Any]) -> Functional:
         parameters: keyword arguments.
 
     Raises:
-        InputError: nothing callable stands there, or it does not take these arguments.
+        InputError: the path has no callable, or it does not accept these arguments.
     """
     if not isinstance(path, str):
         raise InputError(f"path must be package.module:function, got {path!r}")
@@ -111,10 +115,10 @@ def _imported(path: str, parameters: Mapping[str, Any]) -> Functional:
 
 
 class Functional(Protocol):
-    """A number that depends on where the particles are, differentiable in `points` by autograd."""
+    """A function of the particles' positions, differentiable in `points` by autograd."""
 
     def __call__(self, points: Tensor, labels: Tensor | None, masses: Tensor) -> Tensor:
-        """The 0-dim value.
+        """Return the value, a 0-dim tensor.
 
         Args:
             points: (n, d) particles.
@@ -128,12 +132,12 @@ class Entropy:
     """F(rho) = int rho log rho, which spreads particles.
 
     Particles have no density, so it has neither value nor gradient here. Its flow is diffusion:
-    with weight w, a step of size tau adds sqrt(2 w tau) N(0, I) to every particle (Langevin;
+    with weight w, a step of size tau adds sqrt(2 w tau) N(0, I) to each particle (Langevin;
     Jordan, Kinderlehrer & Otto 1998, The variational formulation of the Fokker-Planck equation).
     """
 
 
-# Called with the starting particles and the parameters by name.
+# Each is called with the starting particles and the parameters by name.
 FACTORIES: dict[str, Callable[..., Functional | Entropy]] = {
     "norm": Norm.configured,
     "affine_norm": AffineNorm.configured,
@@ -149,10 +153,10 @@ class WeightedFunctional:
     """One term w_k F_k of the objective.
 
     Attributes:
-        name: what reports call it.
-        weight: w_k, finite. A negative weight turns the term around: potentials repel, classes
+        name: its name in reports.
+        weight: w_k, finite. A negative weight reverses the term: potentials repel, classes
             attract. Most potentials are then unbounded below and particles may run away.
-        function: F_k; `Entropy` stands for the noise that takes its place.
+        function: F_k; `Entropy` stands for noise.
 
     Raises:
         InputError: the weight is not finite, or that of the entropy is negative.
@@ -172,7 +176,10 @@ class WeightedFunctional:
 
 
 def noise_temperature(functionals: Iterable[WeightedFunctional]) -> float:
-    """The sum w of the weights of entropies: a step of size tau adds sqrt(2 w tau) N(0, I)."""
+    """Return the sum w of the weights of entropies.
+
+    A step of size tau adds sqrt(2 w tau) N(0, I).
+    """
     return sum((term.weight for term in functionals if isinstance(term.function, Entropy)), 0.0)
 
 
@@ -182,7 +189,7 @@ def value_and_velocity(
     labels: Tensor | None,
     masses: Tensor,
 ) -> tuple[dict[str, float], Tensor]:
-    """What functionals add to the objective of a flow, and to its gradient.
+    """Return what functionals add to the objective of a flow, and to its gradient.
 
     Args:
         functionals: the terms w_k F_k, with distinct names; entropies are skipped.
@@ -192,11 +199,11 @@ def value_and_velocity(
 
     Returns:
         w_k F_k(x) by name, and (1 / a_i) d(sum_k w_k F_k) / dx_i (n, d) in the type of `points`;
-        particles without mass get 0. The flow moves against it.
+        0 for particles without mass. The flow moves in the opposite direction.
 
     Raises:
         InputError: a functional does not return a finite 0-dim tensor with a finite gradient, or
-            two have one name.
+            two have the same name.
     """
     terms = [term for term in functionals if not isinstance(term.function, Entropy)]
     if len({term.name for term in terms}) < len(terms):
@@ -215,11 +222,11 @@ def value_and_velocity(
 def _differentiate(
     term: WeightedFunctional, particles: Tensor, labels: Tensor | None, masses: Tensor
 ) -> tuple[float, Tensor]:
-    """F_k and dF_k / dx (n, d)."""
+    """Return F_k and dF_k / dx (n, d)."""
     assert not isinstance(term.function, Entropy)
     with torch.enable_grad():
         with user_code(f"functional {term.name}"):
-            # The flow keeps its masses, and a function may change what it is given.
+            # A copy, because the function may modify its arguments.
             value = term.function(particles, labels, masses.clone())
         _check(term.name, value)
         with user_code(f"the gradient of functional {term.name}"):
@@ -235,7 +242,7 @@ def _differentiate(
 
 
 def _check(name: str, value: Any) -> None:
-    """Raise unless the value is what `Functional` promises."""
+    """Raise unless the value is a finite 0-dim tensor with a gradient, as `Functional` requires."""
     if not isinstance(value, Tensor) or value.ndim != 0:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"functional {name} must return a 0-dim tensor, got {got}")

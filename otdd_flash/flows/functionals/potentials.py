@@ -1,8 +1,10 @@
-"""Potential energies: every particle falls by itself, in a field of its place and class.
+"""The built-in functionals of flows, and the reading of their parameters.
 
-The interaction energy: points of different classes repel each other.
-
-Parameters of functionals: numbers, vectors and matrices, given as they are or as files.
+Potential energies (`Norm`, `AffineNorm`, `CoordinateCollapse`, `HyperplaneMargin`) act on each
+particle by itself; the interaction energy `ClassRepulsion` drives particles of different classes
+apart. Parameters are numbers, vectors or matrices, given directly or as .npy or .npz files
+(`as_number`, `as_tensor`). `build` imports the classes for its table of names; each has a
+`configured` constructor, whose arguments are the keys of a configuration.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ class Potential(ABC):
     Its velocity -(1 / a_i) dF / dx_i = -grad V(x_i, l_i) does not depend on the other particles.
 
     V is computed in float64, whatever the type of the points: in float32 a centre, an offset or a
-    plane would be rounded to 6e-8 of its distance from 0, which next to it is not small. Gradients
-    come in the type of the points, rounded once.
+    plane would be rounded to 6e-8 of its distance from 0, which is not small near it. Gradients
+    have the type of the points, rounded once.
     """
 
     @abstractmethod
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
-        """V (n,) of the points (n, d), float64, of classes `labels` (n,)."""
+        """Return V (n,) of the points (n, d), float64, with class indices `labels` (n,)."""
 
     def __call__(self, points: Tensor, labels: Tensor | None, masses: Tensor) -> Tensor:
-        """The average energy, 0-dim float64."""
+        """Return the mean energy, 0-dim float64."""
         return masses @ self.energies(points.double(), labels)
 
 
@@ -106,7 +108,7 @@ class CoordinateCollapse(Potential):
 
     Attributes:
         coordinates: K, distinct indices into [0, d).
-        value: that the coordinates of K are drawn to.
+        value: the value to which the coordinates of K are drawn.
     """
 
     coordinates: Tensor
@@ -116,10 +118,11 @@ class CoordinateCollapse(Potential):
     def configured(
         cls, start: LabeledSamples, coordinates: Sequence[int], value: float = 0.0
     ) -> CoordinateCollapse:
-        """For `start`'s dimension d.
+        """Build it for `start`'s dimension d.
 
         Raises:
-            InputError: an index is no integer, outside [0, d) or given twice; or there is none.
+            InputError: an index is not an integer, is outside [0, d) or is repeated; or there is
+                none.
         """
         return cls(_indices(coordinates, start.dim), as_number("value", value))
 
@@ -136,7 +139,7 @@ class HyperplaneMargin(Potential):
 
     Attributes:
         normal: w (d,).
-        signs: s (V,), the side of each class: 1, -1, or 0 for classes that feel nothing (V = 0).
+        signs: s (V,), the side of each class: 1, -1, or 0 for classes without a side (V = 0).
         offset: b.
         margin: in units of <w, x>.
     """
@@ -155,12 +158,12 @@ class HyperplaneMargin(Potential):
         offset: float = 0.0,
         margin: float = 1.0,
     ) -> HyperplaneMargin:
-        """For `start`'s dimension d and classes.
+        """Build it for `start`'s dimension d and classes.
 
         Args:
             start: the particles before the first step.
             normal: w as d numbers or a file of them.
-            signs: 1 or -1 by class name; classes that are not named feel nothing.
+            signs: 1 or -1 by class name; other classes have energy 0.
             offset: b.
             margin: not negative.
 
@@ -176,7 +179,7 @@ class HyperplaneMargin(Potential):
         )
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
-        """V (n,).
+        """Return V (n,).
 
         Raises:
             InputError: the particles have no labels.
@@ -204,7 +207,7 @@ def _signs(given: Any, start: LabeledSamples) -> Tensor:
         raise InputError(f"signs must give 1 or -1 by class name, got {given!r}")
     signs = torch.zeros(len(start.class_names))
     for name, sign in given.items():
-        # YAML reads the name of the class "3" as a number.
+        # YAML reads a class name such as "3" as a number.
         if str(name) not in start.class_names:
             raise InputError(
                 f"signs names an unknown class {str(name)!r}; the classes are: "
@@ -216,13 +219,11 @@ def _signs(given: Any, start: LabeledSamples) -> Tensor:
     return signs
 
 
-# Pairs of points at once: 64 MB in float32.
+# The pairs of points in one tile: 64 MB in float32.
 TILE = 2**24
 
-
-# Points whose distances give the automatic radius, and the seed that draws them.
+# The number of points behind the automatic radius, and the seed that draws them.
 SAMPLED = 1024
-
 
 SEED = 0
 
@@ -235,10 +236,10 @@ class ClassRepulsion:
 
         dF / dx_i = -(2 a_i / s^2) sum_j a_j k_ij (x_i - x_j)
 
-    is computed together with the value, so autograd keeps no pairs either.
+    is computed together with the value, so autograd stores no pairs either.
 
     Attributes:
-        radius: s, in units of the points. Pairs far beyond it do not feel each other.
+        radius: s, in units of the points. Pairs far beyond it have no effect on each other.
     """
 
     radius: float
@@ -248,7 +249,7 @@ class ClassRepulsion:
         """Build it with the given radius, or `median_radius` of the starting points.
 
         Raises:
-            InputError: unlabelled particles, a radius that is not positive, or none to be found.
+            InputError: unlabelled particles, a radius that is not positive, or no automatic radius.
         """
         if start.labels is None:
             raise InputError("needs labelled particles: only different classes repel each other")
@@ -259,7 +260,7 @@ class ClassRepulsion:
         return cls(float(radius))
 
     def __call__(self, points: Tensor, labels: Tensor | None, masses: Tensor) -> Tensor:
-        """The energy, 0-dim float64.
+        """Return the energy, 0-dim float64.
 
         Raises:
             InputError: the particles have no labels.
@@ -272,9 +273,10 @@ class ClassRepulsion:
 
 
 def median_radius(start: LabeledSamples) -> float:
-    """The median distance between points of different classes, whatever their masses.
+    """Return the median distance between points of different classes, whatever their masses.
 
-    Over 1,024 of the points that have mass, drawn by a fixed seed: the same for the same points.
+    It is taken over 1,024 of the points with mass, drawn by a fixed seed, so that the same points
+    always give the same radius.
 
     Raises:
         InputError: no two of them differ in class, or most such pairs coincide.
@@ -301,7 +303,7 @@ def median_radius(start: LabeledSamples) -> float:
 def _value_and_gradient(
     points: Tensor, labels: Tensor, masses: Tensor, radius: float
 ) -> tuple[Tensor, Tensor]:
-    """F and dF / dx (n, d), in tiles of rows against all points."""
+    """Return F and dF / dx (n, d), computed in tiles of rows against all points."""
     # Centred, so that the scalar products below do not cancel far from the origin.
     z = (points - points.mean(0)) / radius
     halves = z.square().sum(1) / 2
@@ -311,7 +313,7 @@ def _value_and_gradient(
     rows = max(1, TILE // len(z))
     for start in range(0, len(z), rows):
         tile = slice(start, start + rows)
-        # a_j exp(-|z_i - z_j|^2 / 2), in place: a tile is the largest thing here.
+        # a_j exp(-|z_i - z_j|^2 / 2), in place, because a tile takes the most memory.
         kernel = (z[tile] @ z.T).sub_(halves[tile, None]).sub_(halves).clamp_(max=0).exp_()
         kernel.masked_fill_(labels[tile, None] == labels, 0).mul_(weights)
         felt = kernel.sum(1)
@@ -322,10 +324,10 @@ def _value_and_gradient(
 
 
 def as_number(name: str, value: Any, *, least: float = -math.inf) -> float:
-    """A finite number, at least `least`.
+    """Return a finite number that is at least `least`.
 
     Raises:
-        InputError: it is none; the message names the parameter.
+        InputError: the value is not such a number; the message names the parameter.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < least:
@@ -335,19 +337,19 @@ def as_number(name: str, value: Any, *, least: float = -math.inf) -> float:
 
 
 def as_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> Tensor:
-    """A float64 tensor on the CPU from (nested lists of) numbers, an array, or a file.
+    """Return a float64 tensor on the CPU from (nested lists of) numbers, an array, or a file.
 
     Args:
         name: the parameter; also the key in an npz file that holds several arrays.
         value: the numbers, or the path of a .npy or .npz file.
-        shape: that it must have; None is any length from 1.
+        shape: the required shape; None is any length from 1.
 
     Raises:
-        InputError: the file cannot be read, the shape is another or a value is not finite.
+        InputError: the file cannot be read, the shape differs or a value is not finite.
     """
     given = _read(name, Path(path(name, value))) if isinstance(value, str | Path) else value
     try:
-        # Of a list, as_tensor alone would make float32.
+        # Without a type, `as_tensor` would make float32 from a list.
         tensor = torch.as_tensor(given, dtype=torch.float64).detach().to("cpu", copy=True)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"{name} must be numbers or a file of them, got {given!r}") from None

@@ -1,8 +1,9 @@
 """Maps that carry a finished flow over to points that were not in it.
 
-`entropic` follows the velocity of every step; `nearest` copies the displacement of the nearest
-particle; `residual` is a network trained on where the particles began and ended, by `training`.
-`base` says what a map is, and how far one is from the flow that had the points inside.
+`EntropicMap` follows the velocity field of each step; `NearestParticleMap` copies the displacement
+of the nearest particle; `ResidualMap` is a network trained on where the particles began and ended.
+`FlowMap` is their common interface, and `relative_error` the distance of a map from a flow that
+contained the points. `FlowResult` and experiments use them.
 """
 
 from otdd_flash.flows.maps.entropic import EntropicMap, VelocityField

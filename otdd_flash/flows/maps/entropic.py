@@ -1,33 +1,26 @@
-"""The velocity that a step of a flow has at any point, and the map that follows it step by step.
+"""The velocity field of a flow's step at any point, and the map that follows it step by step.
 
 A flow moves its particles x (n, d) by the first variation of S_epsilon(x, y) in their masses. It is
 a function on the whole space (Feydy et al. 2019, Interpolating between optimal transport and MMD
-using Sinkhorn divergences), the difference of two softmins that continue the potentials:
+using Sinkhorn divergences), the difference of two softmins that extend the potentials:
 
     F(z) = -epsilon log sum_j b_j exp((g_j - C(z, y_j)) / epsilon)        of the cross term
-    H(z) = -epsilon log sum_i a_i exp((f_i - C(z, x_i)) / epsilon)        of the particles' own term
+    H(z) = -epsilon log sum_i a_i exp((f_i - C(z, x_i)) / epsilon)        of the self term
 
     v(z) = grad F(z) - grad H(z) = 2 lambda_x (sum_i q_i(z) x_i - sum_j p_j(z) y_j)
 
-with p (m,) and q (n,) the conditional plans at z, whose sums are 1, so that z itself drops out.
+with p (m,) and q (n,) the conditional plans at z, whose sums are 1, so that z itself cancels.
 z - grad F / (2 lambda_x) is the entropic map of Pooladian & Niles-Weed 2021, Entropic estimation of
-optimal transport maps. A step takes z to z - tau v(z).
+optimal transport maps. A step moves z to z - tau v(z).
 
-New points in a flow. In a flow that has z inside, with a mass alpha, its own term counts z as well:
-at small epsilon it is most of its own plan. While alpha is small the other potentials stay as they
-are, times 1 - alpha for their masses, and the one of z follows from its own row sum, which is 1:
+At a particle, v(x_i) is the flow's own velocity (1 / a_i) dS/dx_i up to rounding, except for one
+factor. Row sums of the cross plan are exact after a solve. The row sums r of the self plan are not:
+the derivative of its dual value has (r_i / a_i) (x_i - sum_j q_j x_j) in place of
+x_i - sum_j q_j x_j. The mean of |r_i / a_i - 1| under a is the self term's marginal error. No
+extension of r to other points is better than 1, because what a solve leaves over are the modes that
+the plan averages out.
 
-    (1 - alpha) exp((h - H(z)) / epsilon) + alpha exp(2 h / epsilon) = 1,
-
-quadratic in exp(h / epsilon) as C(z, z) = 0. With omega = alpha exp(2 h / epsilon), the share of z
-in its own plan, sum_i q_i x_i becomes (1 - omega) sum_i q_i x_i + omega z. At alpha = 0 it is v(z).
-
-At a particle, v(x_i) is the flow's own velocity (1 / a_i) dS/dx_i to rounding, but for one factor.
-Row sums of the cross plan are exact after a solve; those r of the self plan of one potential are
-what the solve left, and the derivative of its dual value has (r_i / a_i) (x_i - sum_j q_j x_j)
-where v has x_i - sum_j q_j x_j. The mean of |r_i / a_i - 1| under a is the self term's marginal
-error. No continuation of r to other points is better than 1: what a solve leaves over are the
-modes that the plan averages out.
+`FlowResult` builds the map from the stored moments. Potentials and table must be those of one step.
 """
 
 from __future__ import annotations
@@ -52,13 +45,13 @@ from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
 
-# Places of the points, of the particles and of the target in a request.
+# Pairs of indices in a request of points, particles and target.
 OWN, THEIRS = (0, 1), (0, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class VelocityField:
-    """What one step does at any point of any class of the particles.
+    """The velocity of one step at any point of any class of the particles.
 
     Attributes:
         particles: n labelled particles before the step.
@@ -82,7 +75,7 @@ class VelocityField:
 
     @classmethod
     def of(cls, problem: Problem, divergence: Divergence) -> VelocityField:
-        """The field of a solved step: particles are the problem's source.
+        """Return the field of a solved step, whose particles are the problem's source.
 
         Raises:
             InputError: the divergence was solved without debiasing, which a flow needs.
@@ -103,14 +96,15 @@ class VelocityField:
         )
 
     def velocity(self, samples: LabeledSamples, *, mass: float = 0.0) -> Tensor:
-        """The velocities (k, d) of k labelled points per unit of time, in their type and place.
+        """Compute velocities (k, d) of k labelled points per unit of time, in their type.
 
-        Labels are matched to the particles' by class name; unlabelled points are of the class of
-        their nearest particle. Weights do not matter.
+        Labels are matched to the particles' by class name; unlabelled points have the class of
+        their nearest particle. Weights are ignored.
 
         Args:
             samples: each of them moves as if the others were not there.
-            mass: alpha in [0, 1), what each of them would have in the flow; 0 for the field.
+            mass: alpha in [0, 1), the mass that each of them would have in the flow; 0 for the
+                field.
 
         Raises:
             InputError: another dimension, an unknown class, or too little memory.
@@ -118,7 +112,7 @@ class VelocityField:
         check_dimension(samples, self.particles.dim)
         device = resolve_device(self.compute.device)
         labelled = in_classes_of(samples, self.particles)
-        # Each point of mass 1 / k: a conditional plan does not depend on it, and 0 would hide it.
+        # Equal masses: a conditional plan does not depend on them, but a mass of 0 has no plan.
         points = LabeledSamples(
             labelled.features, labelled.labels, labelled.class_names, name=samples.name
         ).to(device)
@@ -126,7 +120,7 @@ class VelocityField:
         pairs = OWN, THEIRS
         request = Request.prepare(sides, self.cost, self.compute, pairs=pairs, resident=True)
         points, particles, target = request.seen
-        # One origin near both: their difference then loses nothing to their distance from 0.
+        # An origin near both clouds: their difference then loses no digits far from 0.
         clouds = ((cloud.features, cloud.masses) for cloud in (particles, target))
         origin = origin_near(clouds, self.compute.dtype)
         first = self.particles.class_total
@@ -141,7 +135,7 @@ class VelocityField:
     def _conditional(
         self, inputs: CostInputs, potential: Tensor, origin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The softmin (k,) of a cloud's potential (m,), and its plan's mean less origin (k, d)."""
+        """Return the softmin (k,) of a potential (m,), and its plan's mean minus origin (k, d)."""
         operator = refined(build_operator(inputs))
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
@@ -154,17 +148,17 @@ class EntropicMap:
     """z <- z - tau_k v_k(z) for each step k: the barycentric map of a flow, at any point.
 
     Each point moves as if it alone had been added to the flow. With mass 0 the map takes the flow's
-    own particles to where they ended, to the accuracy of its solves. All that holds for plain
+    own particles to where they ended, to the accuracy of its solves. This holds for plain
     gradient steps of S_epsilon alone: momentum, other optimisers, added functionals and gradients
-    through W move particles by more than the field knows, and labels must not change.
+    through W move particles by more than the field includes, and labels must not change.
 
     Args:
-        fields: one per step. Taken one after another, so they may be loaded when asked for.
-        step_sizes: tau_k, one per step, as long as `fields`.
-        box: (lo, hi), to which every coordinate is clamped after each step, as in the flow.
-        mass: what a new point has of all mass, in [0, 1); None is the share of one more particle
-            beside n equal ones with mass, 1 / (n + 1). With 0 it is a particle that no particle
-            feels, not even itself.
+        fields: one per step, used one after another, so they may be loaded lazily.
+        step_sizes: tau_k, one per step.
+        box: (lo, hi), to which each coordinate is clamped after each step, as in the flow.
+        mass: the mass of a new point, in [0, 1); None is the share of one more particle
+            besides n equal ones with mass, 1 / (n + 1). With 0, the point acts on no particle,
+            not even on itself.
 
     Raises:
         InputError: no steps, not one size per step, a size that is not finite, an empty box, or a
@@ -194,10 +188,10 @@ class EntropicMap:
 
     @computes
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
-        """The samples after all steps.
+        """Return the samples after all steps.
 
         Unlabelled samples move as the class of their nearest particle before the first step, and
-        come back unlabelled.
+        remain unlabelled.
 
         Raises:
             InputError: another dimension, an unknown class, or too little memory.
@@ -216,9 +210,20 @@ class EntropicMap:
 
 
 def _own_share(softmin: Tensor, epsilon: float, mass: float) -> Tensor:
-    """Solve u^2 + (1 - alpha) alpha^(-1/2) exp(-H / epsilon) u = 1 for omega = u^2 (k,)."""
+    """Return omega (k,), the share of a new point of mass alpha in its own plan.
+
+    In a flow that contains z with mass alpha, its self term includes z as well: at small epsilon, z
+    is most of its own plan. While alpha is small, the other potentials keep their values, with
+    masses scaled by 1 - alpha, and the potential h of z follows from its own row sum, which is 1:
+
+        (1 - alpha) exp((h - H(z)) / epsilon) + alpha exp(2 h / epsilon) = 1,
+
+    quadratic in exp(h / epsilon) because C(z, z) = 0. With omega = alpha exp(2 h / epsilon) = u^2
+    it is u^2 + (1 - alpha) alpha^(-1/2) exp(-H / epsilon) u = 1, and sum_i q_i x_i becomes (1 -
+    omega) sum_i q_i x_i + omega z. At alpha = 0 this is v(z).
+    """
     slope = (1 - mass) / math.sqrt(mass) * (-softmin.double() / epsilon).exp()
-    # The positive root, written without a difference; an infinite slope rightly makes it 0.
+    # The positive root without cancellation; an infinite slope correctly gives 0.
     return (2 / (slope + (slope.square() + 4).sqrt())).square()
 
 

@@ -1,6 +1,9 @@
-"""New points copy the displacement of the nearest particle, which an exact search finds.
+"""The interface of maps, the map by nearest particles, and checks that all maps share.
 
-What a map of a flow is, what each of them refuses, and how far one is from the flow.
+`FlowMap` is the interface and `relative_error` compares a map with a flow that contained the
+points. `NearestParticleMap` copies the displacement of the nearest particle, found by an exact
+search. The other maps use the checks and the matching of classes by name. Particles without mass
+are never nearest, because the objective of the flow did not move them.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from otdd_flash.samples import LabeledSamples
 
 
 class FlowMap(Protocol):
-    """Where a flow would have taken points that were not in it."""
+    """A map to where a flow would have taken points that were not in it."""
 
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
-        """The samples, row by row, at new features (k, d); all else about them stays.
+        """Return the samples, row by row, at new features (k, d), otherwise unchanged.
 
         Raises:
             InputError: another dimension than that of the particles, or a class that the flow did
@@ -39,7 +42,7 @@ def check_dimension(samples: LabeledSamples, dim: int) -> None:
 
 
 def check_same_particles(before: LabeledSamples, after: LabeledSamples) -> None:
-    """Raise an `InputError` unless rows of two clouds can be the same particles."""
+    """Raise an `InputError` unless two clouds have the same shape, as the same particles must."""
     if before.features.shape != after.features.shape:
         raise InputError(
             f"before has shape {tuple(before.features.shape)} and after "
@@ -48,10 +51,10 @@ def check_same_particles(before: LabeledSamples, after: LabeledSamples) -> None:
 
 
 def class_indices(samples: LabeledSamples, names: tuple[str, ...]) -> Tensor:
-    """Labels (k,) of labelled samples as indices into `names`, matched by class name.
+    """Return the labels (k,) of labelled samples as indices into `names`, matched by class name.
 
     Raises:
-        InputError: a class that the samples use is not among the names, or two share one name.
+        InputError: a class of the samples is not among the names, or two classes share a name.
     """
     assert samples.labels is not None
     if samples.class_names == names:
@@ -73,17 +76,17 @@ def class_indices(samples: LabeledSamples, names: tuple[str, ...]) -> Tensor:
 
 
 def relative_error(flow_map: FlowMap, samples: LabeledSamples, truth: LabeledSamples) -> float:
-    """(sum_i a_i |map(z_i) - t_i|^2 / sum_i a_i |t_i - z_i|^2)^1/2 of samples z with masses a.
+    """Return (sum_i a_i |map(z_i) - t_i|^2 / sum_i a_i |t_i - z_i|^2)^1/2 for samples z, masses a.
 
-    0 is perfect, and the identity has 1.
+    A perfect map has 0, and the identity has 1.
 
     Args:
         flow_map: of a flow without the samples.
         samples: k points z at the start.
-        truth: the same points, row by row, at the end of a flow that had them inside.
+        truth: the same points, row by row, at the end of a flow that contained them.
 
     Raises:
-        InputError: the two are not of one shape, the truth did not move, or the map refuses the
+        InputError: the two have different shapes, the truth did not move, or the map refuses the
             samples.
     """
     check_same_particles(samples, truth)
@@ -96,7 +99,7 @@ def relative_error(flow_map: FlowMap, samples: LabeledSamples, truth: LabeledSam
     return float((masses @ (moved - end).square().sum(1) / distance).sqrt())
 
 
-# Distances that are held at once.
+# The most distances in memory at once.
 BLOCK_ELEMENTS = 1 << 24
 
 
@@ -104,14 +107,14 @@ BLOCK_ELEMENTS = 1 << 24
 class NearestParticleMap:
     """z + (x_T - x_0)[i], with i the particle nearest to z at the start, of z's class if labelled.
 
-    Right for any flow, also with momentum. Particles without mass are passed over.
+    It is valid for any flow, also with momentum. Particles without mass are skipped.
 
     Args:
         before: the n particles before the first step.
         after: the same particles, row by row, after the last.
 
     Raises:
-        InputError: the two are not of one shape.
+        InputError: the two have different shapes.
     """
 
     before: LabeledSamples
@@ -122,7 +125,7 @@ class NearestParticleMap:
 
     @computes
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
-        """The samples moved, their labels matched by class name; without labels, by place alone.
+        """Return the moved samples; labels are matched by class name and ignored if missing.
 
         Raises:
             InputError: another dimension, or a class without particles that have mass.
@@ -134,9 +137,9 @@ class NearestParticleMap:
 
 
 def nearest_particles(samples: LabeledSamples, particles: LabeledSamples) -> Tensor:
-    """Row of the nearest particle for each of k samples, of the same class if both have labels.
+    """Return the row of the nearest particle for k samples, of the same class if both have labels.
 
-    Particles without mass are passed over: nothing moved them in the flow's objective.
+    Particles without mass are skipped: nothing in the flow's objective moved them.
 
     Returns:
         (k,) int64, on the device of the particles.
@@ -163,10 +166,10 @@ def nearest_particles(samples: LabeledSamples, particles: LabeledSamples) -> Ten
 
 
 def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> LabeledSamples:
-    """The samples with labels in the numbering of the particles.
+    """Return the samples with labels in the numbering of the particles.
 
-    Labels are matched by class name; unlabelled samples take those of their nearest particles, and
-    next to unlabelled particles there are none.
+    Labels are matched by class name. Unlabelled samples get those of their nearest particles, or
+    none if the particles have none.
 
     Raises:
         InputError: a sample's class is not among the particles.
@@ -181,12 +184,12 @@ def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> Labeled
 
 
 def _nearest_among(candidates: Tensor, points: Tensor, particles: LabeledSamples) -> Tensor:
-    """Find the nearest among the particles where the mask `candidates` (n,) holds."""
+    """Return the rows of the nearest particles among those of the mask `candidates` (n,)."""
     rows = torch.nonzero(candidates).squeeze(1)
     dtype = torch.promote_types(points.dtype, particles.features.dtype)
     known = particles.features[rows].to(dtype)
     height = max(1, BLOCK_ELEMENTS // len(rows))
-    # By a matrix product, squares of norms would cancel and float32 mistake near neighbours.
+    # A matrix product would cancel squared norms, and float32 would confuse near neighbours.
     mode = "donot_use_mm_for_euclid_dist"
     found = [
         torch.cdist(block.to(dtype), known, compute_mode=mode).argmin(1)

@@ -1,9 +1,12 @@
-"""A residual network that learned where the particles of a flow went.
+"""A map by a residual network, trained on where the particles of a flow began and ended.
 
-A small network and its regression: seeded, with early stopping, the same on every run.
+`ResidualMap` holds the network with its scales, and saves and loads it as one safetensors file. The
+second part is the regression: weighted least squares with early stopping. `FlowResult` and
+experiments use the map through the package `maps`.
 
-The last layer starts at 0, so that an untrained network answers 0. Weights are drawn and batches
-shuffled by a generator on the CPU; the global one is neither read nor moved.
+Training is deterministic on one device: weights are drawn and batches shuffled by a generator on
+the CPU, and the global generator is neither read nor changed. The last layer starts at 0, so an
+untrained network is the identity map. The names of tensors in the file are its format.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from otdd_flash.flows.maps.nearest import check_dimension, check_same_particles,
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 
-# Points that go through the network together.
+# The number of points in one pass through the network.
 ROWS_AT_ONCE = 16384
 
 
@@ -41,8 +44,8 @@ ROWS_AT_ONCE = 16384
 class ResidualMap:
     """z + reach h((z - centre) / spread, class of z), h a network of fully connected layers.
 
-    Right for any flow, also with momentum. One spread serves all features, since the flow's cost
-    weighs them alike too.
+    It is valid for any flow, also with momentum. One spread serves all features, because the flow's
+    cost weights them equally too.
 
     Attributes:
         network: h, float32; its inputs are d features, then one per class.
@@ -70,7 +73,7 @@ class ResidualMap:
         seed: int = 0,
         device: str = "auto",
     ) -> ResidualMap:
-        """Train a map on the particles of a flow; each counts as much as its mass.
+        """Train a map on the particles of a flow, weighted by mass.
 
         Before training it is the identity. A tenth of the particles is held out and decides which
         epoch is kept. The same seed gives the same map on the same device.
@@ -79,14 +82,14 @@ class ResidualMap:
             before: the n particles before the first step.
             after: the same particles, row by row, after the last.
             hidden: width of the layers.
-            layers: how many of that width.
+            layers: number of layers of that width.
             epochs: passes over the particles, at most.
-            seed: of first weights, of what is held out and of the batches.
+            seed: of initial weights, held-out particles and batches.
             device: where to train, and where the map runs.
 
         Raises:
-            InputError: the two are not of one shape, a size is not positive, or there is no such
-                device.
+            InputError: the two have different shapes, a size is too small, or the device does
+                not exist.
         """
         check_same_particles(before, after)
         for name, value, least in (
@@ -122,11 +125,11 @@ class ResidualMap:
     @torch.no_grad()
     @computes
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
-        """The samples moved, their labels matched by class name.
+        """Return the moved samples; labels are matched by class name.
 
         Raises:
             InputError: another dimension, a class that had no mass among the particles, or no
-                labels where the particles had some.
+                labels although the particles had some.
         """
         check_dimension(samples, len(self.centre))
         inputs = torch.split(self._inputs(samples), ROWS_AT_ONCE)
@@ -135,7 +138,7 @@ class ResidualMap:
 
     @takes()
     def save(self, path: str | Path) -> Path:
-        """Write one safetensors file, whole or not at all.
+        """Write one safetensors file, completely or not at all.
 
         Returns:
             The path.
@@ -152,11 +155,11 @@ class ResidualMap:
     @classmethod
     @takes()
     def load(cls, path: str | Path, *, device: str = "auto") -> ResidualMap:
-        """Read what `save` wrote; the map runs on the device.
+        """Read a file of `save`; the map runs on `device`.
 
         Raises:
             InputError: the file holds no residual map, a damaged one or one of a later version, or
-                there is no such device.
+                the device does not exist.
 
         Warns:
             DataNotice: an earlier version wrote it, without a checksum.
@@ -187,7 +190,7 @@ class ResidualMap:
         return loaded
 
     def _inputs(self, samples: LabeledSamples) -> Tensor:
-        """What the network sees of k samples, (k, d + classes) float32 on its device."""
+        """Return the network's inputs for k samples, (k, d + classes) float32 on its device."""
         centred = (samples.features.to(self.centre) - self.centre) / self.spread
         if not self.class_names:
             return centred.float()
@@ -209,7 +212,7 @@ def _without_empty_classes(particles: LabeledSamples) -> LabeledSamples:
 
 
 def _sizes(state: dict[str, Tensor]) -> tuple[int, ...]:
-    """Widths of inputs, layers and outputs, from the weights in the order of the layers."""
+    """Return widths of inputs, layers and outputs, from the weights in the order of the layers."""
     matrices = [state[name] for name in sorted(state, key=_position) if name.endswith("weight")]
     return (matrices[0].shape[1], *[matrix.shape[0] for matrix in matrices])
 
@@ -218,21 +221,17 @@ def _position(name: str) -> int:
     return int(name.split(".")[0])
 
 
-# Of n examples, 1 in HELD_OUT chooses the epoch.
+# One in HELD_OUT examples is held out to choose the epoch.
 HELD_OUT = 10
-
 
 BATCH = 64
 
-
 LEARNING_RATE = 2e-3
 
-
-# Decoupled (Loshchilov & Hutter 2019), strong: particles are few and their ends are noisy.
+# Decoupled (Loshchilov & Hutter 2019). Strong, because particles are few and their ends noisy.
 WEIGHT_DECAY = 1.0
 
-
-# Epochs without a better one before the rest is saved.
+# Training stops after this many epochs without improvement.
 PATIENCE = 30
 
 
@@ -248,17 +247,17 @@ class Examples(NamedTuple):
 
 
 def build_network(sizes: tuple[int, ...]) -> nn.Sequential:
-    """Linear layers sizes[0] -> sizes[1] -> ... with SiLU between, of weights not yet set."""
+    """Build linear layers sizes[0] -> sizes[1] -> ... with SiLU between and no initial weights."""
     parts: list[nn.Module] = []
     for width, next_width in pairwise(sizes):
-        # A layer would else draw its first weights from the global generator.
+        # Without `skip_init` a layer would draw its weights from the global generator.
         layer = nn.utils.skip_init(nn.Linear, width, next_width)  # type: ignore[no-untyped-call]
         parts += [layer, nn.SiLU()]
     return nn.Sequential(*parts[:-1])
 
 
 def draw_weights(network: nn.Sequential, generator: torch.Generator) -> None:
-    """He's uniform weights, biases 0; the last layer 0."""
+    """Draw He's uniform weights; biases and the last layer are 0."""
     linear = [layer for layer in network if isinstance(layer, nn.Linear)]
     for layer in linear:
         nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu", generator=generator)
@@ -269,16 +268,16 @@ def draw_weights(network: nn.Sequential, generator: torch.Generator) -> None:
 def train(
     network: nn.Sequential, examples: Examples, epochs: int, generator: torch.Generator
 ) -> None:
-    """Weighted least squares by AdamW with a cosine schedule; keeps the weights of the best epoch.
+    """Fit by weighted least squares with AdamW and a cosine schedule; keep the best epoch.
 
-    Best is the lowest error of the tenth that is held out, or of all where there are fewer than
-    ten; the untrained network is among the candidates.
+    The best epoch has the lowest error on the held-out tenth, or on all examples if there are fewer
+    than ten; the untrained network is a candidate.
 
     Args:
         network: changed in place.
         examples: on the device of the network.
         epochs: at most; 0 changes nothing.
-        generator: of the CPU; chooses what is held out and shuffles the batches.
+        generator: on the CPU; chooses what is held out and shuffles the batches.
     """
     count, device = len(examples.inputs), examples.inputs.device
     order = torch.randperm(count, generator=generator).to(device)

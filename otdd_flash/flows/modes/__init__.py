@@ -1,4 +1,9 @@
-"""What moves in a flow: points alone, or Gaussians beside them."""
+"""The modes of a flow, by name: what moves besides the points.
+
+`features` and `attached` move points alone, and class distances follow (`feature_driven`); `joint`
+and `augmented` also move Gaussians (`jointly_driven`). Run, options, loop and evaluation use the
+modes. A new mode is a class and an entry in `MODES`.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +25,20 @@ MODES: dict[str, Callable[[FlowSetting, ClassDistances], Mode]] = {
     "augmented": augmented_mode,
 }
 
-# Those that know the target's points by passes and by class distances alone.
+# Modes that use the target's points only in passes and in class distances.
 STREAMING_MODES = ("features", "attached")
 
 
 def check_mode(name: str) -> None:
-    """Raise an `InputError` that lists the modes unless this is one."""
+    """Raise an `InputError` that lists the modes unless the name is one of them."""
     choose("flow.mode", name, tuple(MODES))
 
 
 def build_mode(name: str, setting: FlowSetting, table: ClassDistances) -> Mode:
-    """The mode of a name, at the start of its flow.
+    """Return the mode of a name, at the start of its flow.
 
     Raises:
-        InputError: no such mode, or it does not work with how class distances are measured.
+        InputError: an unknown mode, or one that does not work with this metric between classes.
     """
     check_mode(name)
     return MODES[name](setting, table)

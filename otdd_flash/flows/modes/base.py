@@ -1,4 +1,9 @@
-"""What a mode of a flow is: which variables move beside the features, and how fast."""
+"""The base class of a flow's modes: which variables move besides the features, and how fast.
+
+Both groups of modes derive from `Mode`; the loop and the evaluation only use its interface. The
+stepper changes `variables` in place, so a mode must not replace these tensors. What the next
+evaluation needs besides them must be in `state`, which checkpoints store.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,12 @@ from otdd_flash.solver.divergence import Divergence
 
 
 class Evaluation(NamedTuple):
-    """A divergence, and the direction in which every variable makes it grow fastest.
+    """A divergence and its velocities: for each variable, the direction of steepest ascent.
 
     Attributes:
         divergence: S_epsilon of the particles and the target.
         features: (n, d) = (1 / a_i) dS / dx_i; 0 for particles without mass.
-        variables: likewise for the mode's own variables, each divided by the mass it stands for.
+        variables: the same for the mode's own variables, each divided by the mass it stands for.
     """
 
     divergence: Divergence
@@ -32,15 +37,15 @@ class Evaluation(NamedTuple):
 
 
 class Mode(ABC):
-    """One way to let a labelled dataset flow; by default labels and their distances stay.
+    """A way to let a labelled dataset flow; by default labels and class distances are fixed.
 
     Args:
         setting: the problem.
         table: W of the particles at the start and the target.
 
     Attributes:
-        variables: what moves beside the features, by name; the stepper changes them in place.
-        class_distances: W as the last evaluation saw it.
+        variables: what moves besides the features, by name; the stepper changes them in place.
+        class_distances: W of the last evaluation.
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
@@ -50,7 +55,7 @@ class Mode(ABC):
 
     # Most modes have nothing to measure.
     def measure(self, features: Tensor) -> None:  # noqa: B027
-        """Measure class distances at features (n, d), where they are neither fixed nor variables.
+        """Recompute class distances at features (n, d), if they are neither fixed nor variables.
 
         Raises:
             InputError: a class is too small or too large for the method.
@@ -58,28 +63,28 @@ class Mode(ABC):
 
     @abstractmethod
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
-        """The divergence of particles with features (n, d).
+        """Evaluate the divergence of particles with features (n, d).
 
-        With a batch, that of its rows; velocities of features are 0 elsewhere.
+        With a batch, it is that of its rows; velocities of other features are 0.
 
         Raises:
             ConvergenceError: a term stopped early and the solver's options require convergence.
         """
 
     def expected_seconds(self, features: Tensor, batch: Batch | None = None) -> float:
-        """About how long class distances take at an evaluation; 0 where that is next to nothing."""
+        """Estimate the seconds for class distances in an evaluation; 0 if negligible."""
         return 0.0
 
     def labels(self) -> Tensor | None:
-        """The particles' class indices (n,), or None for unlabelled ones."""
+        """Return the particles' class indices (n,), or None for unlabelled ones."""
         return self._setting.source.labels
 
     def state(self) -> dict[str, Any]:
-        """What the next evaluation needs and `variables` does not hold."""
+        """Return what the next evaluation needs and `variables` does not hold."""
         return {"table": self.class_distances, "divergence": self._divergence.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a state of `state`."""
         self.class_distances = state["table"]
         self._divergence.restore(state["divergence"])
 
@@ -94,7 +99,7 @@ class Mode(ABC):
 
         Args:
             particles: n points.
-            table: W (V_x + V_y, V_x + V_y), with its way back to `moving`.
+            table: W (V_x + V_y, V_x + V_y), with its graph back to `moving`.
             moving: tensors z.
             batch: solve between these rows only.
 
@@ -108,24 +113,24 @@ class Mode(ABC):
         return solved, self._feature_velocity(gradient["x"], batch), through_classes
 
     def _keep(self, table: Tensor) -> None:
-        """Keep W (V_x + V_y, V_x + V_y) as what an evaluation saw."""
+        """Store W (V_x + V_y, V_x + V_y) as that of the last evaluation."""
         before = self.class_distances
         self.class_distances = ClassDistances.from_full(
             table, len(before.xx), before.names_x, before.names_y
         )
 
     def _masses(self, batch: Batch | None) -> Tensor:
-        """The particles' masses (n,) in a solve; those of a batch's rows sum to 1."""
+        """Return the particles' masses (n,) in a solve; those of a batch's rows sum to 1."""
         masses = self._setting.masses
         return masses if batch is None else masses / masses[batch.particles].sum()
 
     def _feature_velocity(self, gradient: Tensor, batch: Batch | None) -> Tensor:
-        """(1 / a_i) dS / dx_i (n, d) from a solve's dS / dx_i, (b, d) of a batch's rows."""
+        """Return (1 / a_i) dS / dx_i (n, d) from a solve's dS / dx_i, (b, d) for a batch."""
         if batch is not None:
             rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
             gradient = rows.index_copy_(0, batch.particles, gradient)
             return per_mass(gradient, self._masses(batch))
-        # Nobody else has it, and it is as large as the features.
+        # In place: nothing else uses the gradient, and it is as large as the features.
         return gradient.mul_(self._inverse_masses.unsqueeze(1))
 
     @cached_property
@@ -135,17 +140,17 @@ class Mode(ABC):
 
 
 def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
-    """(1 / a_i) dS / dz_i for rows z_i: steps along it do not depend on n; 0 where a_i is 0."""
+    """Return (1 / a_i) dS / dz_i for rows z_i, 0 where a_i is 0; such steps do not depend on n."""
     return gradient * inverse(masses).to(gradient).reshape(-1, *(1,) * (gradient.ndim - 1))
 
 
 def inverse(masses: Tensor) -> Tensor:
-    """1 / a_i, and 0 where a_i is 0."""
+    """Return 1 / a_i, and 0 where a_i is 0."""
     return torch.where(masses > 0, 1 / masses, 0)
 
 
 def require_moments(mode: str, setting: FlowSetting) -> None:
-    """Raise an `InputError` unless class distances follow from moments, and so have gradients."""
+    """Raise an `InputError` unless class distances are functions of moments, with gradients."""
     if not isinstance(setting.metric, Gaussian | Means):
         raise InputError(
             f"flow.mode={mode} works with labels=gaussian and labels=means, got "

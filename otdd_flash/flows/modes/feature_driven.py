@@ -1,12 +1,15 @@
-"""Modes `features` and `attached`: the points move, and class distances follow from where they are.
+"""Modes `features` and `attached`: the points move, and class distances follow from them.
 
 features    dx_i / dt = -(1 / a_i) dS_epsilon(x, y; W) / dx_i,     W = W(x), every `refresh` steps
 attached    dx_i / dt = -(1 / a_i) (dS/dx_i + sum_kl dS/dW_kl dW_kl/dx_i),     W = W(x), every step
 
-The feature-driven flow (fd) of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in
-Probability Space: a particle keeps its label, and a class is where its particles are. Mode
+They are the feature-driven flow (fd) of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient
+Flows in Probability Space: a particle keeps its label, and a class is where its particles are. Mode
 `features` does not differentiate how W changes with x; `attached` does, and is the gradient flow of
 the dataset distance itself.
+
+The table of modes builds them. `ClassTable` computes W at the current positions; what depends on
+the target alone is computed once, with the same result to the last bit.
 """
 
 from __future__ import annotations
@@ -36,12 +39,12 @@ from otdd_flash.solver.term_gradient import Needs
 
 
 class FeaturesMode(Mode):
-    """Mode `features`."""
+    """Mode `features`: class distances are constant between two updates."""
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
         super().__init__(setting, table)
         self._classes = ClassTable(setting.target, setting.metric)
-        # Checked, and what they are made of.
+        # Checked blocks of W, and the table they were made from.
         self._blocks, self._blocks_of = setting.blocks(table.full), table
 
     def measure(self, features: Tensor) -> None:
@@ -49,7 +52,7 @@ class FeaturesMode(Mode):
         self.class_distances = self._classes.remeasured(particles, self.class_distances)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
-        """The divergence at the class distances last measured."""
+        """Evaluate the divergence at the class distances of the last update."""
         setting, table = self._setting, self.class_distances
         if table is not self._blocks_of:
             self._blocks, self._blocks_of = setting.blocks(table.full), table
@@ -59,10 +62,10 @@ class FeaturesMode(Mode):
 
 
 class AttachedMode(Mode):
-    """Mode `attached`.
+    """Mode `attached`: the gradient includes that of class distances.
 
     Raises:
-        InputError: class distances are not measured by `gaussian` or `means`.
+        InputError: the metric between classes is not `gaussian` or `means`.
     """
 
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
@@ -71,7 +74,7 @@ class AttachedMode(Mode):
         self._classes = ClassTable(setting.target, setting.metric)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
-        """The divergence at the class distances of now, and its whole gradient."""
+        """Evaluate the divergence at current class distances, with its full gradient."""
         setting, moving = self._setting, features.detach().requires_grad_()
         table = self._classes.differentiable(setting.at(moving), self.class_distances.yy)
         self._keep(table)
@@ -79,31 +82,31 @@ class AttachedMode(Mode):
             setting.at(features), table, [moving], batch
         )
         if batch is not None:
-            # Class distances depend on all particles, but those outside the batch rest.
+            # Class distances depend on all particles, but those outside the batch do not move.
             through_classes = batch.only(through_classes)
         return Evaluation(solved, direct + per_mass(through_classes, setting.masses), {})
 
 
 class ClassTable:
-    """Measures W between moving and fixed classes; what belongs to the target alone only once.
+    """Computes W between moving and fixed classes; parts of the target alone are computed once.
 
-    Distances within the target stay what they were. With full covariances, its factors are kept
-    from the first measurement on: d min(n_c, d) float64 numbers of a class of n_c points in d
-    dimensions. The table is the same without, to the last bit.
+    Distances within the target are constant. With full covariances, the target's factors are stored
+    from the first computation on: d min(n_c, d) float64 numbers for a class of n_c points in d
+    dimensions. The table is the same to the last bit as without stored factors.
 
     Args:
         target: the fixed side.
-        metric: how to measure.
+        metric: the metric between classes.
     """
 
     def __init__(self, target: LabeledSamples, metric: LabelMetric) -> None:
         self._target, self._metric = target, metric
-        # Where covariances are full.
+        # The metric if covariances are full, else None.
         self._full = metric if isinstance(metric, Gaussian) and not metric.diagonal else None
         self._kept: list[ClassMoments] | None = None
 
     def remeasured(self, particles: LabeledSamples, before: ClassDistances) -> ClassDistances:
-        """The distances of moved classes; those within the target stay as they are in `before`.
+        """Return the distances of moved classes; those within the target are taken from `before`.
 
         Raises:
             InputError: a class of the particles is too small or too large for the method.
@@ -129,7 +132,7 @@ class ClassTable:
         return ClassDistances.from_full(full, own, class_names(particles), class_names(target))
 
     def differentiable(self, particles: LabeledSamples, within_target: Tensor) -> Tensor:
-        """W (V_x + V_y, V_x + V_y) by `Gaussian` or `Means`, for autograd by the features.
+        """Return W (V_x + V_y, V_x + V_y) by `Gaussian` or `Means`, differentiable by features.
 
         Args:
             particles: n points whose features may require a gradient.
@@ -148,14 +151,14 @@ class ClassTable:
         return symmetric_table(values, pairs, total) + beside(own, within_target.to(values))
 
     def _beside(self, particles: LabeledSamples) -> LabeledSamples:
-        """The particles where the target is: one that streams stays in host memory."""
+        """Move the particles to the target's device; a target that streams is in host memory."""
         home = self._target.features.device
         return particles if particles.features.device == home else particles.to(home)
 
     def _moments(
         self, clouds: Sequence[ClassCloud], target: Sequence[ClassCloud], unbiased: bool
     ) -> list[ClassMoments]:
-        """Compute moments of classes; those of the target's classes are computed once."""
+        """Compute the moments of classes; those of the target's classes only once."""
         if self._kept is None:
             with torch.no_grad():
                 self._kept = class_moments(target, unbiased)

@@ -2,35 +2,16 @@
 
 dx_i / dt = -(1 / a_i) dS/dx_i,   dm_k / dt = -(1 / A_k) dS/dm_k,   dF_k / dt = -(1 / A_k) dS/dF_k
 
-The jointly driven flows of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in
-Probability Space: every particle is a pair of a point and a Gaussian of mean m_k and covariance
-F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is that of F^T F in
-the Bures metric. With `labels.diagonal`, F_k is a vector of standard deviations; with labels=means
-there is none.
+They are the jointly driven flows of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient
+Flows in Probability Space: each particle is a pair of a point and a Gaussian of mean m_k and
+covariance F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is that of
+F^T F in the Bures metric. With `labels.diagonal`, F_k is a vector of standard deviations; with
+labels=means there is none.
 
-Mode `joint`, with fixed labels (jd-fl): the particles of a class share their Gaussian, which
-therefore moves by the mean of their velocities, and A_k is the mass of class k.
-
-W_kl = ||m_k - m_l||^2 + Bures^2(F_k^T F_k, F_l^T F_l)
-
-Mode `augmented`, with variable labels (jd-vl): every particle carries a Gaussian of its own, which
-starts as that of its class, and A_i = a_i.
-
-C_ij = lambda_x ||x_i - y_j||^2 + lambda_y (||m_i - m_l||^2 + Bures^2(F_i^T F_i, F_l^T F_l))
-
-with l the class of y_j. Particles of one class may part, and `labels` clusters their Gaussians by
-k-means that starts at the centres of the classes they had, so that a class keeps its name.
-
-With diagonal covariances (labels.diagonal) or means alone the cost is the squared Euclidean
-distance of the vectors (sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) s), for any n. With full
-covariances every particle is a class of its own, with a factor (r, d), and is compared with the L
-Gaussians of the target and with those particles that the optimal plan of the self term can reach.
-That plan is symmetric, so that its diagonal P_ii = a_i^2 exp(2 f_i / eps) <= a_i bounds f_i, and
-
-P_ij = a_i a_j exp((f_i + f_j - C_ij) / eps) <= (a_i a_j)^1/2 exp(-C_ij / eps).
-
-Where a lower bound of C_ij makes that less than `NO_MASS` of a mass, it takes the place of C_ij: no
-term, bound or gradient differs by more than float64 rounds it.
+In mode `joint`, with fixed labels (jd-fl), the particles of a class share their Gaussian. In mode
+`augmented`, with variable labels (jd-vl), each particle has its own Gaussian. The table of modes
+builds both. The stepper changes `variables` in place; labels of mode `augmented` are computed from
+them when they are asked for.
 """
 
 from __future__ import annotations
@@ -56,20 +37,22 @@ from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.class_blocks import ClassBlocks
 
-# A hundred such shares of a mass together are what float64 does not see of it.
+# The sum of a hundred such shares of a mass is below the rounding of float64.
 NO_MASS = 1e-18
 
-# Arrays like the factors that an evaluation holds: they, their gradient, stacks, polar factors.
+# Arrays of the factors' size in an evaluation: factors, gradient, stacks, polar factors.
 COPIES = 6
-# Arrays of roots of covariances (n, d, d) that are held to read labels.
+# Arrays of roots of covariances (n, d, d) in memory while labels are computed.
 ROOTS = 2
 
 
 class JointlyDrivenMode(Mode):
-    """What both modes share; `variables` holds `means` and, but for labels=means, `spreads`.
+    """The common part of both modes.
+
+    `variables` holds `means` and, except for labels=means, `spreads`.
 
     Raises:
-        InputError: class distances are not measured by `gaussian` or `means`.
+        InputError: the metric between classes is not `gaussian` or `means`.
     """
 
     name: ClassVar[str]
@@ -81,11 +64,11 @@ class JointlyDrivenMode(Mode):
         self._start(Gaussians.of(setting.source, setting.metric))
 
     def _start(self, classes: Gaussians) -> None:
-        """Set out from the Gaussians of the particles' classes."""
+        """Start from the Gaussians of the particles' classes."""
         self.variables = classes.variables
 
     def _moving(self) -> dict[str, Tensor]:
-        """The variables, for autograd."""
+        """Return the variables as leaves for autograd."""
         return {key: part.detach().requires_grad_() for key, part in self.variables.items()}
 
     def _evaluated(
@@ -96,28 +79,34 @@ class JointlyDrivenMode(Mode):
         masses: Tensor,
         batch: Batch | None,
     ) -> Evaluation:
-        """The divergence at W that depends on the moving variables, which stand for `masses`."""
+        """Evaluate the divergence at W that depends on variables with these `masses`."""
         solved, by_features, parts = self._solve(particles, table, [*moving.values()], batch)
         velocities = (per_mass(part, masses) for part in parts)
         return Evaluation(solved, by_features, dict(zip(moving, velocities, strict=True)))
 
 
 class JointMode(JointlyDrivenMode):
-    """Mode `joint`: `means` (V, d) and `spreads` (V, r, d) or (V, d)."""
+    """Mode `joint`: `means` (V, d) and `spreads` (V, r, d) or (V, d).
+
+    The Gaussian of a class moves by the mean of its particles' velocities, and A_k is the class
+    mass:
+
+    W_kl = ||m_k - m_l||^2 + Bures^2(F_k^T F_k, F_l^T F_l)
+    """
 
     name = "joint"
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
-        """The divergence at the distances of the moving Gaussians, by all variables."""
+        """Evaluate the divergence at the distances of the moving Gaussians."""
         particles, moving = self._setting.at(features), self._moving()
         table = Gaussians.from_variables(moving).table(self._target, self.class_distances.yy)
         self._keep(table)
         return self._evaluated(particles, table, moving, self._class_masses(batch), batch)
 
     def _class_masses(self, batch: Batch | None) -> Tensor:
-        """The mass A_k (V,) of every class, that of particles outside the batch included.
+        """Return the mass A_k (V,) of each class, including particles outside the batch.
 
-        They rest, and a class moves by the mean of all its particles.
+        Those do not move, and a class moves by the mean over all its particles.
         """
         labels = self._setting.source.labels
         assert labels is not None
@@ -126,12 +115,21 @@ class JointMode(JointlyDrivenMode):
 
 
 class AugmentedMode(JointlyDrivenMode):
-    """Mode `augmented`: `means` (n, d) and `spreads` (n, r, d) or (n, d)."""
+    """Mode `augmented`: `means` (n, d) and `spreads` (n, r, d) or (n, d).
+
+    Each particle has its own Gaussian, which starts as that of its class, and A_i = a_i. With l the
+    class of y_j, the cost is
+
+    C_ij = lambda_x ||x_i - y_j||^2 + lambda_y (||m_i - m_l||^2 + Bures^2(F_i^T F_i, F_l^T F_l)).
+
+    Particles of one class may separate, and `labels` clusters their Gaussians by k-means that
+    starts at the centres of the original classes, so that a class keeps its name.
+    """
 
     name = "augmented"
 
     def labels(self) -> Tensor:
-        """The clusters of the particles' Gaussians, numbered as the classes they began as."""
+        """Return the clusters of the particles' Gaussians, numbered as the original classes."""
         gaussians = Gaussians.from_variables(self.variables)
         return recluster(gaussians, self._started_as, self._setting.source.masses)
 
@@ -143,7 +141,11 @@ class AugmentedMode(JointlyDrivenMode):
 
 
 class EuclideanAugmentedMode(AugmentedMode):
-    """With diagonal covariances or without any: transport of vectors of up to 3 d features."""
+    """Mode `augmented` with diagonal or no covariances: transport of vectors of up to 3 d features.
+
+    The cost is the squared Euclidean distance of the vectors
+    (sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) s), for any n.
+    """
 
     def _start(self, classes: Gaussians) -> None:
         super()._start(classes)
@@ -160,7 +162,7 @@ class EuclideanAugmentedMode(AugmentedMode):
         self._blocks = ClassBlocks(None, (1, 1), request.device)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
-        """The divergence of the vectors, by their parts."""
+        """Evaluate the divergence of the vectors, with the gradient of each part."""
         points, moving = features.detach().requires_grad_(), self._moving()
         vectors = self._vectors(points, moving)
         particles = self._particles(vectors.detach())
@@ -173,7 +175,7 @@ class EuclideanAugmentedMode(AugmentedMode):
         return LabeledSamples(vectors, None, (), self._setting.source.weights)
 
     def _vectors(self, features: Tensor, gaussians: Mapping[str, Tensor]) -> Tensor:
-        """(sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), (n, up to 3 d)."""
+        """Return (sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), (n, up to 3 d)."""
         cost = self._setting.request.cost.squared
         parts = [cost.lambda_x**0.5 * features, cost.lambda_y**0.5 * gaussians["means"]]
         if "spreads" in gaussians:
@@ -182,7 +184,10 @@ class EuclideanAugmentedMode(AugmentedMode):
 
 
 class FullAugmentedMode(AugmentedMode):
-    """With full covariances: every particle is a class of its own.
+    """Mode `augmented` with full covariances: each particle is a class of its own.
+
+    Each particle has a factor (r, d) and is compared with the L Gaussians of the target and with
+    those particles that the optimal plan of the self term can reach (see `_needed`).
 
     Raises:
         InputError: the factors of all particles and their distances do not fit into memory.
@@ -196,7 +201,7 @@ class FullAugmentedMode(AugmentedMode):
         self._own_names = tuple(map(str, range(count)))
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
-        """The divergence at the distances of the particles' Gaussians, by all variables."""
+        """Evaluate the divergence at the distances of the particles' Gaussians."""
         weights = self._setting.source.weights
         particles = LabeledSamples(features, self._own_classes, self._own_names, weights)
         moving = self._moving()
@@ -209,13 +214,13 @@ class FullAugmentedMode(AugmentedMode):
         return self._evaluated(particles, table, moving, self._masses(batch), batch)
 
     def expected_seconds(self, features: Tensor, batch: Batch | None = None) -> float:
-        """Time a chunk of pairs of Gaussians, and scale it to all of them."""
+        """Time a chunk of pairs of Gaussians, and scale the time to all pairs."""
         spreads, theirs = self.variables["spreads"], self._target.spreads
         assert theirs is not None
         factors = [spreads[0].detach().requires_grad_(), theirs[0]]
         rows, dim = spreads.shape[1:]
         timed = chunk_size(2 * rows * dim + 3 * rows**2, spreads.device)
-        # The first round wakes what the second one runs on.
+        # The first round is a warm-up.
         for pairs in (torch.tensor([[0, 1]]), torch.tensor([[0, 1]]).repeat(timed, 1)):
             started = time.perf_counter()
             float(torch.autograd.grad(fidelities(factors, pairs).sum(), factors[0])[0].sum())
@@ -226,7 +231,16 @@ class FullAugmentedMode(AugmentedMode):
 
     @torch.no_grad()
     def _needed(self, features: Tensor, batch: Batch | None) -> Tensor:
-        """Pairs (n, n + L) of Gaussians, within the batch, that mass may move between."""
+        """Return (n, n + L) the pairs of Gaussians, within the batch, that mass may move between.
+
+        The self term's plan is symmetric. Its diagonal P_ii = a_i^2 exp(2 f_i / eps) <= a_i bounds
+        f_i, so
+
+        P_ij = a_i a_j exp((f_i + f_j - C_ij) / eps) <= (a_i a_j)^1/2 exp(-C_ij / eps).
+
+        If a lower bound of C_ij makes that less than `NO_MASS` of a mass, the bound replaces C_ij:
+        no term, bound or gradient changes by more than the rounding of float64.
+        """
         setting, points = self._setting, features.double()
         cost = setting.request.cost.squared.lambda_x * torch.cdist(points, points).square()
         gaussians = Gaussians.from_variables(self.variables)
@@ -244,13 +258,13 @@ class FullAugmentedMode(AugmentedMode):
 
 
 def augmented_mode(setting: FlowSetting, table: ClassDistances) -> AugmentedMode:
-    """The form of the mode that the covariances allow."""
+    """Return the form of mode `augmented` for the metric's covariances."""
     full = isinstance(setting.metric, Gaussian) and not setting.metric.diagonal
     return (FullAugmentedMode if full else EuclideanAugmentedMode)(setting, table)
 
 
 def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
-    """Refuse full covariances of all particles where they do not fit."""
+    """Raise unless full covariances of all particles fit into memory."""
     assert classes.spreads is not None
     count = len(setting.source)
     rows, dim = classes.spreads.shape[1:]

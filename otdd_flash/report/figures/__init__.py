@@ -1,1 +1,1 @@
-"""What pictures are made of: the page, its fonts, labels, brackets and frames."""
+"""What the pictures of all reports share: pages and fonts, heat maps, planes and labels."""

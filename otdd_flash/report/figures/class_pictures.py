@@ -1,4 +1,7 @@
-"""The two tables between classes: how far they are apart, and what mass goes where."""
+"""The two heat maps between classes: class distances, and the mass moved between classes.
+
+The reports of distances and of pairwise distances call it; `heat_maps` draws.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ def draw_class_distances(
     *,
     orders: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Draw the full table of class distances: within each dataset, and across.
+    """Draw the full matrix of class distances: within each dataset and between both.
 
     Args:
         full: (Vx + Vy, Vx + Vy) squared 2-Wasserstein distances, source classes first.
         names: the Vx source and the Vy target class names.
         datasets: the names of source and target.
         path: the PNG file.
-        orders: the order in which to show the classes of each dataset; None is theirs.
+        orders: the order in which to show the classes of each dataset; None keeps the dataset's.
     """
     _draw_table(
         full,
@@ -47,7 +50,7 @@ def draw_joint_class_distances(
     *,
     orders: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Draw the table over the classes of K datasets; arguments as for `draw_class_distances`."""
+    """Draw the class distances of K datasets; arguments are those of `draw_class_distances`."""
     title = f"Distances between the classes of {len(datasets)} datasets"
     _draw_table(full, names, datasets, path, title=title, orders=orders)
 
@@ -89,14 +92,14 @@ def draw_class_coupling(
     *,
     orders: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Draw how much of the mass of each source class is moved to each target class.
+    """Draw how much of the mass of each source class moves to each target class.
 
     Args:
         coupling: (Vx, Vy) masses that sum to 1; drawn in percent.
         names: the Vx source and the Vy target class names.
         datasets: the names of source and target.
         path: the PNG file.
-        orders: the order in which to show the classes of each dataset; None is theirs.
+        orders: the order in which to show the classes of each dataset; None keeps the dataset's.
     """
     if orders is not None:
         rows, columns = orders

@@ -1,12 +1,12 @@
-"""A matrix between classes as a picture.
+"""Heat maps of matrices between classes or datasets, and the order in which to show classes.
 
-Class names along one side of a table: font, shortening, and which names there is room for.
+`heat_map` draws a page: cells with their numbers, class names along both axes, brackets with
+dataset names outside them, a colour bar, a title and notes. `lay_out_names` chooses the class
+names, `draw_brackets` draws the brackets, `cell_texts` writes the numbers, and `class_orders`
+orders classes by hierarchical clustering.
 
-Brackets with dataset names on the outer side of a table.
-
-The numbers written into a heat map's cells: one unit, one precision, a readable colour.
-
-The order in which pictures show classes: as the datasets list them, or like beside like.
+The reports of distances, pairwise distances and studies call it. All lengths are in inches, and the
+page size follows from the number of rows and columns, so names are measured before it is set.
 """
 
 from __future__ import annotations
@@ -43,19 +43,14 @@ if TYPE_CHECKING:
 # Inches.
 CELL, SHORTEST_SIDE, LONGEST_SIDE = 0.40, 3.6, 9.6
 
-
 MARGIN, TICK_GAP, BAR_GAP, BAR_WIDTH, BAR_LABELS = 0.15, 0.08, 0.2, 0.18, 0.75
-
 
 TITLE_POINTS, TITLE_DEPTH, WIDEST_FOR_TITLE = 12.0, 0.36, 8.0
 
-
 NOTE_POINTS, NOTE_DEPTH = 9.0, 0.19
 
-
-# Beyond this many rows or columns numbers in the cells are noise, even where they fit.
+# With more rows or columns, numbers in the cells distract even if they fit.
 MOST_NUMBERED = 24
-
 
 NUMBER_FONTS = (9.0, 8.0, 7.0, 6.0)
 
@@ -118,7 +113,7 @@ def _draw_numbers(
     size: tuple[float, float],
     texts: list[list[str]],
 ) -> None:
-    """Write the values into the cells, in the largest font that fits, if one does."""
+    """Write the values into the cells in the largest font that fits; write none if no font fits."""
     if max(values.shape) > MOST_NUMBERED:
         return
     cell_width, cell_height = size[0] / values.shape[1], size[1] / values.shape[0]
@@ -134,7 +129,7 @@ def _draw_numbers(
 
 
 def _inks(image: AxesImage, values: NDArray[np.float64]) -> NDArray[Any]:
-    """Per cell (R, C), the colour that text can be read in."""
+    """Return for each cell (R, C) the colour, black or white, in which text is readable."""
     colors = np.asarray(image.cmap(image.norm(np.ma.masked_invalid(values))))
     return np.array([[ink_on(tuple(cell)) for cell in row] for row in colors])
 
@@ -164,21 +159,19 @@ def _draw_title(figure: Figure, title: str) -> None:
 
 LONGEST_NAME = 18
 
-
 SMALLEST_FONT, LARGEST_FONT = 6.0, 9.0
 
-
 LINE_HEIGHT = 1.25
-
 
 POINTS_PER_INCH = 72.0
 
 
 @dataclass(frozen=True)
 class AxisNames:
-    """The names to draw: `texts[k]` beside cell `ticks[k]`, reading upwards where `upright[k]`.
+    """The names along one axis: `texts[k]` is written beside cell `ticks[k]`.
 
-    All are set in `points` and reach `depth` inches away from the axis.
+    A name reads upwards if `upright[k]`. The font size is `points`, and names extend `depth` inches
+    from the axis.
     """
 
     ticks: tuple[int, ...]
@@ -191,18 +184,18 @@ class AxisNames:
 def lay_out_names(
     figure: Figure, names: Sequence[str], cell: float, sizes: Sequence[int], *, vertical: bool
 ) -> AxisNames:
-    """Choose names that do not overlap when the cells are `cell` inches apart.
+    """Choose the names to draw and their font, so that names do not overlap.
 
-    Many classes get a smaller font, and beyond the smallest font only every k-th name, counted from
-    the first class of each group. Along a horizontal axis the names of a group stand upright unless
-    all of them fit flat.
+    Narrow cells get a smaller font; below the smallest font only every k-th name is drawn, counted
+    from the first class of each group. Along a horizontal axis the names of a group are upright
+    unless all of them fit horizontally.
 
     Args:
-        figure: where the names will be drawn.
+        figure: the figure on which the names will be drawn.
         names: one per cell.
         cell: the distance between two cells in inches.
         sizes: how many cells each group of classes has.
-        vertical: whether the axis is vertical, names reading along the rows.
+        vertical: whether the axis is vertical; its names are horizontal.
     """
     points = min(LARGEST_FONT, max(SMALLEST_FONT, cell * POINTS_PER_INCH / LINE_HEIGHT))
     line = points * LINE_HEIGHT / POINTS_PER_INCH
@@ -229,9 +222,10 @@ def lay_out_names(
 
 
 def spaced_ticks(sizes: Sequence[int], step: int) -> tuple[int, ...]:
-    """Every `step`-th cell of each group, never two closer than `step`.
+    """Return every `step`-th cell of each group, with no two closer than `step`.
 
-    Where two groups meet, the first cell of the later one has precedence over all but a first one.
+    Where two groups meet, the first cell of the later group replaces the last tick of the earlier
+    one, unless that tick is the first cell of its group.
     """
     ticks: list[int] = []
     start, previous_start = 0, -1
@@ -249,8 +243,7 @@ def spaced_ticks(sizes: Sequence[int], step: int) -> tuple[int, ...]:
 
 Groups = Sequence[tuple[str, int]]
 
-
-# Okabe and Ito's, which colour-blind readers tell apart; a seventh dataset starts again.
+# Okabe and Ito's palette, distinct for colour-blind readers; a seventh dataset repeats the first.
 COLORS = (SOURCE_COLOR, TARGET_COLOR, "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
@@ -271,17 +264,17 @@ def heat_map(
     signed: bool = False,
     notes: Sequence[str] = (),
 ) -> Figure:
-    """Draw a matrix (R, C) with its class names, datasets bracketed and separated by a line.
+    """Draw a matrix (R, C) with class names and one bracket per dataset, separated by lines.
 
-    The page grows with the number of classes up to about 12 inches a side; beyond that names become
-    smaller and then fewer. Numbers stand in the cells up to 24 rows and columns. Values that are
-    not finite are grey.
+    The page grows with the number of classes up to about 12 inches a side; beyond that, names
+    become smaller and then fewer. Matrices of up to 24 rows and columns have numbers in their
+    cells, if these fit. Values that are not finite are grey.
 
     Args:
         matrix: (R, C), any real type and device.
-        row_names: R class names; shortened where too long.
+        row_names: R class names; long names are shortened.
         column_names: C class names.
-        path: the PNG file; None writes none.
+        path: the PNG file; None writes no file.
         title: one line above the picture.
         value_label: the colour bar's label with its unit.
         row_groups: (dataset name, number of classes) of the rows; the numbers sum to R.
@@ -289,9 +282,12 @@ def heat_map(
         row_colors: bracket colours of the row groups.
         column_colors: bracket colours of the column groups.
         decimals: of the numbers in the cells; None keeps three digits of the largest.
-        zero: what cells show whose value rounds to nothing.
-        signed: values have a sign that matters; colours diverge from white at 0.
-        notes: lines below the title, for which the page is made wide enough.
+        zero: the text of cells whose value rounds to 0.
+        signed: whether the sign of values matters; colours then diverge from white at 0.
+        notes: lines below the title; the page is made wide enough for them.
+
+    Returns:
+        The figure.
 
     Raises:
         ValueError: names or groups do not match the matrix.
@@ -356,9 +352,7 @@ def heat_map(
 
 POINTS = 10.0
 
-
 BRACKET_DEPTH = 0.32
-
 
 GAP = 0.12
 
@@ -372,16 +366,16 @@ def draw_brackets(
     *,
     vertical: bool,
 ) -> None:
-    """Draw one line per group along an axis, its name on the outer side.
+    """Draw one line per group along an axis, with the group's name on the outer side.
 
     Args:
         figure: a figure whose size is final.
         groups: (name, number of cells) from the axis's start.
-        colors: one per group, from the first again if there are fewer.
-        origin: inches from the figure's lower left corner to the axis's start: the left end of a
-            horizontal axis, the upper end of a vertical one.
+        colors: one per group; repeated if there are fewer.
+        origin: inches from the figure's lower left corner to the axis's start, which is the left
+            end of a horizontal axis and the upper end of a vertical one.
         length: the axis's length in inches.
-        vertical: down the page instead of rightwards.
+        vertical: whether the axis runs down the page instead of to the right.
     """
     from matplotlib.lines import Line2D
 
@@ -424,10 +418,10 @@ def draw_brackets(
 def place_names(
     figure: Figure, names: Sequence[str], spans: Sequence[tuple[float, float]], length: float
 ) -> tuple[list[str], list[float]]:
-    """Shorten names and centre each on its span, moved aside where neighbours would touch.
+    """Shorten names and centre each on its span, moved sideways where neighbours would touch.
 
     Args:
-        figure: where the names will be drawn.
+        figure: the figure on which the names will be drawn.
         names: one per span.
         spans: (start, end) in inches along the axis, in order.
         length: the axis's length in inches.
@@ -444,7 +438,7 @@ def place_names(
     wanted = [width_of(name) for name in names]
     if sum(wanted) > room:
         share = room / len(names)
-        # What short names leave over goes to the long ones.
+        # Room that short names do not use goes to the long ones.
         spare = sum(max(share - width, 0.0) for width in wanted)
         long = sum(width > share for width in wanted)
         texts = [
@@ -469,7 +463,10 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def power_of_ten(values: NDArray[np.float64]) -> int:
-    """The exponent, a multiple of 3, that leaves the largest value between 0.01 and 10,000."""
+    """Return the exponent, a multiple of 3, to divide out so that the numbers are easy to read.
+
+    It is 0 if the largest value is between 0.01 and 10,000.
+    """
     largest = _largest(values)
     if largest == 0 or 0.01 <= largest < 10_000:
         return 0
@@ -477,16 +474,17 @@ def power_of_ten(values: NDArray[np.float64]) -> int:
 
 
 def with_unit(label: str, exponent: int) -> str:
-    """`label`, saying which power of ten was divided out."""
+    """Return the label with the power of ten that was divided out of the values."""
     return f"{label} (× 10{str(exponent).translate(SUPERSCRIPTS)})" if exponent else label
 
 
 def cell_texts(
     values: NDArray[np.float64], decimals: int | None = None, zero: str = "0"
 ) -> list[list[str]]:
-    """The values with equally many decimals: by default, as give the largest three digits.
+    """Return the values as text, all with the same number of decimals.
 
-    What rounds to nothing becomes `zero`, what is not finite a dash.
+    By default the largest value has three digits. A value that rounds to 0 becomes `zero`, and a
+    value that is not finite a dash.
     """
     largest = _largest(values)
     if decimals is None:
@@ -502,12 +500,15 @@ def cell_texts(
 
 
 def ink_on(color: tuple[float, ...]) -> str:
-    """Black or white, whichever contrasts more with an RGB colour (WCAG: at least 4.5 to 1)."""
+    """Return black or white, whichever contrasts more with an RGB colour.
+
+    The WCAG contrast is at least 4.5 to 1.
+    """
     return "black" if relative_luminance(color) > 0.179 else "white"
 
 
 def relative_luminance(color: tuple[float, ...]) -> float:
-    """WCAG 2 relative luminance of an sRGB colour with channels in [0, 1]."""
+    """Return the WCAG 2 relative luminance of an sRGB colour with channels in [0, 1]."""
     red, green, blue = (
         channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
         for channel in color[:3]
@@ -524,15 +525,18 @@ ORDERS = ("given", "hierarchical")
 
 
 def class_orders(table: Tensor, sizes: Sequence[int], order: str) -> list[list[int]]:
-    """For each dataset the order in which to show its classes.
+    """Return for each dataset the order in which to show its classes.
 
     Args:
         table: (V, V) squared distances between all classes, dataset after dataset.
         sizes: how many classes each dataset has.
-        order: one of `ORDERS`. hierarchical: as the leaves of average linkage of the distances
-            between all classes, such that neighbours are as near as they can be (Bar-Joseph et al.
-            2001, Fast optimal leaf ordering for hierarchical clustering). One tree for all
-            datasets: classes that are near each other have like places in theirs.
+        order: one of `ORDERS`. `given` keeps the datasets' order. `hierarchical` takes the leaves
+            of average linkage, ordered so that neighbours are as near as possible (Bar-Joseph et
+            al. 2001, Fast optimal leaf ordering for hierarchical clustering). One tree is built for
+            all datasets, so that similar classes get similar places in each.
+
+    Returns:
+        One list of class indices per dataset.
     """
     if order == "given" or len(table) < 3:
         return [list(range(size)) for size in sizes]
@@ -540,7 +544,7 @@ def class_orders(table: Tensor, sizes: Sequence[int], order: str) -> list[list[i
     from scipy.spatial.distance import squareform
 
     distances = table.detach().cpu().double().clamp_min(0).sqrt().numpy()
-    # Rounding may have left some asymmetry, and something on the diagonal.
+    # `squareform` refuses the asymmetry and the diagonal that rounding may leave.
     distances = (distances + distances.T) / 2
     np.fill_diagonal(distances, 0.0)
     leaves = leaves_list(

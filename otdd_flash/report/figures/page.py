@@ -1,11 +1,14 @@
-"""The paper the pictures are drawn on: inches, a font, two colours, saved as PNG.
+"""Figures, fonts and files that all pictures share, and the writing of a report's files.
 
-Fonts for names in any script, among those installed, and a notice where none has a letter.
+The first part makes figures on their own Agg canvases, in matplotlib's default style, and measures
+and shortens text. The second finds installed fonts for names in any script. The third writes the
+files of a report one by one (`write_each`). All reports call it; so do the commands and some
+experiments.
 
-The files beside a number: each is written for itself, and one that fails costs no other.
-
-They come after `result.json` has been written and the number printed, so that a disk that fills, or
-a picture that cannot be drawn, never loses what was computed.
+A change must keep three properties. A user's matplotlib state and backend are unchanged afterwards.
+matplotlib is imported only through `load_matplotlib` or after it. A file that cannot be written
+gives a notice and does not stop the others: reports are written after result.json, so a full disk
+never loses the computed number.
 """
 
 from __future__ import annotations
@@ -33,19 +36,16 @@ if TYPE_CHECKING:
 
 DPI = 150
 
-
 INK = "#222222"
 
-
-# Blue and vermilion of Okabe & Ito's palette, told apart with every common colour blindness.
+# Blue and vermilion of Okabe & Ito's palette, distinct for every common colour blindness.
 SOURCE_COLOR = "#0072B2"
-
 
 TARGET_COLOR = "#D55E00"
 
 
 def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
-    """An empty white figure of this size in inches, on its own Agg canvas."""
+    """Return an empty white figure of this size in inches, on its own Agg canvas."""
     load_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -56,13 +56,13 @@ def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
 
 
 def figure_of(draw: Callable[[], Figure], names: Iterable[str]) -> Figure:
-    """Return what `draw` draws as reports draw it, as a figure that shows itself in notebooks.
+    """Call `draw` in the style of reports and return its figure, which notebooks can display.
 
-    Matplotlib's state is afterwards what it was, and pyplot does not know the figure.
+    Matplotlib's state is restored, and pyplot does not register the figure.
 
     Args:
-        draw: makes a figure of `new_figure`.
-        names: those of users that stand in it.
+        draw: a function that makes a figure with `new_figure`.
+        names: the users' names that appear in the figure.
 
     Warns:
         DataNotice: no installed font has some of their characters.
@@ -70,9 +70,9 @@ def figure_of(draw: Callable[[], Figure], names: Iterable[str]) -> Figure:
     notice_missing_glyphs(names)
     with own_style(), without_glyph_warnings():
         figure = draw()
-        # Ticks are made when they are first drawn, and then in the style of the moment.
+        # Ticks take the style that is active when they are first drawn.
         figure.draw_without_rendering()
-    # Of figures that pyplot does not know, IPython shows no more than their size.
+    # IPython shows only the size of figures that pyplot has not registered.
     figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
     return figure
 
@@ -85,7 +85,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def save_picture(figure: Figure, path: str | Path | None) -> None:
-    """Write the figure as PNG at `DPI`, whole or not at all; nothing where `path` is None."""
+    """Write the figure as PNG at `DPI`, atomically; write nothing if `path` is None."""
     if path is None:
         return
     with replacing(path) as partial, without_glyph_warnings():
@@ -93,12 +93,12 @@ def save_picture(figure: Figure, path: str | Path | None) -> None:
 
 
 def name_style(text: str) -> dict[str, Any]:
-    """Properties of a text with names users chose: dollar signs are plain, any script shows."""
+    """Return text properties for users' names: dollar signs are plain text, any script is shown."""
     return {"parse_math": False, "fontfamily": families(text)}
 
 
 def measure(figure: Figure, text: str, points: float, **style: Any) -> tuple[float, float]:
-    """Width and height in inches of `text` set at this font size."""
+    """Return width and height in inches of `text` at this font size."""
     drawn = figure.text(0, 0, text, fontsize=points, **name_style(text), **style)
     with without_glyph_warnings():
         box = drawn.get_window_extent()
@@ -107,7 +107,10 @@ def measure(figure: Figure, text: str, points: float, **style: Any) -> tuple[flo
 
 
 def fit(name: str, width: float, width_of: Callable[[str], float]) -> str:
-    """The longest shortening of `name`, at least one character, that is at most `width` wide."""
+    """Return the longest shortening of `name` that is at most `width` wide.
+
+    It has at least one character, even if that is wider.
+    """
     for length in range(min(len(display(name)), LONGEST_NAME), 0, -1):
         text = shorten(name, length)
         if width_of(text) <= width:
@@ -117,25 +120,22 @@ def fit(name: str, width: float, width_of: Callable[[str], float]) -> str:
 
 logger = logging.getLogger(__name__)
 
-
 DEFAULT = "DejaVu Sans"
 
-
-# It has a box for every character, and so nothing to show.
+# This font has a box for every character, so its coverage means nothing.
 BOXES = "Last Resort"
 
-
-# How many characters a notice lists.
+# The most characters that a notice lists.
 SHOWN = 12
 
 
 def families(text: str) -> list[str]:
-    """The default font and, for the characters that it lacks, installed fonts that have them."""
+    """Return the default font and installed fonts for the characters that it lacks."""
     return [DEFAULT, *_for_characters(frozenset(text))[0]]
 
 
 def font_file(text: str) -> str:
-    """The file of one font for a text: the default or, where that lacks letters, the next."""
+    """Return the file of the default font, or of the next if it lacks characters of a text."""
     load_matplotlib()
     from matplotlib.font_manager import findfont
 
@@ -143,7 +143,7 @@ def font_file(text: str) -> str:
 
 
 def notice_missing_glyphs(names: Iterable[str]) -> None:
-    """Say once which characters of some names no installed font can draw.
+    """Warn once of the characters of some names that no installed font can draw.
 
     Warns:
         DataNotice: there are such characters.
@@ -151,7 +151,7 @@ def notice_missing_glyphs(names: Iterable[str]) -> None:
     try:
         missing = sorted(_for_characters(frozenset("".join(names)))[1])
     except Exception as error:
-        # Fonts that cannot be read: the pictures that need them say so themselves.
+        # The fonts cannot be read: pictures that need them fail with a notice of their own.
         logger.debug("no fonts: %s", error)
         return
     if missing:
@@ -165,11 +165,12 @@ def notice_missing_glyphs(names: Iterable[str]) -> None:
 
 
 def load_matplotlib() -> None:
-    """Import matplotlib, whatever backend the environment names.
+    """Import matplotlib, even if the environment names a backend that is not installed.
 
-    `MPLBACKEND=module://matplotlib_inline.backend_inline`, which notebooks hand to what they start,
-    keeps it from being imported where that package is missing. Pictures have Agg canvases of their
-    own; the backend is for the user's figures, and stays what it would have been.
+    Notebooks pass `MPLBACKEND=module://matplotlib_inline.backend_inline` to the processes they
+    start, and the import fails if that package is missing. The pictures here use their own Agg
+    canvases; the backend serves the user's figures only, and is set to the value of the environment
+    afterwards.
     """
     if "matplotlib" in sys.modules:
         return
@@ -186,7 +187,7 @@ def load_matplotlib() -> None:
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """Draw with matplotlib's defaults, not the user's, which may ask for LaTeX or other sizes."""
+    """Draw with matplotlib's defaults: the user's settings may ask for LaTeX or other sizes."""
     load_matplotlib()
     import matplotlib
 
@@ -197,7 +198,7 @@ def own_style() -> Iterator[None]:
 
 @contextmanager
 def without_glyph_warnings() -> Iterator[None]:
-    """Keep matplotlib from warning of every character and size; `notice_missing_glyphs` has."""
+    """Silence matplotlib's warnings per character; `notice_missing_glyphs` warns once instead."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Glyph .* missing from font", category=UserWarning
@@ -207,7 +208,7 @@ def without_glyph_warnings() -> Iterator[None]:
 
 @cache
 def _for_characters(characters: frozenset[str]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Fonts that have what the default lacks, and the characters that none has."""
+    """Return fonts for the characters that the default lacks, and the characters that none has."""
     missing = {c for c in characters if c.isprintable() and ord(c) not in _characters_of(DEFAULT)}
     found: list[str] = []
     for name in _installed() if missing else ():
@@ -222,7 +223,7 @@ def _for_characters(characters: frozenset[str]) -> tuple[tuple[str, ...], frozen
 
 @cache
 def _installed() -> tuple[str, ...]:
-    """Names of all installed fonts, sans-serif ones first."""
+    """Return the names of all installed fonts, sans-serif fonts first."""
     load_matplotlib()
     from matplotlib.font_manager import fontManager
 
@@ -232,42 +233,39 @@ def _installed() -> tuple[str, ...]:
 
 @cache
 def _characters_of(name: str) -> frozenset[int]:
-    """The code points that a font has glyphs for."""
     load_matplotlib()
     from matplotlib.font_manager import findfont, get_font
 
     return frozenset(get_font(findfont(name)).get_charmap())
 
 
-# What a report consists of beside the number: nothing, tables, or pictures as well.
+# The contents of a report: no files, tables, or tables and pictures.
 CONTENTS = ("none", "table", "full")
-
 
 PICTURES = (".png", ".gif")
 
-
-# What draws or writes a file, called as writer(path), by its path.
+# For each path the function that writes the file, called as writer(path).
 Writers = dict[Path, Callable[[Path], object]]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the files of a report.
+    """The files of a report: those written and those that could not be.
 
     Attributes:
-        written: the files that are there, in the order asked for.
-        missing: those that could not be written; a notice has said why.
+        written: the files written, in the order asked for.
+        missing: the files that could not be written; a notice gave the reason.
     """
 
     written: tuple[Path, ...] = ()
     missing: tuple[Path, ...] = ()
 
     def __add__(self, other: Report) -> Report:
-        """What both have written, and what either lacks."""
+        """Return the files written and the files missing in both reports together."""
         return Report(self.written + other.written, self.missing + other.missing)
 
     def require_complete(self) -> None:
-        """Raise an `IncompleteError` that names what is missing, if anything is."""
+        """Raise an `IncompleteError` that names the missing files, if there are any."""
         if self.missing:
             raise IncompleteError(
                 "the result was written, but not "
@@ -276,7 +274,7 @@ class Report:
 
 
 def wanted(writers: Writers, content: str) -> Writers:
-    """Return the writers of the files that a report of this content, one of `CONTENTS`, has."""
+    """Return the writers of the files that a report with this content, one of `CONTENTS`, has."""
     if content == "none":
         return {}
     return {
@@ -287,18 +285,19 @@ def wanted(writers: Writers, content: str) -> Writers:
 
 
 def write_each(writers: Writers) -> Report:
-    """Call every writer with its path; one that fails is a notice, and the next one's turn.
+    """Call each writer with its path; if one fails, warn and go on with the next.
 
-    A file of an earlier report under the same name goes first: beside a new result it would lie.
+    Files of an earlier report at these paths are removed first: they would not match the new
+    result.
 
     Args:
-        writers: called one after the other.
+        writers: called in order.
 
     Warns:
-        MissingFileNotice: a file could not be written, and why.
+        MissingFileNotice: a file could not be written, with the reason.
     """
     for path in writers:
-        # A file that cannot be removed cannot be replaced either, which its writer will say.
+        # If a file cannot be removed, its writer will fail to replace it and give a notice.
         with suppress(OSError):
             path.unlink(missing_ok=True)
     report = Report()
@@ -307,7 +306,7 @@ def write_each(writers: Writers) -> Report:
             with own_style() if path.suffix in PICTURES else nullcontext():
                 writer(path)
         except Exception as error:
-            # Of any kind: drawing is not worth the run.
+            # Any exception: a failed drawing must not lose the run.
             logger.debug("%s", traceback.format_exc())
             warnings.warn(_reason(path, error), MissingFileNotice, stacklevel=2)
             report += Report(missing=(path,))

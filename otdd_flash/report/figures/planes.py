@@ -1,8 +1,11 @@
-"""The plane in which several point clouds together spread most.
+"""The principal plane of several point clouds, the page it is drawn on, and projected datasets.
 
-The page on which points of one plane are drawn: its frame, axis labels, title and legend.
+`fit_plane` finds the plane, `plane_frame`, `write_title` and `write_legend` make the page, and
+`side_of` projects one dataset: sampled points, class means and masses. The projection of a distance
+and the paths of a flow use it.
 
-One dataset of a projection: its sampled points, class means and masses in the plane.
+A float64 copy of the features may not fit into memory, so they are read in chunks of rows. Every
+random draw takes a seed, so that a picture is the same in every run.
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 4096
 
-
 BLOCK, ROUNDS = 12, 8
 
 
 @dataclass(frozen=True)
 class PrincipalPlane:
-    """`axes` (d, 2) through `mean` (d,), both float64; `explained` are their shares of variance.
+    """The plane through `mean` (d,) spanned by the columns of `axes` (d, 2), both float64.
 
-    With d = 1, or points on a line, the second share is 0.
+    `explained` holds the axes' shares of the variance. If d = 1 or all points are on a line, the
+    second share is 0.
     """
 
     mean: Tensor
@@ -43,18 +46,19 @@ class PrincipalPlane:
     explained: tuple[float, float]
 
     def project(self, features: Tensor) -> Tensor:
-        """Coordinates (n, 2), float64, on the CPU, of features (n, d) on any device."""
+        """Return the coordinates (n, 2), float64 on the CPU, of features (n, d) on any device."""
         return torch.cat([(rows - self.mean) @ self.axes for rows in _chunks(features)])
 
 
 def fit_plane(clouds: Sequence[Tensor], seed: int) -> PrincipalPlane:
-    """Fit the first two principal axes to several clouds, each counting as a whole equally much.
+    """Fit the first two principal axes to several clouds, each with the same total weight.
 
-    By block power iteration (Halko, Martinsson & Tropp 2011), so that neither a (d, d) covariance
-    nor a float64 copy of the features is ever held. An axis's largest entry is positive.
+    The method is block power iteration (Halko, Martinsson & Tropp 2011), so that neither a (d, d)
+    covariance nor a float64 copy of the features is stored. The largest entry of each axis is
+    positive.
 
     Args:
-        clouds: matrices (n_k, d) of one d, any device.
+        clouds: matrices (n_k, d) with the same d, on any device.
         seed: of the block that the iteration starts from.
     """
     d = clouds[0].shape[1]
@@ -62,7 +66,7 @@ def fit_plane(clouds: Sequence[Tensor], seed: int) -> PrincipalPlane:
     total = float(_average(clouds, lambda rows: (rows - mean).square().sum()))
 
     def spread(block: Tensor) -> Tensor:
-        """The covariance times a block (d, k)."""
+        """Return the covariance times a block (d, k)."""
         return _average(clouds, lambda rows: (rows - mean).T @ ((rows - mean) @ block))
 
     start = np.random.default_rng(seed).normal(size=(d, min(d, BLOCK)))
@@ -80,32 +84,29 @@ def fit_plane(clouds: Sequence[Tensor], seed: int) -> PrincipalPlane:
 
 
 def _average(clouds: Sequence[Tensor], part: Callable[[Tensor], Tensor]) -> Tensor:
-    """The mean over clouds of the mean over rows of what `part` sums over a chunk of rows."""
+    """Return the mean over clouds of the mean over rows; `part` sums over a chunk of rows."""
     means = [torch.stack([part(rows) for rows in _chunks(c)]).sum(0) / len(c) for c in clouds]
     return torch.stack(means).mean(0)
 
 
 def _chunks(features: Tensor) -> Iterator[Tensor]:
-    """The rows in float64 on the CPU, a few thousand at a time."""
+    """Yield the rows in float64 on the CPU, `ROWS_AT_ONCE` at a time."""
     for start in range(0, len(features), ROWS_AT_ONCE):
         yield features[start : start + ROWS_AT_ONCE].detach().cpu().double()
 
 
 Array = NDArray[np.float64]
 
-
 # Inches.
 WIDTH, LEAST_HEIGHT, MOST_HEIGHT = 8.6, 3.6, 7.4
 
-
 LEFT, RIGHT, TOP, BOTTOM = 0.75, 0.15, 0.5, 1.25
-
 
 TITLE_POINTS = 12.0
 
 
 def new_page(height: float) -> tuple[Figure, Axes]:
-    """A page around axes of `WIDTH` and this height in inches."""
+    """Return a page with axes of `WIDTH` and this height in inches."""
     page = (LEFT + WIDTH + RIGHT, BOTTOM + height + TOP)
     figure = new_figure(*page)
     axes = figure.add_axes((LEFT / page[0], BOTTOM / page[1], WIDTH / page[0], height / page[1]))
@@ -116,11 +117,11 @@ def new_page(height: float) -> tuple[Figure, Axes]:
 
 
 def plane_frame(clouds: Sequence[Array], means: Sequence[Array]) -> tuple[Figure, Axes]:
-    """A page with one scale in both directions, around all points but far outliers.
+    """Return a page with the same scale in both directions that contains all but far outliers.
 
     Args:
-        clouds: points (k, 2), of which one in a hundred may lie outside.
-        means: points (k, 2) that all lie inside; rows of NaN are left out.
+        clouds: points (k, 2); one in a hundred may lie outside.
+        means: points (k, 2) that must all lie inside; rows of NaN are ignored.
     """
     points = np.concatenate(clouds)
     low, high = np.quantile(points, [0.005, 0.995], axis=0)
@@ -141,7 +142,7 @@ def plane_frame(clouds: Sequence[Array], means: Sequence[Array]) -> tuple[Figure
 
 
 def axis_name(plane: PrincipalPlane, k: int) -> str:
-    """What to call a principal axis, with its share of the variance."""
+    """Return the label of a principal axis with its share of the variance."""
     share = plane.explained[k]
     percent = f"{share:.1%}" if 0 < share < 0.01 else f"{share:.0%}"
     return f"principal axis {k + 1} ({percent} of the variance)"
@@ -163,7 +164,7 @@ def write_title(figure: Figure, axes: Axes, title: str) -> None:
 def write_legend(
     figure: Figure, axes: Axes, handles: Sequence[Line2D], texts: Sequence[str], columns: int = 1
 ) -> None:
-    """Explain below the axes what is drawn; there is room for three lines."""
+    """Write the legend below the axes; there is room for three lines."""
     legend = figure.legend(
         handles,
         texts,
@@ -185,10 +186,10 @@ ROWS_DRAWN = 2000
 
 @dataclass(frozen=True)
 class ProjectedSide:
-    """One dataset as drawn.
+    """One dataset as it is drawn.
 
-    `points` (k, 2) are a sample; `centroids` (V, 2), NaN for a class without mass, and `masses`
-    (V,) come from all rows. `class_names` are V, empty where there is nothing to name.
+    `points` (k, 2) are a sample of its rows. `centroids` (V, 2), NaN for a class without mass, and
+    `masses` (V,) come from all rows. `class_names` has V entries, empty where a class has no name.
     """
 
     name: str
@@ -204,7 +205,9 @@ class ProjectedSide:
 def side_of(
     samples: LabeledSamples, classes: int, plane: PrincipalPlane, seed: int, color: str, marker: str
 ) -> ProjectedSide:
-    """Project a dataset that the coupling divides into `classes`; one class needs no labels.
+    """Project a dataset whose side of the coupling has `classes` classes.
+
+    If `classes` is 1, the dataset needs no labels.
 
     Raises:
         ValueError: the dataset has another number of classes.
@@ -234,7 +237,7 @@ def side_of(
 
 
 def rows_with_mass(samples: LabeledSamples, limit: int, seed: int) -> NDArray[np.int64]:
-    """Indices of at most `limit` rows, drawn among those that carry mass."""
+    """Return the indices of at most `limit` rows, drawn at random among those with mass."""
     rows: NDArray[np.int64] = np.flatnonzero(samples.masses.cpu().numpy() > 0)
     if len(rows) > limit:
         rows = np.sort(np.random.default_rng(seed).choice(rows, limit, replace=False))

@@ -1,6 +1,8 @@
-"""Names written beside points of a picture, in free places.
+"""Names written beside points of a picture, so that none covers another, a marker or the frame.
 
-Where labels go, so that none covers another, a marker or the frame.
+`draw_names` writes the names; `place_labels` chooses their places. The projection of a distance,
+the paths of a flow and the gains of a study use it. Placement works in pixels, so the limits of the
+axes and the size of the figure must be final before the call.
 """
 
 from __future__ import annotations
@@ -22,19 +24,16 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
-
 LONGEST_NAME = 16
 
-
 POINTS = 9.0
-
 
 # Pixels.
 MARKER_RADIUS, LEADER_FROM = 8.0, 24.0
 
 
 class PointName(NamedTuple):
-    """`text` beside the marker at `place`, in data coordinates."""
+    """A name `text` to write beside the marker at `place`, in data coordinates."""
 
     text: str
     place: tuple[float, float]
@@ -49,14 +48,14 @@ def draw_names(
     lines: Array,
     frame: Box | None = None,
 ) -> None:
-    """Name points, the most important first, and leave out names for which there is no room.
+    """Name points, the most important first; a name for which there is no room is left out.
 
     Args:
-        figure: of the axes, which have their limits already.
-        axes: where the points are drawn.
-        names: what to write, shortened to 16 characters.
-        lines: (s, 2, 2) ends of lines, in data coordinates, that had better stay uncovered.
-        frame: where names may stand, in pixels; None is all of the axes.
+        figure: the figure of the axes.
+        axes: where the points are drawn; their limits must be final.
+        names: the names, which are shortened to 16 characters.
+        lines: (s, 2, 2) ends of line segments, in data coordinates, that names should not cover.
+        frame: (x0, y0, x1, y1) in pixels, in which names may be placed; None takes all of the axes.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patheffects import withStroke
@@ -100,20 +99,17 @@ def draw_names(
 
 Box = tuple[float, float, float, float]
 
-
 RADII = (13.0, 18.0, 25.0, 35.0, 48.0, 64.0, 84.0, 110.0, 145.0, 190.0)
-
 
 DIRECTIONS = 16
 
-
-# In pixels of distance that one would accept instead.
+# Penalties, in pixels of distance that are as bad.
 CROSSING_COST, CONFUSION_COST = 25.0, 20.0
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The centre of a label, and how far its edge is from the point it names, in pixels."""
+    """The centre of a label and the distance of its edge from the point it names, in pixels."""
 
     centre: tuple[float, float]
     distance: float
@@ -122,21 +118,21 @@ class Placement:
 def place_labels(
     anchors: Array, sizes: Array, markers: Array, segments: Array, frame: Box
 ) -> list[Placement | None]:
-    """Place labels one after another, each at the nearest good spot around its point.
+    """Place labels one after another, each at the best free position around its point.
 
-    A spot is free if it lies inside the frame and meets no marker and no earlier label. Among free
-    spots a short distance counts, and so do every segment that would run under the label and every
-    other point that the label might be taken to name.
+    A position is free if the label is inside the frame and overlaps no marker and no earlier label.
+    Among free positions the cost decides: the distance, plus a penalty for each segment under the
+    label and for each other point that the label might seem to name.
 
     Args:
         anchors: (k, 2) the named points, most important first, in pixels.
         sizes: (k, 2) widths and heights.
         markers: (k, 4) boxes (x0, y0, x1, y1) around the points.
-        segments: (s, 2, 2) lines that had better stay uncovered.
+        segments: (s, 2, 2) lines that labels should not cover.
         frame: (x0, y0, x1, y1).
 
     Returns:
-        One placement per label; None where there is no room.
+        One placement per label; None if there is no room.
     """
     taken = markers.reshape(-1, 4)
     along = np.linspace(0.0, 1.0, 40)[:, None, None]
@@ -161,7 +157,7 @@ def place_labels(
 
 
 def _candidates(anchor: Array, size: Array) -> tuple[Array, Array]:
-    """Centres (c, 2) of boxes around a point, and the distances (c,) they keep from it."""
+    """Return centres (c, 2) of boxes around a point, and their distances (c,) from it."""
     angles = np.arange(DIRECTIONS) * (2 * np.pi / DIRECTIONS)
     directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
     # A box touches the circle with the side that faces it: beside it, above it or a corner.
@@ -171,26 +167,26 @@ def _candidates(anchor: Array, size: Array) -> tuple[Array, Array]:
 
 
 def _inside(boxes: Array, frame: Box) -> NDArray[np.bool_]:
-    """(b,): whether a box lies in the frame."""
+    """Return (b,) whether each box is inside the frame."""
     low, high = np.array(frame[:2]), np.array(frame[2:])
     return np.asarray((boxes[:, :2] >= low).all(1) & (boxes[:, 2:] <= high).all(1))
 
 
 def _overlap(boxes: Array, others: Array) -> NDArray[np.bool_]:
-    """(b, o): whether two boxes share an area."""
+    """Return (b, o) whether two boxes share an area."""
     a, b = boxes[:, None], others[None]
     return np.asarray((a[..., :2] < b[..., 2:]).all(-1) & (b[..., :2] < a[..., 2:]).all(-1))
 
 
 def _gaps(boxes: Array, points: Array) -> Array:
-    """(b, p): the distance from each box to each point."""
+    """Return (b, p), the distance from each box to each point."""
     low, high = boxes[:, None, :2] - points, points - boxes[:, None, 2:]
     gaps: Array = np.linalg.norm(np.maximum(np.maximum(low, high), 0.0), axis=-1)
     return gaps
 
 
 def _crossings(boxes: Array, dots: Array) -> NDArray[np.int64]:
-    """(b,): how many segments, given as dots (t, s, 2) along them, run under each box."""
+    """Return (b,) the number of segments, given as dots (t, s, 2) along them, under each box."""
     low, high = boxes[:, None, None, :2], boxes[:, None, None, 2:]
     under = np.all((dots[None] > low) & (dots[None] < high), axis=-1)
     crossings: NDArray[np.int64] = np.any(under, axis=1).sum(1)

@@ -1,1 +1,1 @@
-"""The report of one flow: `writing` draws everything, the others a file each."""
+"""The report of one flow: `writing` writes all files; the other modules draw one picture each."""

@@ -1,4 +1,8 @@
-"""flow.gif: many particles that are images, moving together, each with its label."""
+"""flow.gif: an animation of particles that are images, each with its label above it.
+
+The report of a flow calls it if the particles are images. Frames are drawn with Pillow, not with
+matplotlib. All frames share one palette; without that, colours would flicker between frames.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,13 @@ from otdd_flash.report.flow.paths import evenly, evenly_over_classes
 from otdd_flash.samples import LabeledSamples
 
 MOST_A_SIDE, MOST_FRAMES = 8, 60
-# Pixels: of the images with their gaps, of a label above an image, of a frame around one.
+# Pixels: all images with gaps, the least page, a gap, a label's strip, a mark, a caption's line.
 WIDTH, LEAST_WIDTH, GAP, STRIP, MARK, LINE = 600, 330, 4, 19, 3, 17
 LABEL_SIZE, CAPTION_SIZE = 12, 13
 # Milliseconds.
 FIRST_PAUSE, LAST_PAUSE, WHOLE, SHORTEST, LONGEST = 1000, 2000, 5000, 80, 400
 BACKGROUND, PAPER, INK_GREY = 225, 255, 34
-# In a palette of greys, where the colour of marks takes the place of 254.
+# Palette indices: white is 254, so that 255 is free for the colour of marks.
 WHITE, MARKED = 254, 255
 UNLIKE = "≠"
 LABELLED = "above each image: its label"
@@ -43,16 +47,17 @@ def write_animation(
     image_shape: ImageShape,
     path: str | Path,
 ) -> None:
-    """Write an endless GIF of at most 8 x 8 particles over at most 60 steps, class after class.
+    """Write an endless GIF of at most 8 x 8 particles over at most 60 steps, ordered by class.
 
-    The first and the last frame stay longer. Small images are enlarged by whole factors, without
-    smoothing; of large ones fewer are shown. Above each image stands its label; a frame and an
-    unequal sign mark an image that its label no longer fits, see `_misfits`.
+    The first and the last frame are shown longer. Small images are enlarged by an integer factor,
+    without smoothing; if images are large, fewer are shown. The label is written above each image.
+    A coloured frame and an unequal sign mark an image that its label no longer fits (see
+    `_misfits`).
 
     Args:
         source: the particles before the first step.
-        target: what they move to.
-        trajectory: pixel values in [0, 1]; what lies outside is clipped.
+        target: the dataset they move to.
+        trajectory: pixel values in [0, 1]; values outside are clipped.
         image_shape: (c, h, w) of one particle.
         path: the GIF file.
 
@@ -98,18 +103,19 @@ def _misfits(
     rows: Tensor,
     moments: Sequence[int] | NDArray[np.int64],
 ) -> NDArray[np.bool_] | None:
-    """Whether particles (s, k) are nearest, by pixels, to an image of another class than theirs.
+    """Return (s, k) whether a particle's nearest image, by pixels, has another class than it has.
 
-    The images are the target's and those that the particles began as, so that none is marked before
-    it moves. Classes are one where they have one name. None where nothing can be compared: a side
-    has no labels, the target other features, or no class a namesake.
+    The images compared are those of the target and the particles' own starts, so that no particle
+    is marked before it moves. Classes with the same name count as one class. The result is None if
+    nothing can be compared: a side has no labels, the target has another dimension, or the datasets
+    share no class name.
 
     Args:
         source: the particles before the first step.
         target: the images they move to.
-        trajectory: where particles were, and their labels.
-        rows: (k,) which of the kept particles.
-        moments: (s,) which of the kept steps.
+        trajectory: the positions of the particles and their labels.
+        rows: (k,) indices into the recorded particles.
+        moments: (s,) indices into the recorded steps.
     """
     labels = trajectory.labels
     if labels is None or target.labels is None or source.dim != target.dim:
@@ -127,7 +133,7 @@ def _misfits(
     found = []
     for k in moments:
         points, own = trajectory.points[k, rows], labels[k, rows]
-        # To the last digit, unlike the distances below.
+        # Computed as a norm: exactly 0 before the particle moves, which `cdist` does not promise.
         like = (points - begun).norm(dim=1).double().where(own == began, torch.inf)
         unlike = torch.full_like(like, torch.inf)
         for features, kinds in sides:
@@ -143,7 +149,7 @@ def _misfits(
 
 
 def _durations(count: int) -> list[int]:
-    """Milliseconds of each frame."""
+    """Return the duration of each frame in milliseconds."""
     usual = min(max(WHOLE // count, SHORTEST), LONGEST)
     durations = [usual] * count
     durations[0] += FIRST_PAUSE
@@ -158,9 +164,10 @@ def _frame(
     marked: NDArray[np.bool_],
     caption: Sequence[str],
 ) -> tuple[Image.Image, NDArray[np.bool_]]:
-    """Images row after row, `side` a row, enlarged, with labels, below a caption; and the marks.
+    """Draw a caption and below it enlarged images with labels, `side` a row; return also the marks.
 
-    Marks are pixels (height, width) that get the colour of marks.
+    Returns:
+        The frame, and pixels (height, width) that get the colour of marks.
     """
     n, h, w, *_ = images.shape
     factor = max(1, ((WIDTH - GAP) // side - GAP) // w)
@@ -197,7 +204,7 @@ def _frame(
 
 
 def _font(text: str, size: int) -> Any:
-    """A font that has the letters of a text, as far as one does."""
+    """Return a font with the characters of a text, as far as one font has them."""
     return _font_of(font_file(text), size)
 
 
@@ -206,14 +213,14 @@ def _font_of(file: str, size: int) -> Any:
     try:
         return ImageFont.truetype(file, size)
     except OSError:
-        # A font of bitmaps, such as those of emoji, has other sizes.
+        # Bitmap fonts, such as those of emoji, do not have this size.
         return ImageFont.truetype(font_file(""), size)
 
 
 def _with_greys(
     frames: Sequence[tuple[Image.Image, NDArray[np.bool_]]],
 ) -> list[Image.Image]:
-    """Grey frames with the colour of marks, which takes the place of the grey 254."""
+    """Return grey frames with one extra colour for the marks, which takes the place of grey 254."""
     palette = bytearray(value for grey in range(256) for value in (grey,) * 3)
     palette[3 * WHITE : 3 * WHITE + 3] = bytes((PAPER,) * 3)
     palette[3 * MARKED :] = bytes.fromhex(TARGET_COLOR[1:])
@@ -230,7 +237,7 @@ def _with_greys(
 def _with_one_palette(
     frames: Sequence[tuple[Image.Image, NDArray[np.bool_]]],
 ) -> list[Image.Image]:
-    """RGB frames in the 256 colours of the first, the middle and the last: none flickers."""
+    """Return RGB frames in 256 colours, chosen from the first, middle and last frame."""
     for frame, marks in frames:
         frame.paste(TARGET_COLOR, mask=Image.fromarray(marks))
     pictures = [frame for frame, _ in frames]

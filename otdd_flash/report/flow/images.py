@@ -1,4 +1,7 @@
-"""images.png: particles that are images, along their way, and what they came to resemble."""
+"""images.png: particles that are images at several steps, and the nearest target images.
+
+The report of a flow and `FlowResult.plot` call it through `writing`, if the particles are images.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +49,17 @@ def draw_images(
     image_shape: ImageShape,
     path: str | Path | None,
 ) -> Figure:
-    """Draw particles in rows, evenly over classes, at steps in columns; then what they resemble.
+    """Draw particles in rows, evenly over classes, and steps in columns; then their nearest images.
 
-    The last columns are the target's images that are nearest, by features, to where a particle
-    ended, with the class of the nearest. A target of another dimension has none.
+    The last columns are the target's images that are nearest, by features, to the particle's last
+    position, with the class of the nearest. They are left out if the target has another dimension.
 
     Args:
-        source: the particles before the first step, whose class names stand beside the rows.
+        source: the particles before the first step; their class names are written beside the rows.
         target: images of the same shape, or features of another dimension.
-        trajectory: pixel values in [0, 1]; what lies outside is clipped.
+        trajectory: pixel values in [0, 1]; values outside are clipped.
         image_shape: (c, h, w) of one particle.
-        path: the PNG file; None writes none.
+        path: the PNG file; None writes no file.
 
     Raises:
         InputError: particles are not images of this shape, or the file cannot be written.
@@ -86,7 +89,6 @@ def draw_images(
 
 
 def _class_names(samples: LabeledSamples, rows: Tensor) -> list[str]:
-    """Shortened names of the classes of some rows; none where there are no labels."""
     if samples.labels is None:
         return []
     labels = samples.labels[rows.to(samples.labels.device)].tolist()
@@ -94,13 +96,16 @@ def _class_names(samples: LabeledSamples, rows: Tensor) -> list[str]:
 
 
 def _room(names: Sequence[str]) -> float:
-    """Inches that names beside the images need."""
+    """Return the inches that names beside the images need."""
     page = new_figure()
     return 2 * MARGIN + max((measure(page, name, LABEL_POINTS)[0] for name in names), default=0.0)
 
 
 def _nearest(points: Tensor, target: LabeledSamples) -> Tensor:
-    """(k, 2) rows of the target nearest to each point, the nearest first; (k, 0) if none can be."""
+    """Return (k, 2) the target rows nearest to each point, nearest first.
+
+    The result is (k, 0) if the target has another dimension.
+    """
     if target.dim != points.shape[1]:
         return torch.empty((len(points), 0), dtype=torch.int64)
     features = target.features.detach()
@@ -109,9 +114,9 @@ def _nearest(points: Tensor, target: LabeledSamples) -> Tensor:
 
 
 class _ImagePage:
-    """A grid of images of one shape on a page whose data coordinates are inches from its top left.
+    """A grid of images of one shape, in data coordinates of inches from the top left corner.
 
-    The columns of steps and those of neighbours are a little apart.
+    A gap separates the columns of steps from those of nearest images.
     """
 
     def __init__(
@@ -143,24 +148,24 @@ class _ImagePage:
                 aspect="auto",
                 extent=(left, left + CELL, top + self.height, top),
             )
-        # Every image moves the limits to itself.
+        # Each `imshow` sets the limits to its own image.
         width, height = self.figure.get_size_inches()
         self.axes.set(xlim=(0, width), ylim=(height, 0))
 
     def head(self, column: int, text: str, side: Literal["left", "center"], color: str) -> None:
-        """Write above a column, over its middle or from its left."""
+        """Write a heading over the middle of a column, or from its left edge."""
         x = self._left(column) + (CELL / 2 if side == "center" else 0)
         self._write(x, TOP - 0.06, text, LABEL_POINTS, color, ha=side, va="bottom")
 
     def name_rows(self, names: Sequence[str], side: Literal["left", "right"], color: str) -> None:
-        """Write a name beside each row, right-aligned before the images or left-aligned behind."""
+        """Write a name beside each row: right-aligned before the images or left-aligned after."""
         x = self.left - MARGIN if side == "right" else self.width - self.right + MARGIN
         for row, name in enumerate(names):
             middle = self._top(row) + self.height / 2
             self._write(x, middle, name, LABEL_POINTS, color, ha=side, va="center")
 
     def title(self, text: str) -> None:
-        """Write the title, shortened to what there is room for."""
+        """Write the title, shortened to the available width."""
         room = self.width - self.left
         shown = fit(text, room, lambda part: measure(self.figure, part, TITLE_POINTS)[0])
         self._write(self.left, 0.14, shown, TITLE_POINTS, INK, ha="left", va="top")

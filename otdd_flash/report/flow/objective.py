@@ -1,4 +1,8 @@
-"""How a flow's distance to its target fell, step by step, and what each step took."""
+"""objective.png: a flow's divergence and solver bounds, gradient norm and iterations at each step.
+
+The report of a flow and `FlowResult.plot` call it through `writing`; the report of a multirun
+uses `logarithmic`. Records of subsampled or noisy steps hold estimates, which have no bounds.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +32,33 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 WIDTH, HEIGHT = 7.6, 7.6  # inches
 LEFT = 0.12
-# Of solver bounds: the source's colour, lighter.
+# The colour of solver bounds: a lighter shade of the source's colour.
 BAND_COLOR = "#9CC7E0"
 TITLE_POINTS, LABEL_POINTS = 12.0, 9.0
 # A range this wide is easier to read on a logarithmic scale.
 LOGARITHMIC_FROM = 10.0
 # With more steps, dots would run into a thick line.
 MOST_DOTS, MOST_TICKS = 60, 16
-# Bounds further off than this are cut; in a panel of their own, beyond so many times the usual.
+# Bounds are cut at a factor of the lines; in their own panel, at a multiple of the median width.
 FARTHEST_FACTOR, FARTHEST_USUAL = 3.0, 8.0
 
 
 def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title: str) -> Figure:
-    """Draw divergence and solver bounds against the step, and below gradient norm and iterations.
+    """Draw divergence and solver bounds against the step, with gradient norm and iterations below.
 
-    Bounds are often nearer to the divergence than the line is wide: a second panel shows how far
-    they are from it, enlarged. Axes name their unit and their scale.
+    Solver bounds are often nearer to the divergence than the width of its line, so a second panel
+    shows their differences from it, enlarged. Axes name their unit and their scale.
 
-    Where functionals take part the whole objective is drawn too. Estimates, of steps that saw a
-    part of the points or moved ones, are dots of their own, without line or bounds. A scale is
-    logarithmic where its lines are positive and span a factor of ten; bounds may then leave it
-    below.
+    If functionals are part of the objective, the whole objective is drawn too. Estimates, from
+    steps that used part of the points or added noise to them, are separate dots without a line or
+    bounds. A scale is logarithmic if its values are positive and span a factor of ten; bounds far
+    below it are cut.
 
     Args:
-        history: at least one record of the whole; where the first step saw less there are two of
-            step 0.
-        path: the PNG file; None writes none.
-        title: what the picture is of.
+        history: the records, at least one of them over all points. If the first step used fewer
+            points, there are two records of step 0.
+        path: the PNG file; None writes no file.
+        title: the title of the picture.
 
     Raises:
         InputError: the file cannot be written.
@@ -82,7 +86,7 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title
 
 
 def logarithmic(values: Array) -> bool:
-    """Whether finite values are positive and wide apart."""
+    """Return whether the finite values are positive and span a factor of `LOGARITHMIC_FROM`."""
     finite = values[np.isfinite(values)]
     if not len(finite) or finite.min() <= 0:
         return False
@@ -101,7 +105,7 @@ def _draw_divergence(axes: Axes, history: Sequence[StepRecord]) -> None:
     lines = np.concatenate([divergence, guesses, objective if functionals else divergence])
     lower, upper = _choose_scale(axes, lines, lower, upper)
     at = np.array([record.step for record in whole])
-    # What lies between the start and the end of a flow of estimates, nobody has evaluated.
+    # A flow of estimates evaluates all points only at start and end: no line between them.
     unknown_between: dict[str, Any] = {"linestyle": "", "marker": "o"} if estimates else {}
     text = f"dataset distance to the target: {divergence[0]:.4g} → {divergence[-1]:.4g}"
     axes.plot(at, divergence, color=SOURCE_COLOR, label=text, **_line(len(at)) | unknown_between)
@@ -129,7 +133,7 @@ def _draw_divergence(axes: Axes, history: Sequence[StepRecord]) -> None:
 
 
 def _draw_bounds(axes: Axes, history: Sequence[StepRecord]) -> None:
-    """Draw how far solver bounds are from the divergence, at a scale of their own."""
+    """Draw the differences between solver bounds and divergence, at a scale of their own."""
     whole = [record for record in history if record.estimate is None]
     divergence, lower, upper = (
         np.array([getattr(record, name) for record in whole], dtype=np.float64)
@@ -139,7 +143,7 @@ def _draw_bounds(axes: Axes, history: Sequence[StepRecord]) -> None:
     below, above = lower - divergence, upper - divergence
     sizes = np.maximum(np.abs(below), np.abs(above))
     usual = float(np.median(sizes[np.isfinite(sizes)])) if np.isfinite(sizes).any() else 0.0
-    # One solve that stopped early would flatten the others.
+    # Without a limit, one solve that stopped early would flatten the others.
     most = FARTHEST_USUAL * usual or 1.0
     below, above = np.clip(below, -most, most), np.clip(above, -most, most)
     _draw_band(axes, at, below, above, apart=len(whole) < len(history))
@@ -155,7 +159,7 @@ def _draw_bounds(axes: Axes, history: Sequence[StepRecord]) -> None:
 def _draw_band(
     axes: Axes, at: Array, lower: Array, upper: Array, *, apart: bool, label: str = ""
 ) -> None:
-    """Draw solver bounds as a band, or as a bar at each step where steps stand `apart`."""
+    """Draw solver bounds as a band, or as one bar per step if the steps are `apart`."""
     band: dict[str, Any] = {"color": BAND_COLOR, "label": label, "zorder": 1.5}
     if apart or len(at) == 1:
         axes.vlines(at, lower, upper, linewidth=6, **band)
@@ -192,10 +196,10 @@ def _line(count: int) -> dict[str, Any]:
 
 
 def _choose_scale(axes: Axes, lines: Array, lower: Array, upper: Array) -> tuple[Array, Array]:
-    """Choose scale and limits by the lines; return the bounds, cut where they are far off.
+    """Choose scale and limits by the lines, and return the bounds cut to these limits.
 
-    A lower bound near or below 0 on a logarithmic scale, or an upper one of a solve that hardly
-    began, would flatten the lines.
+    A lower bound near or below 0 on a logarithmic scale, or the upper bound of a solve that stopped
+    early, would otherwise flatten the lines.
     """
     finite = lines[np.isfinite(lines)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
@@ -216,7 +220,7 @@ def _choose_scale(axes: Axes, lines: Array, lower: Array, upper: Array) -> tuple
 
 
 def _label_decades(axes: Axes, low: float, high: float) -> None:
-    """Plain numbers on a logarithmic axis, those between powers of ten where these are few."""
+    """Write plain numbers at powers of ten, in a narrow range also at 2 and 5 times these."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     between = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)

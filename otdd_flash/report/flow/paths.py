@@ -1,8 +1,8 @@
-"""The paths that particles of a flow took, in the plane in which they and their target spread.
+"""paths.png: the paths of a flow's particles in their principal plane, and what pictures select.
 
-The particles of a flow, class by class: the paths that are drawn, and the mean of each class.
-
-Which of many particles and steps a picture shows.
+`draw_paths` draws at most 120 paths, coloured by class, with the mean path of each class and the
+target. The report of a flow calls it; its animation and images use `evenly` and
+`evenly_over_classes`, which choose particles and steps without randomness.
 """
 
 from __future__ import annotations
@@ -43,21 +43,16 @@ if TYPE_CHECKING:
 
 ROWS_FITTED = 5000
 
-
 TARGET_GREY, TARGET_INK = "0.72", "0.35"
-
 
 STEPS_HEIGHT = 4.6  # inches
 
-
 LONGEST_DATASET = 60
 
-
-# With more classes of the target, their names would cover those of the particles.
+# With more classes in the target, their names would cover those of the particles.
 MOST_TARGET_NAMES = 12
 
-
-# Of the means, as far as names have to avoid them.
+# Points of each mean path that names avoid.
 CORNERS = 10
 
 
@@ -72,16 +67,16 @@ def draw_paths(
 ) -> None:
     """Draw paths of particles, coloured by class, with the mean path of each class and the target.
 
-    The axes are the first two principal ones of target, start and end together, each fitted to at
-    most 5,000 rows. Of one-dimensional points, or points on a line, the position is drawn against
-    the step. At most 120 paths and 20 classes are shown, the heaviest; means are over all particles
-    of `trajectory`. A target in another space than the particles' is left out.
+    The axes are the first two principal axes of target, start and end together, each fitted to at
+    most 5,000 rows. If all points are on a line, the position is drawn against the step. At most
+    120 paths and the 20 heaviest classes are shown; means are over all particles of `trajectory`. A
+    target in another space than the particles is left out.
 
     Args:
-        source: the n particles before the first step, whose classes give the colours.
+        source: the n particles before the first step; their classes determine the colours.
         target: the m points.
         samples: the n particles after the last step.
-        trajectory: where some particles were at some steps.
+        trajectory: the positions of some particles at some steps.
         path: the PNG file.
         seed: of the subsamples.
 
@@ -130,7 +125,7 @@ def _steps_frame(places: Sequence[Array]) -> tuple[Figure, Axes]:
 
 
 def _draw_target(axes: Axes, goal: ProjectedSide | None) -> list[PointName]:
-    """Draw the target pale, and the means of not too many classes; return their names."""
+    """Draw the target in grey and, if they are few, its class means; return the names of these."""
     if goal is None:
         return []
     x, y = goal.points.T
@@ -147,7 +142,7 @@ def _draw_target(axes: Axes, goal: ProjectedSide | None) -> list[PointName]:
 
 
 def _draw_class(axes: Axes, paths: ClassPaths) -> None:
-    """Draw thin paths from hollow to full dots, and over them the mean, heavier."""
+    """Draw thin paths from hollow to full dots, and the mean path over them as a thicker line."""
     from matplotlib.collections import LineCollection
     from matplotlib.patheffects import Normal, Stroke
 
@@ -169,7 +164,7 @@ def _draw_class(axes: Axes, paths: ClassPaths) -> None:
 def _draw_class_names(
     figure: Figure, axes: Axes, classes: Sequence[ClassPaths], marked: Sequence[PointName]
 ) -> None:
-    """Name the particles' classes at the ends of their means, and then the target's."""
+    """Name the particles' classes at the ends of their mean paths, then the target's classes."""
     names = [PointName(c.name, tuple(c.mean[-1]), c.color) for c in classes if c.name]
     means = [c.mean[evenly(len(c.mean), CORNERS)] for c in classes]
     segments = [np.stack([mean[:-1], mean[1:]], axis=1) for mean in means]
@@ -209,12 +204,10 @@ def _explain(
 
 Array = NDArray[np.float64]
 
-
-# Beyond these a picture can no longer be read.
+# With more, a picture can no longer be read.
 MOST_LINES, MOST_CLASSES = 120, 20
 
-
-# After Tol's muted scheme, told apart with every common colour blindness; light ones are darkened.
+# Tol's muted scheme, distinct for every common colour blindness, with its light colours darkened.
 CLASS_COLORS = (
     "#332288",
     "#CC6677",
@@ -231,7 +224,7 @@ CLASS_COLORS = (
 
 @dataclass(frozen=True)
 class ClassPaths:
-    """One class of particles: `lines` (k, s, 2) of some of them, `mean` (s, 2) of all kept ones."""
+    """One class of particles: `lines` (k, s, 2) of some, and `mean` (s, 2) of all recorded ones."""
 
     name: str
     color: str
@@ -242,13 +235,13 @@ class ClassPaths:
 def class_paths(
     source: LabeledSamples, trajectory: Trajectory, plane: PrincipalPlane
 ) -> list[ClassPaths]:
-    """The paths in the plane of the at most 20 classes of most mass, heaviest first.
+    """Return the paths, in the plane, of the at most 20 heaviest classes, heaviest first.
 
     Args:
-        source: the particles before the first step, whose classes count; unlabelled ones are one
-            class without a name.
-        trajectory: where some of them were.
-        plane: to project to.
+        source: the particles before the first step, which give the classes; particles without
+            labels are one class without a name.
+        trajectory: the recorded positions.
+        plane: the plane to project to.
     """
     s, k, d = trajectory.points.shape
     places = plane.project(trajectory.points.reshape(s * k, d)).numpy().reshape(s, k, 2)
@@ -276,9 +269,9 @@ def class_paths(
 def against_steps(
     classes: Sequence[ClassPaths], goal: ProjectedSide | None, steps: Tensor
 ) -> tuple[list[ClassPaths], ProjectedSide | None]:
-    """Take the step as first coordinate, and the first coordinate as second.
+    """Replace coordinates by (step, first coordinate), for points on a line.
 
-    The target stands a little after the last step.
+    The target is drawn a little after the last step.
     """
     times = steps.double().numpy()
     moved = [
@@ -300,18 +293,23 @@ Indices = NDArray[np.int64]
 
 
 def evenly(total: int, count: int) -> Indices:
-    """At most `count` of 0 ... total - 1, evenly apart; the first and, with two, the last."""
+    """Return at most `count` evenly spaced indices below `total`.
+
+    The first index is among them, and the last if there are two or more.
+    """
     places: Indices = np.linspace(0, total - 1, min(total, count)).round().astype(np.int64)
     return places
 
 
 def evenly_over_classes(labels: Tensor | None, total: int, count: int) -> Indices:
-    """At most `count` of `total` particles, class after class, as many of each as there are.
+    """Return at most `count` of `total` particles, ordered by class, equally many of each class.
+
+    A class with too few particles gives all it has.
 
     Args:
         labels: (total,) class indices, or None for particles of one class.
         total: how many particles there are.
-        count: how many to choose; with fewer than classes, some classes evenly apart.
+        count: how many to choose; if there are more classes, evenly spaced classes get one each.
     """
     if labels is None:
         return evenly(total, count)
@@ -321,7 +319,7 @@ def evenly_over_classes(labels: Tensor | None, total: int, count: int) -> Indice
     sizes = np.array([len(rows) for rows in members])
     quotas = np.zeros_like(sizes)
     while quotas.sum() < min(count, sizes.sum()):
-        # One more for each class that has one, the first classes first.
+        # One more particle for each class that has one left, starting with the first class.
         open_classes = np.flatnonzero(quotas < sizes)
         quotas[open_classes[: count - quotas.sum()]] += 1
     chosen = [rows[evenly(len(rows), q)] for rows, q in zip(members, quotas, strict=True)]

@@ -1,8 +1,8 @@
-"""All files of one flow, in one directory.
+"""The report of one flow: all its files in one directory, and the table that the command prints.
 
-The short table that the flow command prints.
-
-metrics.csv: what a flow recorded of each step.
+The files are the adapted dataset (adapted.npz and a Hugging Face dataset), metrics.csv,
+trajectory.npz and pictures. `FlowResult` and the flow command call it. The data are written before
+the pictures. `flow_table` reads result.json, so it must accept the fields of that file.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ def write_flow_report(
     seed: int = 0,
     content: str = "full",
 ) -> Report:
-    """Write the adapted dataset, what was recorded, and pictures.
+    """Write the adapted dataset, the records of all steps, and pictures.
 
     These are adapted.npz and the folder adapted (a Hugging Face dataset), metrics.csv,
-    trajectory.npz (`rows`, `steps`, `points` in float32 and, of labelled particles, `labels`, as in
-    `Trajectory`), objective.png and paths.png; of images also images.png and flow.gif.
+    trajectory.npz (`rows`, `steps`, `points` in float32 and, for labelled particles, `labels`, as
+    in `Trajectory`), objective.png and paths.png, and for images also images.png and flow.gif.
 
     Args:
-        result: of `gradient_flow`.
-        directory: made if it does not exist.
+        result: the result of `gradient_flow`.
+        directory: created if it does not exist.
         image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],
             channel after channel.
         seed: of the rows that paths.png draws.
         content: `full`; `table` and `none` draw no pictures.
 
     Returns:
-        The files written, the data first, and those that could not be.
+        The files written, the data first, and the files that could not be written.
 
     Raises:
-        InputError: the particles are not images of this shape, or no such content.
+        InputError: the particles are not images of this shape, or `content` is not a choice.
 
     Warns:
-        MissingFileNotice: a file could not be written; the others are.
+        MissingFileNotice: a file could not be written; the others are written.
     """
     choose("report", content, CONTENTS)
     directory, samples = Path(directory), result.samples
@@ -116,7 +116,7 @@ def _pictures(
 
 
 def plot_flow(result: FlowResult, image_shape: ImageShape | None) -> Figure:
-    """Draw particles that are images on their way, or else the objective."""
+    """Draw the images of particles at several steps or, without an image shape, the objective."""
     source, target = result.source, result.target
 
     def draw() -> Figure:
@@ -146,7 +146,7 @@ def _write_trajectory(trajectory: Trajectory, path: Path) -> None:
 
 
 def flow_table(summary: Mapping[str, Any]) -> Table:
-    """The essentials of a flow's result.json in two columns.
+    """Make a table of two columns with the main fields of a flow's result.json.
 
     Args:
         summary: the content of result.json.
@@ -202,7 +202,7 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _seen_by_steps(summary: Mapping[str, Any]) -> str:
-    """What steps saw instead of all points in their places; "" where that is what they saw."""
+    """Return what steps used instead of all points, or "" if they used all points unchanged."""
     sizes = [record["estimated_on"] for record in summary["history"] if record.get("estimated_on")]
     if not sizes:
         return ""

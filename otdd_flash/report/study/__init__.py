@@ -1,1 +1,1 @@
-"""What is written of a study: csv files, pictures, one page, and a table for the terminal."""
+"""The report of a study: csv files, pictures, one HTML page, and a table for the terminal."""

@@ -1,9 +1,12 @@
-"""report.html: all of a study in one file, without network, readable without scripts.
+"""report.html of a study, and the sentences about a study that the page and the terminal share.
 
-It opens with one table, what choosing a source by the study's measure costs; other measures and
-details are folded. On narrow screens the rows of tables become blocks of named lines.
+The page is one file that needs no network and no scripts. Its first table says what choosing a
+source by the study's measure costs; other measures and details are folded. On narrow screens table
+rows become blocks of named lines. The second part of the module has the sentences: how to read the
+table of choices, the measure's correlation with the gain, or why there is no choice.
 
-What a study comes to, in sentences that stand on the page and in the terminal.
+The report's `writing` and the study command call it. Every name that a user chose goes through
+`html_text`, and a page of an unfinished study must be written as well.
 """
 
 from __future__ import annotations
@@ -26,14 +29,11 @@ from otdd_flash.study.statistics.statistics import FEWEST_UNITS, Numbers
 
 NEAREST = 3
 
-
-# More names of tied sources are counted.
+# The most tied sources that are named; the rest are counted.
 MOST_TIED = 3
 
-
-# After the name of a source of the target's own family.
+# Marks a source of the target's own family.
 OWN = "*"
-
 
 STYLE = """
 * { box-sizing: border-box }
@@ -53,8 +53,7 @@ small, .quiet { color: #555; font-weight: normal; white-space: normal }
 pre { background: #f6f6f6; padding: 1rem; white-space: pre-wrap }
 """
 
-
-# Rows as blocks, every cell behind the name of its column.
+# On narrow screens rows are blocks, with the column's name before each cell.
 STACKED = """
 TABLE, TABLE tbody, TABLE tfoot, TABLE tr { display: block }
 TABLE thead { display: none } TABLE tr { border-bottom: 2px solid #bbb; padding: .4rem 0 }
@@ -69,7 +68,7 @@ for width, tables in ((600, "table"), (1100, "table.wide")):
     STYLE += f"@media (max-width: {width}px) {{{STACKED.replace('TABLE', tables)}}}\n"
 
 
-# Sorts the rows of a table by the column whose head is clicked; again, the other way.
+# A click on a column's head sorts the rows by it; a second click reverses the order.
 SCRIPT = """
 for (const head of document.querySelectorAll("th[data-sorts]")) head.onclick = () => {
   const body = head.closest("table").tBodies[0], place = head.cellIndex;
@@ -85,7 +84,7 @@ for (const head of document.querySelectorAll("th[data-sorts]")) head.onclick = (
 
 
 class Cell(NamedTuple):
-    """A cell of a table: its HTML, what it is sorted by (empty: its text), and its class."""
+    """A table cell: its HTML, its sort key (the text of the cell if empty), and its CSS class."""
 
     html: str
     key: str = ""
@@ -98,16 +97,16 @@ def write_page(
     folded: Mapping[str, Path],
     path: Path,
 ) -> None:
-    """Write the page.
+    """Write the page of a study.
 
     Args:
-        result: of a study, as far as it has come.
-        pictures: files by their captions; those that do not exist are left out.
-        folded: likewise, of the other measures.
-        path: of the page.
+        result: the study's result, which may be incomplete.
+        pictures: files by their captions; files that do not exist are left out.
+        folded: the same, for pictures of the other measures.
+        path: the HTML file.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     shown = [name for name in result.readings if name not in saturated_measures(result)]
     parts = [
@@ -150,7 +149,7 @@ def _unfinished(result: StudyResult) -> str:
 
 
 def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> str:
-    """One row for every target: the best source, the one chosen, and regrets of other choices."""
+    """Return one row per target: the best source, the chosen one, and regrets of the choices."""
     if not rows:
         return ""
     measure = rows[0].measure
@@ -205,19 +204,18 @@ def _regret_intervals(result: StudyResult, measure: str) -> dict[str, Finding]:
 
 
 def _late_targets(result: StudyResult, measure: str) -> set[str]:
-    """Targets with a source whose reading rests on transport that stopped early."""
+    """Return targets with a source whose reading is based on transport that did not converge."""
     readings = result.readings[measure]
     return {result.names[j] for (_, j), reading in readings.items() if not reading.converged}
 
 
 def _has_own_family(result: StudyResult) -> bool:
-    """Whether a source of some target is of the target's own family."""
     tasks = result.setup.tasks
     return any(tasks[i].family == tasks[j].family for i, j in result.setup.transferred())
 
 
 def _without_own_family(result: StudyResult) -> str:
-    """Make the table without sources of a target's own family; "" if there are none."""
+    """Return the table without sources of the target's own family; "" if there are none."""
     whole = result.choices()
     if not whole or not _has_own_family(result):
         return ""
@@ -232,7 +230,7 @@ def _without_own_family(result: StudyResult) -> str:
 
 
 def _measures(result: StudyResult, shown: Sequence[str]) -> str:
-    """One row for every measure: its regrets, and its correlation over sources."""
+    """Return one row per measure: its regrets and its correlation with the gain over sources."""
     found = {(row.measure, row.statistic): row for row in result.correlations()}
     with_families = _has_own_family(result)
     heads = ["measure", "mean regret", "p"]
@@ -271,7 +269,7 @@ def _measures(result: StudyResult, shown: Sequence[str]) -> str:
 
 
 def _pairs(result: StudyResult, shown: Sequence[str]) -> str:
-    """One row per ordered pair: every measure, and the gain."""
+    """Return one row per ordered pair: the values of all measures, and the gain."""
     measures = [name for name in shown if result.readings[name]]
     transfers = {(row.source, row.target): row for row in result.transfers()}
     rows = []
@@ -294,7 +292,7 @@ def _pairs(result: StudyResult, shown: Sequence[str]) -> str:
 
 
 def _nearest(result: StudyResult, shown: Sequence[str]) -> str:
-    """For every target the sources that a measure puts first."""
+    """Return for each target the sources that each measure ranks first."""
     rows = []
     for j, target in enumerate(result.names):
         for measure in shown:
@@ -309,7 +307,7 @@ def _nearest(result: StudyResult, shown: Sequence[str]) -> str:
 
 
 def _first(names: Sequence[str], sources: Iterable[int], scores: Numbers) -> str:
-    """Name the first sources, with = between those that are tied."""
+    """Return the names of the first sources, with = between tied ones."""
     order = sorted(sources, key=lambda i: (-scores[i], i))
     if len(order) > 1 and scores[order[0]] == scores[order[-1]]:
         return "the same for all sources"
@@ -323,7 +321,7 @@ def _first(names: Sequence[str], sources: Iterable[int], scores: Numbers) -> str
 
 
 def _left_out(result: StudyResult) -> str:
-    """What has no number, and which measures have no place in tables and pictures."""
+    """Return the list of missing numbers, and of measures left out of tables and pictures."""
     said = [
         f"{name} chooses no source, and is left out of pictures and tables"
         for name in saturated_measures(result)
@@ -427,14 +425,14 @@ def _name(text: str, limit: int = LONGEST_NAME) -> Cell:
 
 
 def not_sampled(result: StudyResult) -> list[str]:
-    """The sentence of a study without sampling intervals."""
+    """Return the sentence for a study without sampling intervals, or an empty list."""
     if result.setup.settings.subsample is not None or not any(result.readings.values()):
         return []
     return ["Sampling error was not measured: subsample=50 gives every distance an interval."]
 
 
 def measured_text(measure: str, row: Reading | MeasuredPair) -> str:
-    """A number of a pair with its interval, and what kind of interval that is."""
+    """Return a reading with its interval and the kind of the interval."""
     kind = "solver bounds" if MEASURES[measure].proven else "interval over draws"
     if row.value is None:
         return "none"
@@ -448,9 +446,9 @@ def measured_text(measure: str, row: Reading | MeasuredPair) -> str:
 
 
 def choice_sentences(result: StudyResult) -> list[str]:
-    """How to read the table of choices, and what its one correlation is.
+    """Return how to read the table of choices, and the measure's correlation with the gain.
 
-    Without a choice, why there is none, and which tasks are nearest.
+    If there is no choice, the sentences say why, and which tasks are nearest.
     """
     if not result.choices():
         return [_why_none(result), *_nearest_sources(result), *not_sampled(result)]
@@ -472,7 +470,7 @@ def choice_sentences(result: StudyResult) -> list[str]:
 
 
 def difference_sentences(result: StudyResult) -> Iterable[str]:
-    """Which measures follow the gain more closely than others over the sources of a target."""
+    """Yield which measures correlate more strongly with the gain over a target's sources."""
     known = [
         row
         for row in result.correlations()
@@ -505,7 +503,7 @@ def difference_sentences(result: StudyResult) -> Iterable[str]:
 
 
 def correlation_text(row: Finding) -> str:
-    """A correlation with its interval, or that there are too few datasets to tell."""
+    """Return a correlation with its interval, or a note that there are too few datasets."""
     if row.value is None:
         return row.note
     if row.lower is None or row.upper is None:
@@ -514,12 +512,12 @@ def correlation_text(row: Finding) -> str:
 
 
 def one_decimal(points: float) -> str:
-    """Points of gain; what rounds to nothing has no sign."""
+    """Return points of gain with one decimal; a value that rounds to 0 has no sign."""
     return f"{round(points, 1) + 0.0:.1f}"
 
 
 def saturated_measures(result: StudyResult) -> list[str]:
-    """The measures that are the same for all sources of every target, and so show nothing."""
+    """Return the measures that are the same for all sources of every target, and so choose none."""
     return [name for name, found in result.readings.items() if found and _flat(result, name)]
 
 
@@ -576,7 +574,7 @@ def _why_none(result: StudyResult) -> str:
 
 
 def _nearest_sources(result: StudyResult) -> Iterable[str]:
-    """The two nearest tasks by every distance, with its interval."""
+    """Yield the two nearest tasks by each distance, with the distance's interval."""
     for name, found in result.readings.items():
         if MEASURES[name].nearer > 0 or not found:
             continue

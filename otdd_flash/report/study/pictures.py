@@ -1,4 +1,7 @@
-"""Pictures of a study: heat maps over all tasks, and gains against a measure by target."""
+"""Pictures of a study: heat maps over all tasks, and gains against a measure for each target.
+
+The report's `writing` calls it. Matrices have sources as rows and targets as columns.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ MOST_TICKS = 5
 
 
 def task_order(result: StudyResult) -> list[int]:
-    """Tasks such that near ones stand side by side, by the first distance that has all pairs."""
+    """Return an order of tasks that puts near ones together, by the first complete distance.
+
+    If no distance has a value for each pair, the given order is kept.
+    """
     for name in result.readings:
         matrix = result.matrix(name)
         off_diagonal = ~np.eye(len(matrix), dtype=bool)
@@ -52,14 +58,14 @@ def task_order(result: StudyResult) -> list[int]:
 
 
 def draw_measure(result: StudyResult, measure: str, path: Path | None) -> Figure:
-    """Draw one measure between all tasks as a heat map, sources down and targets across."""
+    """Draw one measure between all tasks as a heat map: sources are rows, targets are columns."""
     title = MEASURES[measure].title
     notes = _notes(result, measure)
     return _draw_tasks(result, result.matrix(measure), path, title=title, label=title, notes=notes)
 
 
 def _notes(result: StudyResult, measure: str) -> list[str]:
-    """Rows of the tasks, and of entropic transport epsilon and solver bounds."""
+    """Return the tasks' numbers of rows and, for entropic transport, epsilon and solver bounds."""
     settings = result.setup.settings
     rows = rows_text([len(task.train) for task in result.setup.tasks])
     pairs = [
@@ -87,9 +93,10 @@ def draw_gains(result: StudyResult, path: Path) -> None:
 
 
 def draw_gains_against(result: StudyResult, measure: str, path: Path | None) -> Figure:
-    """Draw gains against a measure, a panel for every target and a named point for every source.
+    """Draw gains against a measure: one panel per target, and one named point per source.
 
-    Sources of the target's own family are italic. Further to the right is what predicts more gain.
+    Sources of the target's own family are italic. Axes are directed so that sources further to the
+    right are predicted to gain more.
     """
     table = result.table(measure)
     targets = [j for j in range(len(result.names)) if table.present[:, j].any()]
@@ -119,7 +126,7 @@ def draw_gains_against(result: StudyResult, measure: str, path: Path | None) -> 
 
 
 def _draw_panel(axes: Axes, result: StudyResult, measure: str, j: int) -> list[PointName]:
-    """Draw the sources of a target, and return the names of its points."""
+    """Draw the sources of one target, and return the names of its points."""
     from matplotlib.ticker import MaxNLocator
 
     present, values = result.table(measure).present, result.matrix(measure)
@@ -168,13 +175,17 @@ def _draw_panel(axes: Axes, result: StudyResult, measure: str, j: int) -> list[P
 
 
 def _reach(reading: Reading) -> tuple[float, float]:
-    """How far an error bar goes down and up: sampling, else draws or solver bounds, else seeds."""
+    """Return how far an error bar extends down and up.
+
+    The bar is the sampling interval, or else the reading's own interval (over draws, or solver
+    bounds), or else the deviation over seeds.
+    """
     for lower, upper in (
         (reading.sample_lower, reading.sample_upper),
         (reading.lower, reading.upper),
     ):
         if lower is not None and upper is not None:
-            # A value need not lie inside an interval for its mean.
+            # A value may lie outside the interval for its mean.
             return max(reading.value - lower, 0.0), max(upper - reading.value, 0.0)
     deviation = reading.deviation or 0.0
     return deviation, deviation

@@ -1,6 +1,8 @@
-"""All files of a study beside its units: csv files, pictures and the page.
+"""The report of a study: all its csv files, pictures and the page, and the table for the terminal.
 
-The table that a command prints of a study: what choosing sources by its measure costs.
+`StudyResult` and the study command call it. The files are written beside study.json and the folder
+of units; `FILES` lists their patterns. The csv files hold no times, so that they are the same
+whenever the same study is run.
 """
 
 from __future__ import annotations
@@ -45,17 +47,13 @@ if TYPE_CHECKING:
 
 Writer = Callable[[Path], object]
 
-
 PAGE = "report.html"
-
 
 TABLES = ("choices.csv", "pairs.csv", "transfer.csv", "correlations.csv")
 
-
 PICTURES = ("distances.png", "gains.png", "gains_against_*.png")
 
-
-# Patterns of all that is written beside study.json and units: measures may be of other packages.
+# Patterns of all report files; patterns, because other packages may add measures.
 FILES = (*TABLES, *PICTURES, PAGE)
 
 
@@ -65,21 +63,21 @@ def write_study_report(
 ) -> Report:
     """Write choices.csv, pairs.csv, transfer.csv, correlations.csv, pictures and report.html.
 
-    The csv files hold no times: of one study they are always the same.
+    The csv files hold no times, so the same study always gives the same csv files.
 
     Args:
-        result: of `Study.run`; what is not done is left out.
-        directory: made if it does not exist.
+        result: the result of `Study.run`; units that are not done are left out.
+        directory: created if it does not exist.
         content: `full`, `table` for no pictures or `none` for csv files alone.
 
     Returns:
-        The files written, and those that could not be.
+        The files written and the files that could not be written.
 
     Raises:
-        InputError: no such content.
+        InputError: `content` is not one of the choices.
 
     Warns:
-        MissingFileNotice: a file could not be written; the others are.
+        MissingFileNotice: a file could not be written; the others are written.
     """
     choose("report", content, CONTENTS)
     directory = Path(directory)
@@ -109,10 +107,10 @@ def write_study_report(
 
 
 def plot_study(result: StudyResult) -> Figure:
-    """Draw gains against the measure that chooses; without gains the first distance or measure.
+    """Draw gains against the measure that chooses, or without gains the first distance or measure.
 
     Raises:
-        InputError: nothing that one could draw is done.
+        InputError: no unit is done that could be drawn.
     """
     known = _drawn_measures(result)
     if not known:
@@ -138,12 +136,12 @@ def _drawn_measures(result: StudyResult) -> list[str]:
 
 
 def _distance(known: Sequence[str]) -> str | None:
-    """The first of some measures that is a distance."""
+    """Return the first of some measures that is a distance, or None."""
     return next((name for name in known if MEASURES[name].nearer < 0), None)
 
 
 def _choice_rows(result: StudyResult) -> list[tuple[object, ...]]:
-    """The choices of all measures, with and without sources of the target's own family."""
+    """Return the choices of all measures, with and without sources of the target's own family."""
     return [
         tuple("; ".join(part) if isinstance(part, tuple) else part for part in row)
         for measure, found in result.readings.items()
@@ -160,7 +158,7 @@ def _write_table(
 
 
 def _pictures(result: StudyResult, directory: Path) -> dict[Path, tuple[str, Writer]]:
-    """Captions and writers, by their files; saturated measures have none."""
+    """Return caption and writer by file; saturated measures have no picture."""
     known = _drawn_measures(result)
     found: dict[Path, tuple[str, Writer]] = {}
     if result.transfers():
@@ -178,7 +176,6 @@ def _pictures(result: StudyResult, directory: Path) -> dict[Path, tuple[str, Wri
 
 
 LONGEST_NAME = 24
-
 
 MOST_ROWS = 20
 

@@ -1,6 +1,7 @@
-"""Measures of a study: one file each, by their names in `MEASURES`.
+"""The measures of a study, by their names in the registry `MEASURES`.
 
-A measure says which units it takes and reads from them what it tells of every ordered pair.
+A measure names the units it needs and reads its value for each ordered pair from them. Study, pool,
+result and reports look measures up here; other packages add their own through the registry.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _OWN = (Otdd, Sliced, Frechet, Otce, Knn, LogMe, HScore, Leep)
 
 
 def _accepted(kind: Any, name: str) -> str | None:
-    """What another package's measure must be; None where it is."""
+    """Return what another package's measure must be, or None if it is accepted."""
     if not isinstance(kind, type) or not issubclass(kind, Measure):
         return "a type of Measure, such as one of PairMeasure"
     said = {key: getattr(kind, key, None) for key in ("name", "title", "nearer")}
@@ -43,10 +44,10 @@ MEASURES: Registry[type[Measure]] = Registry(
 
 
 def measures_named(names: Sequence[str], *, transfer: bool) -> tuple[Measure, ...]:
-    """The measures of some names, each once.
+    """Return the measures of some names, each once.
 
     Raises:
-        InputError: there is none, an unknown one, or one that needs trained sources without them.
+        InputError: there is no name, an unknown name, or one that needs transfer without it.
     """
     if not names:
         raise InputError(f"measures must name at least one of: {', '.join(MEASURES)}")
@@ -58,10 +59,10 @@ def measures_named(names: Sequence[str], *, transfer: bool) -> tuple[Measure, ..
 
 
 def measure_that_chooses(given: str | None, names: Sequence[str]) -> str:
-    """The measure that a study chooses sources by: the given one, else otdd or the first it has.
+    """Return the measure that a study chooses sources by: the given one, else otdd or the first.
 
     Raises:
-        InputError: it is unknown, or none of the study's measures.
+        InputError: it is unknown, or not among the study's measures.
     """
     if given is None:
         return Otdd.name if Otdd.name in names else names[0]

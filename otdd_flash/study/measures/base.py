@@ -1,9 +1,9 @@
-"""The base of all measures of a study, and their readings.
+"""The base classes of the measures of a study, and their readings.
 
-Measures that are a function of two datasets: what another package has to write is that function.
-
-Every pair of tasks is a unit of work of its own, kept under the measure's name and the version of
-the package that it comes from.
+`Measure` is the base of all measures. `PairMeasure` is for measures that are a function of two
+datasets: another package only writes that function. Each pair is then one unit, whose key holds the
+measure's name and its package's version, so a new version of the package is computed again. All
+measures of `distances` and `network` use this module; result and reports use `Reading`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ class Reading:
 
     Attributes:
         value: the measure.
-        lower: the lower solver bound, or lower end of the interval over draws; None without.
+        lower: the lower solver bound, or lower end of the interval over draws; None if there is
+            none.
         upper: the upper bound or end.
-        sample_lower: lower end of the sampling interval; None where none was asked for.
+        sample_lower: lower end of the sampling interval; None if none was asked for.
         sample_upper: its upper end.
-        deviation: over seeds, of what is measured seed by seed.
-        root: the square root of the value where that is a distance as well.
-        root_lower: that of `lower`.
-        root_upper: that of `upper`.
-        floor_source: the distance of two halves of the source, where asked for.
+        deviation: the standard deviation over seeds, for measures computed per seed.
+        root: the square root of the value, if that is a distance as well.
+        root_lower: the square root of `lower`.
+        root_upper: the square root of `upper`.
+        floor_source: the distance of two halves of the source, if asked for.
         floor_target: that of two halves of the target.
-        converged: whether the solves behind it reached their tolerance.
+        converged: whether the solves behind the value reached their tolerance.
     """
 
     value: float
@@ -62,7 +63,7 @@ class NetworkView(NamedTuple):
     """The features and outputs of a trained source on the target's training rows, on the CPU.
 
     Attributes:
-        features: (n, d) what the network's last layer sees.
+        features: (n, d) the input of the network's last layer.
         outputs: (n, Z) logits of the source's classes.
         labels: (n,) the target's class indices.
     """
@@ -80,12 +81,13 @@ class Measure(ABC):
 
     Attributes:
         name: as `measures=NAME` and in tables.
-        title: as on the page.
-        nearer: the sign of a change for the better: -1 of a distance, 1 of a score. Statistics
-            are of `nearer` times the value.
-        unit: what rounding is relative to where all values are small: 1 of a score or entropy.
-        proven: whether `lower` and `upper` of a reading are solver bounds; else they are of draws.
-        needs_transfer: whether it looks at trained sources.
+        title: its name on the report's page.
+        nearer: the sign of an improvement: -1 for a distance, 1 for a score. Statistics use
+            `nearer` times the value.
+        unit: rounding is relative to at least this size: 1 for a score or an entropy.
+        proven: whether `lower` and `upper` of a reading are solver bounds; otherwise they are an
+            interval over draws.
+        needs_transfer: whether it uses trained sources.
     """
 
     name: ClassVar[str]
@@ -97,7 +99,7 @@ class Measure(ABC):
 
     @abstractmethod
     def units(self, setup: Setup) -> list[Unit]:
-        """List the work behind all pairs; units that these need come by themselves."""
+        """Return the units of all pairs; their needs are added by the caller."""
 
     @abstractmethod
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
@@ -111,17 +113,17 @@ class PairMeasure(Measure):
     """A measure that is a function of the training rows of a source and a target.
 
     Attributes:
-        symmetric: whether it is the same in both directions, and measured in one.
+        symmetric: whether it is the same in both directions, and so computed in one.
     """
 
     symmetric: ClassVar[bool] = False
 
     @abstractmethod
     def value(self, source: LabeledSamples, target: LabeledSamples) -> float:
-        """Return the measure of a source for a target, finite; samples are on the CPU."""
+        """Return the finite measure of a source for a target; samples are on the CPU."""
 
     def units(self, setup: Setup) -> list[Unit]:
-        """List one unit for every pair; see `Measure.units`."""
+        """Return one unit per pair; see `Measure.units`."""
         return [PairValue(setup, self, *pair) for pair in self._pairs(setup)]
 
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:

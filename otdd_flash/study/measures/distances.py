@@ -1,14 +1,10 @@
-"""`otdd`: the dataset distance S_epsilon with its solver bounds, as `pairwise_distances` has it.
+"""Measures of a study that compare datasets without networks: otdd, sliced, frechet and otce.
 
-`sliced`: the sliced dataset distance over draws that all tasks share, and its square root.
-
-`frechet`: the squared Bures-Wasserstein distance of two whole clouds, whatever their labels.
-
-    |m_x - m_y|^2 + tr S_x + tr S_y - 2 tr (S_x^1/2 S_y S_x^1/2)^1/2
-
-with means m and unbiased covariances S, in units of ||.||^2.
-
-`otce`: how uncertain a target class is once the source class that is moved to it is known.
+`otdd` is the dataset distance S_epsilon with its solver bounds, equal to that of
+`pairwise_distances`. `sliced` is the sliced dataset distance over draws that all tasks share.
+`frechet` is the squared Bures-Wasserstein distance between whole datasets, without labels. `otce`
+is the conditional entropy of the target's classes under the plan. The registry of measures imports
+them. The units of `otdd` are those of transport; the other measures add their own.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ from otdd_flash.study.units import Bench, Content, Unit
 
 
 class Otdd(Measure):
-    """The Optimal Transport Dataset Distance; the same in both directions."""
+    """The Optimal Transport Dataset Distance; it is the same in both directions."""
 
     name = "otdd"
     title = "OTDD"
@@ -93,7 +89,7 @@ class Otdd(Measure):
 
 
 def _sampling(setup: Setup, i: int, j: int) -> dict[str, Unit]:
-    """What of the sampling error was asked for."""
+    """Return the units of the sampling error that the settings ask for, by name."""
     units: dict[str, Unit] = {}
     if setup.settings.subsample is not None:
         units["interval"] = PairInterval(setup, i, j)
@@ -107,7 +103,7 @@ def _named(sides: tuple[str, str]) -> list[tuple[str, str]]:
 
 
 class Sliced(Measure):
-    """The mean of W_2^2 over draws, with its 95% interval; the same in both directions."""
+    """The mean of W_2^2 over draws, with its 95% interval; it is the same in both directions."""
 
     name = "sliced"
     title = "s-OTDD"
@@ -118,7 +114,7 @@ class Sliced(Measure):
         return [DrawChunk(setup, chunk) for chunk in chunks]
 
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        """Yield the readings of all pairs once all draws are there, none before."""
+        """Yield the readings of all pairs once all draws are done, and none before."""
         found = [bench.known(unit) for unit in self.units(setup)]
         parts = [content.tensors["squared"] for content in found if content is not None]
         if len(parts) < len(found):
@@ -182,7 +178,12 @@ def _or_none(end: float) -> float | None:
 
 
 def frechet_distance(source: LabeledSamples, target: LabeledSamples) -> float:
-    """The squared distance of the Gaussians of two datasets; 0 between equal ones."""
+    """Return the squared Bures-Wasserstein distance of two datasets; 0 if they are equal.
+
+        |m_x - m_y|^2 + tr S_x + tr S_y - 2 tr (S_x^1/2 S_y S_x^1/2)^1/2
+
+    with means m and unbiased covariances S, in units of ||.||^2; labels are ignored.
+    """
     if same_content(source, target):
         return 0.0
     clouds = [_whole(source), _whole(target)]
@@ -190,7 +191,7 @@ def frechet_distance(source: LabeledSamples, target: LabeledSamples) -> float:
 
 
 def _whole(samples: LabeledSamples) -> ClassCloud:
-    """All rows of positive weight as one class."""
+    """Return all rows of positive weight as one class."""
     if samples.weights is None:
         return ClassCloud(samples.name, samples.features, None)
     kept = samples.weights > 0
@@ -199,7 +200,7 @@ def _whole(samples: LabeledSamples) -> ClassCloud:
 
 
 class Frechet(Measure):
-    """The distance of the Gaussians of both clouds; the same in both directions."""
+    """The distance between the Gaussians of two datasets; it is the same in both directions."""
 
     name = "frechet"
     title = "Fréchet distance"
@@ -217,7 +218,7 @@ class Frechet(Measure):
 
 
 class WholeClouds(Unit):
-    """The distance of two tasks, and its sampling interval."""
+    """The Fréchet distance of two tasks, and its sampling interval."""
 
     kind = "frechet"
 
@@ -261,7 +262,7 @@ class WholeClouds(Unit):
 
 
 def conditional_entropy(coupling: Tensor) -> float:
-    """H(target class | source class) in nats, of masses (V_x, V_y) that sum to 1.
+    """Return H(target class | source class) in nats, for masses (V_x, V_y) that sum to 1.
 
     It is the transferability term of Tan et al. 2021, OTCE: a transferability metric for
     cross-domain cross-task representations, with the sign of a distance.
@@ -272,7 +273,7 @@ def conditional_entropy(coupling: Tensor) -> float:
 
 
 class Otce(Measure):
-    """The conditional entropy of the target's classes under the plan; it has a direction."""
+    """The conditional entropy of the target's classes under the plan, which has a direction."""
 
     name = "otce"
     title = "OTCE entropy"

@@ -1,35 +1,9 @@
-"""Scores of a trained source's features, or outputs, on the target's training rows.
+"""Measures of a study on trained sources: h_score, knn, leep and logme.
 
-`h_score`: how much of the variance of the source's features lies between the target's classes.
-
-    H = tr(cov(F)^+ cov(E[F | class]))
-
-(Bao et al. 2019, An information-theoretic approach to transferability in task transfer learning).
-With centred features U S V^T and Q (n, V) the orthonormal basis of functions of the class, it is
-|U^T Q|^2, which needs no inverse; singular values of 0 have no part in U.
-
-`knn`: how well the nearest rows of the target tell a row's class, in the source's features.
-
-`leep`: the likelihood of the target's classes given what the source's network takes rows for.
-
-    LEEP = mean_i log sum_z P(y_i | z) theta_z(x_i),    P(y, z) = mean_i [y_i = y] theta_z(x_i)
-
-with theta(x) the source classes' probabilities (Nguyen et al. 2020, LEEP: a new measure to evaluate
-transferability of learned representations).
-
-`logme`: the largest log evidence of linear models of the classes in the source's features.
-
-For the 0-1 vector y of a class and features F (n, d) the model is y = F w + noise with w from
-N(0, I / alpha) and noise of precision beta, so that y comes from N(0, I / beta + F F^T / alpha).
-LogME is the mean over classes of max over alpha, beta of log p(y) / n (You et al. 2021, LogME:
-practical assessment of pre-trained models for transfer learning).
-
-With F = U S V^T, z = U^T y and t = alpha / beta, the best beta for a given t is known, which leaves
-
-    log p / n = -(1 + log(2 pi q(t) / n)) / 2 - sum_i log(1 + s_i^2 / t) / (2 n)
-    q(t) = sum_i z_i^2 / (1 + s_i^2 / t) + |y - U z|^2
-
-to maximise over one number: on a grid first, as there can be several maxima, and then in between.
+Each is a score of a trained source's features or outputs on the target's training rows; the larger,
+the better. `Score` is the unit of one source and target: it evaluates every repetition of the
+source's network on that repetition's target rows. The registry of measures imports them. One thread
+computes a score, so that it is the same to the last bit on one machine.
 """
 
 from __future__ import annotations
@@ -58,7 +32,7 @@ from otdd_flash.study.units import Bench, Content, Unit
 
 
 class NetworkMeasure(Measure):
-    """A score of all repetitions of a source's network, each on its rows of the target."""
+    """A score of all repetitions of a source's network, each on its own target rows."""
 
     nearer = 1
     unit = 1.0
@@ -66,7 +40,7 @@ class NetworkMeasure(Measure):
 
     @abstractmethod
     def score(self, view: NetworkView) -> float:
-        """The score of all rows of a view; the larger, the better."""
+        """Return the score of all rows of a view; the larger, the better."""
 
     def units(self, setup: Setup) -> list[Unit]:
         return [Score(setup, self, i, j) for i, j in setup.transferred()]
@@ -79,7 +53,7 @@ class NetworkMeasure(Measure):
 
 
 class Score(Unit):
-    """A score of one source and one target: its mean and deviation over repetitions."""
+    """The score of one source and one target: mean and deviation over repetitions."""
 
     kind = "score"
     one_thread = True
@@ -89,7 +63,7 @@ class Score(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """Return what the score depends on but for the networks, which are among `needs`."""
+        """Return what the score depends on except the networks, which are among `needs`."""
         target = self.setup.tasks[self.j].train
         return {
             "measure": self.measure.name,
@@ -144,7 +118,7 @@ class Score(Unit):
 
 
 class HScore(NetworkMeasure):
-    """The H-score, at most the number of classes less 1."""
+    """The H-score, which is at most the number of classes minus 1."""
 
     name = "h_score"
     title = "H-score"
@@ -154,10 +128,19 @@ class HScore(NetworkMeasure):
 
 
 def h_score(features: Tensor, labels: Tensor) -> float:
-    """The H-score of features (n, d) for labels (n,)."""
+    """Return the H-score of features (n, d) for labels (n,).
+
+    It says how much of the features' variance lies between the classes,
+
+        H = tr(cov(F)^+ cov(E[F | class]))
+
+    (Bao et al. 2019, An information-theoretic approach to transferability in task transfer
+    learning). With centred features U S V^T and Q (n, V) the orthonormal basis of functions of the
+    class, it is |U^T Q|^2, which needs no inverse; columns of U with singular value 0 are left out.
+    """
     centred = features.double() - features.double().mean(0)
     left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
-    # Rounding of the products that make the singular values.
+    # Smaller singular values are rounding errors of the decomposition.
     least = max(centred.shape) * torch.finfo(torch.float64).eps * singular.max()
     left = left[:, singular > least]
     present = torch.unique(labels)
@@ -170,7 +153,7 @@ NEIGHBOURS = 5
 
 
 class Knn(NetworkMeasure):
-    """Leave-one-out accuracy of the vote of the `NEIGHBOURS` nearest rows."""
+    """The leave-one-out accuracy of the vote of the `NEIGHBOURS` nearest rows."""
 
     name = "knn"
     title = "k-nearest-neighbour accuracy"
@@ -180,10 +163,10 @@ class Knn(NetworkMeasure):
 
 
 def knn_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHBOURS) -> float:
-    """The share of rows whose class has most votes among the k nearest others.
+    """Return the share of rows whose class has the most votes among the k nearest other rows.
 
-    Of classes with equally many votes, the one of the nearest row wins; of rows at one distance,
-    the earlier. With fewer than k others, all vote.
+    If classes have equally many votes, the class of the nearest row wins; of rows at the same
+    distance, the earlier counts as nearer. With fewer than k other rows, all of them vote.
 
     Args:
         features: (n, d), n >= 2.
@@ -205,7 +188,7 @@ def knn_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHBOURS) -> float
 
 
 class Leep(NetworkMeasure):
-    """The log expected empirical prediction, at most 0."""
+    """The log expected empirical prediction, which is at most 0."""
 
     name = "leep"
     title = "LEEP"
@@ -215,17 +198,25 @@ class Leep(NetworkMeasure):
 
 
 def leep(probabilities: Tensor, labels: Tensor) -> float:
-    """LEEP of probabilities (n, Z), whose rows sum to 1, for labels (n,)."""
+    """Return LEEP of probabilities (n, Z), whose rows sum to 1, for labels (n,).
+
+    It is the likelihood of the target's classes given the source classes that the network predicts,
+
+        LEEP = mean_i log sum_z P(y_i | z) theta_z(x_i),    P(y, z) = mean_i [y_i = y] theta_z(x_i)
+
+    with theta(x) the source classes' probabilities (Nguyen et al. 2020, LEEP: a new measure to
+    evaluate transferability of learned representations).
+    """
     theta = probabilities.double()
     members = torch.nn.functional.one_hot(labels).double()
     joint = members.T @ theta / len(theta)
-    # A source class that no row is taken for has no part in any sum.
+    # The clamp avoids 0 / 0 for a source class that no row is predicted to have.
     given = joint / joint.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
     expected = theta @ given.T
     return float(expected.gather(1, labels.unsqueeze(1)).log().mean())
 
 
-# Of t, in units of the largest s^2; where y lies in the span of F the best t would be 0.
+# The range of t in units of the largest s^2; if y is in the span of F, the best t would be 0.
 LOG_LOWEST, LOG_HIGHEST, GRID = math.log(1e-12), math.log(1e8), 120
 
 
@@ -240,7 +231,13 @@ class LogMe(NetworkMeasure):
 
 
 def log_maximum_evidence(features: Tensor, labels: Tensor) -> float:
-    """LogME of features (n, d) for labels (n,), over the classes that have rows."""
+    """Return LogME of features (n, d) for labels (n,), over the classes that have rows.
+
+    For the 0-1 vector y of a class and features F (n, d) the model is y = F w + noise with w from
+    N(0, I / alpha) and noise of precision beta, so that y is from N(0, I / beta + F F^T / alpha).
+    LogME is the mean over classes of max over alpha, beta of log p(y) / n (You et al. 2021, LogME:
+    practical assessment of pre-trained models for transfer learning).
+    """
     left, singular, _ = torch.linalg.svd(features.double(), full_matrices=False)
     squares = singular.square().numpy()
     present = torch.unique(labels)
@@ -258,7 +255,16 @@ def log_maximum_evidence(features: Tensor, labels: Tensor) -> float:
 def _best_evidence(
     squares: NDArray[np.float64], parts: NDArray[np.float64], rest: float, n: int
 ) -> float:
-    """The largest log p / n of one class, from s^2, z^2 and |y - U z|^2."""
+    """Return the largest log p / n of one class, given s^2, z^2 and |y - U z|^2.
+
+    With F = U S V^T, z = U^T y and t = alpha / beta, the best beta for a given t has a closed form,
+    which leaves
+
+        log p / n = -(1 + log(2 pi q(t) / n)) / 2 - sum_i log(1 + s_i^2 / t) / (2 n)
+        q(t) = sum_i z_i^2 / (1 + s_i^2 / t) + |y - U z|^2
+
+    There can be several maxima over t, so a grid is searched first and the best cell is refined.
+    """
     from scipy.optimize import minimize_scalar
 
     scale = float(squares.max(initial=0.0))
@@ -268,7 +274,7 @@ def _best_evidence(
     def negative(log_t: float) -> float:
         stretch = 1 + squares / (scale * math.exp(log_t))
         q = float((parts / stretch).sum()) + rest
-        # Of a class that is fitted to the last bit.
+        # q is 0 for a class that is fitted exactly.
         q = max(q, np.finfo(np.float64).tiny)
         fit = 1 + math.log(2 * math.pi * q / n)
         return (fit + float(np.log(stretch).sum()) / n) / 2

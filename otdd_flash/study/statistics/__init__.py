@@ -1,8 +1,6 @@
-"""What ordered pairs of tasks say of a measure: correlations with gains, and how sure they are.
+"""Statistics of ordered pairs of tasks: how well measures predict gains, and with what certainty.
 
-Concepts, one file each: `pairs` is the table of a measure and of gains; `statistics` are numbers of
-such tables, many tables at a time; `jackknife` makes intervals of them by leaving out datasets,
-`permutation` p-values by exchanging tasks; `partial` frees both sides of the sizes of datasets;
-`ceiling` says which correlation noise in the gains allows; `findings` gathers all of it; `choices`
-says target by target which source a measure chooses, and what that costs.
+`statistics` has the table of pairs, correlations, regrets, intervals by the jackknife over
+datasets, p-values by permutation of tasks and the ceiling that noise sets. `findings` applies all
+of them to every measure of a study, and says for each target which source a measure chooses.
 """

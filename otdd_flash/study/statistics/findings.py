@@ -1,6 +1,7 @@
-"""All statistics of all measures of a study, in one list.
+"""All statistics of all measures of a study, and the source that a measure chooses per target.
 
-Which source a measure chooses for every target, and what that costs beside other choices.
+`findings` makes the rows of correlations.csv and `choices` those of choices.csv. The result of a
+study calls both; its reports read the rows, whose fields are the columns of these files.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from otdd_flash.study.statistics.statistics import (
     spearman_over_sources,
 )
 
-# What is a correlation; a regret is a number of its own.
+# The statistics that are correlations; a regret is not one.
 CORRELATIONS: dict[str, Statistic] = {
     "spearman": spearman,
     "pearson": pearson,
@@ -50,22 +51,22 @@ class Finding(NamedTuple):
     """One statistic of one measure, or of the difference of two.
 
     Attributes:
-        measure: its name; `one - other` for a difference, `gains` for what is of gains alone.
+        measure: its name; `one - other` for a difference, `gains` for a statistic of gains alone.
         statistic: `spearman` and `pearson` over ordered pairs; `spearman_over_sources`, the mean
-            over targets; `regret` in points of gain, `random_regret`, that of a random choice, and
-            `largest_regret`, that of the source with the most rows, the best source picked on half
-            of the seeds and scored on the others; `partial_spearman` given sizes;
+            over targets; `regret` in points of gain, `random_regret` of a random choice, and
+            `largest_regret` of the source with the most rows, each with the best source picked on
+            half of the seeds and scored on the others; `partial_spearman` given sizes;
             `ceiling_spearman` and `ceiling_pearson`.
-        value: the statistic; None where it is not defined. Measures of which smaller is better
-            have their sign changed first, so that every correlation is positive where the measure
-            predicts gain. Of a difference of correlations it is that of Fisher's z. A regret is
+        value: the statistic; None if it is not defined. Measures for which smaller is better
+            have their sign changed first, so that every correlation is positive if the measure
+            predicts gain. A difference of correlations is that of Fisher's z. A regret is
             better the smaller it is, also in differences.
         lower: lower end of the 95% interval, or None.
         upper: upper end, or None.
         p: by permutation of tasks, or None.
-        datasets: how many independent datasets the interval rests on; a family of tasks is one.
-        pairs: how many ordered pairs have both numbers.
-        note: why there is no interval or number; empty where there is.
+        datasets: the number of independent datasets behind the interval; a family of tasks is one.
+        pairs: the number of ordered pairs with both measure and gain.
+        note: why there is no interval or no value; empty if there is.
     """
 
     measure: str
@@ -88,15 +89,15 @@ def findings(
     seeds: int,
     seed: int,
 ) -> tuple[Finding, ...]:
-    """Every statistic of every measure.
+    """Return every statistic of every measure.
 
     Args:
-        tables: by the measure's name, all of the same gains.
-        sizes: rows of every task, for the largest source and, where they differ, the partial
+        tables: by the measure's name, all with the same gains.
+        sizes: rows of each task, for the largest source and, if they differ, the partial
             correlation.
-        halves: of `halved_gains`, for regrets.
+        halves: from `halved_gains`, for regrets.
         gains_of: gains by the runs of two seeds, for the ceiling.
-        seeds: how many seeds there are.
+        seeds: the number of seeds.
         seed: of random permutations.
     """
     rows: list[Finding] = []
@@ -145,7 +146,10 @@ def _partial(name: str, table: PairTable, sizes: Sequence[int], seed: int) -> Fi
 
 
 def _differences(name: str, one: PairTable, other: PairTable, lost: Statistic) -> list[Finding]:
-    """Compare two measures by the pairs that both have; by no correlation that either lacks."""
+    """Compare two measures over the pairs that both have.
+
+    If either measure is saturated, differences of correlations are not defined.
+    """
     shared = one.present & other.present
     both = [
         replace(table, measure=np.where(shared, table.measure, np.nan)) for table in (one, other)
@@ -194,7 +198,7 @@ def _row(name: str, statistic: str, table: PairTable, found: Interval, p: float 
 
 
 def _why_undefined(statistic: str, table: PairTable) -> str:
-    """Say why a table has no number of this name."""
+    """Return why a statistic of a table is not defined."""
     known, gains = table.measure[table.present], table.gains[table.present]
     if table.count < FEWEST_PAIRS:
         return f"not defined: {table.count} pairs, and {FEWEST_PAIRS} are needed"
@@ -214,24 +218,24 @@ def _why_undefined(statistic: str, table: PairTable) -> str:
 class Choice(NamedTuple):
     """The source that a measure chooses for a target, and its regret, in points of gain.
 
-    A regret is the gain of the best source less that of another one. It is below 0 where that one
-    did better than the source that half of the seeds put first.
+    A regret is the gain of the best source minus that of another source. It is negative if that
+    source did better than the one that half of the seeds rank first.
 
     Attributes:
         target: its name.
-        own_family: whether sources of the target's own family take part.
-        sources: how many sources with a gain and a number of the measure there are.
+        own_family: whether sources of the target's own family are included.
+        sources: the number of sources with a gain and a value of the measure.
         best: the source with the largest gain over all seeds.
-        tied: the other sources whose gain is within `gain_error` of that.
-        gain: what the best source gains, picked on half of the seeds and scored on the others, the
-            mean over `halved_gains`; of one seed picked and scored on the same runs.
-        gain_error: the standard error over seeds of the gain of `best`; None of one seed.
+        tied: the other sources whose gain is within `gain_error` of the largest.
+        gain: the gain of the best source, picked on half of the seeds and scored on the others, as
+            a mean over `halved_gains`; with one seed, picked and scored on the same runs.
+        gain_error: the standard error over seeds of the gain of `best`; None for one seed.
         measure: its name.
-        chosen: the source that it puts first; several where it does not tell them apart, and
-            `regret` is then the mean of theirs.
+        chosen: the source that the measure ranks first; several if they are tied, and `regret` is
+            then the mean of theirs.
         regret: of the chosen source.
-        random_regret: the mean over all sources, that of a random one.
-        largest: the source with the most training rows; several of as many.
+        random_regret: the mean over all sources, which is that of a random choice.
+        largest: the source with the most training rows; several if they are tied.
         largest_regret: of the largest source.
     """
 
@@ -260,16 +264,16 @@ def choices(
     sizes: Sequence[int],
     own_family: bool,
 ) -> tuple[Choice, ...]:
-    """One row for every target with two sources or more.
+    """Return one row for each target with two sources or more.
 
     Args:
         measure: its name.
-        table: the measure, oriented, and gains over all seeds.
+        table: the oriented measure, and gains over all seeds.
         halves: (D, K, K) gains that pick the best source, and gains that score it.
-        gain_errors: (K, K) standard errors of the gains; NaN where there is none.
+        gain_errors: (K, K) standard errors of the gains; NaN for missing ones.
         names: of the tasks.
         sizes: training rows of the tasks.
-        own_family: whether sources of a target's own family take part.
+        own_family: whether sources of a target's own family are included.
     """
     mask = table.present if own_family else table.present & ~same_family(table)
     measures = comparisons(replace(table, measure=np.where(mask, table.measure, np.nan)), sizes)
@@ -308,9 +312,9 @@ def choices(
 
 
 def comparisons(table: PairTable, sizes: Sequence[int]) -> dict[str, Numbers]:
-    """Return a measure (K, K), a constant one and the sizes of sources, by their regrets' names.
+    """Return the measure, a constant and the sizes of sources, (K, K), by their regrets' names.
 
-    The constant one chooses at random. All have a number where the measure has one.
+    The constant measure is a random choice. All have values where the given measure has one.
     """
     rows = np.broadcast_to(np.asarray(sizes, dtype=np.float64)[:, None], table.gains.shape)
     known = np.isfinite(table.measure)
@@ -322,6 +326,6 @@ def comparisons(table: PairTable, sizes: Sequence[int]) -> dict[str, Numbers]:
 
 
 def same_family(table: PairTable) -> Mask:
-    """(K, K): whether two tasks are of one family."""
+    """Return (K, K) whether two tasks are of the same family."""
     families = np.asarray(table.families, dtype=object)
     return np.asarray(families[:, None] == families[None, :], dtype=bool)

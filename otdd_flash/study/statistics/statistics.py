@@ -1,48 +1,14 @@
-"""Numbers of many tables of pairs at once: B measures (B, K, K), gains (K, K), masks (B, K, K).
+"""Statistics of tables of ordered pairs: correlations, regrets, intervals, ceilings and p-values.
 
-Rows are sources, columns targets; measures are oriented and ties are equal, see `pairs`. A
-statistic is NaN where it is not defined: a correlation of fewer than three pairs or of constant
-numbers.
+A table has K tasks, with sources as rows and targets as columns: a measure (K, K), gains (K, K) and
+a mask of the pairs that count. Statistics take B measures (B, K, K) and masks (B, K, K) at once, so
+that all leave-one-out tables or many permutations are one call. A statistic is NaN if it is not
+defined, such as a correlation of fewer than three pairs or of constant numbers.
 
-The ordered pairs of K tasks: what a measure says of each, and what was gained.
-
-Measures are oriented before they come here: the larger, the more gain they predict. And numbers
-that are equal up to rounding are equal here, so that ranks, choices and constants need no
-tolerance of their own.
-
-The correlation with gains that their own noise allows.
-
-Gains from one half of the seeds are correlated with gains from the other half. With r the mean over
-all ways to draw two disjoint pairs of seeds, the reliability of the mean of all S seeds is, after
-Spearman and Brown,
-
-    R = k r / (1 + (k - 1) r),    k = S / 2
-
-and no measure without a view of these runs can be expected to correlate by more than sqrt(R).
-
-Intervals of statistics of pairs by the jackknife over datasets.
-
-Pairs share datasets, so that they are not independent draws; datasets, or families of tasks that
-come from one, are. With z_(-g) the statistic without all pairs of unit g, of G units,
-
-    se^2 = (G - 1) / G sum_g (z_(-g) - mean of z_(-g))^2
-
-and the interval is z +- t se with the t distribution of G - 1 degrees of freedom. For correlations
-z is Fisher's, atanh(rho), with |rho| clipped to 1 - 1 / pairs; for other numbers it is the number.
-The factor (K - 2) / (2 K) of independent dyads, in place of (G - 1) / G, covers too seldom where
-datasets have effects of their own.
-
-Spearman's correlation of a measure with gains, given the sizes of both datasets.
-
-Ranks of both are freed of log n of the source and of the target by least squares, and what is left
-is correlated. A measure that only follows how many rows there are has little left: what of its
-ranks is curved in log n.
-
-p-values by exchanging tasks: rows and columns of a measure are permuted together.
-
-Gains stay where they are. A permutation is of tasks within their families where families hold
-several tasks, else of all tasks. All permutations are tried up to `MOST_TRIED`, which are those of
-7 tasks; else 9,999 random ones, and p = (1 + hits) / 10,000.
+`findings` applies the statistics; result and reports use `PairTable` and `levelled`. Measures must
+be oriented before they come here: a larger value predicts more gain. Numbers that are equal up to
+rounding are made exactly equal in `levelled`, so ranks, choices and tests for constants compare
+without tolerances.
 """
 
 from __future__ import annotations
@@ -61,11 +27,9 @@ from scipy.stats import rankdata, t
 
 Numbers = NDArray[np.float64]
 
-
 Mask = NDArray[np.bool_]
 
-
-# Of the largest number of a table, or of what rounding is relative to.
+# Relative to the largest number of a table, or to the unit of the measure.
 ROUNDING = 1e-12
 
 
@@ -76,17 +40,17 @@ def levelled(
     lower: Numbers | None = None,
     upper: Numbers | None = None,
 ) -> Numbers:
-    """Replace numbers that rounding cannot distinguish by one of them.
+    """Replace numbers that rounding cannot distinguish by the smallest of them.
 
     Two numbers are tied if their intervals overlap, and ties are transitive. An interval is the
-    number with its rounding, `ROUNDING` times the largest size of all, and its bounds if it has
-    any. This is the only place that decides what is tied.
+    number with its rounding, `ROUNDING` times the largest absolute value, and its bounds if it has
+    any. This is the only place that decides which numbers are tied.
 
     Args:
-        numbers: any shape; what is not finite stays as it is.
+        numbers: any shape; numbers that are not finite are unchanged.
         unit: rounding is relative to at least this size.
-        lower: lower solver bounds, NaN where there is none.
-        upper: upper ones.
+        lower: lower solver bounds, NaN for missing ones.
+        upper: upper solver bounds.
     """
     finite = np.isfinite(numbers)
     if not finite.any():
@@ -99,7 +63,7 @@ def levelled(
     reach = np.maximum.accumulate(high[order])
     group = np.concatenate(([0], np.cumsum(low[order][1:] > reach[:-1])))
     ordered = known[order]
-    # The least of every group stands for it; members are numbers that were there.
+    # Each group takes its smallest member, so every result is one of the given numbers.
     least = np.minimum.reduceat(ordered, np.flatnonzero(np.diff(group, prepend=-1)))
     found = numbers.astype(np.float64)
     level = np.empty_like(known)
@@ -110,12 +74,12 @@ def levelled(
 
 @dataclass(frozen=True, eq=False)
 class PairTable:
-    """A measure and gains over all ordered pairs, rows sources and columns targets.
+    """A measure and gains over all ordered pairs; rows are sources and columns targets.
 
     Args:
-        measure: (K, K), the larger the more gain it predicts; NaN where there is no number.
-        gains: (K, K), NaN where nothing was gained or the pair has no part.
-        families: (K,) the unit to which every task belongs.
+        measure: (K, K), the larger the more gain it predicts; NaN for missing values.
+        gains: (K, K), NaN for pairs without a gain.
+        families: (K,) the family of each task.
     """
 
     measure: Numbers
@@ -128,13 +92,13 @@ class PairTable:
 
     @cached_property
     def present(self) -> Mask:
-        """(K, K) the pairs of different tasks with both numbers."""
+        """(K, K) the pairs of different tasks with measure and gain."""
         off_diagonal = ~np.eye(len(self.gains), dtype=bool)
         return np.isfinite(self.measure) & np.isfinite(self.gains) & off_diagonal
 
     @cached_property
     def saturated(self) -> bool:
-        """Whether the measure is the same for all sources of every target: it chooses none."""
+        """Whether the measure is the same for all sources of each target: it chooses none."""
         high = np.where(self.present, self.measure, -np.inf).max(0)
         low = np.where(self.present, self.measure, np.inf).min(0)
         return bool((self.present.sum(0) >= 2).any()) and not (high > low).any()
@@ -150,7 +114,7 @@ class PairTable:
         return tuple(dict.fromkeys(np.asarray(self.families, dtype=object)[used]))
 
     def without_each_unit(self) -> Mask:
-        """(G, K, K) the pairs that are left without each of the units."""
+        """Return (G, K, K), the pairs that remain without each of the units."""
         families = np.asarray(self.families, dtype=object)
         kept = families[None] != np.asarray(self.units, dtype=object)[:, None]
         left: Mask = self.present & kept[:, :, None] & kept[:, None, :]
@@ -160,44 +124,44 @@ class PairTable:
 # statistic(measures, gains, masks) -> (B,)
 Statistic = Callable[[Numbers, Numbers, Mask], Numbers]
 
-
 FEWEST_PAIRS = 3
 
 
 def pearson(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-    """Pearson's correlation over the pairs of each mask."""
+    """Return Pearson's correlation over the pairs of each mask."""
     return correlation(_flat(measures), _flat(np.broadcast_to(gains, masks.shape)), _flat(masks))
 
 
 def spearman(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-    """Spearman's rank correlation over the pairs of each mask; equal numbers share ranks."""
+    """Return Spearman's rank correlation over the pairs of each mask; ties get mean ranks."""
     flat, other = _flat(masks), np.broadcast_to(gains, masks.shape)
     return correlation(ranks(_flat(measures), flat), ranks(_flat(other), flat), flat)
 
 
 def spearman_over_sources(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-    """The mean over targets of Spearman's correlation over their sources."""
+    """Return the mean over targets of Spearman's correlation over their sources."""
     by_target = np.swapaxes(masks, 1, 2)
     x, y = (np.swapaxes(np.broadcast_to(side, masks.shape), 1, 2) for side in (measures, gains))
     return _mean_of_known(correlation(ranks(x, by_target), ranks(y, by_target), by_target))
 
 
 def regret(picking: Numbers, scoring: Numbers) -> Statistic:
-    """The mean over targets of the gain of the best source less that of the chosen one.
+    """Return the statistic: mean over targets of the best source's gain minus the chosen source's.
 
-    Chosen is the source of which the measure is largest; of several, one at random, and the number
-    is the expected one. A constant measure has the regret of a random choice. Targets with fewer
-    than two sources have no part. The number estimates, without bias, what the chosen source gives
-    away to the one that half of the runs put first; it may be negative.
+    The chosen source has the largest value of the measure; if several are tied, the statistic is
+    the expectation of a random choice among them. A constant measure has the regret of a random
+    choice. Targets with fewer than two sources are left out. The statistic estimates, without bias,
+    the loss of the chosen source against the one that half of the runs rank first; it may be
+    negative.
 
     Args:
         picking: (D, K, K) gains by some runs, by which the best source is picked.
-        scoring: (D, K, K) gains by other runs, which say what it is worth. By the same runs the
+        scoring: (D, K, K) gains by other runs, which give its gain. On the same runs the
             luckiest source would look better than it is.
     """
 
     def of(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-        # Permutations of complete tables leave the pairs as they are.
+        # Permutations of complete tables keep all pairs, so one evaluation serves all.
         same = len(masks) > 1 and bool((masks == masks[:1]).all())
         best = best_gains(masks[:1] if same else masks, picking, scoring)
         return _mean_of_known(best - chosen_gains(measures, gains, masks))
@@ -206,9 +170,9 @@ def regret(picking: Numbers, scoring: Numbers) -> Statistic:
 
 
 def best_gains(masks: Mask, picking: Numbers, scoring: Numbers) -> Numbers:
-    """What the best source of every target gains (B, K), by other runs than those that pick it.
+    """Return the gain (B, K) of each target's best source, by other runs than those that pick it.
 
-    Arguments as for `regret`; NaN where a target has fewer than two sources.
+    Arguments are those of `regret`; NaN if a target has fewer than two sources.
     """
     scores = np.zeros((len(masks), masks.shape[-1]))
     for picked, scored in zip(picking, scoring, strict=True):
@@ -217,12 +181,12 @@ def best_gains(masks: Mask, picking: Numbers, scoring: Numbers) -> Numbers:
 
 
 def chosen_gains(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-    """What the source gains of which the measure is largest (B, K), a mean over ties."""
+    """Return the gain (B, K) of the source with the largest measure, as a mean over ties."""
     return np.where(masks.sum(1) >= 2, _mean_of_largest(measures, gains, masks), np.nan)
 
 
 def correlation(x: Numbers, y: Numbers, mask: Mask) -> Numbers:
-    """Pearson's correlation along the last axis, over the entries of a mask."""
+    """Return Pearson's correlation along the last axis, over the entries of a mask."""
     count = np.maximum(mask.sum(-1, keepdims=True), 1)
     x, y = (_centred(side, mask, count) for side in (x, y))
     product, xx, yy = ((a * b).sum(-1) for a, b in ((x, y), (x, x), (y, y)))
@@ -233,14 +197,14 @@ def correlation(x: Numbers, y: Numbers, mask: Mask) -> Numbers:
 
 
 def ranks(numbers: Numbers, mask: Mask) -> Numbers:
-    """Ranks along the last axis among the entries of a mask, means of places where equal."""
-    # What is left out comes last, and changes no rank before it.
+    """Return ranks along the last axis among the entries of a mask; ties get their mean rank."""
+    # Entries outside the mask rank last, so they change no rank before them.
     found: Numbers = rankdata(np.where(mask, numbers, np.inf), axis=-1)
     return found
 
 
 def _centred(side: Numbers, mask: Mask, count: Numbers) -> Numbers:
-    """Subtract the mean, and set 0 outside of the mask; exactly 0 where all are equal."""
+    """Subtract the mean, and set 0 outside the mask; the result is exactly 0 if all are equal."""
     known = np.where(mask, side, 0.0)
     centred = np.where(mask, side - known.sum(-1, keepdims=True) / count, 0.0)
     scale = np.abs(known).max(-1, keepdims=True, initial=0.0)
@@ -249,7 +213,7 @@ def _centred(side: Numbers, mask: Mask, count: Numbers) -> Numbers:
 
 
 def _mean_of_largest(scores: Numbers, gains: Numbers, masks: Mask) -> Numbers:
-    """Per target (B, K), the mean gain of the sources with the largest score."""
+    """Return for each target (B, K) the mean gain of the sources with the largest score."""
     known = np.where(masks, scores, -np.inf)
     taken = masks & (known == known.max(1, keepdims=True))
     found: Numbers = np.where(taken, gains, 0.0).sum(1) / np.maximum(taken.sum(1), 1)
@@ -257,7 +221,7 @@ def _mean_of_largest(scores: Numbers, gains: Numbers, masks: Mask) -> Numbers:
 
 
 def _mean_of_known(numbers: Numbers) -> Numbers:
-    """Means along the last axis of what is not NaN; NaN where all is."""
+    """Return means along the last axis without NaN; NaN if all entries are."""
     known = ~np.isnan(numbers)
     count = known.sum(-1)
     total = np.where(known, numbers, 0.0).sum(-1)
@@ -266,23 +230,32 @@ def _mean_of_known(numbers: Numbers) -> Numbers:
 
 
 def _flat(tables: NDArray[Any]) -> NDArray[Any]:
-    """One row for every table."""
     return tables.reshape(len(tables), -1)
 
 
 FEWEST_SEEDS = 4
 
-
 Pair = tuple[int, int]
 
 
 def ceiling(gains_of: Callable[[Pair], Numbers], seeds: int, statistic: Statistic) -> float | None:
-    """sqrt(R), or None with fewer than 4 seeds or where gains do not repeat at all, r <= 0.
+    """Return sqrt(R), the largest correlation with the gains that their noise allows.
+
+    Gains from one pair of seeds are correlated with gains from another pair. With r the mean over
+    all ways to draw two disjoint pairs of seeds, the reliability of the mean over all S seeds is,
+    by Spearman and Brown,
+
+        R = k r / (1 + (k - 1) r),    k = S / 2
+
+    and a measure computed without these runs cannot be expected to correlate by more than sqrt(R).
 
     Args:
-        gains_of: the gains (K, K) by the runs of two seeds, transferred and baseline alike.
+        gains_of: the gains (K, K) by the runs of two seeds, of transfer and baseline alike.
         seeds: S.
         statistic: the correlation that is bounded, Spearman's or Pearson's.
+
+    Returns:
+        sqrt(R), or None with fewer than 4 seeds or if gains do not repeat at all, r <= 0.
     """
     if seeds < FEWEST_SEEDS:
         return None
@@ -299,7 +272,7 @@ def ceiling(gains_of: Callable[[Pair], Numbers], seeds: int, statistic: Statisti
 
 
 def disjoint_pairs(seeds: int) -> Iterator[tuple[Pair, Pair]]:
-    """All ways to draw two pairs of seeds that share none, 15 of 5 seeds."""
+    """Yield all ways to draw two disjoint pairs of seeds, 15 for 5 seeds."""
     pairs = list(combinations(range(seeds), 2))
     for one, other in combinations(pairs, 2):
         if not {*one} & {*other}:
@@ -308,18 +281,17 @@ def disjoint_pairs(seeds: int) -> Iterator[tuple[Pair, Pair]]:
 
 LEVEL = 0.95
 
-
-# With fewer units the deviation is hardly known.
+# With fewer units the standard error is hardly known.
 FEWEST_UNITS = 5
 
 
 class Interval(NamedTuple):
-    """A number with its interval, which is None where there is none.
+    """A number with its interval.
 
     Attributes:
-        value: the statistic of all pairs, NaN where it is not defined.
-        lower: the lower end.
-        upper: the upper end.
+        value: the statistic of all pairs, NaN if it is not defined.
+        lower: the lower end; None if there is no interval.
+        upper: the upper end; None if there is no interval.
     """
 
     value: float
@@ -328,13 +300,13 @@ class Interval(NamedTuple):
 
 
 class Replicates(NamedTuple):
-    """A statistic of all pairs, and without each unit.
+    """The values of a statistic for the jackknife: over all pairs, and without each unit.
 
     Attributes:
-        value: of all pairs.
+        value: over all pairs.
         left: (G,) without each unit.
-        pairs: how many pairs there are.
-        left_pairs: (G,) how many without each unit.
+        pairs: the number of pairs.
+        left_pairs: (G,) the number of pairs without each unit.
     """
 
     value: float
@@ -344,7 +316,7 @@ class Replicates(NamedTuple):
 
 
 def replicates(table: PairTable, statistic: Statistic) -> Replicates:
-    """A statistic of a table and of what is left of it without each unit."""
+    """Return a statistic of a table, and of the table without each unit."""
     masks = np.concatenate((table.present[None], table.without_each_unit()))
     measures = np.broadcast_to(table.measure, masks.shape)
     found = statistic(measures, table.gains, masks)
@@ -353,7 +325,7 @@ def replicates(table: PairTable, statistic: Statistic) -> Replicates:
 
 
 def correlation_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interval:
-    """The interval of a correlation, made on Fisher's scale; none below `least` units."""
+    """Return the interval of a correlation, on Fisher's scale; none below `least` units."""
     z = fisher(np.array(found.value), np.array(found.pairs, dtype=np.float64))
     lower, upper = _ends(float(z), fisher(found.left, found.left_pairs), least)
     if lower is None or upper is None:
@@ -362,14 +334,14 @@ def correlation_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interv
 
 
 def number_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interval:
-    """The interval of any other number; none below `least` units."""
+    """Return the interval of another statistic; none below `least` units."""
     return Interval(found.value, *_ends(found.value, found.left, least))
 
 
 def difference_interval(
     one: Replicates, other: Replicates, *, correlations: bool, least: int = FEWEST_UNITS
 ) -> Interval:
-    """The interval of a difference of two statistics over the same units, by the paired jackknife.
+    """Return the interval of a difference of two statistics, by the paired jackknife over units.
 
     For correlations the difference is of Fisher's z, whose sign is that of the difference.
     """
@@ -388,13 +360,24 @@ def difference_interval(
 
 
 def fisher(rho: Numbers, pairs: Numbers) -> Numbers:
-    """Fisher's z of correlations, clipped to what so many pairs can tell from 1."""
+    """Return Fisher's z = atanh(rho) of correlations clipped to 1 - 1 / pairs in size."""
     most = 1 - 1 / np.maximum(pairs, 2)
     found: Numbers = np.arctanh(np.clip(rho, -most, most))
     return found
 
 
 def _ends(value: float, left: Numbers, least: int) -> tuple[float | None, float | None]:
+    """Return the ends of a jackknife interval, or None with too few units.
+
+    Pairs share datasets, so they are not independent draws; datasets, or families of related tasks,
+    are. With z_(-g) the statistic without all pairs of unit g, of G units,
+
+        se^2 = (G - 1) / G sum_g (z_(-g) - mean of z_(-g))^2
+
+    and the interval is z +- t se with the t distribution of G - 1 degrees of freedom. The factor
+    (K - 2) / (2 K) for independent dyads, instead of (G - 1) / G, covers too rarely if datasets
+    have effects of their own.
+    """
     units = len(left)
     if units < max(least, 2) or not math.isfinite(value) or not np.isfinite(left).all():
         return None, None
@@ -404,7 +387,12 @@ def _ends(value: float, left: Numbers, least: int) -> tuple[float | None, float 
 
 
 def partial_spearman(sizes: Sequence[int]) -> Statistic:
-    """The statistic for tasks of these numbers of rows."""
+    """Return the statistic of Spearman's correlation given the sizes of both datasets.
+
+    The ranks of measure and gains are regressed on log n of source and target by least squares, and
+    the residuals are correlated. If a measure only follows the sizes, its residual is only the part
+    of its ranks that is not linear in log n.
+    """
     logs = np.log(np.asarray(sizes, dtype=np.float64))
 
     def of(measures: Numbers, gains: Numbers, masks: Mask) -> Numbers:
@@ -420,7 +408,7 @@ def partial_spearman(sizes: Sequence[int]) -> Statistic:
 
 
 def freed_of_sizes(table: PairTable, sizes: Sequence[int]) -> PairTable:
-    """The table of what is left of the ranks of measure and gains, to be permuted."""
+    """Return the table of the residuals of the ranks given sizes, for permutation."""
     mask = table.present
     design = _design(np.log(np.asarray(sizes, dtype=np.float64)), mask)
     sides = []
@@ -432,13 +420,13 @@ def freed_of_sizes(table: PairTable, sizes: Sequence[int]) -> PairTable:
 
 
 def _design(logs: Numbers, mask: Mask) -> Numbers:
-    """1, log n of the source and of the target of every pair, (P, 3)."""
+    """Return (P, 3): 1, log n of the source and log n of the target, for each pair."""
     sources, targets = np.nonzero(mask)
     return np.stack((np.ones(len(sources)), logs[sources], logs[targets]), 1)
 
 
 def _left(numbers: Numbers, design: Numbers) -> Numbers:
-    """Ranks (P,) less their projection on the design; 0 where nothing but rounding is left."""
+    """Return the residuals (P,) of the ranks on the design; 0 if only rounding remains."""
     ranked = ranks(numbers, np.ones(len(numbers), dtype=bool))
     fitted = design @ np.linalg.lstsq(design, ranked, rcond=None)[0]
     left = ranked - fitted
@@ -449,33 +437,33 @@ def _left(numbers: Numbers, design: Numbers) -> Numbers:
 
 MOST_TRIED = math.factorial(7)
 
-
 RANDOM = 9_999
-
 
 AT_ONCE = 1_000
 
-
-# Equal statistics that were summed in another order.
+# Tolerance for equal statistics that were summed in another order.
 TIES = 1e-12
-
 
 Orders = NDArray[np.int64]
 
 
 def p_value(table: PairTable, statistic: Statistic, seed: int, *, small: bool = False) -> float:
-    """The share of permutations whose statistic is as far from 0 as that of the table.
+    """Return the share of permutations whose statistic is as far from 0 as that of the table.
 
-    Every statistic is that of the pairs that are present before and after the permutation.
+    Rows and columns of the measure are permuted together, and gains are not. A task is exchanged
+    with tasks of its own family if families have several tasks, otherwise with all tasks. All
+    permutations are tried up to `MOST_TRIED`, which is the number for 7 tasks; beyond it 9,999
+    random ones, and then p = (1 + hits) / 10,000. A statistic uses the pairs present before and
+    after the permutation.
 
     Args:
-        table: what is permuted.
-        statistic: of which the p-value is.
+        table: the table that is permuted.
+        statistic: the statistic that is tested.
         seed: of random permutations.
-        small: compare how small statistics are instead, as of regrets.
+        small: count statistics that are as small instead, as for regrets.
 
     Returns:
-        p, NaN where the statistic is not defined.
+        p, or NaN if the statistic is not defined.
     """
     present = table.present
     observed = float(statistic(table.measure[None], table.gains, present[None])[0])
@@ -488,7 +476,7 @@ def p_value(table: PairTable, statistic: Statistic, seed: int, *, small: bool = 
         found = statistic(
             table.measure[rows, columns], table.gains, present & present[rows, columns]
         )
-        # A permutation that leaves too few pairs says nothing, and is not counted.
+        # A permutation that leaves too few pairs has no statistic and is not counted.
         found = found[~np.isnan(found)]
         far = -found if small else np.abs(found)
         hit = far >= (-observed if small else abs(observed)) - TIES
@@ -497,7 +485,7 @@ def p_value(table: PairTable, statistic: Statistic, seed: int, *, small: bool = 
 
 
 def orders_of(families: Sequence[str], seed: int) -> tuple[Iterator[Sequence[int]], bool]:
-    """Permutations of the tasks within their families, and whether these are all."""
+    """Return permutations of the tasks within their families, and whether these are all."""
     places = [np.flatnonzero([one == family for one in families]) for family in Counter(families)]
     if all(len(group) == 1 for group in places):
         places = [np.arange(len(families))]

@@ -1,6 +1,6 @@
-"""Transfer runs: a network trained on a source, and what that spares on a few rows of a target.
+"""Transfer runs: a network is trained on a source, then on a few rows of a target.
 
-Concepts, one file each: `settings` say how networks are trained; `networks` are what is trained and
-how weights are drawn; `training` is the loop; `units` are trained sources, transfer runs and runs
-on the target alone; `gains` make percentages of their errors.
+`networks` holds the settings of training, the networks and their initial weights. `training` holds
+the training loop, the units of trained sources and target runs, and the gains computed from their
+errors.
 """

@@ -1,6 +1,9 @@
-"""The networks of transfer runs: a body that gives features, and a linear head for the classes.
+"""The settings of transfer runs, and the networks: a body that gives features, and a linear head.
 
-How networks of a study are trained, and how their gain is measured.
+`Transfer` says how networks are trained and is part of unit keys (`to_dict`). `build_body` and
+`build_head` make a network whose weights depend only on a seed. `Study` and the study command use
+the settings, and training uses both. Networks are built on the CPU; a user's function can replace
+the built-in bodies.
 """
 
 from __future__ import annotations
@@ -30,35 +33,34 @@ from otdd_flash.samples import LabeledSamples
 
 PROTOCOLS = ("finetune", "head")
 
-
 PER_CLASS = 10
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Transfer runs of a study: a source's network goes on with a few rows of the target.
+    """Settings of transfer runs: a source's network is trained further on a few rows of the target.
 
-    The baseline is trained on the same rows of the target alone, all layers from the weights that
+    The baseline is trained on the same rows of the target alone: all layers, from the weights that
     the source began with, in the same order and for as many steps.
 
     Args:
-        protocol: `finetune`, all layers go on, or `head`, the source's features stay as they are.
+        protocol: `finetune` trains all layers on the target, `head` only the last layer.
         target_samples: rows of the target in all, drawn in proportion to its classes; None is ten
-            for each class.
-        seeds: repetitions, each with weights, rows and orders of its own.
+            per class.
+        seeds: repetitions, each with its own weights, rows and orders.
         source_epochs: passes over the source.
         target_epochs: passes over the target's rows.
-        min_target_steps: more passes are made until there are so many steps.
+        min_target_steps: passes are added until there are at least this many steps.
         batch_size: rows of a step, on the source and on the target.
         learning_rate: of Adam.
         weight_decay: of Adam, as a squared norm in the loss.
-        network: where to import a function from, "package.module:function", or the function. It
-            takes (dim, image_shape) and returns a module from features (n, dim) to what a linear
-            layer classifies. None: LeNet-5 for images, else one hidden layer of 256.
-        image_shape: (c, h, w) where features are pixels of images; None where they are not.
+        network: a function, or where to import it from, "package.module:function". It
+            takes (dim, image_shape) and returns a module from features (n, dim) to the input of the
+            linear head. None: LeNet-5 for images, otherwise one hidden layer of 256.
+        image_shape: (c, h, w) if features are pixels of images, otherwise None.
 
     Raises:
-        InputError: a field is not what it must be.
+        InputError: a field is invalid.
     """
 
     protocol: str = "finetune"
@@ -83,10 +85,10 @@ class Transfer:
         choose("transfer.protocol", self.protocol, PROTOCOLS)
 
     def target_rows(self, target: LabeledSamples) -> int:
-        """Return how many rows of a target are trained on.
+        """Return the number of rows of a target that are trained on.
 
         Raises:
-            InputError: they are fewer than its classes or more than its rows.
+            InputError: it is below the number of classes or above the number of rows.
         """
         classes, rows = target.class_total, len(target)
         wanted = PER_CLASS * classes if self.target_samples is None else self.target_samples
@@ -100,7 +102,7 @@ class Transfer:
         return wanted
 
     def builder(self) -> Callable[..., nn.Module] | None:
-        """Import the function that builds networks; None for the built-in ones.
+        """Import the function that builds bodies; None for the built-in ones.
 
         Raises:
             InputError: there is no such function.
@@ -110,7 +112,7 @@ class Transfer:
         return self.network
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry of study.json; a user's function is its name and a hash of its code."""
+        """Return the entry of study.json; a user's function becomes its name and code hash."""
         network: str | None = None
         if (builder := self.builder()) is not None:
             code = getattr(builder, "__code__", None)
@@ -125,12 +127,10 @@ class Transfer:
 
 HIDDEN = 256
 
-
-# Of LeNet-5: LeCun et al. 1998, Gradient-based learning applied to document recognition.
+# LeNet-5: LeCun et al. 1998, Gradient-based learning applied to document recognition.
 KERNEL, CHANNELS, WIDTHS = 5, (6, 16), (120, 84)
 
-
-# Sides of images that two poolings leave something of.
+# The smallest images that are not empty after two poolings.
 SMALLEST_SIDE = 4
 
 
@@ -142,16 +142,16 @@ class Network:
     head: nn.Linear
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Logits (n, V)."""
+        """Return logits (n, V)."""
         logits: Tensor = self.head(self.body(features))
         return logits
 
 
 def build_body(transfer: Transfer, dim: int, seed: int) -> nn.Module:
-    """The body with the weights of a seed.
+    """Build the body with the weights of a seed.
 
     Raises:
-        InputError: the images are too small, or the user's function gives no such module.
+        InputError: the images are too small, or the user's function returns no module.
     """
     builder = transfer.builder()
     with seeded_weights(seed):
@@ -163,10 +163,10 @@ def build_body(transfer: Transfer, dim: int, seed: int) -> nn.Module:
 
 
 def build_head(body: nn.Module, dim: int, classes: int, seed: int) -> nn.Linear:
-    """A head for the features of a body, with the weights of a seed.
+    """Build a head for the features of a body, with the weights of a seed.
 
     Raises:
-        InputError: the body does not give a matrix of features.
+        InputError: the body does not return a matrix of features.
     """
     with torch.no_grad():
         features = body.eval()(torch.zeros(2, dim))
@@ -192,7 +192,7 @@ def _lenet(shape: tuple[int, ...], dim: int) -> nn.Sequential:
             f"{SMALLEST_SIDE}; set transfer.image_shape=null or transfer.network=module:function"
         )
     sides = [height // 2, width // 2]
-    # Where a kernel would not fit twice into the pooled image, its edges are filled up.
+    # Small images are padded, because the second kernel would not fit twice into the pooled image.
     padding = KERNEL // 2 if min(sides) < KERNEL + 1 else 0
     sides = [(side + 2 * padding - KERNEL + 1) // 2 for side in sides]
     first, second = CHANNELS
@@ -210,7 +210,7 @@ def _lenet(shape: tuple[int, ...], dim: int) -> nn.Sequential:
         nn.Linear(*WIDTHS),
         nn.ReLU(),
     )
-    # A quarter faster on small images, both ways.
+    # A quarter faster on small images, forward and backward.
     return layers.to(memory_format=torch.channels_last)
 
 

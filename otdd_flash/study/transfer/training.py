@@ -1,12 +1,13 @@
-"""The loop of transfer runs: Adam on cross entropy, rows in an order that a seed gives.
+"""The training loop of transfer runs, its units, and the gains computed from test errors.
 
-Units of transfer: trained sources, transfer runs, and runs on the target alone.
+`TrainedSource` and `TargetRun` are the units; `gains`, `halved_gains` and `gain_errors` turn test
+errors into percentages. Measures on networks use trained sources, the pool lists the units, and the
+result computes gains.
 
-Every repetition has seeds of its own for each purpose. The weights that a source begins with depend
-on the repetition alone, and so do the head of a target, its rows and their order: the run on the
-target alone is one for all sources.
-
-Gains of transfer: by how many percent fewer errors a source leaves on a target's test rows.
+Each repetition has one seed per purpose. The initial weights depend only on the repetition, and so
+do a target's head, its rows and their order, so one run on the target alone serves all sources. All
+training runs on the CPU with one thread, so that errors are the same to the last bit on one
+machine.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ def train(
     seed: int,
     frozen_body: bool = False,
 ) -> int:
-    """Train a network in place on rows (n, d) of classes (n,).
+    """Train a network in place on rows (n, d) of classes (n,), with Adam on the cross entropy.
 
     Args:
-        network: what is trained.
+        network: the network to train.
         features: float32.
         labels: class indices.
         transfer: rate, decay and size of batches.
         epochs: passes over the rows.
-        min_steps: passes are added until there are so many steps; the last may stop within.
+        min_steps: passes are added until there are this many steps; the last may be partial.
         seed: of the order of rows.
         frozen_body: train the head alone, on the features that the body gives.
 
@@ -80,20 +81,20 @@ def train(
 
 @torch.no_grad()
 def body_features(body: nn.Module, features: Tensor) -> Tensor:
-    """What the body gives for all rows, (n, k)."""
+    """Return the body's features (n, k) of all rows."""
     body.eval()
     return torch.cat([body(part) for part in torch.split(features, ROWS_AT_ONCE)])
 
 
 @torch.no_grad()
 def count_errors(network: Network, features: Tensor, labels: Tensor) -> int:
-    """How many rows get another class than theirs."""
+    """Return the number of rows that are classified wrongly."""
     told = network.head(body_features(network.body, features)).argmax(1)
     return int((told != labels).sum())
 
 
 def _batches(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """Rows of every step: each pass has an order of its own."""
+    """Yield the rows of each step; each pass has its own order."""
     generator = torch.Generator().manual_seed(seed)
     made = 0
     while made < steps:
@@ -105,7 +106,7 @@ def _batches(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
 
 
 class Purpose(IntEnum):
-    """What a seed is for."""
+    """The purposes of seeds."""
 
     WEIGHTS = 0
     SOURCE_HEAD = 1
@@ -116,13 +117,13 @@ class Purpose(IntEnum):
 
 
 def seed_for(setup: Setup, repetition: int, purpose: Purpose) -> int:
-    """A seed that no other purpose or repetition has."""
+    """Return a seed that no other purpose or repetition has."""
     entropy = [setup.settings.seed, repetition, int(purpose)]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def target_rows(setup: Setup, j: int, repetition: int) -> LabeledSamples:
-    """The rows of a target that a repetition trains on and measures see."""
+    """Return the rows of a target that a repetition trains on and that measures use."""
     samples = setup.tasks[j].train
     assert samples.labels is not None
     generator = np.random.default_rng(seed_for(setup, repetition, Purpose.TARGET_ROWS))
@@ -132,13 +133,13 @@ def target_rows(setup: Setup, j: int, repetition: int) -> LabeledSamples:
 
 
 def transfer_of(setup: Setup) -> Transfer:
-    """How networks are trained, in a study with transfer."""
+    """Return the settings of training, in a study with transfer."""
     assert setup.settings.transfer is not None
     return setup.settings.transfer
 
 
 class TrainingUnit(Unit):
-    """A training of one repetition; by one thread, so that it is the same to the last bit."""
+    """One training run of a repetition, on one thread so that it is the same to the last bit."""
 
     one_thread = True
 
@@ -146,9 +147,9 @@ class TrainingUnit(Unit):
         self.setup, self.repetition = setup, repetition
 
     def _key(self, fingerprints: list[str | None]) -> dict[str, Any]:
-        """What every training depends on."""
+        """Return what every training depends on."""
         summary = transfer_of(self.setup).to_dict()
-        # How many repetitions there are decides none of them.
+        # The number of repetitions changes none of them.
         del summary["seeds"]
         return {
             "fingerprints": fingerprints,
@@ -164,7 +165,7 @@ class TrainingUnit(Unit):
 
 
 class TrainedSource(TrainingUnit):
-    """The network of a source."""
+    """The network trained on a source."""
 
     kind = "trained source"
 
@@ -219,7 +220,7 @@ class TrainedSource(TrainingUnit):
 
 
 class TargetRun(TrainingUnit):
-    """A training on a few rows of a target, from a source's network or from nothing."""
+    """A training on a few rows of a target, from a source's network or from the initial weights."""
 
     kind = "target run"
 
@@ -229,10 +230,10 @@ class TargetRun(TrainingUnit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """Return what the run depends on but for the source, which is among `needs`."""
+        """Return what the run depends on except the source, which is among `needs`."""
         key = self._key(self.setup.tasks[self.j].fingerprints)
         if self.i is None:
-            # Alone, all layers are trained whatever the protocol is, and no source is.
+            # The baseline trains all layers under every protocol, and trains on no source.
             for name in ("protocol", "source_epochs"):
                 del key["transfer"][name]
         return key
@@ -273,7 +274,7 @@ class TargetRun(TrainingUnit):
 
 
 def transfer_units(setup: Setup) -> list[Unit]:
-    """The runs of all ordered pairs without rows in common, and those of their targets alone."""
+    """Return the runs of all ordered pairs without shared rows, and of their targets alone."""
     pairs = setup.transferred()
     repetitions = range(transfer_of(setup).seeds)
     targets = dict.fromkeys(j for _, j in pairs)
@@ -292,29 +293,28 @@ def _weights(network: Network) -> dict[str, Tensor]:
 
 Numbers = NDArray[np.float64]
 
-
-# A baseline with fewer leaves nothing to gain that could be told from chance.
+# With fewer baseline errors, a gain cannot be distinguished from chance.
 FEWEST_ERRORS = 5
 
 
 def gains(transferred: Numbers, alone: Numbers, seeds: Sequence[int] | None = None) -> Numbers:
-    """100 (e0 - e1) / e0 with e0, e1 the mean errors alone and transferred, (K, K).
+    """Return the gains 100 (e0 - e1) / e0, with e0, e1 the mean errors alone and transferred.
 
     Args:
-        transferred: (K, K, S) test errors of transfer runs, rows sources; NaN where there is none.
+        transferred: (K, K, S) test errors of transfer runs, rows are sources; NaN for missing runs.
         alone: (K, S) test errors of runs on the targets alone.
-        seeds: which of the S repetitions to take the means over; None takes all.
+        seeds: which of the S repetitions to average over; None takes all.
 
     Returns:
-        NaN where a baseline has fewer than 5 errors in the mean over all its repetitions, and
-        where a run is missing.
+        (K, K) gains; NaN if a baseline has fewer than 5 errors on average over all its
+        repetitions, or if a run is missing.
     """
     if not alone.shape[-1]:
         return np.full(transferred.shape[:2], np.nan)
     chosen = slice(None) if seeds is None else list(seeds)
-    # Sums are exact, and so equal ratios of them are equal numbers; ratios of means need not be.
+    # Sums of counts are exact, so equal ratios are equal numbers; ratios of means may differ.
     e0, e1 = alone[:, chosen].sum(-1), transferred[:, :, chosen].sum(-1)
-    # Of all repetitions, so that halves of them have the pairs that the whole has.
+    # Decided over all repetitions, so that subsets of seeds have the same pairs.
     enough = alone.mean(-1) >= FEWEST_ERRORS
     base = np.where(enough & (e0 > 0), e0, np.nan)
     found: Numbers = 100 * (base - e1) / base
@@ -322,12 +322,12 @@ def gains(transferred: Numbers, alone: Numbers, seeds: Sequence[int] | None = No
 
 
 def halved_gains(transferred: Numbers, alone: Numbers) -> tuple[Numbers, Numbers]:
-    """Gains by one half of the seeds and by the other, (D, K, K) each, in D = 2 S directions.
+    """Return gains by half of the seeds and by the other half, (D, K, K) each, in D = 2 S ways.
 
-    A source that is picked by the first and scored by the second is no better for its luck. Halves
-    are the rotations of the seeds, S // 2 and the others, in both directions, and baselines those
-    of all seeds, so that the mean over directions of either is `gains`. With one seed there are no
-    halves, and both are the gains of that seed.
+    A source that is picked by the first half and scored by the second does not profit from luck.
+    Halves are the rotations of the seeds, S // 2 and the rest, in both directions, and baselines
+    are those of all seeds, so that the mean over directions of either is `gains`. With one seed
+    there are no halves, and both are the gains of that seed.
 
     Args:
         transferred: (K, K, S) as for `gains`.
@@ -350,7 +350,7 @@ def halved_gains(transferred: Numbers, alone: Numbers) -> tuple[Numbers, Numbers
 
 
 def gain_errors(transferred: Numbers, alone: Numbers) -> Numbers:
-    """Standard errors of the gains over seeds (K, K), by the jackknife; NaN of one seed."""
+    """Return standard errors (K, K) of the gains over seeds, by the jackknife; NaN for one seed."""
     count = alone.shape[-1]
     if count < 2:
         return np.full(transferred.shape[:2], np.nan)
