@@ -4,7 +4,7 @@
 scikit-learn builds them too. `LoopOptions` is what run passes to loop and evaluation.
 
 `Flow.settings` is stored in checkpoints and compared when a flow is resumed. It must contain each
-option that changes the path, under its command-line key, and no option that does not.
+option that changes the path or the result, and no option that a resumed run may change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The report of distances between several datasets: a table to print, csv files and pictures.
 
-`PairwiseResult` and `SlicedResult` call it, and the report of a study shares `rows_text` and
-`bounds_text`. `order` changes only the pictures, never the rows of csv files.
+Users call `write_pairwise_report`. `PairwiseResult.plot` and `SlicedResult.plot` draw by it, and
+the pictures of a study share `rows_text` and `bounds_text`. `order` changes only the pictures,
+never the rows of csv files.
 """
 
 from __future__ import annotations

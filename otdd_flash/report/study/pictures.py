@@ -1,6 +1,7 @@
 """Pictures of a study: heat maps over all tasks, and gains against a measure for each target.
 
-The report's `writing` calls it. Matrices have sources as rows and targets as columns.
+The report's `writing` calls it. Matrices have sources as rows and targets as columns. All pictures
+show the tasks in the order of `task_order`, but for the panels of gains.
 """
 
 from __future__ import annotations
