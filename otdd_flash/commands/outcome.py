@@ -147,8 +147,6 @@ class Outcome(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Claim the sweep's directory; exit with an error on failure or on several ranks."""
         if leading() is not None:
-            from otdd_flash.commands.messages import say_error
-
             say_error(
                 "a multirun is of one process: leave torchrun out, or start it for every job and "
                 "leave --multirun out"
@@ -158,7 +156,6 @@ class Outcome(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Collect all jobs into summary.csv and summary.png, and take the highest exit code."""
-        from otdd_flash.commands.messages import messages, say_error
         from otdd_flash.report.figures.page import write_each
         from otdd_flash.report.sweep import axes_of, draw_sweep, summary_csv
 
@@ -229,8 +226,6 @@ def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
             raise InputError(f"{key}={given}: Hydra takes ${{ in a folder's name for a reference")
         claim(folder, key, replace=may_replace(config), worth_keeping=worth_keeping)
     except InputError as error:
-        from otdd_flash.commands.messages import say_error
-
         say_error(error)
         sys.exit(exit_codes.BAD_INPUT)
     remember(folder)
