@@ -5,9 +5,8 @@ messages, error.json and exit codes; the entry points call it. `Outcome` is the 
 conf/runtime.yaml names: it claims the output directory before Hydra writes into it, and after a
 multirun collects the jobs into summary.csv and summary.png.
 
-The summary is read from the jobs' files, so that a launcher may run jobs in other processes. Every
-command imports this module, also for its help, so imports that only some commands need belong into
-the functions.
+The summary is read from the jobs' files, so that a launcher may run jobs in other processes. Help
+does not import this module: it needs no console.
 """
 
 from __future__ import annotations
