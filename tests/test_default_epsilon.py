@@ -52,6 +52,7 @@ def test_a_distance_takes_a_hundredth_of_the_mean_cost():
     assert inner.epsilon == pytest.approx(0.01 * 0.5 * np.prod(lengths))
 
 
+@pytest.mark.slow
 def test_several_datasets_share_one_epsilon_that_of_all_pairs(tmp_path):
     mean = np.mean([mean_cost(*pair) for pair in ((ONE, TWO), (ONE, THREE), (TWO, THREE))])
     settings = {"solver": otdd.Converged(0.1)}
@@ -71,6 +72,7 @@ def test_a_flow_keeps_the_epsilon_of_its_start():
     assert flow.mean_cost == pytest.approx(mean_cost(ONE, TWO))
 
 
+@pytest.mark.slow
 def test_a_cost_of_zero_has_epsilon_one(tmp_path):
     labels, settings = np.arange(4) % 2, {"labels": "none"}
     for points in (np.ones((4, 2)), np.full((4, 2), 1e-170)):

@@ -87,6 +87,7 @@ def test_every_number_is_that_of_a_single_comparison(options):
         assert not table.diagonal().any()
 
 
+@pytest.mark.slow
 def test_every_term_is_solved_once_and_equal_datasets_are_at_zero(solves):
     heard: list[tuple[int, int]] = []
     one, two, three = DATASETS

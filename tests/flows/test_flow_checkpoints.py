@@ -72,7 +72,7 @@ WAYS = {
 }
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_an_interrupted_flow_ends_where_it_would_have(way, tmp_path):
     whole = flow(SOURCE, TARGET, **{**LOOSE, **way})

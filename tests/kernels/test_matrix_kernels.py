@@ -24,6 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = torch.tensor(0.05, dtype=torch.float64, device=DEVICE)
 
 
+@pytest.mark.slow
 def test_a_stride_between_rows_is_taken_and_nothing_else_read() -> None:
     """Nor potentials of points without mass."""
     draw = torch.Generator().manual_seed(103)

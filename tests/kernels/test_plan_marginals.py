@@ -137,7 +137,7 @@ def check_sums(case, digits, *, symmetric):
         assert all(torch.equal(one, two) for one, two in zip(got, again, strict=True))
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "digits", "symmetric"),
     [

@@ -181,6 +181,7 @@ def write(folder, start, step, wrote=None):
 FORKS = multiprocessing.get_context("fork")
 
 
+@pytest.mark.slow
 def test_several_processes_write_at_once(tmp_path):
     # Every third part is written by two of them.
     running = [

@@ -110,6 +110,7 @@ def test_weights_are_refused_where_they_would_count(blobs, sides):
     torch.testing.assert_close(otdd.class_distances([even], function).full, dense(even))
 
 
+@pytest.mark.slow
 def test_a_flow_calls_it_again_where_its_particles_are(sides, tmp_path):
     source, target, _ = sides
     options = {"labels": Medians(), "epsilon": 1.0}

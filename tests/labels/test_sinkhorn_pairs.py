@@ -32,7 +32,7 @@ def with_points(cloud, points):
     return ClassCloud(cloud.name, points, cloud.weights)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_pair_does_not_depend_on_the_others_to_the_last_bit(threads):
     """Whatever is solved beside it, in any order of the list, of the classes and of the two."""

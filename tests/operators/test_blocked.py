@@ -83,7 +83,7 @@ def test_a_block_without_mass_adds_nothing(backend: str, precision: str, tmp_pat
     torch.testing.assert_close(sums.columns.cpu(), torch.ones(1).double(), **near)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "npy"])
 def test_a_distance_is_that_of_points_in_memory(kind: str, tmp_path: Path) -> None:
     def run(folder: Path | None) -> otdd.DistanceResult:

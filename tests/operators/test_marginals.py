@@ -44,7 +44,7 @@ def test_one_point_far_away_spoils_the_costs_of_others_little() -> None:
     assert KernelOperator(cost, "high").costs.error <= 3e-6 * cost.mean_cost
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["entries", "points", "products"])
 def test_every_part_of_the_error_is_needed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are within their errors, and no longer where one part of these is left out."""

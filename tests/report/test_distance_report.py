@@ -218,6 +218,7 @@ def test_a_report_has_all_its_files_whatever_the_users_style(tmp_path):
     assert listing(tmp_path / "none") == {"projection.png", *COUPLING}
 
 
+@pytest.mark.slow
 def test_fonts_that_cannot_be_read_cost_no_table(tmp_path, monkeypatch):
     def unreadable(*_):
         raise OSError("no fonts")

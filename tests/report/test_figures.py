@@ -85,7 +85,7 @@ def written(figure):
     return [text for text in texts if id(text) not in hidden]
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("picture", "sizes"),
     [

@@ -390,7 +390,7 @@ def test_nothing_leaves_the_page_and_a_target_of_other_features_has_no_columns(f
     assert texts(figures[1])[:-1] == ["step 0", "1", *["class 0"] * 6, *["class 1"] * 6]
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [GREY, COLOUR])
 def test_an_animation_has_a_frame_per_step_and_rests_at_both_ends(tmp_path, shape):
     flow = image_flow(shape, steps=3)

@@ -101,6 +101,7 @@ def test_the_table_shows_values_with_bounds(result):
     assert "sampling error was not measured: otdd_flash.subsample_interval" in text
 
 
+@pytest.mark.slow
 def test_a_picture_that_fails_costs_no_other_file(result, tmp_path, monkeypatch):
     def broken(*_, **__):
         raise MemoryError("Unable to allocate 4 GiB")

@@ -150,6 +150,7 @@ def test_own_families_are_marked_and_left_out_of_a_second_table_and_names_escape
     assert [row[4] for row in page.tables[2]] == ["too few to tell"] * 2
 
 
+@pytest.mark.slow
 def test_a_measure_that_follows_the_gain_more_closely_is_named(result):
     key = "frechet - leep", "spearman_over_sources"
     (known,) = (row for row in result.correlations() if (row.measure, row.statistic) == key)

@@ -52,7 +52,7 @@ def dense(cost: LabelledCost) -> Tensor:
     return reference.dense_cost(*cost.points, cost.lambda_x, cost.class_costs, *cost.labels)
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("relative", "uniform"), [(0.07, False), (1e-3, True)])
 def test_the_solution_is_that_of_dense_newton(
     relative: float, uniform: bool, small_samples: None, monkeypatch: pytest.MonkeyPatch

@@ -43,7 +43,7 @@ def truth() -> float:
     return solve(tolerance=1e-9).value
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "epsilon"), [("fast", 1.0), ("double", EPSILON)])
 def test_a_solve_ends_at_the_width_that_was_asked_for(epsilon: float, precision: str) -> None:
     exact = solve(epsilon=epsilon, tolerance=1e-9).value
@@ -83,6 +83,7 @@ def test_iterations_of_all_continuations_count_together() -> None:
     assert solve(tolerance=0.1).xy.iterations < 30
 
 
+@pytest.mark.slow
 def test_the_term_that_stopped_early_says_what_stopped_the_whole() -> None:
     found, timed = solve(), solve(max_seconds=1e6)
     assert (timed.value, timed.bounds, timed.stopped_by) == (found.value, found.bounds, "tolerance")

@@ -127,6 +127,7 @@ def test_what_is_not_read_may_be_anything() -> None:
     torch.testing.assert_close(by_loss(odd, debias=False), by_loss(table, debias=False))
 
 
+@pytest.mark.slow
 def test_an_asymmetry_of_rounding_is_averaged_out() -> None:
     table = symmetric_table()
     rounded = with_entry(with_entry(table, 0, 1, 1e-5), 4, 5, -1e-5)

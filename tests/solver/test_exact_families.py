@@ -77,7 +77,7 @@ def test_pairs_of_classes(relative_epsilon: float) -> None:
         assert_held(check(problem, settings))
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fast", "high"])
 def test_products_in_long_chains_that_round_one_way(precision: str) -> None:
     """d = 100,000: what is summed is the same product again and again."""

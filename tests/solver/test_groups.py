@@ -221,6 +221,7 @@ def test_forbidden_pairs_leave_blocks_open_at_every_epsilon() -> None:
         _ = otdd.matrix_transport(costs, epsilon=1.0).f
 
 
+@pytest.mark.slow
 def test_classes_that_labels_hold_apart() -> None:
     """Equal class counts and a class table that outweighs epsilon, as in many datasets."""
     draw = torch.Generator().manual_seed(4)

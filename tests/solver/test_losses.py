@@ -156,7 +156,7 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("labelled", [True, False])
 def test_a_batch_of_clouds_has_the_values_and_gradients_of_its_pairs(labelled: bool) -> None:
     given = batch()

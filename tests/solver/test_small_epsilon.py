@@ -72,7 +72,7 @@ def check_descent(problem: Problem, precision: str, options: otdd.Converged) -> 
     assert gaps[-1] < 1e-4
 
 
-@pytest.mark.slow(after=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "options"),
     [

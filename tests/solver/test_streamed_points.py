@@ -59,6 +59,7 @@ def both_ways(work: Callable[..., Any], folder: Path, count: int = 2) -> tuple[A
     return work(in_files(folder, *held), STREAMED), work(held, HELD)
 
 
+@pytest.mark.slow
 def test_maps_and_contributions_are_those_of_held_points(tmp_path: Path) -> None:
     def work(sides: Any, compute: otdd.ComputeOptions) -> list[Tensor]:
         found = otdd.dataset_distance(*sides, epsilon=2.0, compute=compute)

@@ -40,6 +40,7 @@ def tables(result):
     return repr([*result.pairs(), *result.transfers(), *result.correlations()])
 
 
+@pytest.mark.slow
 def test_all_units_are_done_and_every_ordered_pair_has_its_rows(result):
     assert result.complete
     assert not result.failures
@@ -70,6 +71,7 @@ def test_all_units_are_done_and_every_ordered_pair_has_its_rows(result):
         assert frechet.value == frechet_distance(tasks[i], tasks[j])
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_an_ordered_pair_with_gains_and_measures(result):
     frame = result.to_frame()
     names = [(a, b) for a in result.names for b in result.names if a != b]
@@ -163,6 +165,7 @@ def test_a_measure_that_chooses_no_source_has_no_correlation(
     assert page.count("<span>any: the same for all sources</span>") == 4
 
 
+@pytest.mark.slow
 def test_ties_up_to_rounding_have_one_rank(result):
     from scipy.stats import pearsonr, spearmanr
 
@@ -178,6 +181,7 @@ def test_ties_up_to_rounding_have_one_rank(result):
     assert found["knn - otdd", "spearman"].value == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_degenerate_numbers_say_why_there_is_no_correlation_or_gain(result):
     some = measured(result, knn=np.where(LEVELS == 1, np.nan, LEVELS))
     assert "knn has no number for 3 of 12 pairs" in some.notes()
@@ -237,6 +241,7 @@ def test_distances_are_those_of_dataset_distance_to_the_last_bit(tmp_path, count
         assert rows["otce", other.name, one.name].value == conditional_entropy(coupling.T)
 
 
+@pytest.mark.slow
 def test_targets_see_the_rows_of_their_seed_and_start_from_the_same_weights(result):
     drawn = [target_rows(result.setup, 1, seed) for seed in range(2)]
     for rows in drawn:
