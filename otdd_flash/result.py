@@ -254,6 +254,7 @@ class DistanceResult:
             InputError: a dataset was changed in place since.
         """
         self._check_unchanged()
+        names = {"source": self.source.feature_names, "target": self.target.feature_names}
         content = {
             "source": self.source.name,
             "target": self.target.name,
@@ -273,6 +274,7 @@ class DistanceResult:
                 "target": self.target.fingerprint,
             },
             "subset_hash": {"source": self.source.subset_hash, "target": self.target.subset_hash},
+            **({"feature_names": names} if any(names.values()) else {}),
             "seed": None,
             "versions": versions(),
             "device": self.divergence.device,
@@ -473,6 +475,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             tensors.get(f"{side}.weights"),
             name=summary[side],
             subset_hash=summary["subset_hash"][side],
+            feature_names=summary.get("feature_names", {}).get(side),
         )
     potentials = {name: (tensors[f"{name}.f"], tensors[f"{name}.g"]) for name in summary["terms"]}
     # Earlier versions stored two of the options.

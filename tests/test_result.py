@@ -34,6 +34,7 @@ def dataset(size, seed, *, weighted=False, labelled=True, dtype=np.float32):
     features = (rng.normal(size=(size, 3)) + 2 * labels[:, None]).astype(dtype)
     weights = rng.random(size) * (np.arange(size) % 4 > 0) if weighted else None
     names = {"name": f"set {seed}", "subset_hash": f"hash {seed}"}
+    names |= {"feature_names": ("p", "q", "r")} if weighted else {}
     if not labelled:
         return LabeledSamples(features, None, (), weights, **names)
     return LabeledSamples(features, labels, ("á", "b c", "d"), weights, **names)
@@ -160,7 +161,7 @@ def test_a_saved_result_loads_as_it_was(setting, tmp_path):
     assert loaded.to_dict() == result.to_dict()
     for side in ("source", "target"):
         one, two = getattr(loaded, side), getattr(result, side)
-        for field in ("fingerprint", "name", "subset_hash"):
+        for field in ("fingerprint", "name", "subset_hash", "feature_names"):
             assert getattr(one, field) == getattr(two, field), (side, field)
     for key in ("xx", "xy", "yy", "lower", "upper"):
         one, two = (getattr(it.class_distances, key) for it in (loaded, result))

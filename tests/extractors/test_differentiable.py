@@ -59,7 +59,7 @@ def test_pixels_are_the_same():
 
 
 @pytest.mark.slow
-@pairwise(images=(colour, grey, large), network=named(NETWORKS))
+@pairwise(images=named({"colour": colour, "grey": grey, "large": large}), network=named(NETWORKS))
 def test_networks_agree_but_for_eight_bits(network, images):
     extractor, images = network(), images()
     given = as_tensors(images)
