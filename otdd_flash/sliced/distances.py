@@ -283,7 +283,7 @@ MOMENTS = 5
 
 DRAWS_PER_CHUNK = 500
 
-# Of rate 5, a larger order has probability 2e-32.
+# At rate 5, the highest, a larger order has probability 1e-23.
 LARGEST_ORDER = 40
 
 
