@@ -109,7 +109,11 @@ class ModuleFeatures(Network):
         return batch_size or self.batch_size, resolve_device(chosen), precision
 
     def _digest(self) -> str:
-        return content_digest((self.module, self.prepare, self.forward))
+        parts = (self.module, self.prepare, self.forward)
+        if isinstance(self.prepare, nn.Module):
+            # Only the network is set to evaluation mode: a transform keeps the mode that it has.
+            return content_digest((*parts, [part.training for part in self.prepare.modules()]))
+        return content_digest(parts)
 
 
 @takes()

@@ -305,6 +305,8 @@ def test_layers_and_transforms_are_told_apart(monkeypatch):
         (own, partial(own, scaled)),
         (partial(own, lambda x: x * 2), partial(own, lambda x: x * 3)),
         (partial(own, times(2)), partial(own, times(3))),
+        # A transform keeps its mode.
+        (partial(own, nn.Dropout().eval()), partial(own, nn.Dropout())),
         (
             partial(from_module, nn.Sequential(relu, tanh)),
             partial(from_module, nn.Sequential(tanh, relu)),

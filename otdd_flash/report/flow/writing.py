@@ -164,7 +164,7 @@ def flow_table(summary: Mapping[str, Any]) -> Table:
     if not summary["converged"]:
         table.add_row(
             "NOT CONVERGED",
-            "in every step; only solver bounds can be trusted",
+            "some step stopped early; only solver bounds can be trusted",
             style="bold red",
         )
     for name, text in _details(summary):
