@@ -110,9 +110,10 @@ class ModuleFeatures(Network):
 
     def _digest(self) -> str:
         parts = (self.module, self.prepare, self.forward)
-        if isinstance(self.prepare, nn.Module):
+        transform = getattr(self.prepare, "transform", None)
+        if isinstance(transform, nn.Module):
             # Only the network is set to evaluation mode: a transform keeps the mode that it has.
-            return content_digest((*parts, [part.training for part in self.prepare.modules()]))
+            return content_digest((*parts, [part.training for part in transform.modules()]))
         return content_digest(parts)
 
 
