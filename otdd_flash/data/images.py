@@ -235,6 +235,7 @@ def any_colour(inputs: Sequence[Any]) -> bool:
     if paths is not None:
         return any(_file_has_colour(path) for path in paths)
     arrays = (image_array(plain_item(inputs[row], f"row {row}")) for row in range(len(inputs)))
+    # Two channels are grey and alpha.
     return any(array.ndim == 3 and array.shape[2] > 2 for array in arrays)
 
 

@@ -99,6 +99,7 @@ def read_class(
         request.one_part()
         choices = [{}]
     title = request.title if request.name != "torchvision" else f"{class_name} {request.split}"
+    # The user's arguments win over the split.
     parts = [
         _as_dataset(_open(kind, request, {**choice, **fixed}), class_names, title)
         for choice in choices
@@ -171,6 +172,7 @@ def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
             parameter.VAR_KEYWORD,
         )
         if needed and name not in given:
+            # As EMNIST lists the values of `split` as `splits`.
             known = getattr(kind, f"{name}s", None)
             among = f", one of: {', '.join(map(str, known))}" if isinstance(known, tuple) else ""
             raise InputError(
@@ -180,6 +182,7 @@ def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
 
 
 def _folder(kind: Any, root: Path) -> Path:
+    # MNIST's subclasses store files below their own names, most others below `base_folder`.
     like_mnist = any(base.__name__ == "MNIST" for base in kind.__mro__)
     inside = f"{kind.__name__}/raw" if like_mnist else getattr(kind, "base_folder", "")
     return root.absolute() / str(inside)
@@ -213,6 +216,7 @@ def _as_dataset(opened: Any, class_names: Sequence[str] | None, title: str) -> L
 
 def known_labels(opened: Any) -> Any | None:
     """Return the labels (n,) that a dataset stores beside its items, or None."""
+    # torchvision's classes use three names.
     for attribute in ("targets", "labels", "_labels"):
         values = getattr(opened, attribute, None)
         if values is not None and len(values) == len(opened):

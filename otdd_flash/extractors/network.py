@@ -96,6 +96,7 @@ class Network:
 
     def __call__(self, batch: Any) -> Tensor:
         """Compute the features (b, d) of one batch, on the CPU."""
+        # A loader refuses a batch size of 0.
         return next(self.stream(batch, batch_size=max(len(batch), 1), device=torch.device("cpu")))
 
     def stream(
@@ -125,6 +126,7 @@ class Network:
             _Prepared(inputs, self.prepare),
             batch_size=batch_size,
             num_workers=num_workers,
+            # A list of items, as `forward` takes it, instead of one stacked tensor.
             collate_fn=list,
             multiprocessing_context=_start_method() if num_workers else None,
             # A loader without its own generator would draw from the global one.

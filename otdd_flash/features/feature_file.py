@@ -116,6 +116,7 @@ class FeatureFile:
         Raises:
             InputError: a file changed, or cannot be read.
         """
+        # The piece that holds the first row.
         first = int(np.searchsorted(self._firsts, rows.start, "right")) - 1
         at = rows.start
         while at < rows.stop:
@@ -160,6 +161,7 @@ class FeatureFile:
         order = torch.argsort(rows)
         wanted = rows[order]
         cuts = torch.searchsorted(wanted, torch.tensor(self._firsts)).tolist()
+        # `_firsts` has one entry more, the number of rows.
         for place, (piece, first) in enumerate(zip(self.matrix.pieces, self._firsts, strict=False)):
             # Of the sorted rows, cuts[k] to cuts[k + 1] are in piece k.
             here = slice(cuts[place], cuts[place + 1])

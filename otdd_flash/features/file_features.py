@@ -116,9 +116,11 @@ class ScatteredFeatures(FileFeatures):
             match function, args[1:]:
                 case aten.detach.default | aten.alias.default, _:
                     return ScatteredFeatures.of(file)
+                # Consecutive rows.
                 case aten.slice.Tensor, (0, start, stop, *step) if step in ([], [1]):
                     start, stop, _ = slice(start, stop).indices(count)
                     return file.rows(slice(start, max(start, stop)))
+                # Rows by number; negative numbers count from the end.
                 case aten.index.Tensor, ([Tensor() as rows],) if _is_places(rows):
                     rows = torch.where(rows < 0, rows + count, rows).cpu()
                     return file.take(rows, torch.empty(len(rows), one.shape[1], dtype=one.dtype))

@@ -169,11 +169,13 @@ class Projected:
         if samples.labels is None:
             raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
         masses = samples.masses
+        # Rows without mass change no quantile function.
         if samples.weights is not None and not bool((masses > 0).all()):
             samples = samples.take((masses > 0).nonzero().squeeze(1))
             masses = samples.masses
         assert samples.labels is not None
         self.name, self.features, self.labels = samples.name, samples.features, samples.labels
+        # Equal masses need no order, and their steps are the same for every draw.
         self.masses = None if bool((masses == masses[0]).all()) else masses
         one_hot = torch.nn.functional.one_hot(samples.labels, samples.class_total).double()
         weighted = one_hot * masses.unsqueeze(1)
@@ -192,6 +194,7 @@ class Projected:
         projections = self._project(draws.directions)
         moments = self._moments(projections, draws.orders)
         by_class = (draws.weights[:, 1:, None] * moments).sum(1)
+        # In place: arrays (C, n) fill the memory that WORK_BYTES allow.
         projections.mul_(draws.weights[:, :1]).add_(by_class[:, self.labels])
         if not bool(torch.isfinite(projections).all()):
             raise InputError(

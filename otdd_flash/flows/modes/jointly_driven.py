@@ -12,9 +12,9 @@ In mode `joint`, with fixed labels (jd-fl), the particles of a class share their
 `augmented`, with variable labels (jd-vl), each particle has its own Gaussian.
 
 `flows.modes` builds both by name; `flows.loop` and `flows.evaluation` use them as a `Mode`. A
-change must respect that `flows.stepping` changes the tensors of `variables` in place, so that a
-mode neither replaces them nor keeps what depends on them: mode `augmented` computes its labels when
-loop and evaluation ask for them.
+change must respect that `flows.stepping` changes the tensors of `variables` in place: a mode may
+not replace them, and computes what depends on them anew, as mode `augmented` its labels when loop
+and evaluation ask for them.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class JointlyDrivenMode(Mode):
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
         require_moments(self.name, setting)
         super().__init__(setting, table)
+        # The target's Gaussians do not move.
         self._target = Gaussians.of(setting.target, setting.metric)
         self._start(Gaussians.of(setting.source, setting.metric))
 
@@ -74,7 +75,7 @@ class JointlyDrivenMode(Mode):
         self.variables = classes.variables
 
     def _moving(self) -> dict[str, Tensor]:
-        """Return the variables as leaves for autograd."""
+        """Return the variables as leaves for autograd, in the same memory."""
         return {key: part.detach().requires_grad_() for key, part in self.variables.items()}
 
     def _evaluated(
@@ -167,6 +168,7 @@ class EuclideanAugmentedMode(AugmentedMode):
         # The vectors contain both weights of the cost.
         cost = GroundCost(1.0, 0.0)
         compute = setting.request.compute
+        # The particles at the start stand for all later ones, which need as much memory.
         request = Request.prepare((particles, target), cost, compute, resident=True)
         self._divergence = TargetDivergence(setting, request)
         # The vectors are unlabelled: one class on each side, at distance 0.
@@ -229,6 +231,7 @@ class FullAugmentedMode(AugmentedMode):
         """Time a chunk of pairs of Gaussians, and scale the time to all pairs."""
         spreads, theirs = self.variables["spreads"], self._target.spreads
         assert theirs is not None
+        # One pair stands for all, as the factors of a side have one shape.
         factors = [spreads[0].detach().requires_grad_(), theirs[0]]
         rows, dim = spreads.shape[1:]
         # As `labels.gaussian` counts the numbers of a pair: two factors, and three matrices for
@@ -248,8 +251,8 @@ class FullAugmentedMode(AugmentedMode):
     def _needed(self, features: Tensor, batch: Batch | None) -> Tensor:
         """Return (n, n + L) which pairs of Gaussians, within the batch, mass may move between.
 
-        The self term's plan is symmetric and C_ii = 0, so P_ii = a_i^2 exp(2 f_i / eps) <= a_i
-        limits f_i, and
+        The self term's optimal plan is symmetric and C_ii = 0, so
+        P_ii = a_i^2 exp(2 f_i / eps) <= a_i limits f_i, and
 
         P_ij = a_i a_j exp((f_i + f_j - C_ij) / eps) <= (a_i a_j)^1/2 exp(-C_ij / eps).
 

@@ -97,6 +97,7 @@ class Score(Unit):
         for source in self._sources():
             rows = target_rows(self.setup, self.j, source.repetition)
             network = source.network(bench)
+            # Networks have float32 weights.
             features = body_features(network.body, rows.features.float())
             assert rows.labels is not None
             with torch.no_grad():
@@ -196,6 +197,7 @@ def knn_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHBOURS) -> float
     order = torch.sort(distances, dim=1, stable=True).indices
     nearest = labels[order[:, : min(k, n - 1)]]
     votes = torch.nn.functional.one_hot(nearest, int(labels.max()) + 1)
+    # (n, k): the votes for the class of each neighbour.
     counts = votes.sum(1).gather(1, nearest)
     # The first of the highest counts, in the order of distance.
     winner = nearest.gather(1, counts.argmax(1, keepdim=True)).squeeze(1)

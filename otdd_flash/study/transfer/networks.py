@@ -123,7 +123,8 @@ class Transfer:
         """Return the entry of study.json; a user's function becomes its name and code hash."""
         network: str | None = None
         if (builder := self.builder()) is not None:
-            # The names that it uses and the functions that it calls are not in the hash.
+            # The names that it uses and the functions that it calls are not in the hash. An object
+            # that can be called has no code: only its class's name counts.
             code = getattr(builder, "__code__", None)
             content = b"" if code is None else code.co_code + repr(code.co_consts).encode()
             name = getattr(builder, "__qualname__", type(builder).__name__)
