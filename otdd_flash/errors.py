@@ -49,7 +49,10 @@ class LostRankError(RuntimeError):
 
 
 class LeaderError(LostRankError):
-    """Rank 0 ended a computation of all ranks, with no `InputError` and no `ConvergenceError`."""
+    """Rank 0 ended a computation of all ranks by an error that only it has raised.
+
+    Such an error is neither an `InputError` nor a `ConvergenceError`, which all ranks raise.
+    """
 
 
 class IncompleteError(RuntimeError):

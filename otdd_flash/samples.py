@@ -283,6 +283,7 @@ class LabeledSamples:
                 raise InputError(
                     f"{self.name} has no class {c}: it has {len(self.class_names)}, from 0"
                 )
+        # -1 marks the classes that are dropped.
         renumber = torch.full((len(self.class_names),), -1, device=self.labels.device)
         renumber[list(keep)] = torch.arange(len(keep), device=self.labels.device)
         labels = renumber[self.labels]
@@ -307,6 +308,7 @@ def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
     """
     found = copy(samples)
     found.__dict__.pop("_fingerprint", None)
+    # Past the frozen dataclass and its checks.
     for name, part in (("features", features), ("subset_hash", None)):
         object.__setattr__(found, name, part)
     return found

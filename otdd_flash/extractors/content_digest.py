@@ -15,8 +15,8 @@ objects with one digest must compute the same. It covers:
 
 An object without such a state (an open file, a lock, an object of a C extension that pickle
 refuses) has no digest. A change must keep the digest the same in every process: it may hold no
-address, no count of this process and no order that a process chooses. A change of what is digested
-makes cached features of users' networks unused, not wrong.
+address, no count of this process and no order that a process chooses. If a change gives a network
+another digest, its cached features are computed again.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ classes (`jointly_driven`). Both modules give their equations.
 `flows.flow` calls `check_mode`, `flows.run` calls `build_mode` and reads `STREAMING_MODES`;
 `flows.loop` and `flows.evaluation` name `Mode` and `Evaluation` in annotations. A new mode is a
 class, or a function that makes one, and an entry in `MODES`. A change must keep the names, which
-are values of `flow.mode` in users' settings and in saved results. A mode belongs into
-`STREAMING_MODES` only if it uses the target's points in passes and in class distances and nowhere
-else: `flows.run` may leave the target of such a mode on the CPU or in its file, where other modes
-would not find it on their device.
+are values of `flow.mode` in users' settings and in saved results. A mode belongs in
+`STREAMING_MODES` only if it uses the target's points in class distances and in passes (which go
+over all pairs of points, block by block) and nowhere else: `flows.run` may leave the target of such
+a mode on the CPU or in its file, and moves that of any other mode to the device.
 """
 
 from __future__ import annotations

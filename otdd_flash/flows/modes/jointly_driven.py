@@ -98,6 +98,7 @@ class JointlyDrivenMode(Mode):
 class JointMode(JointlyDrivenMode):
     """Mode `joint`: `means` (V, d) and `spreads` (V, r, d) or (V, d).
 
+    They are of V classes, with factors of r rows or with d standard deviations.
     The Gaussian of a class moves by the mean of its particles' velocities, and A_k is the class
     mass:
 
