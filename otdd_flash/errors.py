@@ -1,10 +1,11 @@
 """The exceptions and warnings of otdd_flash.
 
-Everything a user can get wrong ends in an `InputError`, raised once, at the boundary, with the
-offending value and the way out. The commands print it without a traceback and exit with code 2. Any
-other exception, but those defined here, is a defect of this package. Messages are made safe to
-print when the exception is created (`shown`). Nearly every module imports this one, so it imports
-nothing but `shown`.
+Everything a user can get wrong ends in an `InputError`, raised once, where the value enters the
+package, with the offending value and the way out. `commands.outcome` and `commands.start` print it
+without a traceback and exit with code 2. An exception of any class that is not defined here is a
+defect of this package. Messages of `InputError` and of notices are made safe to print when they are
+created (`shown`); `commands.messages` does so for all that commands print. Nearly every module
+imports this one, so it imports nothing of the package but `shown`, and no torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import warnings
 
 from otdd_flash.shown import display, sentence
 
+# The folder of this package, with a separator at its end.
 HERE = os.path.join(os.path.dirname(__file__), "")
 
 
@@ -39,19 +41,25 @@ def prefixed(where: str, error: InputError) -> InputError:
 
 
 class ConvergenceError(RuntimeError):
-    """`require_convergence` is set, and a tolerance was missed or potentials are not determined."""
+    """With `require_convergence`: a tolerance was missed, or potentials are undetermined."""
 
 
 class LostRankError(RuntimeError):
-    """Another of the processes that share the work has ended."""
+    """Another of the processes (ranks) that share the work has ended."""
 
 
 class LeaderError(LostRankError):
-    """Rank 0 has ended a computation of all ranks with an error of its own."""
+    """Rank 0 ended a computation of all ranks by an error that only it has raised.
+
+    Such an error is neither an `InputError` nor a `ConvergenceError`, which all ranks raise.
+    """
 
 
 class IncompleteError(RuntimeError):
-    """The result was computed and written, but not every file beside it."""
+    """A command's result was written, but not every file beside it or not all of its output.
+
+    It is raised at the end; a `MissingFileNotice` has given the reason for each missing file.
+    """
 
 
 class _Notice(UserWarning):
@@ -60,7 +68,7 @@ class _Notice(UserWarning):
 
 
 class NotConvergedWarning(_Notice):
-    """A solve stopped early, or potentials are not determined; solver bounds still hold."""
+    """A solve stopped early, or potentials are undetermined; solver bounds still hold."""
 
 
 class DataNotice(_Notice):
@@ -88,6 +96,7 @@ def warn(message: str, category: type[Warning]) -> None:
     # PyTorch's frames may be between ours and the caller's: decorators, backward passes.
     there = [] if torch is None else [os.path.join(os.path.dirname(str(torch.__file__)), "")]
     inner = (HERE, *there)
+    # Level 1 would be this line, level 2 is its caller's.
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         level, frame = level + 1, frame.f_back

@@ -51,6 +51,9 @@ from otdd_flash.solver.term.result import Progress
 logger = logging.getLogger(__name__)
 
 
+# `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,
+# `takes_shards` joins the shards of several processes, and `takes` checks arguments by their
+# annotations.
 @computes
 @takes_shards("source", "target")
 @takes()
@@ -81,9 +84,9 @@ def dataset_distance(
             vectors that `otdd.embed` takes; without labels only `labels="none"` applies.
         target: m labelled points of the same dimension.
         epsilon: entropic regularisation, in units of the cost.
-        epsilon_relative: the same as a multiple of the mean cost, with `inner` of the mean of
-            lambda_x ||x|| ||y|| + lambda_y W; instead of `epsilon`. Neither given means 0.01 of the
-            mean cost.
+        epsilon_relative: the same as a multiple of the mean cost, instead of `epsilon`. With
+            `ground="inner"`, whose costs may have any sign, the mean is that of
+            lambda_x ||x|| ||y|| + lambda_y W. Neither given means 0.01 of the mean cost.
         labels: how distances between classes are measured, a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points (n, d) and
             (m, d) of two classes that returns their squared distance.
@@ -105,7 +108,8 @@ def dataset_distance(
         progress: called as progress(term, iteration, marginal error).
 
     Returns:
-        The distance with solver bounds, plan and class distances. Equal datasets are at distance 0.
+        The distance with bounds on the solver's error, plan and class distances. With `debias`,
+        equal datasets are at distance 0.
 
     Raises:
         InputError: the request cannot be met; the message says what to change.
@@ -119,25 +123,32 @@ def dataset_distance(
         metric = Given(class_distances)
     cost.check_labels(metric.name)
     check_comparable(source, target)
+    # `check_comparable` has checked the squares of source and target.
     check_squares(*(class_statistics or ()))
     source = drop_small_classes(source, min_class_size)
     target = drop_small_classes(target, min_class_size)
     notice_single_samples((source, target), metric)
+    # Marked before the work: the result shares the memory of both datasets, and refuses questions
+    # after a change in place.
     unchanged = Unchanged.of(source, target)
     # Checked before class distances, which may take longer than everything else.
     pairs = terms_of(debias=debias)
     request = Request.prepare((source, target), cost, compute, pairs=pairs)
 
+    # The result reports how ranks shared the work from here on.
     before, started = sharing_from_here(compute.group), time.perf_counter()
     if class_statistics is not None:
         one, other = class_statistics
+        # Moved to the device and transformed as the ground cost takes points, as both datasets are.
         class_statistics = request.see(one), request.see(other)
     x, y = request.seen
+    # Only a Sinkhorn metric without an epsilon of its own changes: it gets one here.
     metric = settled_metric(metric, epsilon, class_statistics or (x, y), request.streaming)
     table = measure_classes(
         x,
         y,
-        # Streamed points are in the memory of this process alone.
+        # Points that are streamed are in the memory of this process alone, which then measures
+        # without the other ranks.
         measured_by_ranks(metric, None if request.streaming else compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,
@@ -148,7 +159,9 @@ def dataset_distance(
     def mean() -> float:
         return mean_cost(request.inputs(SIDES["xy"], table.xy))
 
+    # The mean is computed unless `epsilon` is given, and for the advice of an error.
     key, given, used = settled_epsilon(epsilon, epsilon_relative, mean)
+    # An epsilon out of range is reported under the name and in the unit that the user gave.
     with epsilon_of_datasets(key, given, used, mean, cost.standardized(source.dim)):
         problem = Problem(request, used, table.full)
         divergence = problem.solve(options, debias=debias, progress=progress)
@@ -164,6 +177,7 @@ def dataset_distance(
         table,
         divergence,
         cost,
+        # A result keeps no group: it answers in one process.
         compute.alone,
         method=metric.name,
         labels_epsilon=getattr(metric, "epsilon", None),

@@ -6,9 +6,9 @@ comparison of content (`same_content`). `displaced` makes derived copies without
 
 A change must respect that samples are valid by construction, that numbers are never rounded
 silently, and that features stay where they are: in a file (`features.file_features`), in shared
-memory, on a GPU. Shared memory may be changed in place by the user; fingerprints are kept only
-while its mark is unchanged. Weights that already sum to 1 keep their bits, so that copies have
-equal fingerprints.
+memory, on a GPU. The user may change shared memory in place; a fingerprint is kept while the mark
+of its tensors (a checksum, on a GPU torch's count of in-place changes) is unchanged. Weights that
+already sum to 1 keep their bits, so that copies have equal fingerprints.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from otdd_flash.raw_labels import (
 from otdd_flash.real_numbers import dense, in_double, in_floating_point, real_tensor
 from otdd_flash.shown import display
 
-# Bytes of features that are compared at once.
+# Bytes of features that are compared at once; no result depends on it.
 BLOCK_BYTES = 1 << 24
 
-# Limits of `mass`; a product beyond them is clamped.
+# Limits of `mass`; a product beyond them is clamped. LEAST_MASS is also the mass where all weights
+# are 0 (`without_mass`).
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
 NO_MASS = "weights must not all be zero"
@@ -67,8 +68,8 @@ class LabeledSamples:
             None means uniform.
         name: the dataset's name in reports.
         subset_hash: identifies which rows of the original dataset these are.
-        mass: the total mass of these rows within the dataset of which they are a part. It is
-            multiplied by the sum of the given `weights`; shards of several processes are joined by
+        mass: the total mass of these rows within the dataset that they are a part of. If `weights`
+            are given, it is multiplied here by their sum. Shards of several processes are joined by
             it.
         feature_names: d names, by which the order of features is checked if both datasets have
             some; None takes the names of a table's columns, and other features have none.
@@ -89,7 +90,7 @@ class LabeledSamples:
 
     @untraced
     def __post_init__(self) -> None:
-        # Under the package's own settings: lists become tensors of the default type, and inference
+        # Without own settings, lists would become tensors of the user's default type, and inference
         # mode would make inference tensors.
         check_transforms("LabeledSamples", (self.features, self.labels, self.weights))
         with own_settings():
@@ -97,11 +98,12 @@ class LabeledSamples:
 
     def _prepare(self) -> None:
         if self.labels is None:
+            # The dataclass is frozen; only its own preparation sets fields.
             object.__setattr__(self, "class_names", ())
         check_fields(self)
         columns = names_of_columns(self.features)
         features = _as_features(self.features)
-        # A column of lists holds several features.
+        # A table's column of lists holds several features, which its one name does not name.
         if self.feature_names is None and columns and len(columns) == features.shape[1]:
             object.__setattr__(self, "feature_names", columns)
         if self.feature_names is not None and len(self.feature_names) != features.shape[1]:
@@ -183,6 +185,7 @@ class LabeledSamples:
     @property
     def without_mass(self) -> bool:
         """Whether all weights are 0, as those of one shard of several may be."""
+        # Only then are the weights read: a mass of LEAST_MASS may also be a tiny sum.
         return self.weights is not None and self.mass == LEAST_MASS and not self.weights.any()
 
     @property
@@ -202,8 +205,8 @@ class LabeledSamples:
     def fingerprint(self) -> str:
         """SHA-256 of features, labels, class names and weights, in row order.
 
-        It is the same on every device and in every type that holds the numbers. It is kept until
-        they are changed in place.
+        It is the same on every device, and in every floating-point type that holds the numbers
+        exactly. It is kept until they are changed in place.
         """
         mark = mark_of(self)
         known: tuple[Mark, str] | None = self.__dict__.get("_fingerprint")
@@ -216,7 +219,7 @@ class LabeledSamples:
     def detached(self) -> LabeledSamples:
         """Return the samples without autograd and inference mode; themselves if unchanged."""
         parts = {"features": self.features, "labels": self.labels, "weights": self.weights}
-        # Autograd cannot save inference tensors. Features in files yield plain tensors.
+        # Autograd cannot save inference tensors. Operations on features in files return plain ones.
         copied: dict[str, Any] = {
             name: part.clone()
             for name, part in parts.items()
@@ -227,6 +230,7 @@ class LabeledSamples:
         changed: dict[str, Any] = {"features": self.features.detach()} | copied
         return replace(self, **changed)
 
+    # `takes` checks arguments by their annotations.
     @takes()
     def to(self, device: str | torch.device) -> LabeledSamples:
         """Return the samples on a device; themselves if they are there, as a tensor does."""
@@ -237,6 +241,7 @@ class LabeledSamples:
         features = moved(self.features, place)
         if features is self.features:
             return self
+        # `__post_init__` moves the weights.
         labels = None if self.labels is None else self.labels.to(place)
         return replace(self, features=features, labels=labels)
 
@@ -278,6 +283,7 @@ class LabeledSamples:
                 raise InputError(
                     f"{self.name} has no class {c}: it has {len(self.class_names)}, from 0"
                 )
+        # -1 marks the classes that are dropped.
         renumber = torch.full((len(self.class_names),), -1, device=self.labels.device)
         renumber[list(keep)] = torch.arange(len(keep), device=self.labels.device)
         labels = renumber[self.labels]
@@ -297,10 +303,12 @@ def displaced(samples: LabeledSamples, features: Tensor) -> LabeledSamples:
 
     Args:
         samples: n points.
-        features: (n, d) finite, of the same type and on the same device; nothing is checked.
+        features: (n, d), of the same type and on the same device. Nothing is checked: the caller
+            must know that they are finite.
     """
     found = copy(samples)
     found.__dict__.pop("_fingerprint", None)
+    # Past the frozen dataclass and its checks.
     for name, part in (("features", features), ("subset_hash", None)):
         object.__setattr__(found, name, part)
     return found
@@ -344,7 +352,8 @@ def check_squares(*sides: LabeledSamples) -> None:
     for side, largest in zip(different, numbers, strict=True):
         if not math.isfinite(largest):
             raise prefixed(side.name, _not_finite(side.features))
-        # The largest possible squared distance, with a margin for sums over points and classes.
+        # The largest possible squared distance is 4 d x^2. Both sides are divided by x, as x^2 may
+        # overflow; LARGEST_SQUARE leaves a margin for sums over points and classes.
         if 4 * side.dim * largest > LARGEST_SQUARE / max(largest, 1.0):
             raise InputError(
                 f"the features of {side.name} reach {largest:.1e}, whose squared distances "

@@ -1,9 +1,10 @@
 """Entry points on several processes, each of which holds a shard of every dataset.
 
-`takes_shards` decorates `otdd.dataset_distance`. The shards are joined in the order of the ranks,
-and rank 0 leads the computation, so that the result is that of one process with all rows. A change
-must respect that all ranks run the same collectives, also if one of them has bad input: checks run
-inside `ranks.together`.
+`takes_shards` decorates `otdd.dataset_distance`. The shards are joined in the order of the ranks
+(the numbers of the processes in their group), and rank 0 leads the computation, so that the result
+is that of one process with all rows. A change must respect that all ranks run the same collectives,
+as a rank that misses one leaves the others waiting. Checks of a rank's own input therefore run
+inside `ranks.together`, which raises the error of one rank on all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Number of class names in an error.
+# If there are more class names than this, ranks compare a digest, which keeps the error short.
 MOST_NAMES = 20
 
 ADVICE = "start every rank in the same way"
@@ -49,16 +50,19 @@ def takes_shards(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
-                # Python's own error names the function.
+                # The call fails again, in the function, whose error names it.
                 return function(*args, **kwargs)
             compute = ComputeOptions.of(bound.arguments.get("compute"))
             ranks = ranks_of(compute.group)
+            # One process, or a call inside `otdd.led`: there `group` is a `Ranks`, and the datasets
+            # are whole.
             if ranks is None or ranks is compute.group:
                 return function(*args, **kwargs)
             given = {name: bound.arguments[name] for name in names}
             settings = {key: value for key, value in bound.arguments.items() if key not in names}
             bound.arguments |= _whole_datasets(ranks, given, {**settings, "compute": compute})
             bound.arguments["compute"] = replace(compute, group=ranks)
+            # Rank 0 calls the function; the others serve its passes and get a copy of the result.
             return ranks.led(lambda: function(*bound.args, **bound.kwargs))
 
         return called
@@ -72,31 +76,33 @@ def _whole_datasets(
     """Join the shards of all ranks, in the order of the ranks.
 
     Raises:
-        InputError: as for the parts of samples, or ranks disagree; on every rank.
+        InputError: a part of the samples is refused, or ranks disagree. Every rank raises it.
     """
 
     def made() -> dict[str, LabeledSamples]:
         return {
-            # A shard may have no mass if others have some.
+            # `as_samples` refuses samples without mass, which one shard of several may be.
             name: side.detached() if isinstance(side, LabeledSamples) else as_samples(side, name)
             for name, side in given.items()
         }
 
+    # Of otdd_flash and torch.
     check_versions(ranks)
-    # The repr of a function has another address in every process.
+    # Settings with a function are not compared: its repr has another address in every process.
     said = {key: repr(value) for key, value in settings.items()}
     said = {key: value for key, value in said.items() if " at 0x" not in value}
     ranks.check_same("settings", said, ADVICE)
     sides = ranks.together(made)
     whole: dict[LabeledSamples, LabeledSamples] = {}
     for name, side in sides.items():
-        # One object may be both datasets.
+        # One object may be both datasets; samples are equal only to themselves.
         whole[side] = whole[side] if side in whole else _whole(ranks, name, side)
     return {name: whole[side] for name, side in sides.items()}
 
 
 def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     def check() -> None:
+        # Called for its error: a group of nccl moves no tensors from the CPU.
         ranks.device_of(shard.features.device)
         if not (LEAST_MASS < shard.mass < MOST_MASS or shard.without_mass):
             raise InputError(
@@ -107,6 +113,7 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     ranks.together(check)
     class_names: Any = shard.class_names
     if len(class_names) > MOST_NAMES:
+        # Names may hold lone surrogates, which UTF-8 alone refuses.
         digest = sha256("\0".join(class_names).encode("utf-8", "surrogatepass")).hexdigest()
         class_names = f"{len(class_names)} of digest {digest[:16]}"
     for what, content in (
@@ -117,17 +124,18 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
     ):
         advice = "a shard may lack rows of a class, but names all classes in one order"
         ranks.check_same(f"{what} of {name}", content, advice)
-    # Integers take, in each shard, the floating-point type that holds that shard's.
+    # Integers became float32 or float64 by the numbers of their own shard; all take the wider type.
     dtypes = ranks.all_gathered_objects(shard.features.dtype)
     features = ranks.concatenated(shard.features.to(reduce(torch.promote_types, dtypes)))
     labels = None if shard.labels is None else ranks.concatenated(shard.labels)
     weights = None
     if shard.weights is not None:
-        # In units of the heaviest shard, so that their sum is finite.
+        # Weights of a shard sum to 1. In units of the heaviest shard the sum of all is finite.
         heaviest = max(ranks.all_gathered_objects(shard.mass))
         weights = ranks.concatenated(shard.weights * (shard.mass / heaviest))
         if not weights.any():
             raise InputError(f"{name}: {NO_MASS}, as they are in all shards")
+    # `subset_hash` and `mass` describe a shard; the whole is a dataset by itself.
     return replace(
         shard, features=features, labels=labels, weights=weights, subset_hash=None, mass=1.0
     )

@@ -1,10 +1,12 @@
 """Images from files and from memory, converted to four PIL modes and to arrays.
 
-Readers open files with `open_image` and extractors decode with `image_array`, so one folder gives
-the same numbers whichever of them reads it: turned upright by EXIF, in the depth of the file,
-palettes resolved, transparency laid on white, and scaled by the range of the type.
+Readers open files with `open_image` and extractors decode with `image_array`, so a folder gives the
+same numbers through `image_folder`, torchvision or Hugging Face: turned upright by EXIF, in the
+depth of the file, palettes resolved, transparency laid on white, and scaled by the range of the
+type. A raw input is what a dataset holds: a PIL image, an array or a tensor. `plain_image` brings a
+PIL image to one of the four modes L, RGB, I;16 and F; `unit_images` makes float32 in [0, 1].
 
-    mode of PIL                                               becomes   white is
+    mode of PIL                                               becomes   white becomes
     1, L, LA, La                                              L         255
     P, PA, RGB, RGBA, RGBa, RGBX, CMYK, YCbCr, HSV, LAB       RGB       255
     I;16, I;16L, I;16B, I;16N; I from a PNG or PPM file       I;16      65535
@@ -16,9 +18,9 @@ a notice reports. Colour profiles are not applied. An array has the shape (h, w)
 uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
 shape (h, w) or (c, h, w), as torchvision makes them.
 
-`data.given`, `data.hugging_face`, `data.image_folder`, `data.torchvision_class` and the extractors
-call it. A change of what an image decodes to must raise DECODING, which is part of the keys of
-cached features.
+`data.given`, `data.hugging_face`, `data.image_folder` and `data.torchvision_class` call it, and of
+`extractors` `embedding`, `network`, `pixel_values` and `vision_models`. A change of what an image
+decodes to must raise DECODING, or features of the old decoding are taken from the cache.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from torch import Tensor
 from otdd_flash.data.request import reading
 from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 
-# Part of the key of cached features: a change of what an image decodes to must raise it.
+# Part of the key of cached features: a change of what an image decodes to must raise it. Another
+# entry in NO_PICTURES or FIRST_IS_PICTURE need not: it only refuses or admits files.
 DECODING = 2
 # Formats that PIL renders with another program, or that hold measurements instead of a picture.
 NO_PICTURES = ("EPS", "WMF", "FITS", "BUFR", "GRIB", "HDF5", "MPEG")
@@ -71,10 +74,11 @@ def open_image(source: str | Path | bytes, where: str | Path | None = None) -> I
     """
     place = "an image in memory" if isinstance(source, bytes) else source
     place = place if where is None else where
+    # `reading` turns any error of PIL's into an `InputError` with this place.
     with reading(Path(str(place))):
         try:
-            # Not by its name: PIL maps such a file, and swaps the sides of a TIFF that is to be
-            # turned.
+            # As a stream: if PIL opens a file by its name, it may map it into memory, and then
+            # swaps the sides of a TIFF that is to be turned.
             with _file(source) as file, Image.open(file) as opened:
                 return plain_image(opened)
         except UnidentifiedImageError as error:
@@ -121,18 +125,22 @@ def plain_image(image: Image.Image) -> Image.Image:
         )
     if 0 in image.size:
         raise InputError(f"an image of {image.width} x {image.height} has no pixels; leave it out")
+    # Several channels of 16 bits: the decoder's arguments name them, the mode does not.
     if not image.mode.startswith("I") and ";16" in str(getattr(image, "tile", "")):
         warn("PIL reads images with several channels of 16 bits in 8 bits", DataNotice)
     image.load()
-    # PIL puts 12 bits into the low bits of 16; only the tag BitsPerSample says so.
+    # PIL puts the 12 bits of such a TIFF into the low bits of 16; only tag 258 (BitsPerSample) says
+    # so.
     levels = 4095 if kind == "TIFF" and getattr(image, "tag_v2", {}).get(258) == (12,) else 65535
     deep = image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM"))
+    # A turned image has lost its format, so `levels` and `deep` are found before.
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
         image = ImageOps.exif_transpose(image)
     mode = image.mode
     if deep:
         return _sixteen_bit(image, levels)
     if mode == "F":
+        # Called for its error.
         _full_scale(np.asarray(image))
         return image
     if mode in TRANSPARENT_MODES or (mode in EIGHT_BIT_MODES and image.has_transparency_data):
@@ -152,6 +160,7 @@ def plain_image(image: Image.Image) -> Image.Image:
 
 
 def _sixteen_bit(image: Image.Image, white: int) -> Image.Image:
+    # `key` is the one grey value that a PNG file declares transparent.
     values, key = np.asarray(image), image.info.get("transparency")
     if image.mode == "I;16" and white == 65535 and key is None:
         return image
@@ -175,6 +184,7 @@ def image_array(item: Any) -> NDArray[Any]:
         InputError: as for `plain_image`.
     """
     if isinstance(item, Tensor):
+        # NumPy has no bfloat16.
         item = item.float() if item.dtype == torch.bfloat16 else item
         return np.asarray((item.movedim(0, -1) if item.ndim == 3 else item).numpy())
     return np.asarray(plain_image(item) if isinstance(item, Image.Image) else item)
@@ -225,6 +235,7 @@ def any_colour(inputs: Sequence[Any]) -> bool:
     if paths is not None:
         return any(_file_has_colour(path) for path in paths)
     arrays = (image_array(plain_item(inputs[row], f"row {row}")) for row in range(len(inputs)))
+    # Two channels are grey and alpha.
     return any(array.ndim == 3 and array.shape[2] > 2 for array in arrays)
 
 
@@ -248,6 +259,7 @@ def _on_white(values: NDArray[Any]) -> NDArray[Any]:
     if alpha.min() == white:
         return colour
     laid = white - (white - colour.astype(np.float64)) * (alpha / white)
+    # One colour all over, although alpha varies.
     if laid.min() == laid.max() and alpha.min() < alpha.max():
         raise InputError(
             "it is drawn in white on a transparent ground, so that nothing is seen of it on white; "

@@ -27,7 +27,7 @@ from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError, choose
 from otdd_flash.offline import network
 
-# Classes that unpickle files of any content. CIFAR10 and CIFAR100 compare MD5 sums first.
+# Classes that unpickle any file. CIFAR10 and CIFAR100 unpickle too, but compare MD5 sums first.
 UNPICKLING = ("LSUN", "LSUNClass")
 
 # The base class, which has no items.
@@ -40,7 +40,8 @@ def read_torchvision(
     """Read one of torchvision's datasets.
 
     Classes with a `train` argument get it from the split train, test or all. Classes with a `split`
-    argument get the split itself, where `all` means train and test.
+    argument get the split itself, unless `arguments` holds one; for `all`, train and test are
+    joined. Other classes have no splits.
 
     Args:
         request: the shared options.
@@ -94,9 +95,11 @@ def read_class(
         splits = ("train", "test") if request.split == "all" else (request.split,)
         choices = [{"split": split} for split in splits]
     else:
+        # The class has no splits, or `arguments` holds one: another `split` is refused.
         request.one_part()
         choices = [{}]
     title = request.title if request.name != "torchvision" else f"{class_name} {request.split}"
+    # The user's arguments win over the split.
     parts = [
         _as_dataset(_open(kind, request, {**choice, **fixed}), class_names, title)
         for choice in choices
@@ -113,6 +116,7 @@ def _accepted(kind: Any) -> set[str]:
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         names.update(p.name for p in parameters)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            # No other arguments are passed on to its base classes.
             break
     return names
 
@@ -122,6 +126,7 @@ def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
     if "download" in arguments:
         raise InputError("arguments={download: ...} of torchvision: set download=true beside it")
     shared: dict[str, Any] = {"root": str(request.root), "download": request.download}
+    # torchvision's own loader converts every image to RGB in 8 bits.
     shared["loader"] = open_image
     shared = {key: value for key, value in shared.items() if key in accepted}
     _require_arguments(kind, {**shared, **arguments})
@@ -129,7 +134,7 @@ def _open(kind: Any, request: Request, arguments: dict[str, Any]) -> Any:
         with network(allowed=request.download):
             opened = kind(**{**shared, **arguments})
     except Exception as error:
-        # Damaged files raise anything; missing ones and refused arguments can be told apart.
+        # Damaged files raise any error. Only these two may mean missing files, where a hint helps.
         hint = _hint(kind, request) if isinstance(error, RuntimeError | OSError) else ""
         raise InputError(
             f"{request.name}: torchvision.datasets.{kind.__name__} cannot read "
@@ -167,6 +172,7 @@ def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
             parameter.VAR_KEYWORD,
         )
         if needed and name not in given:
+            # As EMNIST lists the values of `split` as `splits`.
             known = getattr(kind, f"{name}s", None)
             among = f", one of: {', '.join(map(str, known))}" if isinstance(known, tuple) else ""
             raise InputError(
@@ -176,6 +182,7 @@ def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
 
 
 def _folder(kind: Any, root: Path) -> Path:
+    # MNIST's subclasses store files below their own names, most others below `base_folder`.
     like_mnist = any(base.__name__ == "MNIST" for base in kind.__mro__)
     inside = f"{kind.__name__}/raw" if like_mnist else getattr(kind, "base_folder", "")
     return root.absolute() / str(inside)
@@ -193,11 +200,13 @@ def _hint(kind: Any, request: Request) -> str:
 def _as_dataset(opened: Any, class_names: Sequence[str] | None, title: str) -> LabeledDataset:
     labels = known_labels(opened)
     if labels is None:
+        # Reads every item once: the dataset stores labels only with its images.
         labels = [int(opened[row][1]) for row in range(len(opened))]
     labels = np.asarray(labels)
     names = class_names if class_names is not None else getattr(opened, "classes", None)
     if names is not None and not all(isinstance(name, str) for name in names):
         names = [str(name) for name in names]
+    # With names, even none, `from_raw` takes labels that are all negative for an unlabelled split.
     if names is None and labels.dtype.kind in "iu" and labels.size and labels.max() < 0:
         names = []
     return LabeledDataset.from_raw(
@@ -207,6 +216,7 @@ def _as_dataset(opened: Any, class_names: Sequence[str] | None, title: str) -> L
 
 def known_labels(opened: Any) -> Any | None:
     """Return the labels (n,) that a dataset stores beside its items, or None."""
+    # torchvision's classes use three names.
     for attribute in ("targets", "labels", "_labels"):
         values = getattr(opened, attribute, None)
         if values is not None and len(values) == len(opened):
@@ -227,12 +237,14 @@ class _Inputs:
 
 
 def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
-    """Return the images of a dataset without a transform: its array, or unread items."""
+    """Return the images of a dataset that has no transform: its array, or items read on access."""
     data = getattr(opened, "data", None)
     values = None if data is None or isinstance(data, list) else np.asarray(data)
     if values is None or values.dtype != np.uint8 or len(values) != len(opened):
+        # `data` is no array of one uint8 image per item.
         return LazyItems(_Inputs(opened), np.arange(len(opened)))
     if values.ndim == 4 and values.shape[3] not in CHANNELS:
+        # Channels come first, as in SVHN and STL10.
         return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
     return values
 

@@ -1,11 +1,11 @@
 """A digest of an object by content: weights, settings, and the code of functions and classes.
 
-`extractors.module_features` uses it as the cache key of a user's own network, so two objects with
-one digest must compute the same. It covers:
+`extractors.module_features` makes it a part of the cache key of a user's own network, so two
+objects with one digest must compute the same. It covers:
 
     a tensor                              type, shape and values, on whatever device
-    a module of PyTorch                   its class and all that it holds but its mode: parameters,
-                                          buffers, settings, submodules in order, hooks
+    a module of PyTorch                   its class and all that it holds except its mode:
+                                          parameters, buffers, settings, submodules in order, hooks
     a function or class of an installed   its name and the version of its package
       package, or of this one
     any other function or class           its bytecode, defaults, bases, what it closes over and the
@@ -13,8 +13,10 @@ one digest must compute the same. It covers:
     a module of Python                    name and version, or the content of its file
     anything else                         its state, as pickle takes it
 
-An object without such a state (an open file, a lock, compiled code) has no digest. The digest must
-be the same in every process.
+An object without such a state (an open file, a lock, an object of a C extension that pickle
+refuses) has no digest. A change must keep the digest the same in every process: it may hold no
+address, no count of this process and no order that a process chooses. If a change gives a network
+another digest, its cached features are computed again.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def content_digest(thing: Any) -> str:
 class _Hasher(NumpyHasher):  # type: ignore[misc]
     """joblib's hash of what pickle reads, with content instead of names and addresses."""
 
-    # dill adds its own entries to Python's pickler if it was imported before joblib.
+    # Without dill's entries, which Python's pickler has if dill was imported before joblib: the
+    # digest would depend on that.
     dispatch: ClassVar = {
         kind: way
         for kind, way in NumpyHasher.dispatch.items()
@@ -62,10 +65,13 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # Objects by id, kept alive, with their order of appearance: some refer to themselves.
+        # Modules, functions and classes by id: the object, so that no other object gets its id, and
+        # a number in the order of appearance. Where it appears again, as in one that refers to
+        # itself, the number is written.
         self._seen: dict[int, tuple[Any, int]] = {}
 
-    # In the order of insertion. joblib sorts, and takes any TypeError inside for unsortable keys.
+    # Dicts in the order of insertion. joblib's own method sorts them, and takes a TypeError from
+    # anywhere inside for keys that cannot be sorted.
     _batch_setitems = pickle._Pickler._batch_setitems  # type: ignore[attr-defined]
 
     def save(self, obj: Any) -> None:
@@ -76,6 +82,7 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
         if isinstance(obj, Tensor):
             return "tensor", content_hash({"": obj})
         if isinstance(obj, set | frozenset):
+            # The order of a set differs between processes.
             return "set", sorted(map(content_digest, obj))
         if isinstance(obj, CodeType):
             return obj.co_code, obj.co_consts, obj.co_names, obj.co_varnames, obj.co_freevars
@@ -84,6 +91,7 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
         if isinstance(obj, staticmethod | classmethod):
             return type(obj).__name__, obj.__func__
         if isinstance(obj, ModuleType):
+            # A module of a package by its name and version, a user's by the content of its file.
             return _package(obj.__name__) or Path(str(obj.__file__)).read_bytes()
         if not isinstance(obj, nn.Module | FunctionType | type):
             return obj
@@ -98,7 +106,8 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
                 return _state(obj)
             case FunctionType():
                 return _function(obj)
-        # Python's own entries differ between its versions and do not affect results.
+        # A class. Its attributes with two underscores that are no functions, and the caches of
+        # abstract classes, differ between versions of Python and do not affect results.
         members = {
             name: value
             for name, value in vars(obj).items()
@@ -113,11 +122,13 @@ def _state(module: nn.Module) -> Any:
         # The result of torch.compile: the original module stands for it.
         return "compiled", original
     state = {
+        # Hooks without their keys, which are numbers that this process counts.
         name: list(value.values() if name.endswith("_hooks") else value.items())
         if isinstance(value, dict)
         else value
         for name, value in vars(module).items()
-        # A module compiled in place computes the same.
+        # Extraction sets the mode of the network (`network.evaluating`), and a module compiled in
+        # place computes the same.
         if name not in ("training", "_compiled_call_impl")
     }
     return type(module), state
@@ -126,10 +137,12 @@ def _state(module: nn.Module) -> Any:
 def _function(function: FunctionType) -> Any:
     """Return a function's code, and the outside values that it uses."""
     names: set[str] = set()
+    # The code of nested functions is appended on the way.
     codes = [function.__code__]
     for code in codes:
         names.update(code.co_names)
         codes.extend(part for part in code.co_consts if isinstance(part, CodeType))
+    # `co_names` also holds attributes; one that is a global too only makes the digest finer.
     known = sorted(names & function.__globals__.keys())
     used = [(name, function.__globals__[name]) for name in known]
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -141,7 +154,8 @@ def _package(module: str) -> str | None:
     """Return name and version of the package of a module; None for a user's own code."""
     root = module.partition(".")[0]
     if root == __package__.partition(".")[0]:
-        # A checkout is not in site-packages, and the state of its modules would enter the digest.
+        # A checkout of this package is not in site-packages; without this, the code of its modules
+        # would enter the digest.
         return f"{module} {__version__}"
     if root in sys.stdlib_module_names:
         return f"{module} {sys.version_info[:2]}"

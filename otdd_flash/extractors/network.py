@@ -1,11 +1,13 @@
 """`Extractor`, the protocol of feature extractors, and `Network`, the one around a torch module.
 
-An extractor maps a batch of raw inputs to a feature matrix. All modules of `extractors` build on
-these classes; `commands.sides` names `Extractor` in annotations.
+An extractor maps a batch of raw inputs to a feature matrix. `vision_models`, `sentence_embedding`
+and `module_features` make `Network`s; `registry`, `embedding`, `differentiable` and
+`commands.sides` take an `Extractor`.
 
-A change must respect that `key` identifies the features (equal keys, equal features), that a
-network is left in its previous mode and on its previous device, that worker processes receive
-picklable preparations, and that no global random generator is advanced.
+A change must respect that `key` identifies the features of a cacheable extractor (equal keys, equal
+features), as they are cached by it; that a network, which may be the user's, is left in its
+previous mode and on its previous device; that `prepare` can be pickled, for worker processes that
+are not forked; and that no global random generator is advanced.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ class Extractor(Protocol):
     Attributes:
         key: identifies the features: the extractor's name, parameters and weights.
         modalities: the kinds of input it takes, among "image", "text" and "array".
-        cacheable: whether the features are expensive enough to be cached; `key` must then be exact.
+        cacheable: whether features are cached on disk. They are then expensive, and `key`
+            identifies them; otherwise `key` may be a mere description.
     """
 
     @property
     def key(self) -> str:
-        """A text that is equal for two extractors only if their features are equal."""
+        """A text; of cacheable extractors it is equal only if their features are equal."""
 
     @property
     def modalities(self) -> frozenset[str]:
@@ -57,12 +60,16 @@ class Extractor(Protocol):
 class Network:
     """An extractor around a torch module.
 
+    It computes in the precision of its weights or under autocast. Features are float32, or float64
+    if the network returns that.
+
     Args:
-        description: factory, parameters and library version; with the weights' hash, the key.
+        description: what decides the features besides the weights: a name, settings and a version.
+            It and the weights' hash are the key.
         module: the network; it is moved to the device for the extraction and back afterwards.
         modalities: the kinds of input it takes.
-        prepare: converts one raw input to an item of `forward`'s list (may run in worker
-            processes).
+        prepare: converts one raw input to an item of the list that `forward` takes. It may run in
+            worker processes.
         forward: maps the module and a list of b prepared inputs to features (b, d).
     """
 
@@ -82,12 +89,14 @@ class Network:
         return f"{self.description} weights={content_hash(self.module.state_dict())}"
 
     def __repr__(self) -> str:
+        # In most descriptions library, version and model.
         named = display(" ".join(self.description.split()[:3]))
         count = sum(parameter.numel() for parameter in self.module.parameters())
         return f"<extractor {named}, {count:,} parameters>"
 
     def __call__(self, batch: Any) -> Tensor:
-        """Compute the features (b, d) of one batch, on the CPU, in the precision of the weights."""
+        """Compute the features (b, d) of one batch, on the CPU."""
+        # A loader refuses a batch size of 0.
         return next(self.stream(batch, batch_size=max(len(batch), 1), device=torch.device("cpu")))
 
     def stream(
@@ -99,7 +108,7 @@ class Network:
         autocast: torch.dtype | None = None,
         num_workers: int = 0,
     ) -> Iterator[Tensor]:
-        """Yield features (b, d) batch after batch, on the CPU, float64 if the network returns that.
+        """Yield features (b, d) on the CPU, batch after batch.
 
         Meanwhile the module is in evaluation mode and on the device; see `evaluating`.
 
@@ -117,6 +126,7 @@ class Network:
             _Prepared(inputs, self.prepare),
             batch_size=batch_size,
             num_workers=num_workers,
+            # A list of items, as `forward` takes it, instead of one stacked tensor.
             collate_fn=list,
             multiprocessing_context=_start_method() if num_workers else None,
             # A loader without its own generator would draw from the global one.
@@ -156,7 +166,8 @@ def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _start_method() -> str | None:
-    # Forked workers inherit lazy inputs; other start methods would pickle them.
+    # Forked workers inherit inputs that are read on access (`LazyItems`); other start methods would
+    # pickle them. None is the platform's default.
     return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
 
 

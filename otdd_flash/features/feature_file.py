@@ -2,12 +2,14 @@
 
 `matrix_of` locates a matrix in a .npy or .safetensors file, or a column of Arrow files
 (`features.arrow_column`), as a `Matrix` of `Piece`s: rows that are contiguous in a file.
-`FeatureFile` reads them: long passes read blocks of rows (`read`), a few rows in any order come
-from memory-mapped files (`take`). `features.file_features` wraps it in a tensor, and
-`operators.sharing` sends it to other ranks.
+`FeatureFile` reads them: passes over all rows read blocks of rows (`read`), a few rows in any order
+come from memory-mapped files (`take`). `features.file_features` wraps it in a tensor,
+`operators.sharing` sends it to other ranks (processes), and `features.arrow_column` makes a
+`Matrix`.
 
-A change must never return rows of another file: a file that is truncated, or that changes while it
-is open, raises an `InputError`. The stamps of all files are checked after every read.
+No change may let this module return rows of another file: a file that is truncated, or changes
+while it is open, raises an `InputError`. The stamps of all files are therefore checked after every
+`read`, and before and after every `take`. Callers of `mapped` check by themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 
-# Bytes of a block in a pass over the whole matrix.
+# Bytes of a block in a pass over the whole matrix; no result depends on it.
 BLOCK_BYTES = 1 << 24
 
 
@@ -114,6 +116,7 @@ class FeatureFile:
         Raises:
             InputError: a file changed, or cannot be read.
         """
+        # The piece that holds the first row.
         first = int(np.searchsorted(self._firsts, rows.start, "right")) - 1
         at = rows.start
         while at < rows.stop:
@@ -128,6 +131,7 @@ class FeatureFile:
         try:
             with piece.path.open("rb", buffering=0) as stream:
                 stream.seek(piece.offset + row * self.matrix.row_bytes)
+                # A file that ends early leaves rows unread; `check` then finds another size.
                 done = 0
                 while done < len(buffer) and (count := stream.readinto(buffer[done:])):
                     done += count
@@ -157,7 +161,9 @@ class FeatureFile:
         order = torch.argsort(rows)
         wanted = rows[order]
         cuts = torch.searchsorted(wanted, torch.tensor(self._firsts)).tolist()
+        # `_firsts` has one entry more, the number of rows.
         for place, (piece, first) in enumerate(zip(self.matrix.pieces, self._firsts, strict=False)):
+            # Of the sorted rows, cuts[k] to cuts[k + 1] are in piece k.
             here = slice(cuts[place], cuts[place + 1])
             if here.start < here.stop:
                 out[order[here]] = self._mapped(piece)[wanted[here] - first]
@@ -169,6 +175,7 @@ class FeatureFile:
 
     def _mapped(self, piece: Piece) -> Tensor:
         if piece.path not in self._maps:
+            # Copy on write.
             self._maps[piece.path] = np.memmap(piece.path, np.uint8, "c")
         content = self._maps[piece.path][piece.offset :][: piece.rows * self.matrix.row_bytes]
         return torch.from_numpy(content).view(self.matrix.dtype).view(piece.rows, -1)
@@ -196,7 +203,7 @@ TYPES = {
 
 NUMPY_TYPES = {"<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16}
 
-# A longer header is a sign of damage.
+# Bytes; a longer header is a sign of damage. safetensors itself writes none beyond 100 MB.
 MOST_HEADER = 100 << 20
 
 
@@ -206,6 +213,7 @@ def matrix_of(given: Any, key: str | None) -> Matrix:
     Args:
         given: a path, or the dataset.
         key: the matrix, if there are several: a name in a .safetensors file, a column of a dataset.
+            A .npy file holds one matrix, and the key is ignored.
 
     Raises:
         InputError: there is no such file or matrix, or it is damaged.
@@ -245,6 +253,7 @@ def _of_npy(path: Path, stream: Any) -> Matrix:
         shape, by_columns, dtype = read[version[0]](stream)
     except (ValueError, KeyError, SyntaxError, TokenError) as error:
         raise InputError(f"{path} is no .npy file, or a damaged one ({error})") from None
+    # A matrix of one row or one column is the same in both orders.
     if dtype.str not in NUMPY_TYPES or (by_columns and len(shape) == 2 and 1 not in shape):
         order = " by columns" if by_columns else ""
         raise InputError(
@@ -268,6 +277,7 @@ def _of_safetensors(path: Path, stream: Any, key: str | None) -> Matrix:
         raise InputError(f"{path} holds {names or 'nothing'}; say which matrix with key=")
     if key is not None and key not in entries:
         raise InputError(f"{path} has no {key!r}; it holds {names}")
+    # Without a key, `names` is the only name.
     dtype, shape, first, end = entries[key or names]
     if dtype not in TYPES:
         raise InputError(f"{path} holds {dtype}; features are read from {', '.join(TYPES)}")

@@ -2,13 +2,15 @@
 
 `features_file` is public and opens a .npy array, a matrix of a .safetensors file or a column of
 Arrow files. A matrix in one piece is memory-mapped, so that any operation reads what it touches
-(`FileFeatures`). A column in record batches has no address (`ScatteredFeatures`): indexed rows and
-the largest entry are read block by block, and any other operation reads all of it. `samples`,
-`fingerprint`, `operators`, `solver.tensor_problem`, `flows.run` and `extractors.feature_store`
-recognise or open such tensors.
+(`FileFeatures`). A column in record batches is not contiguous, so it cannot be one mapped tensor
+(`ScatteredFeatures`): of rows only those are read, the largest entry is found block by block, and
+any other operation reads all of it. `samples`, `fingerprint`, `operators`, `solver.tensor_problem`,
+`flows.run` and `extractors.feature_store` recognise or open such tensors.
 
-A change must respect that nothing written to such a tensor reaches its files, from which long
-passes read: in-place changes are refused. Pickling sends the names of files, not their content.
+A change must respect that what is written to such a tensor does not reach its files, which passes
+over all rows read again: changes in place are refused. Of mapped features the next `check` finds
+the change, of scattered ones the operation itself raises. Pickling sends the names of files, not
+their content.
 """
 
 from __future__ import annotations
@@ -39,27 +41,31 @@ CHANGED = (
 class FileFeatures(Tensor):
     """A matrix with the files that hold it; results of operations are plain tensors.
 
+    Only a detached or aliased `ScatteredFeatures` is one again.
+
     Attributes:
         file: the matrix in its files.
     """
 
     file: FeatureFile
 
+    # Results of operations do not get this class.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def check(self) -> None:
-        """Refuse files that changed, and changes in memory, which the files lack.
+        """Refuse a change of the files, and one of mapped numbers in memory, which no file has.
 
         Raises:
             InputError: a file or a number in memory has changed.
         """
         self.file.check()
+        # Inference tensors have no count of changes.
         if not self.is_inference() and self._version > 0:
             raise InputError(CHANGED)
 
     def __deepcopy__(self, _: Any) -> Tensor:
         self.check()
-        # A copy with memory maps of its own.
+        # The file's copy has memory maps of its own (`FeatureFile.__getstate__`).
         return features_of(copy(self.file))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -84,6 +90,7 @@ class ScatteredFeatures(FileFeatures):
     def __setitem__(self, *_: Any) -> None:
         raise InputError(CHANGED)
 
+    # `tolist` and `numpy` do not come as operations, and this tensor has no memory to share.
     def tolist(self) -> Any:
         return self.numpy().tolist()
 
@@ -97,7 +104,7 @@ class ScatteredFeatures(FileFeatures):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Take rows and the largest entry without reading the whole matrix; else read it.
+        """Take rows without reading the others, and the largest entry by blocks; else read it all.
 
         Raises:
             InputError: the operation writes to the matrix; the files would not change.
@@ -109,16 +116,20 @@ class ScatteredFeatures(FileFeatures):
             match function, args[1:]:
                 case aten.detach.default | aten.alias.default, _:
                     return ScatteredFeatures.of(file)
+                # Consecutive rows.
                 case aten.slice.Tensor, (0, start, stop, *step) if step in ([], [1]):
                     start, stop, _ = slice(start, stop).indices(count)
                     return file.rows(slice(start, max(start, stop)))
+                # Rows by number; negative numbers count from the end.
                 case aten.index.Tensor, ([Tensor() as rows],) if _is_places(rows):
                     rows = torch.where(rows < 0, rows + count, rows).cpu()
                     return file.take(rows, torch.empty(len(rows), one.shape[1], dtype=one.dtype))
+                # `samples.largest_entry`.
                 case aten.linalg_vector_norm.default, (math.inf,):
                     norms = [function(file.rows(rows), math.inf) for rows in file.blocks()]
                     return torch.stack(norms).amax()
 
+        # Any other operation is computed from the whole matrix in memory.
         def read(given: Any) -> Any:
             whole = isinstance(given, ScatteredFeatures)
             return given.file.rows(slice(0, given.shape[0])) if whole else given
@@ -129,6 +140,8 @@ class ScatteredFeatures(FileFeatures):
         return function(*args, **kwargs)
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
 @computes
 @takes()
 def features_file(path: str | os.PathLike[str] | Dataset, *, key: Word | None = None) -> Tensor:

@@ -1,8 +1,10 @@
 """The report of distances between several datasets: a table to print, csv files and pictures.
 
-Users call `write_pairwise_report`. `PairwiseResult.plot` and `SlicedResult.plot` draw by it, and
-the pictures of a study share `rows_text` and `bounds_text`. `order` changes only the pictures,
-never the rows of csv files.
+Users call `write_pairwise_report` and `pairwise_table`, which nothing in the package calls.
+`PairwiseResult.plot` calls `plot_distances`, `SlicedResult.plot` calls `plot_sliced_distances`, and
+`report.study.pictures` uses `rows_text` and `bounds_text`. A change must respect that `order`
+changes only the pictures, never the rows of csv files, and that dataset names may be any text: the
+table takes them as `Text`, as rich would read a string as markup.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from otdd_flash.pairwise_result import PairwiseResult
     from otdd_flash.sliced.result import SlicedResult
 
+# Characters of a dataset's name in the table.
 LONGEST_NAME = 32
 
 
@@ -47,6 +50,7 @@ def pairwise_table(result: PairwiseResult) -> Table:
 
     epsilon = epsilon_shown(result.epsilon, result.mean_cost)
     title = f"distances between {len(result.names)} datasets, epsilon {epsilon}"
+    # The epsilon of the distances between classes, if those are entropic too.
     if (own := result.details.get("labels_epsilon")) is not None:
         title += f", class distances by sinkhorn, epsilon {own:.6g}"
     columns = ("", "", "distance, solver bounds", "marginal error")
@@ -58,10 +62,12 @@ def pairwise_table(result: PairwiseResult) -> Table:
             f"{pair.marginal_error:.1e}" + ("" if pair.converged else " NOT CONVERGED"),
             style="" if pair.converged else "bold red",
         )
+    # The caption says that sampling error was not measured: the result has solver bounds only.
     table.caption, table.caption_justify = NOT_SAMPLED, "left"
     return table
 
 
+# `takes` checks arguments by their annotations.
 @takes()
 def write_pairwise_report(
     result: PairwiseResult, directory: str | Path, *, order: str = "given"
@@ -151,7 +157,8 @@ def _draw_table(
     value_label: str,
     notes: Sequence[str] = (),
 ) -> Figure:
-    # `class_orders` expects squared distances; a divergence behaves like one.
+    # `class_orders` takes square roots, as of squared distances; entropic and sliced distances are
+    # such. The datasets take the place of the classes of one dataset.
     (places,) = class_orders(values, [len(datasets)], order)
     names = [datasets[place] for place in places]
     groups = [("datasets", len(names))]

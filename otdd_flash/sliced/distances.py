@@ -6,10 +6,12 @@ after Nguyen et al. 2025, "Lightspeed geometric dataset distance via sliced opti
 draw maps every sample to a number; every dataset is projected and sorted once per draw
 (`Projected`), and a pair then costs a subtraction (`squared_distances`).
 
-`sliced_distances` is public; the study's `measures.distances` calls `prepare`, `draw_chunk` and
+`sliced_distances` is public; `study.measures.distances` calls `prepare`, `draw_chunk` and
 `chunk_distances` to measure chunk by chunk. Everything is float64. A change must keep draw k of a
-seed the same however many draws there are and whatever chunk is computed without the others: a
-study resumes by chunks.
+seed the same however many draws there are, also if its chunk is computed alone: a study stores
+chunks and resumes from them. MOMENTS, DRAWS_PER_CHUNK and the order of the random calls in
+`draw_chunk` decide every draw; WORK_BYTES, BUFFERS and ROWS_AT_ONCE decide memory and speed, and of
+the result only its rounding.
 """
 
 from __future__ import annotations
@@ -37,13 +39,15 @@ from otdd_flash.sliced.result import SlicedResult
 # progress(draws done, their total).
 Progress = Callable[[int, int], None]
 
-# Bytes of everything that is held for the draws computed together.
+# Bytes in memory for the draws that are computed together.
 WORK_BYTES = 2**29
 
-# Matrices of draws by rows that one dataset's sort holds at once, in float64.
+# Arrays (draws, rows) of float64 counted for the projections and the sort of the largest dataset.
 BUFFERS = 6
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as autocast, out.
 @computes
 @takes(projections=integer(at_least=2))
 def sliced_distances(
@@ -59,8 +63,8 @@ def sliced_distances(
     Args:
         datasets: K >= 2 labelled datasets of one dimension, as samples or as arrays (features,
             labels). Weights count; classes need not be the same.
-        projections: L, the number of draws, at least 2; intervals need 30. Draw k is the same
-            whatever L is.
+        projections: L, the number of draws, at least 2; confidence intervals need 30. Draw k is the
+            same whatever L is.
         seed: seed of the draws.
         device: where to compute; everything is float64.
         progress: called as progress(draws done, their total).
@@ -69,7 +73,8 @@ def sliced_distances(
         InputError: a dataset has no labels, dimensions differ, or powers of features overflow.
 
     Warns:
-        DataNotice: there are too few draws for intervals, or few of them carry most of a mean.
+        DataNotice: there are too few draws for confidence intervals, or few draws carry most of a
+            mean over draws.
     """
     given = as_datasets(datasets, at_least=2)
     check_same_space(given)
@@ -141,15 +146,17 @@ class SortedNumbers(NamedTuple):
 
 
 class Projected:
-    """A dataset prepared for draws: rows of positive weight, and their shares of their classes.
+    """A dataset prepared for draws: its rows of positive weight.
+
+    Of each row it holds the share of the mass of its class.
 
     A draw maps row i to
 
         z_i = psi_0 theta.x_i + sum_{k=1..5} psi_k M_k(class of x_i)
         M_k(c) = weighted mean over class c of (theta.x)^l_k / l_k!
 
-    Powers are built up by multiplication, p^l / l! = (p^(l - 1) / (l - 1)!) (p / l), up to the
-    largest order drawn; the classes' means of every order are one matrix product each.
+    Neither p^l nor l! is formed: powers are built up by p^l / l! = (p^(l - 1) / (l - 1)!) (p / l),
+    up to the largest order drawn. The means of all classes of one order are a matrix product.
 
     Args:
         samples: labelled samples, on the device that computes.
@@ -162,11 +169,13 @@ class Projected:
         if samples.labels is None:
             raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
         masses = samples.masses
+        # Rows without mass change no quantile function.
         if samples.weights is not None and not bool((masses > 0).all()):
             samples = samples.take((masses > 0).nonzero().squeeze(1))
             masses = samples.masses
         assert samples.labels is not None
         self.name, self.features, self.labels = samples.name, samples.features, samples.labels
+        # Equal masses need no order, and their steps are the same for every draw.
         self.masses = None if bool((masses == masses[0]).all()) else masses
         one_hot = torch.nn.functional.one_hot(samples.labels, samples.class_total).double()
         weighted = one_hot * masses.unsqueeze(1)
@@ -185,6 +194,7 @@ class Projected:
         projections = self._project(draws.directions)
         moments = self._moments(projections, draws.orders)
         by_class = (draws.weights[:, 1:, None] * moments).sum(1)
+        # In place: arrays (C, n) fill the memory that WORK_BYTES allow.
         projections.mul_(draws.weights[:, :1]).add_(by_class[:, self.labels])
         if not bool(torch.isfinite(projections).all()):
             raise InputError(
@@ -215,12 +225,12 @@ class Projected:
 
 
 class Steps(NamedTuple):
-    """The intervals on which two quantile functions are both constant.
+    """The parts of [0, 1] on which two quantile functions are both constant.
 
     Attributes:
-        rows: (S,) or (C, S) index among the n sorted numbers on each interval.
+        rows: (S,) or (C, S) index among the n sorted numbers on each part.
         columns: index among the m sorted numbers.
-        widths: lengths of the intervals, float64, summing to 1.
+        widths: lengths of the parts, float64, summing to 1.
     """
 
     rows: Tensor
@@ -250,10 +260,13 @@ def squared_distances(x: SortedNumbers, y: SortedNumbers) -> Tensor:
 
 
 def equal_steps(n: int, m: int, device: torch.device) -> Steps:
-    """Return the steps between n and m equal masses; ends i / n, j / m compare as i m, j n."""
+    """Return the steps between n and m equal masses.
+
+    Ends i / n and j / m are compared as the integers i m and j n.
+    """
     each = [torch.arange(1, size + 1, device=device) for size in (n, m)]
     ends = torch.unique(torch.cat((each[0] * m, each[1] * n)))
-    # The step that ends at e is within the first mass whose end is at least e.
+    # The step that ends at e lies in the mass whose end is the first that is at least e.
     rows, columns = (ends + m - 1) // m - 1, (ends + n - 1) // n - 1
     widths = ends.diff(prepend=ends.new_zeros(1)).double() / (n * m)
     return Steps(rows, columns, widths)
@@ -262,7 +275,7 @@ def equal_steps(n: int, m: int, device: torch.device) -> Steps:
 def weighted_steps(a: Tensor, b: Tensor) -> Steps:
     """Return the steps between masses a (C, n) and b (C, m), each in the order of its numbers."""
     ends_a, ends_b = a.cumsum(1), b.cumsum(1)
-    # Both sums are 1 up to rounding; this makes them exact.
+    # Both sums are 1 up to rounding; divided by themselves they end at exactly 1.
     ends_a, ends_b = ends_a / ends_a[:, -1:], ends_b / ends_b[:, -1:]
     ends = torch.cat((ends_a, ends_b), 1).sort(1).values
     widths = ends.diff(dim=1, prepend=ends.new_zeros(len(ends), 1))
@@ -279,8 +292,10 @@ def _masses(numbers: SortedNumbers) -> Tensor:
     return torch.full_like(numbers.values, 1 / numbers.values.shape[1])
 
 
+# Moments of a class in a draw, of orders from the Poisson distributions of rates 1 to 5.
 MOMENTS = 5
 
+# Draws of one random generator.
 DRAWS_PER_CHUNK = 500
 
 # At rate 5, the highest, a larger order has probability 1e-23.
@@ -328,6 +343,7 @@ def draw_chunk(chunk: int, projections: int, dim: int, seed: int) -> Draws:
     directions = _on_sphere(generator, dim)
     weights = _on_sphere(generator, 1 + MOMENTS)
     orders = _positive_poisson(generator)
+    # A whole chunk is drawn and then cut, so that draw k does not depend on `projections`.
     draws = Draws(*(torch.from_numpy(part) for part in (directions, weights, orders)))
     return draws.part(0, draws_in(chunk, projections))
 
@@ -352,6 +368,7 @@ def _positive_poisson(generator: np.random.Generator) -> NDArray[np.int64]:
     orders = np.empty((DRAWS_PER_CHUNK, MOMENTS), dtype=np.int64)
     for place in range(MOMENTS):
         below = poisson.cdf(np.arange(LARGEST_ORDER), place + 1)
+        # Uniform between P(0) and 1, which leaves 0 out.
         level = below[0] + (1 - below[0]) * uniform[:, place]
         # The first order, from 1 on, whose cumulative probability reaches the level.
         orders[:, place] = np.searchsorted(below[1:], level) + 1

@@ -1,5 +1,6 @@
 """`python -m otdd_flash.study` and the console command `otdd-study`: a study from the command line.
 
+pyproject.toml names `script` as the console command; the work of a study is in `commands.study`.
 Imports at the top must stay light, so that help is shown without importing torch.
 """
 
@@ -14,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def job(config: DictConfig) -> int:
-    """Run one job and return its exit code."""
+    """Run one job (a multirun has several) and return its exit code (`commands.exit_codes`)."""
     # Imported here so that help does not wait for torch.
     from otdd_flash.commands.progress import importing
 
+    # Shows what is imported, which takes seconds.
     with importing():
         from otdd_flash.commands.outcome import run_job
         from otdd_flash.commands.study import study
@@ -26,12 +28,15 @@ def job(config: DictConfig) -> int:
 
 
 def main() -> None:
-    """Run the command through Hydra."""
+    """Run the command through Hydra, with the configuration conf/study.yaml."""
     run_hydra(job, "study")
 
 
 def script() -> None:
-    """Run the console command `otdd-study`."""
+    """Run the console command `otdd-study`.
+
+    As with `python -m`, functions that the user names are also looked for in the working directory.
+    """
     run_script(main)
 
 

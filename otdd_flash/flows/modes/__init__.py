@@ -1,8 +1,16 @@
 """The modes of a flow, by name: what moves besides the points.
 
-`features` and `attached` move points alone, and class distances follow (`feature_driven`); `joint`
-and `augmented` also move Gaussians (`jointly_driven`). Run, options, loop and evaluation use the
-modes. A new mode is a class and an entry in `MODES`.
+`features` and `attached` move points alone, and class distances are computed from the moved points
+(`feature_driven`). `joint` and `augmented` also move the Gaussians that stand for the particles'
+classes (`jointly_driven`). Both modules give their equations.
+
+`flows.flow` calls `check_mode`, `flows.run` calls `build_mode` and reads `STREAMING_MODES`;
+`flows.loop` and `flows.evaluation` name `Mode` and `Evaluation` in annotations. A new mode is a
+class, or a function that makes one, and an entry in `MODES`. A change must keep the names, which
+are values of `flow.mode` in users' settings and in saved results. A mode belongs in
+`STREAMING_MODES` only if it uses the target's points in class distances and in passes (which go
+over all pairs of points, block by block) and nowhere else: `flows.run` may leave the target of such
+a mode on the CPU or in its file, and moves that of any other mode to the device.
 """
 
 from __future__ import annotations
@@ -25,7 +33,7 @@ MODES: dict[str, Callable[[FlowSetting, ClassDistances], Mode]] = {
     "augmented": augmented_mode,
 }
 
-# Modes that use the target's points only in passes and in class distances.
+# Modes whose target may stay on the CPU or in its file; see above.
 STREAMING_MODES = ("features", "attached")
 
 
@@ -36,6 +44,11 @@ def check_mode(name: str) -> None:
 
 def build_mode(name: str, setting: FlowSetting, table: ClassDistances) -> Mode:
     """Return the mode of a name, at the start of its flow.
+
+    Args:
+        name: a key of `MODES`.
+        setting: the problem.
+        table: W between the classes of the particles and of the target at the start.
 
     Raises:
         InputError: an unknown mode, or one that does not work with this metric between classes.

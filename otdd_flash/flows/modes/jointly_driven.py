@@ -9,9 +9,12 @@ F^T F in the Bures metric. With `labels.diagonal`, F_k is a vector of standard d
 labels=means there is none.
 
 In mode `joint`, with fixed labels (jd-fl), the particles of a class share their Gaussian. In mode
-`augmented`, with variable labels (jd-vl), each particle has its own Gaussian. The table of modes
-builds both. The stepper changes `variables` in place; labels of mode `augmented` are computed from
-them when they are asked for.
+`augmented`, with variable labels (jd-vl), each particle has its own Gaussian.
+
+`flows.modes` builds both by name; `flows.loop` and `flows.evaluation` use them as a `Mode`. A
+change must respect that `flows.stepping` changes the tensors of `variables` in place: a mode may
+not replace them, and computes what depends on them anew, as mode `augmented` its labels when loop
+and evaluation ask for them.
 """
 
 from __future__ import annotations
@@ -37,12 +40,15 @@ from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.class_blocks import ClassBlocks
 
-# The sum of a hundred such shares of a mass is below the rounding of float64.
+# Of a pair of particles that can carry at most this share of a mass no distance is computed
+# (`_needed`). n such shares are n * 1e-18: the rounding of float64 for a hundred of them, and 1e-12
+# for a million.
 NO_MASS = 1e-18
 
-# Arrays of the factors' size in an evaluation: factors, gradient, stacks, polar factors.
+# For `_check_memory`: arrays of the size of the factors and of W that an evaluation holds, such as
+# factors, gradient, stacks and polar factors.
 COPIES = 6
-# Arrays of roots of covariances (n, d, d) in memory while labels are computed.
+# For `_check_memory`: arrays of roots of covariances (n, d, d) in memory while labels are computed.
 ROOTS = 2
 
 
@@ -60,6 +66,7 @@ class JointlyDrivenMode(Mode):
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
         require_moments(self.name, setting)
         super().__init__(setting, table)
+        # The target's Gaussians do not move.
         self._target = Gaussians.of(setting.target, setting.metric)
         self._start(Gaussians.of(setting.source, setting.metric))
 
@@ -68,7 +75,7 @@ class JointlyDrivenMode(Mode):
         self.variables = classes.variables
 
     def _moving(self) -> dict[str, Tensor]:
-        """Return the variables as leaves for autograd."""
+        """Return the variables as leaves for autograd, in the same memory."""
         return {key: part.detach().requires_grad_() for key, part in self.variables.items()}
 
     def _evaluated(
@@ -79,7 +86,10 @@ class JointlyDrivenMode(Mode):
         masses: Tensor,
         batch: Batch | None,
     ) -> Evaluation:
-        """Evaluate the divergence at W that depends on variables with these `masses`."""
+        """Evaluate the divergence at W = `table`, a function of `moving`.
+
+        Row k of each tensor of `moving` stands for the mass `masses[k]`.
+        """
         solved, by_features, parts = self._solve(particles, table, [*moving.values()], batch)
         velocities = (per_mass(part, masses) for part in parts)
         return Evaluation(solved, by_features, dict(zip(moving, velocities, strict=True)))
@@ -88,6 +98,7 @@ class JointlyDrivenMode(Mode):
 class JointMode(JointlyDrivenMode):
     """Mode `joint`: `means` (V, d) and `spreads` (V, r, d) or (V, d).
 
+    They are of V classes, with factors of r rows or with d standard deviations.
     The Gaussian of a class moves by the mean of its particles' velocities, and A_k is the class
     mass:
 
@@ -100,6 +111,7 @@ class JointMode(JointlyDrivenMode):
         """Evaluate the divergence at the distances of the moving Gaussians."""
         particles, moving = self._setting.at(features), self._moving()
         table = Gaussians.from_variables(moving).table(self._target, self.class_distances.yy)
+        # For the result. Mode `augmented` keeps W of its start: its later tables are of particles.
         self._keep(table)
         return self._evaluated(particles, table, moving, self._class_masses(batch), batch)
 
@@ -154,11 +166,13 @@ class EuclideanAugmentedMode(AugmentedMode):
         vectors = self._vectors(setting.target.features, self._target.take(labels).variables)
         target = LabeledSamples(vectors, None, (), setting.target.weights)
         particles = self._particles(self._vectors(setting.source.features, self.variables))
+        # The vectors contain both weights of the cost.
         cost = GroundCost(1.0, 0.0)
         compute = setting.request.compute
+        # The particles at the start stand for all later ones, which need as much memory.
         request = Request.prepare((particles, target), cost, compute, resident=True)
         self._divergence = TargetDivergence(setting, request)
-        # No labels, no distances.
+        # The vectors are unlabelled: one class on each side, at distance 0.
         self._blocks = ClassBlocks(None, (1, 1), request.device)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
@@ -168,6 +182,7 @@ class EuclideanAugmentedMode(AugmentedMode):
         particles = self._particles(vectors.detach())
         solved, gradient = self._divergence(particles, self._blocks, frozenset({"x"}), batch)
         velocity = self._feature_velocity(gradient["x"], batch)
+        # Row i of the vectors depends on particle i alone, so the factor 1 / a_i passes through.
         by_features, *parts = torch.autograd.grad(vectors, [points, *moving.values()], velocity)
         return Evaluation(solved, by_features, dict(zip(moving, parts, strict=True)))
 
@@ -217,8 +232,11 @@ class FullAugmentedMode(AugmentedMode):
         """Time a chunk of pairs of Gaussians, and scale the time to all pairs."""
         spreads, theirs = self.variables["spreads"], self._target.spreads
         assert theirs is not None
+        # One pair stands for all, as the factors of a side have one shape.
         factors = [spreads[0].detach().requires_grad_(), theirs[0]]
         rows, dim = spreads.shape[1:]
+        # As `labels.gaussian` counts the numbers of a pair: two factors, and three matrices for
+        # their product and its decomposition.
         timed = chunk_size(2 * rows * dim + 3 * rows**2, spreads.device)
         # The first round is a warm-up.
         for pairs in (torch.tensor([[0, 1]]), torch.tensor([[0, 1]]).repeat(timed, 1)):
@@ -226,26 +244,28 @@ class FullAugmentedMode(AugmentedMode):
             float(torch.autograd.grad(fidelities(factors, pairs).sum(), factors[0])[0].sum())
             seconds = time.perf_counter() - started
         needed = self._needed(features, batch)
+        # Pairs of two particles are marked twice.
         count = int(needed.sum()) - int(needed[:, : len(features)].sum()) // 2
         return count * seconds / timed
 
     @torch.no_grad()
     def _needed(self, features: Tensor, batch: Batch | None) -> Tensor:
-        """Return (n, n + L) the pairs of Gaussians, within the batch, that mass may move between.
+        """Return (n, n + L) which pairs of Gaussians, within the batch, mass may move between.
 
-        The self term's plan is symmetric. Its diagonal P_ii = a_i^2 exp(2 f_i / eps) <= a_i bounds
-        f_i, so
+        The self term's optimal plan is symmetric and C_ii = 0, so
+        P_ii = a_i^2 exp(2 f_i / eps) <= a_i limits f_i, and
 
         P_ij = a_i a_j exp((f_i + f_j - C_ij) / eps) <= (a_i a_j)^1/2 exp(-C_ij / eps).
 
-        If a lower bound of C_ij makes that less than `NO_MASS` of a mass, the bound replaces C_ij:
-        no term, bound or gradient changes by more than the rounding of float64.
+        If exp(-C_ij / eps) is at most `NO_MASS` already for a lower bound of C_ij, the lower bound
+        stands for C_ij in `Gaussians.table`, and no matrix of the pair is decomposed.
         """
         setting, points = self._setting, features.double()
         cost = setting.request.cost.squared.lambda_x * torch.cdist(points, points).square()
         gaussians = Gaussians.from_variables(self.variables)
         cost += setting.request.cost.lambda_y * gaussians.lower_bounds()
         near = cost < -math.log(NO_MASS) * setting.epsilon
+        # A particle with itself is no pair. Every Gaussian of the target is compared with each.
         needed = torch.nn.functional.pad(
             near.fill_diagonal_(False), (0, len(self._target)), value=1
         )
@@ -267,6 +287,7 @@ def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
     """Raise unless full covariances of all particles fit into memory."""
     assert classes.spreads is not None
     count = len(setting.source)
+    # Factors of V classes, of r rows each.
     rows, dim = classes.spreads.shape[1:]
     factors, roots = count * rows * dim, count * dim**2
     table = (count + setting.target.class_total) ** 2

@@ -1,6 +1,8 @@
-"""The two heat maps between classes: class distances, and the mass moved between classes.
+"""Heat maps between classes: of class distances, for two or K datasets, and of mass moved.
 
-The reports of distances and of pairwise distances call it; `heat_maps` draws.
+`report.distance` calls `draw_class_distances` and `draw_class_coupling`, `report.pairwise` calls
+`draw_joint_class_distances`; `figures.heat_maps` draws the cells. A change must reorder matrix and
+names alike, and each dataset by itself, as a bracket stands over consecutive rows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def draw_class_distances(
     *,
     orders: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Draw the full matrix of class distances: within each dataset and between both.
+    """Draw class distances within each of two datasets and between them.
 
     Args:
         full: (Vx + Vy, Vx + Vy) squared 2-Wasserstein distances, source classes first.
@@ -50,7 +52,15 @@ def draw_joint_class_distances(
     *,
     orders: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Draw the class distances of K datasets; arguments are those of `draw_class_distances`."""
+    """Draw class distances within each of K datasets and between them.
+
+    Args:
+        full: (V, V) squared 2-Wasserstein distances, dataset after dataset.
+        names: the class names of each dataset.
+        datasets: the names of the datasets.
+        path: the PNG file.
+        orders: the order in which to show the classes of each dataset; None keeps the dataset's.
+    """
     title = f"Distances between the classes of {len(datasets)} datasets"
     _draw_table(full, names, datasets, path, title=title, orders=orders)
 
@@ -68,6 +78,7 @@ def _draw_table(
     shown = [name for classes in names for name in classes]
     if orders is not None:
         starts = accumulate((len(classes) for classes in names), initial=0)
+        # `starts` has one entry more, the end.
         places = [
             start + index for start, order in zip(starts, orders, strict=False) for index in order
         ]
@@ -117,5 +128,6 @@ def draw_class_coupling(
         row_colors=[SOURCE_COLOR],
         column_colors=[TARGET_COLOR],
         decimals=1,
+        # Cells that round to 0 stay empty.
         zero="",
     )

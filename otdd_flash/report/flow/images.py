@@ -1,6 +1,8 @@
 """images.png: particles that are images at several steps, and the nearest target images.
 
-The report of a flow and `FlowResult.plot` call it through `writing`, if the particles are images.
+`report.flow.writing` calls `draw_images` if it is given an image shape: for the report of the flow
+command, with a path, and for `FlowResult.plot`, without. A change must return the figure in either
+case, and leave writing to `save_picture`.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Images = NDArray[np.uint8]
+# Only the picture depends on these numbers: particles, steps and nearest images that it shows, then
+# sizes in inches, characters and points.
 MOST_ROWS, MOST_STEPS, NEIGHBOURS = 12, 8, 2
-# Inches.
 CELL, GAP, BREAK, MARGIN, TOP, BOTTOM = 0.78, 0.05, 0.3, 0.1, 0.72, 0.1
 LONGEST_NAME = 16
 TITLE_POINTS, LABEL_POINTS = 12.0, 9.0
@@ -51,8 +54,9 @@ def draw_images(
 ) -> Figure:
     """Draw particles in rows, evenly over classes, and steps in columns; then their nearest images.
 
-    The last columns are the target's images that are nearest, by features, to the particle's last
-    position, with the class of the nearest. They are left out if the target has another dimension.
+    The last columns are the two images of the target whose features are nearest to the particle's
+    last position; beside them stands the class of the nearest one. They are left out if the
+    target's features have another dimension than the particles.
 
     Args:
         source: the particles before the first step; their class names are written beside the rows.
@@ -69,6 +73,7 @@ def draw_images(
     moments = evenly(len(trajectory.steps), MOST_STEPS).tolist()
     along = [eight_bit_images(trajectory.points[k, chosen], image_shape) for k in moments]
     found = _nearest(trajectory.points[-1, chosen], target)
+    # One column of the picture after the other.
     like = [eight_bit_images(target.features[rows], image_shape) for rows in found.T]
     names = _class_names(source, trajectory.rows[chosen.to(trajectory.rows.device)])
     resembled = _class_names(target, found[:, 0]) if like else []
@@ -96,7 +101,8 @@ def _class_names(samples: LabeledSamples, rows: Tensor) -> list[str]:
 
 
 def _room(names: Sequence[str]) -> float:
-    """Return the inches that names beside the images need."""
+    """Return the width in inches that names beside the images need."""
+    # A figure is made only to measure them.
     page = new_figure()
     return 2 * MARGIN + max((measure(page, name, LABEL_POINTS)[0] for name in names), default=0.0)
 
@@ -130,6 +136,7 @@ class _ImagePage:
         self.axes.set_axis_off()
 
     def _left(self, column: int) -> float:
+        # The gap BREAK comes before the first nearest image.
         return self.left + column * (CELL + GAP) + BREAK * (column >= self.steps)
 
     def _top(self, row: int) -> float:

@@ -1,8 +1,9 @@
 """The report of one flow: all its files in one directory, and the table that the command prints.
 
 The files are the adapted dataset (adapted.npz and a Hugging Face dataset), metrics.csv,
-trajectory.npz and pictures. `FlowResult` and the flow command call it. The data are written before
-the pictures. `flow_table` reads result.json, so it must accept the fields of that file.
+trajectory.npz and pictures. `commands.adapt` calls `flow_table` and `write_flow_report`, and
+`FlowResult.plot` calls `plot_flow`. A change must respect that the data are written before the
+pictures, and that `flow_table` takes the fields of result.json, which `FlowResult.to_dict` makes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+# `takes` checks arguments by their annotations.
 @takes()
 def write_flow_report(
     result: FlowResult,
@@ -51,7 +53,7 @@ def write_flow_report(
     seed: int = 0,
     content: str = "full",
 ) -> Report:
-    """Write the adapted dataset, the records of all steps, and pictures.
+    """Write the adapted dataset, the records of all evaluations, and pictures.
 
     These are adapted.npz and the folder adapted (a Hugging Face dataset), metrics.csv,
     trajectory.npz (`rows`, `steps`, `points` in float32 and, for labelled particles, `labels`, as
@@ -62,8 +64,9 @@ def write_flow_report(
         directory: created if it does not exist.
         image_shape: (c, h, w) of the particles, if they are images with pixel values in [0, 1],
             channel after channel.
-        seed: of the rows that paths.png draws.
-        content: `full`; `table` and `none` draw no pictures.
+        seed: of the draw of the rows that paths.png shows.
+        content: `full` draws pictures. `table` and `none` draw none; they differ only in what the
+            command prints.
 
     Returns:
         The files written, the data first, and the files that could not be written.
@@ -74,6 +77,7 @@ def write_flow_report(
     Warns:
         MissingFileNotice: a file could not be written; the others are written.
     """
+    # The command line calls this setting `report`.
     choose("report", content, CONTENTS)
     directory, samples = Path(directory), result.samples
     if image_shape is not None:
@@ -202,8 +206,9 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _seen_by_steps(summary: Mapping[str, Any]) -> str:
-    """Return what steps used instead of all points, or "" if they used all points unchanged."""
+    """Return which points steps used, or "" if all steps used all points unchanged."""
     sizes = [record["estimated_on"] for record in summary["history"] if record.get("estimated_on")]
+    # Steps that used all points unchanged have no such number.
     if not sizes:
         return ""
     noise = summary["settings"]["flow.noise"]

@@ -1,9 +1,15 @@
 """Measures of a study on trained sources: h_score, knn, leep and logme.
 
-Each is a score of a trained source's features or outputs on the target's training rows; the larger,
-the better. `Score` is the unit of one source and target: it evaluates every repetition of the
-source's network on that repetition's target rows. The registry of measures imports them. One thread
-computes a score, so that it is the same to the last bit on one machine.
+Each is a score of a trained source's features or outputs on the target's training rows; the
+larger, the better. `Score` is a unit of work of a study (`study.units.Unit`) for one source and one
+target: it evaluates every repetition of the source's network on that repetition's target rows.
+`study.measures` lists the measures in its registry `MEASURES`; the study reaches them only through
+`Measure` and `Unit`.
+
+A change must respect that one thread computes a score, so that it is the same to the last bit on
+one machine, and that `name` stays: it is part of stored keys and of users' settings
+`measures=NAME`. A formula that changes needs a new version of this package, which is in the keys of
+the networks.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from otdd_flash.study.units import Bench, Content, Unit
 class NetworkMeasure(Measure):
     """A score of all repetitions of a source's network, each on its own target rows."""
 
+    # The sign of an improvement, and the size to which rounding is relative; see `Measure`.
     nearer = 1
     unit = 1.0
     needs_transfer = True
@@ -45,6 +52,7 @@ class NetworkMeasure(Measure):
     def units(self, setup: Setup) -> list[Unit]:
         return [Score(setup, self, i, j) for i, j in setup.transferred()]
 
+    # `transferred` gives the ordered pairs of tasks without shared rows.
     def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
         for pair in setup.transferred():
             found = bench.known(Score(setup, self, *pair))
@@ -63,7 +71,10 @@ class Score(Unit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """Return what the score depends on except the networks, which are among `needs`."""
+        """Return what the score depends on except the networks.
+
+        These are among `needs`, and their keys hold the versions of packages.
+        """
         target = self.setup.tasks[self.j].train
         return {
             "measure": self.measure.name,
@@ -86,6 +97,7 @@ class Score(Unit):
         for source in self._sources():
             rows = target_rows(self.setup, self.j, source.repetition)
             network = source.network(bench)
+            # Networks have float32 weights.
             features = body_features(network.body, rows.features.float())
             assert rows.labels is not None
             with torch.no_grad():
@@ -96,6 +108,7 @@ class Score(Unit):
         facts: dict[str, Any] = {"value": float(scores.mean()), "deviation": deviation}
         count = self.setup.settings.subsample
         if count is not None:
+            # The target stands on both sides, as only its rows are drawn.
             (size, _) = subsample_sizes(drawn[0], drawn[0], None)
             generator = np.random.default_rng(self.setup.settings.seed)
             values = [
@@ -107,6 +120,7 @@ class Score(Unit):
                 )
                 for _ in range(count)
             ]
+            # The interval for the score of all rows: the deviation over subsamples, scaled.
             rate = sampling_rate(size / len(drawn[0]))
             ends = deviation_interval(facts["value"], np.array(values), rate)
             facts |= dict(zip(("sample_lower", "sample_upper"), map(float, ends), strict=True))
@@ -135,12 +149,13 @@ def h_score(features: Tensor, labels: Tensor) -> float:
         H = tr(cov(F)^+ cov(E[F | class]))
 
     (Bao et al. 2019, An information-theoretic approach to transferability in task transfer
-    learning). With centred features U S V^T and Q (n, V) the orthonormal basis of functions of the
-    class, it is |U^T Q|^2, which needs no inverse; columns of U with singular value 0 are left out.
+    learning). With centred features U S W^T and Q an orthonormal basis (n, number of classes
+    present) of functions of the class, it is the squared Frobenius norm of U^T Q, which needs no
+    inverse; columns of U with singular value 0 are left out.
     """
     centred = features.double() - features.double().mean(0)
     left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
-    # Smaller singular values are rounding errors of the decomposition.
+    # Singular values up to this are rounding errors of the decomposition, as in `matrix_rank`.
     least = max(centred.shape) * torch.finfo(torch.float64).eps * singular.max()
     left = left[:, singular > least]
     present = torch.unique(labels)
@@ -175,12 +190,14 @@ def knn_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHBOURS) -> float
     """
     n = len(features)
     points = features.double()
+    # Not by a matrix product, whose cancellation would order near rows by rounding.
     distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
     distances.fill_diagonal_(torch.inf)
     # A stable sort: rows at one distance keep their order.
     order = torch.sort(distances, dim=1, stable=True).indices
     nearest = labels[order[:, : min(k, n - 1)]]
     votes = torch.nn.functional.one_hot(nearest, int(labels.max()) + 1)
+    # (n, k): the votes for the class of each neighbour.
     counts = votes.sum(1).gather(1, nearest)
     # The first of the highest counts, in the order of distance.
     winner = nearest.gather(1, counts.argmax(1, keepdim=True)).squeeze(1)
@@ -200,7 +217,8 @@ class Leep(NetworkMeasure):
 def leep(probabilities: Tensor, labels: Tensor) -> float:
     """Return LEEP of probabilities (n, Z), whose rows sum to 1, for labels (n,).
 
-    It is the likelihood of the target's classes given the source classes that the network predicts,
+    It is the mean log-likelihood of the target's classes, given the source classes that the network
+    predicts,
 
         LEEP = mean_i log sum_z P(y_i | z) theta_z(x_i),    P(y, z) = mean_i [y_i = y] theta_z(x_i)
 
@@ -216,7 +234,8 @@ def leep(probabilities: Tensor, labels: Tensor) -> float:
     return float(expected.gather(1, labels.unsqueeze(1)).log().mean())
 
 
-# The range of t in units of the largest s^2; if y is in the span of F, the best t would be 0.
+# The grid of log t in units of the largest s^2, with t = alpha / beta of `_best_evidence`. It ends,
+# because the best t of a y in the span of F would be 0.
 LOG_LOWEST, LOG_HIGHEST, GRID = math.log(1e-12), math.log(1e8), 120
 
 
@@ -268,6 +287,7 @@ def _best_evidence(
     from scipy.optimize import minimize_scalar
 
     scale = float(squares.max(initial=0.0))
+    # All features are 0.
     if scale == 0:
         scale = 1.0
 
@@ -284,4 +304,5 @@ def _best_evidence(
     best = int(np.argmin(values))
     bracket = grid[max(best - 1, 0)], grid[min(best + 1, GRID - 1)]
     refined = minimize_scalar(negative, bounds=bracket, method="bounded", options={"xatol": 1e-9})
+    # The search inside the cell may end above its grid point.
     return -min(float(refined.fun), values[best])

@@ -1,9 +1,15 @@
 """The settings of transfer runs, and the networks: a body that gives features, and a linear head.
 
-`Transfer` says how networks are trained and is part of unit keys (`to_dict`). `build_body` and
-`build_head` make a network whose weights depend only on a seed. `Study` and the study command use
-the settings, and training uses both. Networks are built on the CPU; a user's function can replace
-the built-in bodies.
+`Transfer` says how networks are trained. `build_body` and `build_head` make a network whose weights
+depend only on a seed; a user's function can replace the built-in bodies. `study.study`,
+`study.setup` and `commands.study` use the settings, `study.transfer.training` uses settings and
+networks.
+
+`Transfer.to_dict` is part of the keys of `TrainedSource` and `TargetRun`, the stored units of
+training: if a field is added, renamed or gets another default, finished units are computed again.
+Of the built-in networks only the version of this package is in the keys, so a change of them needs
+a new version. Networks are built on the CPU, where `training` trains them on one thread, so that a
+run is the same to the last bit on one machine.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from otdd_flash.samples import LabeledSamples
 
 PROTOCOLS = ("finetune", "head")
 
+# Rows of the target per class, if their number is not given.
 PER_CLASS = 10
 
 
@@ -40,8 +47,8 @@ PER_CLASS = 10
 class Transfer:
     """Settings of transfer runs: a source's network is trained further on a few rows of the target.
 
-    The baseline is trained on the same rows of the target alone: all layers, from the weights that
-    the source began with, in the same order and for as many steps.
+    The baseline is trained on the same rows of the target alone: all layers under either protocol,
+    from the weights that the source's network began with, in the same order and for as many steps.
 
     Args:
         protocol: `finetune` trains all layers on the target, `head` only the last layer.
@@ -50,10 +57,11 @@ class Transfer:
         seeds: repetitions, each with its own weights, rows and orders.
         source_epochs: passes over the source.
         target_epochs: passes over the target's rows.
-        min_target_steps: passes are added until there are at least this many steps.
+        min_target_steps: passes over the target's rows are added until there are at least this many
+            steps; 0 adds none.
         batch_size: rows of a step, on the source and on the target.
-        learning_rate: of Adam.
-        weight_decay: of Adam, as a squared norm in the loss.
+        learning_rate: that of Adam.
+        weight_decay: that of `torch.optim.Adam`, which adds it times the weights to the gradient.
         network: a function, or where to import it from, "package.module:function". It
             takes (dim, image_shape) and returns a module from features (n, dim) to the input of the
             linear head. None: LeNet-5 for images, otherwise one hidden layer of 256.
@@ -115,6 +123,8 @@ class Transfer:
         """Return the entry of study.json; a user's function becomes its name and code hash."""
         network: str | None = None
         if (builder := self.builder()) is not None:
+            # The names that it uses and the functions that it calls are not in the hash. An object
+            # that can be called has no code: only its class's name counts.
             code = getattr(builder, "__code__", None)
             content = b"" if code is None else code.co_code + repr(code.co_consts).encode()
             name = getattr(builder, "__qualname__", type(builder).__name__)
@@ -125,12 +135,13 @@ class Transfer:
         return {**plain, "network": network, "image_shape": shape}
 
 
+# Units of the hidden layer for features that are no images.
 HIDDEN = 256
 
 # LeNet-5: LeCun et al. 1998, Gradient-based learning applied to document recognition.
 KERNEL, CHANNELS, WIDTHS = 5, (6, 16), (120, 84)
 
-# The smallest images that are not empty after two poolings.
+# The smallest side of which two poolings by 2 leave a pixel.
 SMALLEST_SIDE = 4
 
 
@@ -168,6 +179,7 @@ def build_head(body: nn.Module, dim: int, classes: int, seed: int) -> nn.Linear:
     Raises:
         InputError: the body does not return a matrix of features.
     """
+    # The body is left in evaluation mode; `training.train` sets the mode that it needs.
     with torch.no_grad():
         features = body.eval()(torch.zeros(2, dim))
     if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != 2:
@@ -192,7 +204,7 @@ def _lenet(shape: tuple[int, ...], dim: int) -> nn.Sequential:
             f"{SMALLEST_SIDE}; set transfer.image_shape=null or transfer.network=module:function"
         )
     sides = [height // 2, width // 2]
-    # Small images are padded, because the second kernel would not fit twice into the pooled image.
+    # Unpadded, the second convolution and pooling would leave nothing of a side below KERNEL + 1.
     padding = KERNEL // 2 if min(sides) < KERNEL + 1 else 0
     sides = [(side + 2 * padding - KERNEL + 1) // 2 for side in sides]
     first, second = CHANNELS
