@@ -13,7 +13,6 @@ class distances are measured, which may take long.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import replace
@@ -47,8 +46,6 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 from otdd_flash.solver.term.result import Progress
-
-logger = logging.getLogger(__name__)
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,

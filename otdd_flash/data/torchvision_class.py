@@ -89,9 +89,9 @@ def read_class(
     fixed = dict(arguments or {})
     accepted = _accepted(kind)
     choices: list[dict[str, Any]]
-    if "train" in accepted:
+    if "train" in accepted and "train" not in fixed:
         choices = [{"train": part == "train"} for part in request.parts()]
-    elif "split" in accepted and "split" not in fixed:
+    elif "split" in accepted and not fixed.keys() & {"train", "split"}:
         splits = ("train", "test") if request.split == "all" else (request.split,)
         choices = [{"split": split} for split in splits]
     else:
@@ -154,7 +154,9 @@ def _refuse_repeated(opened: Any) -> None:
     places: set[tuple[str, str]] = set()
     for path, _ in opened.samples:
         folder, name = os.path.split(path)
-        place = real.setdefault(folder, os.path.realpath(folder)), name
+        if folder not in real:
+            real[folder] = os.path.realpath(folder)
+        place = real[folder], name
         if place in places:
             raise InputError(
                 f"torchvision.datasets.{type(opened).__name__} reaches {os.path.join(*place)} more "

@@ -123,7 +123,7 @@ def _state(module: nn.Module) -> Any:
         return "compiled", original
     state = {
         # Hooks without their keys, which are numbers that this process counts.
-        name: list(value.values() if name.endswith("_hooks") else value.items())
+        name: list(value.values() if "_hooks" in name else value.items())
         if isinstance(value, dict)
         else value
         for name, value in vars(module).items()

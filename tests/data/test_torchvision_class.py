@@ -34,6 +34,9 @@ def test_a_class_that_takes_train(tmp_path):
     assert test.labels.tolist() == [1, 1, 0]
     everything = load("torchvision", root=tmp_path, dataset="KMNIST", split="all")
     assert everything.inputs[:, 0, 0].tolist() == [10] * 10 + [3] * 3
+    # What `arguments` chooses is one part, and is read once.
+    chosen = {"dataset": "KMNIST", "split": "all", "arguments": {"train": True}}
+    assert len(load("torchvision", root=tmp_path, **chosen)) == 10
     assert everything.inputs.dtype == np.uint8
 
 

@@ -280,6 +280,10 @@ def own_network(dim, shape):
     return torch.nn.Linear(dim, 5)
 
 
+def linear_to(width):
+    return lambda dim, shape: torch.nn.Linear(dim, width)
+
+
 @pytest.mark.slow
 def test_a_network_of_ones_own(tmp_path):
     runs = {"seeds": 1, "target_samples": 6, "source_epochs": 1, "min_target_steps": 2}
@@ -290,6 +294,9 @@ def test_a_network_of_ones_own(tmp_path):
     # By its path it is the same.
     by_path = otdd.Transfer(**runs, network=f"{__name__}:own_network").to_dict()
     assert by_path == transfer.to_dict()
+    # Functions of one name and code differ by what they hold.
+    held = [otdd.Transfer(network=linear_to(width)).to_dict()["network"] for width in (3, 4, 4)]
+    assert held[0] != held[1] == held[2]
     bad, none = otdd.Transfer(network="math:no"), otdd.Transfer(network=lambda dim, shape: 3)
     for message, call in (
         (r"transfer\.network=math:no", lambda: small_study(transfer=bad).run("nowhere")),

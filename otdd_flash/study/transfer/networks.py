@@ -14,7 +14,6 @@ run is the same to the last bit on one machine.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ from otdd_flash.arguments import (
 from otdd_flash.checks import optional, sequence
 from otdd_flash.errors import InputError, choose
 from otdd_flash.extractors.checkpoint import seeded_weights
+from otdd_flash.extractors.content_digest import Unidentified, content_digest
 from otdd_flash.importing import import_callable, user_code
 from otdd_flash.samples import LabeledSamples
 
@@ -120,19 +120,30 @@ class Transfer:
         return self.network
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry of study.json; a user's function becomes its name and code hash."""
+        """Return the entry of study.json; a user's function becomes its name and digest."""
         network: str | None = None
         if (builder := self.builder()) is not None:
-            # The names that it uses and the functions that it calls are not in the hash. An object
-            # that can be called has no code: only its class's name counts.
-            code = getattr(builder, "__code__", None)
-            content = b"" if code is None else code.co_code + repr(code.co_consts).encode()
             name = getattr(builder, "__qualname__", type(builder).__name__)
             where = getattr(builder, "__module__", "")
-            network = f"{where}.{name} {hashlib.sha256(content).hexdigest()[:16]}"
+            network = f"{where}.{name} {_digest(builder)[:16]}"
         shape = None if self.image_shape is None else list(self.image_shape)
         plain = {key: value for key, value in vars(self).items() if key != "network"}
         return {**plain, "network": network, "image_shape": shape}
+
+
+def _digest(builder: Callable[..., nn.Module]) -> str:
+    """Return a digest of a function's code and of the user's objects that it reads.
+
+    Raises:
+        InputError: an object among them has no content to digest.
+    """
+    try:
+        return content_digest(builder)
+    except Unidentified as error:
+        raise InputError(
+            f"transfer.network holds what has no content to tell it by ({error}), and a study "
+            "could not know whether it changed; name a function of a module"
+        ) from error
 
 
 # Units of the hidden layer for features that are no images.
