@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 
-# A defect of this package or of user code, with its traceback.
+# A defect, which is printed with its traceback.
 DEFECT = 1
 BAD_INPUT = 2
 # `solver.require_convergence` was set and not met.
