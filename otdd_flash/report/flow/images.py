@@ -1,6 +1,7 @@
 """images.png: particles that are images at several steps, and the nearest target images.
 
-The report of a flow and `FlowResult.plot` call it through `writing`, if the particles are images.
+`report.flow.writing` calls `draw_images` if the particles are images, for the report of a flow and
+for `FlowResult.plot`.
 """
 
 from __future__ import annotations
