@@ -6,7 +6,7 @@ after Nguyen et al. 2025, "Lightspeed geometric dataset distance via sliced opti
 draw maps every sample to a number; every dataset is projected and sorted once per draw
 (`Projected`), and a pair then costs a subtraction (`squared_distances`).
 
-`sliced_distances` is public; the study's `measures.distances` calls `prepare`, `draw_chunk` and
+`sliced_distances` is public; `study.measures.distances` calls `prepare`, `draw_chunk` and
 `chunk_distances` to measure chunk by chunk. Everything is float64. A change must keep draw k of a
 seed the same however many draws there are and whatever chunk is computed without the others: a
 study resumes by chunks.
