@@ -17,8 +17,8 @@ Users may change tensors in place, and datasets may fill the memory, so nothing 
 `samples` uses `fingerprint`; `otdd`, `result`, `flows.run` and `flows.result` use `Unchanged`;
 `solver.problem`, `solver.solved_gradient`, `operators.remembered`, `operators.sharing`,
 `distributed.copies` and `distributed.ranks` use marks; `extractors.feature_store` uses
-`digest_of_rows`. A change of what is digested must raise VERSION, because results, studies
-(`study.setup`) and checkpoints (`flows.checkpoint`) hold fingerprints and compare them.
+`digest_of_rows`. A change of what is digested must raise VERSION, because saved results hold
+fingerprints, and studies (`study.setup`) and checkpoints (`flows.checkpoint`) compare them.
 """
 
 from __future__ import annotations

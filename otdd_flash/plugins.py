@@ -8,8 +8,7 @@ for its messages. Calls of foreign code are inside `blamed_on`, so that errors n
 The groups `otdd_flash.KIND` are written in the metadata of other packages, so they must stay.
 Nothing of another package may be imported before one of its names is used, because an import runs
 its code: until then its metadata list its names, and its folder of configurations is found without
-an import.
-The working directory of a command is not searched; see `otdd_flash/__init__.py`.
+an import. The working directory of a command is not searched; see `otdd_flash/__init__.py`.
 """
 
 from __future__ import annotations
