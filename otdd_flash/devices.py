@@ -4,8 +4,7 @@
 `study.study`, `extractors.embedding`, `commands.sides` and others call it. `moved` and `sent`
 transfer tensors (`samples`, `labels.many`, `engine.quasi_newton_kernels`); `check_triton` and
 `is_amd` tell `operators.build` and `labels.sinkhorn_pairs` whether Triton kernels may run. No
-computation is moved to another device silently, because users choose a device for its memory and
-for its rounding.
+computation is moved to another device silently, because its speed, memory and rounding differ.
 """
 
 from __future__ import annotations

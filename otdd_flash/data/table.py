@@ -362,6 +362,7 @@ def _find_inputs(kinds: Mapping[str, Kind], where: str) -> list[str]:
     if len(by_kind["image"]) == 1:
         return by_kind["image"]
     readings = [columns for columns in by_kind.values() if columns]
+    # Several columns are one input only if they are numbers.
     if len(readings) == 1 and (by_kind["number"] or len(readings[0]) == 1):
         return readings[0]
     raise InputError(

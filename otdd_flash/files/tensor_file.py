@@ -10,8 +10,9 @@ handle npz files: tables of class distances (`labels.table`, `labels.many`) and 
 
 A change must keep three things. Files appear whole or not at all (`files.atomic`). Their format is
 numbered (`files.written_by`), so that a later one is refused instead of misread. `content_hash` is
-part of cache keys and fingerprints, so its value for given tensors may not change: cached numbers
-would be lost, and checkpoints of flows refused.
+part of cache keys (`extractors.content_digest`, `extractors.network`, `labels.classes`) and of the
+settings in checkpoints (`flows.divergence`, `flows.flow`), so its value for given tensors may not
+change: cached numbers would be lost, and checkpoints refused.
 """
 
 from __future__ import annotations

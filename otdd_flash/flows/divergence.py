@@ -8,8 +8,9 @@ a smooth path they change by nearly the same amount at each step, and the error 
 second order in the step.
 
 `flows.run` makes the setting; `flows.loop` and `flows.evaluation` use it, and the modules of
-`flows.modes` solve through `TargetDivergence`. `FlowSetting.settings` is stored in checkpoints and
-compared when a flow is resumed, so its keys are part of their format.
+`flows.modes` solve through `TargetDivergence`; `flows.stepping` takes the rows of a `Batch`.
+`FlowSetting.settings` is stored in checkpoints and compared when a flow is resumed, so its keys are
+part of their format.
 """
 
 from __future__ import annotations

@@ -122,6 +122,7 @@ class VelocityField:
         ).to(device)
         sides = points, self.particles.to(device), self.target.to(device)
         pairs = OWN, THEIRS
+        # `resident`: all points are on the device and none are streamed.
         request = Request.prepare(sides, self.cost, self.compute, pairs=pairs, resident=True)
         points, particles, target = request.seen
         # An origin near both clouds: their difference then loses no digits far from 0.
