@@ -3,9 +3,8 @@
 Everything a user can get wrong ends in an `InputError`, raised once, at the boundary, with the
 offending value and the way out. The commands print it without a traceback and exit with code 2. Any
 other exception, but those defined here, is a defect of this package. Messages are made safe to
-print when the exception is created (`shown`), because they quote what others wrote. Nearly every
-module imports this one, so it imports nothing but `shown`: more could close a circle of imports.
-Users catch the classes by name, and `commands.outcome` gives each its exit code.
+print when the exception is created (`shown`). Nearly every module imports this one, so it imports
+nothing but `shown`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """`LabeledSamples`: a weighted, labelled point cloud, the input of every transport problem.
 
-Nearly every package imports the class; `data.given` and `extractors.embedding` make samples of the
-user's objects, and `flows.divergence` derives moved copies of them. This module also holds the
-checks of their parts (`check_squares`, `check_masses`) and the comparison of content
-(`same_content`). `displaced` makes derived copies without checks.
+Nearly every package imports it; `data.given` and `extractors.embedding` make samples of the user's
+objects. This module also holds the checks of their parts (`check_squares`, `check_masses`) and the
+comparison of content (`same_content`). `displaced` makes derived copies without checks.
 
-A change must respect that samples are valid by construction, because later modules rely on it; that
-numbers are never rounded silently; and that features stay where they are, since a copy may not fit
-into memory: in a file (`features.file_features`), in shared memory, on a GPU. Shared memory may be
-changed in place by the user; fingerprints are kept only while its mark is unchanged. Weights that
-already sum to 1 keep their bits, so that copies have equal fingerprints.
+A change must respect that samples are valid by construction, that numbers are never rounded
+silently, and that features stay where they are: in a file (`features.file_features`), in shared
+memory, on a GPU. Shared memory may be changed in place by the user; fingerprints are kept only
+while its mark is unchanged. Weights that already sum to 1 keep their bits, so that copies have
+equal fingerprints.
 """
 
 from __future__ import annotations

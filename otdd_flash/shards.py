@@ -1,9 +1,9 @@
 """Entry points on several processes, each of which holds a shard of every dataset.
 
 `takes_shards` decorates `otdd.dataset_distance`. The shards are joined in the order of the ranks,
-and rank 0 leads the computation, so that the result is that of one process with all rows. All ranks
-must run the same collectives, also if one of them has bad input, because a rank that waits in
-another collective waits for ever: checks run inside `Ranks.together` (`distributed.ranks`).
+and rank 0 leads the computation, so that the result is that of one process with all rows. A change
+must respect that all ranks run the same collectives, also if one of them has bad input: checks run
+inside `ranks.together`.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ a notice reports. Colour profiles are not applied. An array has the shape (h, w)
 uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
 shape (h, w) or (c, h, w), as torchvision makes them.
 
-`data.given`, `data.hugging_face`, `data.image_folder` and `data.torchvision_class` call it, and of
-the extractors `extractors.embedding`, `extractors.network`, `extractors.pixel_values` and
-`extractors.vision_models`. A change of what an image decodes to must raise DECODING, which is part
-of the keys of cached features: features of the old images would be used otherwise.
+`data.given`, `data.hugging_face`, `data.image_folder`, `data.torchvision_class` and the extractors
+call it. A change of what an image decodes to must raise DECODING, which is part of the keys of
+cached features.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ one digest must compute the same. It covers:
     anything else                         its state, as pickle takes it
 
 An object without such a state (an open file, a lock, compiled code) has no digest. The digest must
-be the same in every process, and a change of it makes cached features unknown, because they are
-stored under it.
+be the same in every process.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """`Extractor`, the protocol of feature extractors, and `Network`, the one around a torch module.
 
-An extractor maps a batch of raw inputs to a feature matrix. `extractors.vision_models`,
-`extractors.sentence_embedding` and `extractors.module_features` derive from `Network`;
-`extractors.embedding` and `extractors.differentiable` apply it; `extractors.registry` and
-`commands.sides` name `Extractor` in annotations.
+An extractor maps a batch of raw inputs to a feature matrix. All modules of `extractors` build on
+these classes; `commands.sides` names `Extractor` in annotations.
 
-A change must respect that `key` identifies the features (equal keys, equal features), because
-features are cached by it; that a network is left in its previous mode and on its previous device,
-because it may be the user's; that worker processes receive picklable preparations; and that no
-global random generator is advanced, so that the user's own draws stay the same.
+A change must respect that `key` identifies the features (equal keys, equal features), that a
+network is left in its previous mode and on its previous device, that worker processes receive
+picklable preparations, and that no global random generator is advanced.
 """
 
 from __future__ import annotations

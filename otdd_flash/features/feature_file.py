@@ -3,9 +3,8 @@
 `matrix_of` locates a matrix in a .npy or .safetensors file, or a column of Arrow files
 (`features.arrow_column`), as a `Matrix` of `Piece`s: rows that are contiguous in a file.
 `FeatureFile` reads them: long passes read blocks of rows (`read`), a few rows in any order come
-from memory-mapped files (`take`). `features.file_features` wraps it in a tensor,
-`operators.sharing` sends it to other ranks, and `features.arrow_column` makes a `Matrix` of Arrow
-files.
+from memory-mapped files (`take`). `features.file_features` wraps it in a tensor, and
+`operators.sharing` sends it to other ranks.
 
 A change must never return rows of another file: a file that is truncated, or that changes while it
 is open, raises an `InputError`. The stamps of all files are checked after every read.

@@ -4,13 +4,11 @@
 Arrow files. A matrix in one piece is memory-mapped, so that any operation reads what it touches
 (`FileFeatures`). A column in record batches has no address (`ScatteredFeatures`): indexed rows and
 the largest entry are read block by block, and any other operation reads all of it. `samples`,
-`fingerprint`, `flows.run`, `solver.tensor_problem` and five modules of `operators` (`build`,
-`float64_rows`, `host_points`, `request`, `sharing`) recognise such tensors;
-`extractors.feature_store` opens them.
+`fingerprint`, `operators`, `solver.tensor_problem`, `flows.run` and `extractors.feature_store`
+recognise or open such tensors.
 
 A change must respect that nothing written to such a tensor reaches its files, from which long
-passes read: in-place changes are refused. Pickling sends the names of files, not their content,
-because other ranks read the files themselves.
+passes read: in-place changes are refused. Pickling sends the names of files, not their content.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The report of distances between several datasets: a table to print, csv files and pictures.
 
-Users call `write_pairwise_report`. `PairwiseResult.plot` (`pairwise_result`) and
-`SlicedResult.plot` (`sliced.result`) draw by it, and `report.study.pictures` shares `rows_text` and
-`bounds_text`. `order` changes only the pictures, never the rows of csv files, because scripts read
-these in the order of the datasets.
+Users call `write_pairwise_report`. `PairwiseResult.plot` and `SlicedResult.plot` draw by it, and
+the pictures of a study share `rows_text` and `bounds_text`. `order` changes only the pictures,
+never the rows of csv files.
 """
 
 from __future__ import annotations

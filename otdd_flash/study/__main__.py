@@ -1,7 +1,6 @@
 """`python -m otdd_flash.study` and the console command `otdd-study`: a study from the command line.
 
-`commands.start` runs it and `commands.study` does the work. Imports at the top must stay light, so
-that help is shown without importing torch.
+Imports at the top must stay light, so that help is shown without importing torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The modes of a flow, by name: what moves besides the points.
 
 `features` and `attached` move points alone, and class distances follow (`feature_driven`); `joint`
-and `augmented` also move Gaussians (`jointly_driven`). `flows.flow` checks the name of a mode,
-`flows.run` builds it, and `flows.loop` and `flows.evaluation` use it. A new mode is a class and an
-entry in `MODES`. The names are keys of configurations and stored in checkpoints, so they must stay.
+and `augmented` also move Gaussians (`jointly_driven`). Run, options, loop and evaluation use the
+modes. A new mode is a class and an entry in `MODES`.
 """
 
 from __future__ import annotations

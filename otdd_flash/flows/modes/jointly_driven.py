@@ -9,9 +9,9 @@ F^T F in the Bures metric. With `labels.diagonal`, F_k is a vector of standard d
 labels=means there is none.
 
 In mode `joint`, with fixed labels (jd-fl), the particles of a class share their Gaussian. In mode
-`augmented`, with variable labels (jd-vl), each particle has its own Gaussian. `flows.modes` builds
-both. `flows.stepping` changes `variables` in place, so a mode must not replace these tensors;
-labels of mode `augmented` are computed from them when they are asked for.
+`augmented`, with variable labels (jd-vl), each particle has its own Gaussian. The table of modes
+builds both. The stepper changes `variables` in place; labels of mode `augmented` are computed from
+them when they are asked for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The two heat maps between classes: class distances, and the mass moved between classes.
 
-`report.distance` and `report.pairwise` call it; `report.figures.heat_maps` draws.
+The reports of distances and of pairwise distances call it; `heat_maps` draws.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """images.png: particles that are images at several steps, and the nearest target images.
 
-`report.flow.writing` calls `draw_images` if the particles are images, for the report of a flow and
-for `FlowResult.plot`.
+The report of a flow and `FlowResult.plot` call it through `writing`, if the particles are images.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The report of one flow: all its files in one directory, and the table that the command prints.
 
 The files are the adapted dataset (adapted.npz and a Hugging Face dataset), metrics.csv,
-trajectory.npz and pictures. `commands.adapt` calls `write_flow_report` and prints `flow_table`;
-`FlowResult.plot` (`flows.result`) calls `plot_flow`. The data are written before the pictures, so
-that no failure to draw loses them. Names of files, the columns of metrics.csv and the keys of
-trajectory.npz are formats that users read. `flow_table` reads result.json, so it must accept the
-fields of that file.
+trajectory.npz and pictures. `FlowResult` and the flow command call it. The data are written before
+the pictures. `flow_table` reads result.json, so it must accept the fields of that file.
 """
 
 from __future__ import annotations

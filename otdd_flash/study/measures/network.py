@@ -2,9 +2,8 @@
 
 Each is a score of a trained source's features or outputs on the target's training rows; the larger,
 the better. `Score` is the unit of one source and target: it evaluates every repetition of the
-source's network on that repetition's target rows. `study.measures` registers the four. One thread
-computes a score, so that it is the same to the last bit on one machine. Stored scores are used as
-long as the unit's key is equal, so a change that gives other numbers must change the key.
+source's network on that repetition's target rows. The registry of measures imports them. One thread
+computes a score, so that it is the same to the last bit on one machine.
 """
 
 from __future__ import annotations

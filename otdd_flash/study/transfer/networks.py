@@ -1,10 +1,9 @@
 """The settings of transfer runs, and the networks: a body that gives features, and a linear head.
 
 `Transfer` says how networks are trained and is part of unit keys (`to_dict`). `build_body` and
-`build_head` make a network whose weights depend only on a seed. `commands.study`, `study.study` and
-`study.setup` use the settings, and `study.transfer.training` uses all three; `study.study` also
-builds a network to check it. Networks are built on the CPU, so that their weights are the same on
-every machine with the same versions; a user's function can replace the built-in bodies.
+`build_head` make a network whose weights depend only on a seed. `Study` and the study command use
+the settings, and training uses both. Networks are built on the CPU; a user's function can replace
+the built-in bodies.
 """
 
 from __future__ import annotations
