@@ -2,14 +2,22 @@
 
 `takes` checks the arguments of a public function, `check_fields` the fields of a dataclass of
 options. The text of an annotation is a key of `ACCEPTED`, so `epsilon: Positive | None` is both a
-signature and a declaration. What an annotation cannot say, such as the shape of a tensor, is
-declared beside it: `@takes(x=tensor("(n, d)"))`. All entry points and options use this module;
-`checks` holds the checks of single values.
+signature and a declaration. So a module that uses them begins with `from __future__ import
+annotations`, since `Positive` itself is float; an annotation that is neither a key of `ACCEPTED`
+nor a `Callable` is not checked. What an annotation cannot say, such as the shape of a tensor, is
+declared beside it: `@takes(x=tensor("(n, d)"))`. A new kind of argument is a check and a line of
+`ACCEPTED`; `checks` holds the checks of single values.
 
-Values with a plain meaning are accepted here and converted where they are read: `(features,
-labels)` for samples, a device's name for `compute`, a method's name for `labels`. This module must
-not import torch: classes are compared by their full names. A new kind of argument is a check and a
-line of `ACCEPTED`.
+Some sixty modules use this one. Public functions are decorated with `takes` (`otdd`, `pairwise`,
+`flows.run`, `solver.loss`, ...), classes of options call `check_fields` (`operators.build`,
+`flows.flow`, `commands.settings`, ...), and `data.registry` calls `checks_of` for the options of
+data sources.
+
+Other forms of a value are accepted here and converted by the function that reads it: `(features,
+labels)` by `data.given`, a device's name by `operators.build`, a method's name by `labels.metrics`.
+Numbers, paths and devices are converted by the check itself. This module must not import torch, so
+that `import otdd_flash` stays quick and free of it: classes are compared by their full names, which
+must follow a class that moves.
 """
 
 from __future__ import annotations
@@ -47,13 +55,14 @@ from otdd_flash.errors import InputError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Keywords without a default, and what to give for them.
+# Keywords without a default, and what to say where one is missing.
 REQUIRED = {
     "epsilon": "give epsilon=VALUE, the regularisation in units of the cost, such as 0.01 times "
     "its mean"
 }
 
-# Numbers and texts in a range that a type cannot express.
+# Names for ranges of numbers and texts. To a type checker they are float, int and str; the name in
+# the annotation chooses the check.
 Positive = float
 NotNegative = float
 Finite = float
@@ -170,7 +179,7 @@ def holds_items(value: object) -> bool:
         return True
     if isinstance(value, str | bytes | list | tuple | Mapping) or _is_matrix(value):
         return False
-    # PyTorch requires no more of a dataset.
+    # PyTorch requires no more than this of a dataset.
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
 
 
@@ -285,7 +294,7 @@ def group(name: str, value: Any) -> Any:
 
 
 def traced_tensor(shape: str) -> Check:
-    """Return a check for tensors that accepts fake ones too: traces have shapes without numbers."""
+    """Return a check for tensors that accepts fake ones, whose shapes in traces have no numbers."""
     plain = tensor(shape)
 
     def check(name: str, value: Any) -> Any:
@@ -476,10 +485,10 @@ def _missing(signature: inspect.Signature, given: Mapping[str, Any]) -> str:
 
 
 def check_fields(options: Any, prefix: str = "", **declared: Check) -> None:
-    """Check the fields of a frozen dataclass, and store the values that the checks return.
+    """Check the fields of a dataclass, frozen or not, and store the values that the checks return.
 
     Args:
-        options: the instance, in its `__post_init__`.
+        options: the instance; a frozen one in its `__post_init__`.
         prefix: text before a field's name in messages, such as `solver.`.
         **declared: checks by field, for what the annotation cannot say.
 

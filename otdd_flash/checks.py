@@ -3,7 +3,9 @@
 A check is called with the argument's name and value. It returns the value to use, or raises an
 `InputError` of one sentence: the name, what is accepted, the value given. Numbers of any library
 become Python's own; bool is not a number, 1.5 is not an integer, text is neither. `arguments`
-imports nearly all of it; other modules use `path`, `shown`, `is_a` and `optional`.
+imports nearly all of it. Some thirty other modules use parts: `shown` for values in messages
+(`data.table`, `solver.hessian`, ...), `path` (`data.request`, `files.cache`, ...), and checks that
+they declare beside `takes`, such as `optional` and `tensor` (`solver.loss`, `batched.plans`, ...).
 
 This module must not import torch or read arrays: whether values are finite is checked where they
 are read. Classes are compared by full names instead of imported, so that declarations are cheap and

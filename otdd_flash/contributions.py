@@ -14,8 +14,9 @@ addition the moments of a row's class move with its mass, and with them the clas
 
 where z = 1, or z = 1 - sum w_i^2, which is differentiated too, for unbiased covariances.
 
-`DistanceResult.contributions` and `commands.compare` use this module; the gradient itself is
-`solver.gradient`.
+`DistanceResult.contributions` (`result`) computes them and `commands.compare` reports them; the
+gradient itself is `solver.gradient`. A metric of class distances whose values move with the masses
+must be treated here, or its contributions count W as fixed.
 """
 
 from __future__ import annotations

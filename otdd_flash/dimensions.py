@@ -1,7 +1,8 @@
 """The check that two datasets have the same features, in the same order.
 
 `operators.request`, `labels.classes`, `sliced.distances` and `extractors.linear_maps` call it. Its
-error suggests extractor settings that make the dimensions equal.
+error suggests settings of the extractor that make the dimensions equal, so a renamed setting must
+be renamed here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `python -m otdd_flash.distance`: the dataset distance of a configuration.
 
-`commands.compare` does the work. Heavy modules are imported inside `job`, so that help is shown
-without them.
+`commands.start` runs it and `commands.compare` does the work. Heavy modules are imported inside
+`job`, so that help is shown without them.
 """
 
 from __future__ import annotations

@@ -5,9 +5,12 @@ A solve reads its iterates to decide when to stop, so it cannot be traced or tra
 derivatives, `torch.jit.trace` and fake tensors are refused in one sentence. Autocast, the default
 dtype, the default device and inference mode do not reach into the call.
 
-`computes` decorates every entry point that computes, so that surrounding modes change no number of
-its result. Backward passes run under `own_settings` too, as they may be called inside such a
-context although the forward pass was outside.
+`computes` decorates every entry point that computes (`otdd`, `pairwise`, `flows.run`,
+`labels.many`, `solver.loss`, `batched.plans`, methods of `result`, ...), so that surrounding modes
+change no number of its result; a new entry point needs it too. Backward passes
+(`solver.known_gradient`, `solver.solved_gradient`) use `own_settings` and `check_transforms`, as
+they may be called inside such a context although the forward pass was outside; `samples` does too,
+because users make samples there.
 """
 
 from __future__ import annotations

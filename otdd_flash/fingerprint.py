@@ -12,10 +12,13 @@ float32, any other in float64, and -0 as 0. A solve at another precision has the
 so cache keys of computed results need the precision as well.
 
 Users may change tensors in place, and datasets may fill the memory, so nothing is copied:
-`Unchanged` marks content when it is used and compares the mark before later questions. `samples`
-uses `fingerprint`; results, flows, the solver's problem, caches on devices and ranks use marks;
-`extractors.feature_store` uses `digest_of_rows`. A change of what is digested must raise VERSION:
-saved results and checkpoints hold fingerprints.
+`Unchanged` marks content when it is used and compares the mark before later questions.
+
+`samples` uses `fingerprint`; `otdd`, `result`, `flows.run` and `flows.result` use `Unchanged`;
+`solver.problem`, `solver.solved_gradient`, `operators.remembered`, `operators.sharing`,
+`distributed.copies` and `distributed.ranks` use marks; `extractors.feature_store` uses
+`digest_of_rows`. A change of what is digested must raise VERSION, because saved results hold
+fingerprints, and studies (`study.setup`) and checkpoints (`flows.checkpoint`) compare them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `python -m otdd_flash.flow`: move a dataset towards another by a gradient flow.
 
-`commands.adapt` does the work. Heavy modules are imported inside `job`, so that help is shown
-without them.
+`commands.start` runs it and `commands.adapt` does the work. Heavy modules are imported inside
+`job`, so that help is shown without them.
 """
 
 from __future__ import annotations

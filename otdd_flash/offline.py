@@ -1,9 +1,10 @@
 """The offline mode of libraries: without permission nothing is fetched.
 
-`network` is around every call of a library that could fetch models or data; `data.hugging_face`,
-`data.torchvision_class` and the extractors of `sentence_embedding` and `vision_models` use it.
-`data.request` uses `is_address`. Attributes of libraries are replaced for the time of the call and
-restored in any case.
+`network` must be around every call of a library that could fetch models or data, because without
+`download` nothing may leave this machine; `data.hugging_face`, `data.torchvision_class`,
+`extractors.sentence_embedding` and `extractors.vision_models` use it. `data.request` uses
+`is_address` and recognises `RefusedAddress`. Attributes of libraries are replaced for the time of
+the call and restored in any case, so that the user's own use of them is unchanged.
 """
 
 from __future__ import annotations

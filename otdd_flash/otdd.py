@@ -7,8 +7,8 @@ Feydy et al. 2019, Interpolating between optimal transport and MMD using Sinkhor
 
 `dataset_distance` is the whole path: check datasets and options, move both to the device, measure
 class distances, settle epsilon, solve the terms, return a `DistanceResult`. `commands.compare`,
-`sampling.comparison` and `integrations.torchmetrics` call it. Errors of input must come before
-class distances are measured, which may take long.
+`sampling.comparison` and `integrations.torchmetrics` call it, and users. Errors of input must come
+before class distances are measured, which may take long.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
 
 A self term depends on one dataset and its block of W alone. So K datasets take K self terms and K
 (K - 1) / 2 cross terms, and the table W over all their classes is measured once.
-`pairwise_distances` is public; it uses the same request, problem and solver as
-`otdd.dataset_distance`. A change must keep every number equal to that of `dataset_distance` for the
-same two datasets and epsilon, also if several ranks solve the terms.
+`pairwise_distances` is public, and no module of this package calls it; it uses the same request,
+problem and solver as `otdd.dataset_distance`. A change must keep every number equal to that of
+`dataset_distance` for the same two datasets and epsilon, also if several ranks solve the terms, so
+that results of both can be compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`PairwiseResult`: the distances between several datasets with solver bounds, and its files.
 
-`pairwise` builds it with `gather`; `report.pairwise` shows it. It is saved as result.json and
-class_distances.npz with one checksum over both; result.json is written last, so a directory that
-holds it is complete. Keys of `to_dict` are the format: results of earlier versions stay readable.
+`pairwise` builds it with `gather`; `report.pairwise` shows it; users save and load it. It is saved
+as result.json and class_distances.npz with one checksum over both; result.json is written last, so
+a directory that holds it is complete. Keys of `to_dict` are the format: results of earlier versions
+stay readable.
 """
 
 from __future__ import annotations

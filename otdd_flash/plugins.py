@@ -1,13 +1,15 @@
 """Parts that other installed packages add, by entry points of the groups `otdd_flash.KIND`.
 
 `Registry` holds this package's parts of one kind and finds those of other packages.
-`data.registry`, `extractors.registry`, `labels.metrics` and `study.measures` each have one. The
-commands read `parts` and `folders` to find configurations, and calls of foreign code are inside
-`blamed_on`.
+`data.registry`, `extractors.registry`, `labels.metrics` and `study.measures` each have one.
+`commands.choices` reads `folders` to find configurations, and `commands.hydra_errors` reads `parts`
+for its messages. Calls of foreign code are inside `blamed_on`, so that errors name the package: in
+these, in `labels.measuring`, `study.measures.base`, `study.pool` and `study.result`.
 
-A change must respect that nothing of another package is imported before one of its names is used:
-until then its metadata list its names, and its folder of configurations is found without an import.
-The working directory of a command is not searched; see `otdd_flash/__init__.py`.
+The groups `otdd_flash.KIND` are written in the metadata of other packages, so they must stay.
+Nothing of another package may be imported before one of its names is used, because an import runs
+its code: until then its metadata list its names, and its folder of configurations is found without
+an import. The working directory of a command is not searched; see `otdd_flash/__init__.py`.
 """
 
 from __future__ import annotations

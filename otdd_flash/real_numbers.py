@@ -1,10 +1,14 @@
 """Numbers in any container of the user's, converted to tensors exactly or refused.
 
-`samples`, `data`, `extractors`, `labels`, the solver and integrations call it for every array that
-a user gives.
+Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.table`,
+`data.hugging_face`, `labels.many`, `labels.table`, `extractors.pixel_values`,
+`extractors.imported_function`, `extractors.module_features`, `solver.matrix`,
+`solver.class_blocks`, `operators.cost_blocks`, `result`, `integrations.sklearn` and
+`integrations.torchmetrics` call it.
 
-A change must keep the rule: a number from 2^53 on that float64 cannot hold is refused with its row,
-in whatever container: integers, Python's own, decimals and fractions. So is any number of a longer
+A change must keep the rule, because a rounded identifier or value would give another result
+unnoticed: a number from 2^53 on that float64 cannot hold is refused with its row, in whatever
+container: integers, Python's own, decimals and fractions. So is any number of a longer
 floating-point type that float64 rounds. Decimal digits below 2^53 are rounded to the nearest
 float64, as those of a text are. Memory is shared with the caller if possible, and never written to.
 """

@@ -1,11 +1,14 @@
 """`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
 
-`otdd` returns it; `commands.compare` and `report.distance` show it; `sampling` and the study's
-`transport` compute many. Other results use `versions` too.
+`otdd` returns it; `commands.compare` and `report.distance` show it, `commands.tracked` logs it;
+`sampling.comparison`, `sampling.halves` and `study.transport` work with many of them.
+`pairwise_result`, `flows.result` and `study.setup` also use `versions`.
 
-A change must respect that plans are evaluated again from potentials and the cost, never stored;
-that any question about datasets which were changed in place is refused; and that saved results of
-earlier versions stay readable: keys of `to_dict` and names of tensors are the format.
+A change must respect three things. Plans are evaluated again from potentials and the cost, never
+stored, because they have n x m entries. What reads the datasets again (questions about the plan,
+`to_dict`) refuses datasets that were changed in place, by `_check_unchanged`, because the
+potentials are not those of the new points. Saved results of earlier versions stay readable: keys of
+`to_dict` and names of tensors are the format.
 """
 
 from __future__ import annotations
@@ -80,9 +83,10 @@ class DistanceResult:
         shared: the number of processes that shared the passes, and the bytes that this one
             received; this process alone answers questions about the plan.
         unchanged: marks of both datasets, to refuse questions after they were changed in place.
-            None if nothing else shares their memory.
-        required: whether potentials that the masses leave undetermined are an error, as in the
-            solve's `require_convergence`; a loaded result warns.
+            None if no array of the user's shares their memory.
+        required: whether it is an error, as with the solve's `require_convergence`, or a warning
+            that the masses leave potentials of groups of points undetermined; False for a loaded
+            result.
     """
 
     source: LabeledSamples
@@ -126,9 +130,9 @@ class DistanceResult:
 
         They hold whatever the solver did, for the class distances as they are. The sampling error,
         that is how far other rows of the same datasets would be apart, is for `subsample_interval`.
-        The error of the class distances themselves, `class_distances.lower` and `.upper`, moves
-        S_epsilon by at most lambda_y times twice the largest difference, and is not in the
-        interval.
+        The error of the class distances themselves, which are between `class_distances.lower` and
+        `.upper`, is not in the interval. It moves S_epsilon by at most twice the largest difference
+        times lambda_y.
         """
         return self.divergence.bounds
 
@@ -162,8 +166,9 @@ class DistanceResult:
         """The cross term's potentials f (n,) and g (m,), in units of the cost.
 
         With `ground=inner` they belong to the equivalent squared distances: terms of one side alone
-        are left out. Groups of points that exchange almost no mass are balanced against each other;
-        the potentials of `divergence.xy` are as the solve left them.
+        are left out. Groups of points that exchange almost no mass are balanced against each other
+        here. Questions about the plan take the potentials of `divergence.xy`, as the solve left
+        them.
 
         Raises:
             ConvergenceError: `required`, and the masses leave potentials undetermined.
@@ -371,7 +376,10 @@ class DistanceResult:
     ) -> T:
         """Return the result of `use` for the operator and both potentials, on the device.
 
-        Unless `weighted`, all source points have equal masses.
+        Args:
+            use: called with the operator, f and g.
+            weighted: whether source points have their masses; else all have the same, so that
+                points without mass have a plan too.
         """
         self._check_unchanged()
         request = self._prepared
@@ -430,7 +438,7 @@ class DistanceResult:
         inputs = self._inputs
         if not weighted:
             inputs = replace(inputs, source=replace(inputs.source, weights=None))
-        # Potentials are those of the unrounded points, not of the ones that `fast` rounds.
+        # Precision `fast` rounds the points for its passes, and potentials are of unrounded points.
         return refined(build_operator(inputs, keep_scores=False))
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
@@ -487,6 +495,7 @@ def _restore(summary: dict[str, Any], tensors: dict[str, Tensor]) -> DistanceRes
             tensors["W.xx"],
             tensors["W.xy"],
             tensors["W.yy"],
+            # In the order of `to_dict`: source, then target.
             *(tuple(v) for v in names.values()),
             lower=tensors.get("W.lower"),
             upper=tensors.get("W.upper"),

@@ -5,8 +5,9 @@ calls `display`, or a form of it: `csv_cell`, `html_text`, or `shorten` for a na
 and warnings do so when they are made (`errors`), and `commands.messages.Terminal` again for all
 that a command prints. Files of results (JSON, safetensors) keep names unchanged.
 
-A change must respect that displaying text twice changes nothing, that secrets are hidden before
-text is cut, and that printed bounds are rounded outwards.
+A change must respect that displaying text twice changes nothing, because messages pass several of
+these places; that secrets are hidden before text is cut, because half a secret is not recognised;
+and that printed bounds are rounded outwards, so that they still hold.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The work of `python -m otdd_flash.flow`: one flow and its files.
 
-`adapt` is the job that the entry point passes to Hydra. It checks all settings before any data are
-read, chooses the space in which particles move, and runs the flow with its progress. result.json is
-written and the table printed before data and pictures. Ctrl-C ends the flow after a step, and what
-it has reached is written.
+`adapt` is the job that the entry point `otdd_flash.flow` passes to Hydra. It checks all settings
+before any data are read, because reading and embedding take long. Then it chooses the space in
+which particles move, and runs the flow with its progress. result.json is written and the table
+printed before data and pictures, so that no failure to draw loses the numbers. Ctrl-C ends the flow
+after a step, and what it has reached is written.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Claims on output directories: each belongs to one living process, and results are kept.
 
 A claim is a lock that the process holds (flock), so a killed process leaves none behind. It is
-taken before Hydra writes its configuration into the directory, and `start` releases all claims at
-the end. Outcome claims directories, and the ranks of a command read `CHECKPOINT`. A directory with
-a result is only claimed if the user allows it to be replaced. The module must not import torch, so
-it repeats some file names.
+taken before Hydra writes its configuration into the directory. `commands.outcome` claims
+directories, `commands.start` releases all claims at the end, and `commands.ranks` reads
+`CHECKPOINT`. A directory with a result is only claimed if the user allows it to be replaced. The
+module must not import torch, because `commands.start` imports it at the end of every command, also
+after help; so it repeats some file names.
 """
 
 from __future__ import annotations

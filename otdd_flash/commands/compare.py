@@ -1,9 +1,9 @@
 """The work of `python -m otdd_flash.distance`: one distance, its sampling error and its files.
 
-`compare` is the job that the entry point passes to Hydra. It checks all settings before any data
-are read, and whether the datasets allow the sampling error that was asked for before the solve.
-result.json is written and the tables are printed before anything is drawn, so that no failure to
-draw loses the number.
+`compare` is the job that the entry point `otdd_flash.distance` passes to Hydra. It checks all
+settings before any data are read, and before the solve whether the datasets allow the sampling
+error that was asked for, because reading and solving take long. result.json is written and the
+tables are printed before anything is drawn, so that no failure to draw loses the number.
 """
 
 from __future__ import annotations

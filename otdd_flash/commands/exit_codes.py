@@ -1,7 +1,9 @@
 """The exit codes of a command's process, and limits of the system that end it; 0 means done.
 
-Start, outcome, ranks and the study command use the codes; outcome and the sentences about Hydra's
-errors use `limit_of_the_system`. Users' scripts rely on the numbers, which must not change.
+`commands.outcome` notes the code of each job, and `commands.start` ends the process with the
+highest. `commands.ranks` and `commands.study` use the codes too, and `study.units` repeats three of
+them. `commands.outcome` and `commands.hydra_errors` call `limit_of_the_system`. Users' scripts rely
+on the numbers, which must not change.
 """
 
 from __future__ import annotations
@@ -9,14 +11,17 @@ from __future__ import annotations
 import errno
 import os
 
+# A defect, which is printed with its traceback.
 DEFECT = 1
 BAD_INPUT = 2
+# `solver.require_convergence` was set and not met.
 NOT_CONVERGED = 3
-# The result was written, but another file could not be.
+# The result was written, but a picture, another file or output could not be.
 INCOMPLETE = 4
 INTERRUPTED = 130
 
-# The highest exit code of the jobs of this process: a full disk takes no error.json to say it.
+# The highest exit code of the jobs that this process ran. A multirun also reads the codes in the
+# error.json of its jobs, which cannot be written on a full disk.
 highest = 0
 
 # Limits of the system that can end a process anywhere, with what to do about them.
@@ -31,7 +36,7 @@ LIMITS = {
     errno.EPERM: "choose another folder, or allow it",
     errno.EIO: "look after the disk",
 }
-# Texts by which errors of other types, from libraries, refer to these limits.
+# Words in errors of libraries, of other types than OSError, that come from these limits.
 WORDS = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC)} | {
     os.strerror(errno.ENOMEM): errno.ENOMEM,
     "failed to map segment from shared object": errno.ENOMEM,
@@ -40,15 +45,16 @@ WORDS = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE, 
 
 
 def note(code: int) -> None:
-    """Raise the exit code of the process to that of a job."""
+    """Record a job's exit code if it is the highest so far."""
     global highest
     highest = max(highest, code)
 
 
 def limit_of_the_system(error: BaseException) -> str | None:
-    """Return which limit of the system an error comes from, and the way out; None for others.
+    """Return the limit of the system that an error comes from and the way out; None for others.
 
-    Libraries raise other errors for it, such as an ImportError, with the system's words.
+    Libraries report such limits by errors of other types, such as an ImportError, with the system's
+    words.
     """
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError):

@@ -1,8 +1,9 @@
 """Hydra's errors about arguments as one sentence each, with advice that holds for these commands.
 
-`start` calls `sentence` for every error that ends a command outside its jobs; outcome and settings
-use `check_references`, `unknown_key` and `given_at`. Hydra and OmegaConf report many facts only in
-the text of their messages. The patterns at the top match these, and may fail with new versions.
+`commands.start` calls `sentence` for every error that ends a command outside its jobs;
+`commands.outcome` and `commands.settings` call `check_references`, and `commands.settings` also
+`unknown_key` and `given_at`. Hydra and OmegaConf report many facts only in the text of their
+messages. The patterns at the top match these, and may fail with new versions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Ctrl-C in a long command: the first ends it after the current step, the second at once.
 
-The flow and the study command use it.
+`commands.adapt` and `commands.study` enter `interrupts_noted` and hand its function to the run,
+which asks it between steps whether to end, so that what was reached can be written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The progress of a command: bars on a terminal, elsewhere lines of text.
 
-Without a terminal there is a line when a stage begins, and then at most one per minute. The work of
-every command and the entry points use `Phases` and `importing`. The seconds of these lines, of the
-tables and of result.json come from one clock, which starts with the command, and in a multirun
-with each job.
+Without a terminal there is a line when a stage begins, and then at most one per minute.
+`commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.tracked` use
+`Phases`; the entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` use
+`importing`. The seconds of these lines, of the tables and of result.json come from one clock, which
+starts with the command, and in a multirun with each job; so they agree.
 """
 
 from __future__ import annotations

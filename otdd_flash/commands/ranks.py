@@ -2,8 +2,9 @@
 
 Rank 0 runs the command as one process would: it reads, prints, writes and handles Ctrl-C. The other
 ranks wait for its orders (`otdd_flash.distributed.ranks`), print only what is wrong with
-themselves, and end with its exit code. `start` enters `together` if several processes were
-launched; settings, sides and the work of commands ask for `leading`.
+themselves, and end with its exit code. `commands.start` enters `together` if several processes were
+launched. `commands.settings`, `commands.sides`, `commands.compare`, `commands.study` and
+`commands.outcome` ask for `leading`; `commands.outcome` also calls `named` and `remember`.
 
 torchrun ends all processes when one ends, but it does not notice a process that is stopped or whose
 machine is gone, and the others would wait for it in a collective. So each process has a thread

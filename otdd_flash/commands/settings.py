@@ -1,12 +1,14 @@
 """Typed settings of the commands, and the check of what Hydra composed against them.
 
-The dataclasses have the keys of the files in `conf`; each command joins those it needs. `parse`
-checks a configuration and builds the dataclass, `mistyped` says in words what a key accepts, and
-`recorded` returns the settings as results store them. The work of every command, sides and tracked
-use this module.
+The dataclasses have the keys of the files in `conf`; the dataclass of a command extends or holds
+those that it needs. `parse` checks a configuration and builds the dataclass, `mistyped` says in
+words what a key accepts, and `recorded` returns the settings as results store them.
+`commands.compare`, `commands.adapt` and `commands.study`, the work of the three commands, and
+`commands.sides` and `commands.tracked` use this module.
 
-A key of `conf` needs a field of the same name here. Values from environment variables may be
-secret: `recorded` must replace them by their names before anything is written.
+A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
+from environment variables may be secret: `recorded` must replace them by their names before
+anything is written.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ Schema = TypeVar("Schema")
 
 @dataclass
 class LogSettings:
-    """One choice of conf/log; keys without a meaning for a choice keep their defaults."""
+    """One choice of conf/log; keys that only another choice has keep their defaults."""
 
     tracker: str | None
     project: str | None = None
@@ -52,7 +54,7 @@ class LogSettings:
     online: bool = False
 
     def check(self) -> None:
-        """Raise an `InputError` for settings that the tracker cannot meet, as far as is known."""
+        """Raise an `InputError` for what the tracker cannot do, as far as known before the run."""
         check_tracker(self.tracker, self.uri, online=self.online)
 
 
@@ -95,14 +97,17 @@ class LabelSettings:
         """Build the metric that the settings describe.
 
         Args:
-            tolerance: of the solves between classes.
-            epsilon: as given for the transport between datasets, from which `labels.epsilon` takes
-                its default.
+            tolerance: tolerance of the solves between classes.
+            epsilon: the value of the key `epsilon`, which is the default of `labels.epsilon`: if
+                both are equal, `labels.epsilon` counts as not given.
 
         Warns:
             DataNotice: a key is set that the method does not have.
         """
+        # Keys of conf/labels that only some metrics have, with their defaults there. `full`, of all
+        # methods, is for the commands: it says which rows are measured.
         usual = {"unbiased": True, "diagonal": False, "epsilon": epsilon, "path": None}
+        # `labels.path` is the parameter `table` of `Given`.
         own = {"path" if name == "table" else name for name in fields_of(self.method)}
         if unknown := [key for key in self.parameters if key not in own]:
             raise InputError(
@@ -125,7 +130,7 @@ class LabelSettings:
 
 @dataclass
 class SolverSettings:
-    """One choice of conf/solver; keys without a meaning for a choice keep their defaults."""
+    """One choice of conf/solver; keys that only another choice has keep their defaults."""
 
     schedule: str
     tolerance: float | None
@@ -249,7 +254,7 @@ def recorded(settings: Any, config: DictConfig) -> dict[str, Any]:
         config: the configuration.
     """
     plain: dict[str, Any] = _without_passwords(asdict(settings))
-    # On the command line they are keys of `labels`.
+    # On the command line, parameters of another package's metric are keys of `labels`.
     plain["labels"] |= plain["labels"].pop("parameters")
     for path, text in _from_environment(config):
         *parents, last = path
@@ -277,6 +282,7 @@ def _from_environment(config: DictConfig) -> list[tuple[tuple[Any, ...], str]]:
     try:
         after = [_resolved(config, path) for path, _ in written]
     finally:
+        # Back to the resolver that returns the values and conceals them.
         conceal_environment()
     return [one for one, then, now in zip(written, before, after, strict=True) if then != now]
 

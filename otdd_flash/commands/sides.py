@@ -1,11 +1,12 @@
 """The loading of both datasets of a command, from their settings to the features that are compared.
 
-`prepare_sides` loads, embeds, standardises, projects and clusters both sides; the distance and the
-flow command call it, and the study command uses the steps. The second part reads the keys with
-which a side asks for clusters as labels (`pseudo_labels`, `k`).
+`prepare_sides` loads, embeds, standardises, projects and clusters both sides; `commands.compare`
+and `commands.adapt` call it, and `commands.study` calls its steps. The second part reads the keys
+with which a side asks for clusters as labels (`pseudo_labels`, `k`).
 
-Features are standardised and projected over all rows of both sides, so neither side can be
-prepared alone. Errors name the side whose data are at fault.
+Features are standardised and projected over all rows of both sides, because two different maps
+would leave no distance between them; so neither side can be prepared alone. Errors name the side
+whose data are at fault.
 """
 
 from __future__ import annotations

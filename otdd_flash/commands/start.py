@@ -1,14 +1,17 @@
 """The beginning and the end of a command's process: Hydra, exit codes and standard streams.
 
-The entry points `otdd_flash.distance`, `otdd_flash.flow` and `otdd_flash.study` call `run_hydra`,
-`run_command` and `run_script`; progress and outcome ask for the running job. Everything else is
-imported where it is needed: help is shown without torch, and Ctrl-C works from the start, also
-while Hydra and torch are imported. So nothing heavy may be imported at the top.
+The entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` call `run_hydra`,
+`run_command` and `run_script`. `commands.progress` asks for the running job and draws inside
+`dispensable`; `commands.outcome` ends a job (`job_ended`) and asks `unheard`; `commands.settings`
+calls `conceal_environment`. Everything else is imported where it is needed: help is shown without
+torch, and Ctrl-C works from the start, also while Hydra and torch are imported. So nothing heavy
+may be imported at the top.
 
 A command runs inside `guarded_streams`, where writing never raises. A reader that has gone, as in
-`| head -1`, is no failure. Other failures to write are kept, `unheard` reports them, and the
-command ends with at least exit code 4. A closed standard output is a failure once something is
-written to it; a closed standard error is a request for silence.
+`| head -1`, is no failure. Other failures to write are stored, and `unheard` reports them: a job or
+command that would have ended with 0 then ends with 4, while codes of other failures stay. A closed
+standard output is a failure once something is written to it; a closed standard error is a request
+for silence.
 """
 
 from __future__ import annotations
@@ -90,13 +93,13 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         return
     from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
 
-    # Argparse accepts settings only if no flag stands between them.
+    # Argparse accepts settings only if no flag stands between them: flags of a multirun go first.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in MULTIRUN)
     if (refusal := refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
     sys.argv[1:] = with_folders(sys.argv[1:])
     for notice in twice_given(sys.argv[1:]):
-        # Imported here: the import takes as long as the rest of --version.
+        # Imported here: with rich, the import takes as long as all the rest of --version.
         from otdd_flash.commands.messages import say
 
         say("notice", notice, "yellow")
@@ -139,8 +142,9 @@ def run_script(main: Callable[[], None]) -> None:
     import otdd_flash
 
     if not sys.flags.safe_path:
-        # A console command has its own folder in sys.path instead of this one. Functions that the
-        # user names are looked for here all the same.
+        # Python puts the folder of the console command into sys.path, where `python -m` puts the
+        # working directory. Functions that the user names are looked for in the working directory
+        # all the same.
         with suppress(OSError):
             otdd_flash._started_in = str(Path.cwd())
     run_command(main)
@@ -160,6 +164,7 @@ def run_command(main: Callable[[], None]) -> None:
             shared = launched()
         except InputError as error:
             sys.exit(_refused(error))
+        # Started by torchrun: rank 0 runs the command and the others follow it (`commands.ranks`).
         with together() if shared else nullcontext():
             code = _exit_code(main)
             if code == 0 and (stream := unheard()) is not None:
@@ -198,7 +203,7 @@ def _exit_code(main: Callable[[], None]) -> int:
 
 @contextmanager
 def _errors_handed_on() -> Iterator[None]:
-    """Make Hydra raise errors that it would print with advice that is wrong here."""
+    """Let errors of Hydra through, which it would print with advice that is wrong here."""
 
     def refuse(self: argparse.ArgumentParser, message: str) -> NoReturn:
         raise InputError(f"{message}; --help and --hydra-help say which flags there are")
@@ -221,6 +226,7 @@ def _refused(error: Exception) -> int:
     from otdd_flash.commands.hydra_errors import sentence
     from otdd_flash.commands.messages import say_error
 
+    # The variable is as the user set it: `_errors_handed_on` has restored it by now.
     said = None if os.environ.get(FULL_ERROR) else sentence(error, sys.argv[1:])
     if said is None:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -276,7 +282,7 @@ def unheard() -> str | None:
 
 @contextmanager
 def dispensable() -> Iterator[None]:
-    """Count no output lost that is written to standard error in this context, such as progress."""
+    """Do not count as lost what is written to standard error here, such as progress."""
     stream = sys.stderr
     before = stream.lost if isinstance(stream, Guarded) else None
     yield
@@ -318,7 +324,10 @@ class Guarded(io.TextIOBase):
             self._lead_nowhere(error)
 
     def _lead_nowhere(self, error: Exception) -> None:
-        """Redirect the stream to the null device, also for its buffer and for later processes."""
+        """Redirect the stream to the null device.
+
+        What its buffer holds and what later processes write goes there too.
+        """
         if not isinstance(error, ConnectionError):
             self._failure = self.lost = error
         nowhere = os.open(os.devnull, os.O_WRONLY)

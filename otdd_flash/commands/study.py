@@ -1,11 +1,11 @@
 """The work of `python -m otdd_flash.study`: load the tasks, run the study, write its report.
 
-`study` is the job that the entry point passes to Hydra. `load_tasks` reads and embeds the tasks:
-their splits, disjoint parts, clusters as labels, and test rows split off. The experiment of the
-transfer study calls `load_tasks` and `study_of` too.
+`study` is the job that the entry point `study.__main__` passes to Hydra. `load_tasks` reads and
+embeds the tasks: their splits, disjoint parts, clusters as labels, and test rows split off.
+`experiments.transfer_study` calls `load_tasks` and `study_of` too.
 
-Settings are checked with an empty study before any data are read. Draws depend on the seed alone,
-so that shards and resumed runs get the same rows.
+Settings are checked with an empty study before any data are read, because that takes long. Draws
+depend on the seed alone, so that shards and resumed runs get the same rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The logging of a command's result to the tracker that `log=` names.
 
-The distance, flow and study commands call `track_distance`, `track_flow` and `track_study` once
-their results are written. A tracker that fails gives a notice and a missing file in the report,
-never an error: the result is safe. `_placed` decides where a run is stored.
+`commands.compare`, `commands.adapt` and `commands.study` call `track_distance`, `track_flow` and
+`track_study` once their results are written. A tracker that fails gives a notice and a missing file
+in the report, never an error, because the result is already on the disk. `_placed` decides where a
+run is stored. Users select numbers and series in their tracker by name, so the names must stay.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from otdd_flash.shown import display
 
 logger = logging.getLogger(__name__)
 
-# The form that `settings.recorded` returns.
+# All settings by group, as `commands.settings.recorded` returns them.
 Settings = Mapping[str, Any]
 
 # Trackers accept names of about 250 characters.
@@ -94,7 +95,7 @@ def track_flow(result: FlowResult, log: LogSettings, config: Settings, directory
 
 
 def track_study(result: StudyResult, log: LogSettings, config: Settings, directory: Path) -> Report:
-    """Log every measure of every pair with its bounds, and its statistics with the gains."""
+    """Log every measure of every pair with its bounds, and all rows of correlations.csv."""
     numbers: dict[str, float | None] = {}
     for pair in result.pairs():
         key = f"{pair.measure}/{_label(pair.source)} to {_label(pair.target)}"
@@ -117,6 +118,7 @@ def _track(log: LogSettings, run: TrackedRun) -> Report:
         return Report()
     run, place = _placed(log, run)
     try:
+        # Variables of the environment that would send the run elsewhere: only settings may do so.
         if variables := unfollowed(log.tracker, log.uri, online=log.online):
             _notice_once(
                 f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} set and not "
@@ -144,7 +146,11 @@ def _notice_once(text: str) -> None:
 def _placed(log: LogSettings, run: TrackedRun) -> tuple[TrackedRun, Path | str]:
     """Return the run with its name and its store, and the place to show to users.
 
-    A sweep's jobs share one store, in the sweep's folder unless `log.uri` names another.
+    The jobs of a sweep share one store. It is in the run's folder, or in the sweep's folder for all
+    of its jobs, unless `log.uri` names a folder or an address. TensorBoard identifies projects and
+    runs by their folders, so its store gets subfolders for `log.project` and `log.name`. Below a
+    folder of `log.uri`, which other runs may share, these contain one for the sweep and one for the
+    run; in a sweep's own folder, one for the job.
     """
     assert log.tracker is not None
     start, home, job, own = Path.cwd(), run.directory, None, Path(run.directory.name)
@@ -175,7 +181,7 @@ def _placed(log: LogSettings, run: TrackedRun) -> tuple[TrackedRun, Path | str]:
             store = store / own if group is None else store / group / own
         else:
             store = store if group is None else store / own
-            # The folder belongs to this run alone, so its earlier events are replaced.
+            # Without `log.uri` only this run writes here, so earlier events are replaced.
             for file in store.glob(EVENTS):
                 file.unlink()
     return replace(run, store=store), place

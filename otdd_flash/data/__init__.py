@@ -3,7 +3,9 @@
 `registry` holds `load` and the sources by name; `arrays`, `table`, `image_folder`, `idx`,
 `hugging_face`, `torchvision_class` and `digits` read them; `given` converts objects that users
 hold; `dataset` is the common form, `images` decodes, `subset` draws rows, `pseudo_labels` clusters,
-`writing` writes adapted samples.
+`request` holds the options that all sources share, and `writing` writes adapted samples.
+`commands.sides`, `commands.study`, `extractors.embedding` and the entry points that take samples
+use them.
 """
 
 from otdd_flash.data.dataset import LabeledDataset

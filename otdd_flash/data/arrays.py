@@ -2,7 +2,8 @@
 
 `data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals.potentials` calls
 `read_npy`. Tables are read by `data.table`. A change must respect that pickled objects are never
-loaded, .npy files are mapped rather than copied, and any choice that the user did not make is
+loaded, because loading them runs code that a file may hold; that .npy files are mapped rather than
+copied, because they may exceed the memory; and that any choice that the user did not make is
 reported in a notice.
 """
 

@@ -1,13 +1,14 @@
 """A labelled dataset before feature extraction: raw inputs, class indices, optional weights.
 
 `LabeledDataset` is what `load` returns and `embed` takes; all readers of `data`,
-`extractors.embedding` and the commands use it. `LazyItems` is a sequence of inputs that are read on
-access. `as_inputs` decides by shape whether arrays are vectors or images; `data.arrays`,
-`data.given`, `data.hugging_face` and `data.idx` call it.
+`extractors.embedding`, `commands.sides` and `commands.study` use it. `LazyItems` is a sequence of
+inputs that are read on access. `as_inputs` decides by shape whether arrays are vectors or images;
+`data.arrays`, `data.given`, `data.hugging_face` and `data.idx` call it.
 
 A change must keep the order of rows and the meaning of `rows`, the row numbers in the original
 data: `subset_hash` is derived from them and identifies a subset in results. Integers are never
-rounded silently, and arrays of the caller are not written to.
+rounded silently, because rounded values would give another distance unnoticed. Arrays of the caller
+are not written to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The two sources without files: scikit-learn's digits (1,797 images of 8 x 8) and Gaussian blobs.
 
-`data.registry` calls `read_digits` and `read_blobs`. A change must keep the draws: the halves of
-the digits are fixed, and blobs depend on the request's seed alone.
+`data.registry` calls `read_digits` and `read_blobs`. A change must keep the draws, because the same
+request must give the same rows in every version: the halves of the digits are fixed, and blobs
+depend on the request's seed alone.
 """
 
 from __future__ import annotations

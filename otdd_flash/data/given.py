@@ -18,8 +18,9 @@ meaning.
 samples (`otdd`, `pairwise`, `solver.clouds`, `flows.run`, `labels.many`, `sampling`, `sliced`
 through `labels.many`, `study.setup`, `shards`, `extractors.linear_maps`) call `as_samples`.
 
-A change must keep the order of rows, draw rows from `seed` alone, and refuse a stream before it
-fills the memory. User code runs inside `user_code`, so that its errors name the row.
+A change must keep the order of rows and draw rows from `seed` alone, so that the same call compares
+the same rows, and must refuse a stream before it fills the memory. User code runs inside
+`user_code`, so that its errors name the row.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 `data.registry` calls `read_hugging_face` for `huggingface` datasets; `data.given` calls
 `labeled_table` for a `datasets.Dataset` in memory; `data.writing` uses `without_progress_bars`.
 
-A change must keep these: without `download` no address is opened, be it in `path`, in a folder's
-README or in a row; a local folder may name data files inside it only; values are read in Arrow
-format, in which the library decodes and fetches nothing by itself; numbers that a text file spells
-and a reader rounds are refused. The library is imported in the functions that use it.
+A change must keep these. Without `download` no address is opened, be it in `path`, in a folder's
+README or in a row, because a dataset may come from others. For the same reason a local folder may
+name data files inside it only. Values are read in Arrow format, in which the library decodes and
+fetches nothing by itself. Numbers of local csv and json files that their reader has rounded are
+refused. The library takes long to import, so it is imported in the functions that use it.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ def read_hugging_face(
         request: the shared options; `weights` is a column or a file.
         path: a parquet, csv, json or arrow file; a folder (of such files, of images, or written by
             `save_to_disk`); or a name on the hub.
-        config: the configuration of a dataset on the hub, or of a folder that names some.
-        input: the input column, or several numeric ones; None chooses it if only one reading is
-            possible.
+        config: one of the configurations of a dataset on the hub, or of a folder whose README names
+            some.
+        input: the input column, or several numeric ones; None chooses it if the types of the
+            columns leave one choice only.
         label: the label column; None chooses the only ClassLabel, or a column by its usual name.
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
@@ -117,7 +119,7 @@ def labeled_table(
         input: the input column, as for `read_hugging_face`.
         label: the label column.
         drop_unlabelled: whether to leave out rows without a label; None if the caller has no such
-            option.
+            option, which messages then do not offer.
 
     Raises:
         InputError: no such column, or an ambiguous choice.
@@ -240,7 +242,8 @@ def _check_inside(folder: Path, files: Sequence[str]) -> None:
     Raises:
         InputError: a data file is outside of the folder.
     """
-    # The library resolves links of the folder's own path, and not those inside it.
+    # The library names files by the folder's path with its links resolved or not; links inside the
+    # folder are never resolved.
     inside = tuple(os.path.join(kind(folder), "") for kind in (os.path.abspath, os.path.realpath))
     for file in files:
         if not os.path.abspath(file).startswith(inside):
@@ -364,6 +367,7 @@ def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:
                 f"{path}: rows of its column {column.name!r} have different numbers of entries; "
                 "pad or cut them to one length"
             )
+    # With gaps all become float64. Without, one column keeps its type, several take a common one.
     gaps = any(column.missing.any() for column in found)
     return (doubles_of_columns if gaps else side_by_side)(f"{path}: inputs", found)
 

@@ -1,7 +1,8 @@
 """IDX files, the format of MNIST, gzipped or not; USPS from IDX files or torchvision's archive.
 
 `data.registry` calls `read_idx_pair` for the source `idx` and `read_usps` for `usps`. A file whose
-length differs from its header is refused; arrays are returned in native byte order.
+length differs from its header is refused, because it is damaged. Arrays are returned in native byte
+order, which torch requires.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Folders of images with one subfolder per class, the source `image_folder`.
 
 `data.registry` calls `read_image_folder`. A change must keep the order of rows (classes, folders
-and files by name), count each file once in its class, and decode images only on access. Links are
+and files by name), because draws and the hash of a subset depend on it. Each file counts once in
+its class, and images are decoded only on access, since they may exceed the memory. Links are
 followed deliberately, as datasets are often linked from a store; notices report what is linked or
 left out.
 """

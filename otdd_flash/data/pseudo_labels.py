@@ -1,7 +1,7 @@
 """Labels for unlabelled data: k-means clusters of the features.
 
-`otdd_flash.data` exports `with_pseudo_labels`; the commands call `label_parts` for a training and a
-test part. scikit-learn is imported in the function that uses it.
+`otdd_flash.data` exports `with_pseudo_labels`; `commands.sides` calls `label_parts` for a training
+and a test part. scikit-learn is imported in the function that uses it, because few runs need it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The registry of data sources by name, and `load`, which reads one of them.
 
-`load` is public; the commands call it for the source and the target. `SOURCES` holds the readers of
-this package and those that other packages add by entry points (`plugins`). Names and options of the
-readers are keys of configurations: they stay as they are.
+`load` is public; `commands.sides` calls it for the source and the target, `commands.study` for each
+task. `SOURCES` holds the readers of this package and those that other packages add by entry points
+(`plugins`). Names and options of the readers are keys of users' configurations, so they must stay.
 """
 
 from __future__ import annotations

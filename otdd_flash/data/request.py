@@ -1,9 +1,9 @@
 """The options that all data sources share, and how files on disk are found and read.
 
-`data.registry` builds a `Request` for every source; the readers of `data` take it first. `reading`
-turns any error of a file reader into an `InputError`; `data.images` and
-`flows.functionals.potentials` use it too. Sources of other packages also receive a `Request`, so
-its fields are public.
+`data.registry` builds a `Request` for every source, and `data.given` one for a Hugging Face dataset
+in memory; it is the first argument of the readers in `data`. `reading` turns any error of a file
+reader into an `InputError`; `data.images` and `flows.functionals.potentials` use it too. Readers of
+other packages also receive a `Request`, so its fields must stay.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ class Request:
     Args:
         name: the source's name in the registry.
         split: the part of the dataset; "all" for the whole.
-        root: folder of named datasets, and of relative paths that are not found elsewhere.
+        root: folder of datasets that have a name, such as mnist, and of relative paths that are
+            not in the working directory; `data_root` on the command line.
         download: whether missing files may be fetched.
         seed: seed of synthetic data.
-        weights: a column, key or file with one mass per row.
+        weights: one mass per row: a column or key of the data, which its reader takes, or a .npy
+            file, which `masses` reads.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Request:
         return ("train", "test") if self.split == "all" else (self.split,)
 
     def one_part(self) -> None:
-        """Refuse any split but the whole, for a source whose files are not divided."""
+        """Refuse any split but `all` and the default `train`, for files that are not divided."""
         if self.split not in ("train", "all"):
             raise InputError(
                 f"{self.name} reads files that have no splits: split={self.split!r} must be all "
@@ -127,6 +129,7 @@ def reading(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
+        # Libraries wrap the refusal of an address, whose own words name the way out.
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, RefusedAddress):
@@ -138,7 +141,7 @@ def reading(path: Path) -> Iterator[None]:
                 f"cannot read {path}: it holds Python objects, or is no NumPy file; arrays must "
                 "hold numbers, labels integers or strings"
             ) from error
-        # The library's error says only that generation failed; its cause says why.
+        # This error of `datasets` says only that generation failed; its cause says why.
         reason = error.__cause__ if type(error).__name__ == "DatasetGenerationError" else error
         detail = str(reason or error) or type(error).__name__
         raise InputError(f"cannot read {path}: {detail}; is it damaged or empty?") from error

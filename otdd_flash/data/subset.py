@@ -1,8 +1,9 @@
 """The rows of a dataset that are used: chosen classes, then a seeded, stratified draw.
 
-`data.registry`, `data.given`, `data.digits`, `flows.run`, `sampling.comparison`, the study and its
-command call it. A change must keep the draw a function of labels, count and seed alone, and the
-rows in their original order: results record the rows by a hash.
+`data.registry`, `data.given`, `data.digits`, `flows.run`, `sampling.comparison`,
+`study.transfer.training` and `commands.study` call it. A change must keep the draw a function of
+labels, count and seed alone, and the rows in their original order: results record the rows by a
+hash, and a later run with the same settings must compare the same rows.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `data.arrays` calls `read_table` for csv and parquet files and `find_weights` for npz files.
 `data.hugging_face` calls `choose_columns`, `check_rounded_text` and `check_spelled`.
 
-A change must keep two promises: an ambiguous choice of columns is an error, and any choice that the
-user did not make is reported; no integer is rounded silently, although pandas reads large ones as
-floats. pandas is imported in the functions that use it.
+A change must keep two promises. An ambiguous choice of columns is an error, and any choice that the
+user did not make is reported. No integer is rounded silently, although pandas reads large ones as
+floats. pandas is imported in the functions that use it, because its import takes half a second.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ NAMELESS = "Unnamed: 0"
 # The pandas types with their own missing values, in which integers stay integers beside gaps.
 NULLABLE = "numpy_nullable"
 
+# Integers of 19 digits are the shortest that may exceed 64 bits.
 LONG_INTEGER = r"\s*[+-]?\d{19,}\s*"
 
 NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
@@ -50,7 +51,7 @@ def read_table(
     *,
     skip_label: bool = False,
 ) -> tuple[NDArray[Any], Any, Any, tuple[str, ...], tuple[str, ...]]:
-    """Read inputs (n, d) float64, labels (n,), weights (n,), choices made, and names of inputs.
+    """Read the input, label and weight columns of a csv or parquet file.
 
     Args:
         path: a csv or parquet file with column names.
@@ -58,6 +59,10 @@ def read_table(
         label: the label column; None finds it by its name or as the only text column.
         weights: the weight column; a .npy file is left to the caller.
         skip_label: labels come from elsewhere, look for none.
+
+    Returns:
+        Inputs (n, d) float64, labels (n,) or None, weights (n,) or None, the choices made, and the
+        names of the inputs.
 
     Raises:
         InputError: unreadable file, no such column, two of one name, text in an input column, or an
@@ -129,7 +134,9 @@ def read_table(
 
 
 def _csv(path: Path) -> Any:
-    """Read a csv file, without pandas' guess that its first field may be row names.
+    """Read a csv file; its first field is never taken for row names.
+
+    pandas would take it so where rows have one field more than the first line (`index_col=False`).
 
     Raises:
         InputError: rows have more fields than the first line names.
@@ -149,7 +156,7 @@ def _csv(path: Path) -> Any:
         if isinstance(dtype, pd.StringDtype):
             column = table.columns[place]
             if bool(table[column].str.fullmatch(LONG_INTEGER).any()):
-                # Where integers exceed 64 bits, pandas loses which entries are missing.
+                # Integers beyond 64 bits: pandas has lost which entries of the column are missing.
                 table[column] = _texts(path, place)
     # pandas renames columns of one name to label and label.1.
     first = pd.read_csv(path, index_col=False, header=None, nrows=1, dtype=str)
@@ -189,7 +196,7 @@ def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
 
     Args:
         path: the file.
-        table: all its rows as pandas, or a reader based on pandas, converted them.
+        table: all its rows, as pandas read them.
         columns: the columns to check.
 
     Raises:
@@ -213,8 +220,8 @@ def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
 def check_spelled(what: str, number: Decimal, row: int) -> None:
     """Refuse a number from 2^53 on whose digits are not those of a float64 number.
 
-    The nearest float64 number, rounded to as many digits as the text has, must equal the text.
-    Shortest representations, which identify their float64 number, pass.
+    The nearest float64 number, rounded to as many digits as the text has, must equal the text. So
+    the shortest text that identifies a float64 number, as `repr` writes it, passes.
 
     Raises:
         InputError: they differ.
@@ -229,7 +236,7 @@ def check_spelled(what: str, number: Decimal, row: int) -> None:
 def find_label(
     columns: Sequence[str], text: Sequence[str], where: str, *, kind: str = "text"
 ) -> tuple[str | None, str]:
-    """Find the label column: the one with a usual name, else the only text column.
+    """Find the label column: the one with a usual name, else the only one of `text`.
 
     Args:
         columns: the candidates.
@@ -289,7 +296,10 @@ Kind = Literal["image", "text", "number", "class", "other"]
 
 @dataclass(frozen=True)
 class Columns:
-    """The chosen columns and the choices to report; several `inputs` only if they are numbers."""
+    """The columns that were chosen, and the choices to report.
+
+    There are several `inputs` only if they are columns of numbers.
+    """
 
     inputs: tuple[str, ...]
     label: str | None
@@ -307,9 +317,10 @@ def choose_columns(
 ) -> Columns:
     """Find the columns by their types, or check the ones that the user named.
 
-    Without names, the label is the only ClassLabel, else the column with a usual name. The input is
-    the only image column, else the only text column, else all numbers, if just one of these kinds
-    exists.
+    Without names, the label is the only ClassLabel; among several ClassLabels, and without any, it
+    is the column with a usual name. The input is the only image column, whatever else there is.
+    Otherwise it is the only text column or all columns of numbers, if the other of these two kinds
+    and images are missing.
 
     Raises:
         InputError: no such column, or no single reading is possible; the message lists the columns.
@@ -351,6 +362,7 @@ def _find_inputs(kinds: Mapping[str, Kind], where: str) -> list[str]:
     if len(by_kind["image"]) == 1:
         return by_kind["image"]
     readings = [columns for columns in by_kind.values() if columns]
+    # Several columns are one input only if they are numbers.
     if len(readings) == 1 and (by_kind["number"] or len(readings[0]) == 1):
         return readings[0]
     raise InputError(

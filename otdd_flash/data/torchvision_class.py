@@ -2,10 +2,11 @@
 
 `data.registry` calls `read_torchvision`, `read_mnist` and `read_fashion_mnist`, `data.idx` calls
 `read_class`; `data.given` uses `known_labels` and `stored_images` for torchvision datasets that a
-user holds. torchvision is imported in the functions that use it.
+user holds. torchvision takes long to import, so it is imported in the functions that use it.
 
-A change must respect that reading runs no code found in files (UNPICKLING), opens no network
-connection without `download`, and leaves images unread until they are needed.
+A change must respect that reading runs no code found in files (UNPICKLING) and opens no network
+connection without `download`, because files may come from others. Images stay unread until they are
+needed, since they may exceed the memory.
 """
 
 from __future__ import annotations

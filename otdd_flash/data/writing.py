@@ -1,9 +1,9 @@
-"""Adapted samples written to files: npz, and a Hugging Face dataset on disk.
+"""Samples that a flow has moved, written to files: npz, and a Hugging Face dataset on disk.
 
 `report.flow.writing` calls `write_npz`, `write_hugging_face` and `check_image_shape`;
 `report.flow.images` and `report.flow.animation` use `eight_bit_images`. A change must keep the keys
 and columns, which the sources `arrays` and `huggingface` of this package read, and must replace
-files only as a whole.
+files only as a whole, so that an interrupted run leaves no half of one.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def write_hugging_face(
     """Write samples as a folder for `datasets.load_from_disk` and the source `huggingface`.
 
     The column `features` holds d numbers in the samples' precision. Labels are the column `label`,
-    a ClassLabel; masses are the column `weight`, read with `weights=weight` and, for vectors,
-    `input=features` beside it. With an image shape, readers choose the column `image`: 8-bit
-    pictures, values outside [0, 1] clipped.
+    a ClassLabel. Masses are the column `weight`: without `weights=weight`, the source `huggingface`
+    takes it for an input beside `features`. With an image shape there is a column `image` too,
+    which that source chooses: 8-bit pictures, values outside [0, 1] clipped.
 
     Args:
         samples: the samples; pixel values in [0, 1], channel after channel, if an image shape is
             given.
-        path: the folder; one that holds a dataset is replaced.
+        path: a new folder, or one that holds a dataset, which is replaced; any other is refused.
         image_shape: (c, h, w) of one sample, c = 1 or 3.
 
     Raises:
-        InputError: samples are no such images, something other than a dataset is at `path`, or it
-            cannot be written.
+        InputError: the image shape does not fit the samples, something other than a dataset is at
+            `path`, or it cannot be written.
     """
     import datasets
 

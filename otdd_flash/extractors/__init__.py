@@ -4,7 +4,8 @@
 `from_module` and `from_callable` make extractors, `embed` applies one to a dataset, `standardize`
 and `reduce_pca` then map both sides together.
 
-An extractor that an installed package adds is an attribute of this module by its name,
+`commands.sides`, `commands.adapt` and `commands.study` import their names from here. An extractor
+that an installed package adds is an attribute of this module by its name,
 `otdd.extractors.NAME(...)`.
 """
 

@@ -1,14 +1,15 @@
-"""Weights for networks without a head: from a checkpoint file, or random ones from a seed.
+"""Weights for networks without classifier: from a checkpoint file, or random ones from a seed.
 
-`extractors.vision_models` calls it, and the study's `transfer.networks` uses `seeded_weights`. A
-checkpoint must fit the network exactly but for its classifier; if it does not, the error names the
-models of timm that it fits. Files are loaded without running code in them.
+`extractors.vision_models` calls it; `study.transfer.networks` uses `seeded_weights`. A checkpoint
+must fit the network exactly; only the classifier that it may hold is ignored. If it does not fit,
+the error names the models of timm that it fits. Files are loaded without running code in them.
 
 `timm_shapes.json` holds, for every model of timm 1.0.31 without its classifier, a digest of its
 tensors' shapes, whatever their names and order; `experiments.timm_shapes` writes it. So a model is
-found without building timm's 1,400 models. Digests of shapes are added, so that those of a
-classifier, whose number of classes is unknown, can be subtracted. A model found is built and
-compared before it is named, since timm changes.
+found without building timm's 1,400 models. It is built and compared before it is named, since timm
+changes. Digests of shapes are added up, so that the digest of any layer of a checkpoint that may be
+the classifier can be subtracted again (`_without_classifier`). After a change of `shapes_digest` or
+`_digest` the file must be written anew, because its keys are these digests.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ WRAPPERS = ("state_dict", "model")
 
 PREFIXES = ("module.", "_orig_mod.")
 
+# Names that a message lists.
 NAMED = 3
 
 # Models of timm that are built to compare them with a checkpoint, a second each.
@@ -117,6 +119,7 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not content:
         raise InputError(f"checkpoint {path} holds no state dict but a {type(content).__name__}")
     state = {str(name): value for name, value in content.items()}
+    # Twice: a name may have both prefixes, in either order.
     for prefix in PREFIXES * 2:
         if all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): value for name, value in state.items()}
@@ -130,7 +133,7 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _models_that_fit(state: Mapping[str, Tensor]) -> str:
-    """Name the models of timm that the weights fit, as they are or after renaming."""
+    """Say which models of timm the weights fit: under the names they have, or by shapes alone."""
     fitting: list[str] = []
     alike: list[str] = []
     for name, module in islice(models_like(state), BUILT):
@@ -191,7 +194,9 @@ def shapes_digest(shapes: Iterable[Size | tuple[int, ...]]) -> int:
 
 
 def models_like(state: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield timm models whose tensors have the shapes of a checkpoint's without its classifier.
+    """Yield the timm models that have exactly the tensor shapes of a checkpoint.
+
+    These are the shapes of the whole checkpoint, or of what remains without a classifier.
 
     Yields:
         Name and module, on the device meta and without its classifier.
@@ -218,7 +223,7 @@ def _without_classifier(state: Mapping[str, Tensor]) -> list[int]:
         if tensor.ndim < 2 or tensor.shape[2:].numel() > 1:
             continue
         for head in ([tensor.shape], [tensor.shape, tensor.shape[:1]]):
-            # Distilled transformers have two.
+            # Distilled transformers have two classifiers of one shape.
             digests += [(whole - count * shapes_digest(head)) % MODULUS for count in (1, 2)]
     return list(dict.fromkeys(digests))
 

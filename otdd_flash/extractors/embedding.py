@@ -1,8 +1,8 @@
 """`embed`: the features of every input of a dataset, in this process or on several ranks.
 
-`embed` is the public function; the commands call it through `otdd_flash.extractors`. It reads a
-dataset batch by batch, applies an extractor and gathers one matrix; features of networks are cached
-(`files.cache`) or written to a resumable file (`extractors.feature_store`).
+`embed` is the public function; `commands.sides` calls it through `otdd_flash.extractors`. It reads
+a dataset batch by batch, applies an extractor and gathers one matrix; features of networks are
+cached (`files.cache`) or written to a resumable file (`extractors.feature_store`).
 
 A change must keep these. The order of rows is that of the dataset. The cache key holds
 `inputs_hash`, the extractor's key, the device type and the precision: equal keys must mean equal

@@ -7,7 +7,8 @@ file.
 
 A change must keep the rule that existing rows are read again and compared with that sum before they
 are used: damaged or foreign rows are never continued. Rows reach the disk before the record says
-so. The record carries the version of its format (`files.written_by`).
+so, because the machine may stop in between. The record carries the version of its format
+(`files.written_by`), which a change that an earlier version would misread must raise.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `otdd_flash.extractors` exports `from_callable`, `extractors.registry` builds it by name,
 `extractors.embedding` and `extractors.differentiable` recognise `ImportedFunction`. What a function
-computes cannot be identified, so its features are never cached; its errors are reported with its
-name.
+computes cannot be identified, so its features are never cached. Its errors are reported with its
+name, because they are of the user's code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Linear maps fitted on both sides of a comparison: standardised features and PCA.
 
-`otdd_flash.extractors` exports `standardize` and `reduce_pca`; the commands call them after
-`embed`. Both sides must get the same map, fitted on all n + m rows alike, or their distance would
-have no meaning. Sums are taken in float64.
+`otdd_flash.extractors` exports `standardize` and `reduce_pca`; `commands.sides` and
+`commands.study` call them after `embed`. Both sides must get the same map, fitted on all n + m rows
+alike, or their distance would have no meaning. Sums are taken in float64, because float32 loses
+digits over many rows.
 """
 
 from __future__ import annotations

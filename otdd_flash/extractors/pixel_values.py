@@ -1,9 +1,9 @@
 """The extractors without a network: `pixels` of images and `identity` for numeric vectors.
 
 `otdd_flash.extractors` exports them, `extractors.registry` builds them by name,
-`extractors.embedding` and `extractors.differentiable` recognise their classes. They are cheap and
-never cached. Resizing must stay differentiable, because flows move pixels through it; numbers are
-never rounded silently.
+`extractors.embedding`, `extractors.differentiable` and `commands.sides` recognise their classes.
+They are cheap and never cached. Resizing must stay differentiable, because flows move pixels
+through it. Numbers are never rounded silently, because vectors are the user's data.
 """
 
 from __future__ import annotations

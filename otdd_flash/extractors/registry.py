@@ -1,8 +1,9 @@
 """The registry of extractors by the names and parameters of configurations.
 
-`build_extractor` is called by the commands; `otdd_flash.extractors` uses `FACTORIES` to find
-extractors that other packages add by entry points (`plugins`). Names and parameters are keys of
-configurations and parts of the keys of cached features: they stay as they are.
+`commands.sides` and `commands.adapt` call `build_extractor` through `otdd_flash.extractors`, which
+uses `FACTORIES` to find extractors that other packages add by entry points (`plugins`). Names and
+parameters are keys of users' configurations and parts of the keys of cached features, so they must
+stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The text extractors: `text` by sentence-transformers, `wordllama` by means of word vectors.
 
-Both need the extra `text`. `otdd_flash.extractors` exports them and `extractors.registry` builds
-them by name. Nothing is fetched without `download`; libraries are imported in the functions that
-use them. The descriptions are part of the keys of cached features.
+Both need the extra `text`, so its packages are imported in the functions that use them.
+`otdd_flash.extractors` exports both and `extractors.registry` builds them by name. Nothing is
+fetched without `download`. The descriptions are part of the keys of cached features: a change of
+one makes cached features unknown.
 """
 
 from __future__ import annotations

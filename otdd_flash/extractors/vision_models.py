@@ -2,8 +2,8 @@
 
 They are networks without their classifier, each with its own preparation of images.
 `otdd_flash.extractors` exports them, `extractors.registry` builds them by name, and
-`extractors.differentiable` recognises `PreparedImage`. timm and torchvision are imported in the
-functions that use them.
+`extractors.differentiable` recognises `PreparedImage`. timm and torchvision take long to import, so
+they are imported in the functions that use them.
 
 A change must respect that nothing is fetched without `download`, that random weights depend on
 `seed` alone and are reported, and that a network's description, part of the keys of cached

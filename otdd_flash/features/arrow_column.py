@@ -2,8 +2,9 @@
 
 Record batches store the numbers of lists of one length contiguously and uncompressed. Each batch is
 a `Piece` of the matrix: this module finds its byte offset, and `features.feature_file`, the only
-caller, reads it. pyarrow is imported here, so `feature_file` imports this module only when needed.
-A dataset counts only if its rows and columns are those of its files, in order.
+caller, reads it. pyarrow takes long to import, so `feature_file` imports this module only when it
+is needed. A dataset is taken only if its rows and columns are those of its files, in order, because
+the file is read by position.
 """
 
 from __future__ import annotations

@@ -2,5 +2,6 @@
 
 `atomic` writes files and folders, locks and JSON; a `tensor_file` holds tensors with a checksum,
 and reads torch's and npz files; `result_files` are the two files of a saved result; `cache` stores
-tensors by key; `written_by` is the version and format number in every file.
+tensors by key; `written_by` is the version and format number in every file. Results, flows,
+studies, `extractors`, `labels` and `commands` write their files through these modules.
 """

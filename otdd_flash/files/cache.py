@@ -9,7 +9,7 @@ and counts as missing. A cache that fails warns once and is not used again; it n
 Checksums detect accidents, not attacks: whoever can write a folder can write valid entries. So a
 folder is made for its owner alone, and one that everybody may write is not used. A folder that the
 user names may be shared by a group; `USUAL_FOLDER` may not. Entries are data, never code. A change
-of the layout must raise ENTRY_FORMAT.
+of the layout must raise ENTRY_FORMAT, so that entries of the old layout are not read.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
 """Files of tensors and arrays that detect damage: safetensors, torch's own files, and npz.
 
 `write_tensors` and `read_tensors` handle named tensors and texts in one safetensors file, with a
-checksum over all of them, so that a flipped bit is found instead of computed with. Results
-(`files.result_files`), caches (`files.cache`), flows and studies use it. `load_torch_file` reads
-files of `torch.save` without running code, for checkpoints. `write_arrays` and `read_arrays` handle
-npz files: tables of class distances and adapted samples.
+checksum over all of them, so that a flipped bit is found instead of computed with.
+`files.result_files`, `files.cache`, `flows.checkpoint`, `flows.maps.residual` and `study.units` use
+them; `pairwise_result` uses the checksum for files of its own. `load_torch_file` reads files of
+`torch.save` without running code, for `extractors.checkpoint`. `write_arrays` and `read_arrays`
+handle npz files: tables of class distances (`labels.table`, `labels.many`) and samples
+(`data.writing`, `report.flow.writing`).
 
 A change must keep three things. Files appear whole or not at all (`files.atomic`). Their format is
-numbered (`files.written_by`). `content_hash` is part of cache keys and fingerprints, so its value
-for given tensors may not change.
+numbered (`files.written_by`), so that a later one is refused instead of misread. `content_hash` is
+part of cache keys (`extractors.content_digest`, `extractors.network`, `labels.classes`) and of the
+settings in checkpoints (`flows.divergence`, `flows.flow`), so its value for given tensors may not
+change: cached numbers would be lost, and checkpoints refused.
 """
 
 from __future__ import annotations

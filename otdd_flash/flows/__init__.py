@@ -8,5 +8,5 @@ moves besides the points, such as the Gaussians of classes (`gaussians`). `funct
 terms of the objective. `evaluation` computes the objective and its gradient, `stepping` takes a
 step, and `loop` repeats both. `history` holds the records of steps, `checkpoint` stores the state
 for a later run, `result` is what a flow returns, and `maps` carry a finished flow over to new
-points.
+points. `commands.adapt`, `integrations.sklearn` and `report.flow` use them.
 """

@@ -7,8 +7,10 @@ two terms start from the extrapolation 2 u_k - u_(k-1) of the potentials u of th
 a smooth path they change by nearly the same amount at each step, and the error of this start is of
 second order in the step.
 
-The run makes the setting; loop and evaluation use it, and modes solve through `TargetDivergence`.
-`FlowSetting.settings` is stored in checkpoints, so its keys are part of their format.
+`flows.run` makes the setting; `flows.loop` and `flows.evaluation` use it, and the modules of
+`flows.modes` solve through `TargetDivergence`; `flows.stepping` takes the rows of a `Batch`.
+`FlowSetting.settings` is stored in checkpoints and compared when a flow is resumed, so its keys are
+part of their format.
 """
 
 from __future__ import annotations

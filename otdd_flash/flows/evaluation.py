@@ -1,11 +1,11 @@
 """The evaluation of a flow's particles: the objective, its gradient, and checks that they are sane.
 
 `Evaluator` computes S_epsilon and functionals at the current points and returns the velocities of
-all variables; the loop calls it. A step may use a minibatch of the points or points displaced by
-noise, and its value is then an estimate. Start and end of a flow are evaluated on all points.
+all variables; `flows.loop` calls it. A step may use a minibatch of the points or points displaced
+by noise, and its value is then an estimate. Start and end of a flow are evaluated on all points.
 
 Random draws depend only on the seed, the step and their purpose, so that a resumed flow repeats
-them. Points that run away raise `Overshot`, which the loop turns into advice.
+them. Points that run away raise `Overshot`, which `flows.loop` turns into advice.
 """
 
 from __future__ import annotations

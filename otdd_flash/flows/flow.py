@@ -1,10 +1,12 @@
 """The options of a flow: what moves, how far, what it descends, and the callbacks.
 
-`Flow` and `Callbacks` are what users and the flow command pass to `gradient_flow`; the estimator of
-scikit-learn builds them too. `LoopOptions` is what run passes to loop and evaluation.
+`Flow` and `Callbacks` are what users and `commands.adapt` pass to `gradient_flow`;
+`integrations.sklearn` builds a `Flow` too. `LoopOptions` is what `flows.run` passes to `flows.loop`
+and `flows.evaluation`.
 
 `Flow.settings` is stored in checkpoints and compared when a flow is resumed. It must contain each
-option that changes the path or the result, and no option that a resumed run may change.
+option that changes the path or the result, because a resumed flow must take the same steps, and no
+option that a resumed run may change, such as the number of steps under most schedules.
 """
 
 from __future__ import annotations

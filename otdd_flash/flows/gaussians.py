@@ -3,9 +3,10 @@
     W_kl = ||m_k - m_l||^2 + tr S_k + tr S_l - 2 tr (S_k^1/2 S_l S_k^1/2)^1/2,      S_k = F_k^T F_k
 
 With diagonal covariances a spread is the vector s_k of standard deviations and the last three terms
-are || |s_k| - |s_l| ||^2; if the metric compares only means, there is no spread. The modes `joint`
-and `augmented` move Gaussians; the feature-driven modes only use `beside`. Everything is float64,
-and the tables are differentiable by means and spreads.
+are || |s_k| - |s_l| ||^2; if the metric compares only means, there is no spread.
+`flows.modes.jointly_driven` moves Gaussians; `flows.modes.feature_driven` only uses `beside`.
+Everything is float64, because small distances are differences of large traces. The tables must
+stay differentiable by means and spreads, which are moved along their gradients.
 """
 
 from __future__ import annotations

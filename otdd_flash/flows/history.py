@@ -1,8 +1,9 @@
 """The records of a flow's steps, the trajectory of its particles, and the moments for its maps.
 
-Loop and evaluation make the records and `Recorder` thins the trajectory; checkpoints store both,
-and result, progress messages and the report read them. The fields of `StepRecord` and `Moment` are
-part of the checkpoint format, and those of `StepRecord` are the columns of metrics.csv.
+`flows.evaluation` and `flows.loop` make the records, `Recorder` thins the trajectory, and
+`flows.checkpoint` stores both. `flows.result`, `commands.progress` and the modules of `report.flow`
+read them. The fields of `StepRecord` and `Moment` are part of the checkpoint format, and those of
+`StepRecord` are the columns of metrics.csv, so their names must stay.
 """
 
 from __future__ import annotations

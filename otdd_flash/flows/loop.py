@@ -2,11 +2,12 @@
 
 `Loop` owns the state of a running flow. It evaluates the particles, tests whether to stop, writes
 checkpoints and takes steps. If no evaluation is possible after a step, it restores and saves the
-last good state before it raises. The run makes one loop, restores it from a checkpoint and reads
-its history afterwards.
+last good state before it raises. `flows.run` makes one loop, restores it from a checkpoint and
+reads its history afterwards.
 
-All that later steps depend on must be in `state` or in the stepper's rows, so that a resumed flow
-takes the same steps. On several ranks only rank 0 runs this loop, and the others follow its orders.
+All that later steps depend on must be in `state` or in the rows of `flows.stepping`, so that a
+resumed flow takes the same steps. On several ranks only rank 0 runs this loop, and the others
+follow its orders.
 """
 
 from __future__ import annotations

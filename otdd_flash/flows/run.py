@@ -6,8 +6,8 @@ after Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in Probab
 
 The function reads and checks both datasets, computes class distances and epsilon at the start,
 makes the loop or resumes it, and gathers the result. A thread copies both sides from a GPU to the
-CPU while the steps run. Users, the flow command and the estimator for scikit-learn call it. The
-settings compared with a checkpoint are complete before the loop starts.
+CPU while the steps run. Users, `commands.adapt` and `integrations.sklearn` call it. The settings
+are complete before the loop starts, because a checkpoint holds them and is refused if they differ.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, set
 
 logger = logging.getLogger(__name__)
 
-# Particles and moments in the trajectory: a few megabytes for a flow of any size.
+# How many particles the trajectory follows, and at how many moments at most it stores them: a few
+# megabytes for a flow of any size.
 FOLLOWED, MOMENTS = 200, 32
 # Keywords that users may expect of `gradient_flow`, and where they belong.
 ELSEWHERE = {
@@ -105,8 +106,8 @@ def gradient_flow(
             `epsilon`. If neither is given, epsilon is 0.01 of that mean.
         labels: the metric between classes: a name such as "gaussian", a metric such
             as `otdd.labels.Gaussian(diagonal=True)`, or a function f(x, y) of the points of two
-            classes, which is called again when particles have moved (mode `features`). Distances of
-            a table, `otdd.labels.Given(table)`, stay fixed.
+            classes, which in mode `features` is called again whenever particles have moved.
+            Distances of a table, `otdd.labels.Given(table)`, stay fixed.
         min_class_size: drop classes with fewer samples, with a notice.
         cost: the ground cost and its weights, by default half the squared distances
             between features and between classes.
@@ -119,8 +120,8 @@ def gradient_flow(
         The adapted dataset, in the space of `source`, with the records of the flow.
 
     Raises:
-        InputError: the request cannot be met, or a step overshot; the message says what to
-            change.
+        InputError: the request cannot be met, or particles ran away because step size, noise or
+            functionals are too large; the message says what to change.
         ConvergenceError: `solver.require_convergence` is set and a solve stopped early.
 
     Warns:
@@ -150,7 +151,8 @@ def gradient_flow(
     unchanged = Unchanged.of(points, goal)
     sides = (replace(side, features=flow.space.features(side.features)) for side in (points, goal))
     request = Request.prepare(tuple(sides), cost, compute, seen=True, resident=not streams)
-    # Class distances are computed on the device that holds both sides.
+    # Class distances are computed where the target is: on the device, or on the CPU if the target
+    # stays there to be streamed.
     start, end = request.given[0].to(request.home), request.given[1]
     told = callbacks.class_progress
     metric = settled_metric(metric, epsilon, (start, end), request.streaming)
@@ -158,7 +160,8 @@ def gradient_flow(
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     mean = mean_cost(request.inputs(SIDES["xy"], table.xy))
     key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
-    # The advice to standardise features does not apply to those of a network.
+    # The advice to standardise features is left out (infinite `scale`) where points move in another
+    # space than that of their features.
     in_features = isinstance(flow.space, FeatureSpace)
     scale = cost.standardized(points.dim) if in_features else math.inf
     setting = FlowSetting(request, metric, used, solver, callbacks.solver_progress, told)
@@ -177,6 +180,7 @@ def gradient_flow(
     prepared = time.perf_counter()
     with ThreadPoolExecutor(1) as beside:
         coming = beside.submit(on_host, points, goal, ready(device))
+        # An error about epsilon in a step names the setting that the user gave.
         named = epsilon_of_datasets(key, given, used, lambda: mean, scale)
         with nullcontext() if checkpoints is None else checkpoints.held(), named:
             loop.run()

@@ -3,16 +3,18 @@
 Velocities v are gradients divided by masses, so plain descent, the default, is the explicit
 Euler step x <- x - tau v of the flow, for any number of particles.
 
-`Stepping` holds the options, which users and the flow command set. The loop takes steps through
-`Stepper`, whose `Rows` hold the rows that a process owns and their optimiser. The optimisers
-allowed here move each number by its own gradients alone, so rows can be moved on different ranks:
-rank r has the rows `share(n)` of a variable of n rows, with their optimiser state. A rank receives
-the velocities of its rows, and rank 0 gathers the moved rows. If an evaluation has copied the
-points to all ranks, all gather them and update their copies.
+`Stepping` holds the options, which users, `commands.adapt` and `integrations.sklearn` set and
+`flows.flow` stores. `flows.loop` takes steps through `Stepper`, whose `Rows` hold the rows that a
+process owns and their optimiser. The optimisers allowed here move each number by its own gradients
+alone, so rows can be moved on different ranks: rank r has the rows `share(n)` of a variable of n
+rows, with their optimiser state. A rank receives the velocities of its rows, and rank 0 gathers the
+moved rows. If an evaluation has copied the points to all ranks, all gather them and update their
+copies.
 
-Random numbers depend only on seed, step and purpose, so a flow is the same when it is resumed, and
-on any device. Functions that ranks run (`_own`, `_call`, `_moved`, `_clamped`) must stay at module
-level, where other processes find them by name.
+Random numbers (`Draw`, `generator`; `flows.evaluation` and `flows.loop` draw by them too) depend
+only on seed, step and purpose, so a flow is the same when it is resumed, and on any device.
+Functions that ranks run (`_own`, `_call`, `_moved`, `_clamped`) must stay at module level, where
+other processes find them by name.
 """
 
 from __future__ import annotations

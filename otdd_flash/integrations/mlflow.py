@@ -1,8 +1,9 @@
 """The tracker `log=mlflow`: a run in a folder, a database or on a server, for `mlflow ui`.
 
-`integrations.tracking.track` imports this module and calls `write`. mlflow is imported in the
-functions that use it. The user's own tracking address is not changed, and nothing is sent or
-printed unless a setting asks for it.
+`integrations.tracking.track` imports this module and calls `write`. mlflow is an optional package,
+so it is imported in the functions that use it. The tracking address of the user's own runs is not
+changed. Nothing is printed, and nothing is sent unless `log.uri` is an address or `log.online` is
+set.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
 # The longest parameter value, and the most parameters and metrics in one request, that every server
 # accepts.
 LONGEST, MOST_PARAMETERS, MOST_METRICS = 500, 100, 1000
-# The file store needs no server or database, but must be allowed. No telemetry, and no output
-# beside the result.
+# mlflow refuses its file store, which needs no server or database, unless this allows it. No
+# telemetry, and no output beside the result.
 SETTINGS = {
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 LOCK_FILE = ".otdd-flash.lock"
+# Characters that mlflow refuses in names of metrics.
 _NOT_IN_NAMES = re.compile(r"[^\w.\- :/]")
 _DATABASE = "sqlite:///"
 
@@ -45,6 +47,7 @@ def write(run: TrackedRun) -> None:
 
         store = run.store
         if store is None and run.online:
+            # `check_tracker` has refused a run without this variable.
             store = os.environ["MLFLOW_TRACKING_URI"]
         elif store is None:
             store = folder_of("mlflow", run.directory)
@@ -78,7 +81,7 @@ def _experiment(client: MlflowClient, name: str, store: Path | str) -> str:
 
 @contextmanager
 def _alone(store: Path | str) -> Iterator[None]:
-    """Hold a lock, so that jobs of a sweep do not create the same experiment at the same time."""
+    """Lock a store that is a folder, so that jobs of a sweep do not create one experiment twice."""
     if not isinstance(store, Path):
         yield
         return

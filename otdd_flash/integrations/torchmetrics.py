@@ -3,7 +3,7 @@
 `DatasetDistance` is public; nothing in this package imports it, as torchmetrics is an extra. Its
 state is the rows seen, which torchmetrics gathers from all processes before `compute`, and the
 epsilon, which the first `compute` fixes so that later numbers compare. State must consist of
-tensors or lists of tensors.
+tensors or lists of tensors, which is all that torchmetrics gathers.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 `commands.tracked` builds a `TrackedRun` and calls `track`, which imports the tracker's module
 beside this one; `commands.settings` calls `check_tracker` before the solve, so that a run is not
-lost to a missing package or key. No tracker package is imported here. A change must respect that
-nothing is sent from this machine unless a setting asks for it, whatever variables of the
-environment say.
+lost to a missing package or key. `integrations.mlflow`, `integrations.tensorboard` and
+`integrations.wandb` read the run and share the helpers. No tracker package is imported here, as
+each is optional. A change must respect that nothing is sent from this machine unless a setting asks
+for it, whatever variables of the environment say: results may be confidential.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tracker `log=wandb`: an offline run for `wandb sync`, or an online run if asked for.
 
-`integrations.tracking.track` imports this module and calls `write`. wandb is imported in the
-function that uses it. A run holds settings and results only: no arguments, terminal output, code or
-description of the machine.
+`integrations.tracking.track` imports this module and calls `write`. wandb is an optional package,
+so it is imported in the function that uses it. A run holds settings and results only: no arguments,
+terminal output, code or description of the machine, which may contain secrets.
 """
 
 from __future__ import annotations

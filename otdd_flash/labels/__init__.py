@@ -7,7 +7,8 @@ from data to table: `classes` cuts datasets into class clouds; `pairs` lists pai
 `measuring` measures what `pair_cache` does not know, `by_ranks` on several ranks; `many` measures
 the tables of whole datasets, and `table` holds that of two.
 
-`otdd`, `pairwise`, `flows`, the study and the commands import their names from here.
+`otdd`, `pairwise`, `result`, `pairwise_result`, `commands.compare`, `commands.settings`,
+`report.distance`, and modules of `flows`, `sampling` and `study` import their names from here.
 """
 
 from otdd_flash.labels.many import (

@@ -6,7 +6,8 @@ largest first, and takes every R-th one. If all pairs of the classes are wanted,
 sent.
 
 A change must keep numbers and recipes those of the wrapped metric, so that cached distances stay
-valid. All ranks must run the same collectives in the same order, even if one of them fails.
+valid. All ranks must run the same collectives in the same order, even if one of them fails, because
+a rank that waits in another collective waits for ever.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """The classes of datasets as weighted point clouds, and which of them have equal content.
 
 `split_classes` and `pool` cut datasets into `ClassCloud`s; `merge_identical` keeps one of every set
-of equal classes and orders them. The modules of `labels`, `contributions`, `flows.gaussians`,
-`flows.modes.feature_driven` and the study call it.
+of equal classes and orders them. The modules of `labels` that measure, `contributions`,
+`flows.gaussians`, `flows.modes.feature_driven`, `study.study` and `study.measures.distances` call
+it.
 
 A change must keep the order of `merge_identical` a function of content alone: the direction in
-which a pair is measured, and so its last bits, follow from it. `ClassCloud.fingerprint` is a key of
-the pair cache, so a change of it makes every cached distance unknown.
+which a pair is measured, and so its last bits, follow from it, and distances are cached.
+`ClassCloud.fingerprint` is a key of the pair cache, so a change of it makes every cached distance
+unknown.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ processes (joblib's loky). `labels.metrics.builtin` calls `exact_distances` and 
 
 A change must keep a pair's distance independent of the process that computes it and of the other
 pairs, because distances are cached. Sizes and the expected time are checked before any pair is
-solved. The processes end with their parent, even if it is killed.
+solved, because many pairs may take hours. The processes end with their parent, even if it is
+killed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `labels.sinkhorn_pairs` calls `solve_in_kernels`, which it imports only on a CUDA device with
 Triton. Pairs are solved in as few batches as half of the free memory allows. The batch must not
-change a pair's numbers.
+change a pair's numbers, because distances are cached and batches follow from the free memory.
 """
 
 from __future__ import annotations

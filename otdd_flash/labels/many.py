@@ -5,13 +5,14 @@ V) table over all V classes. `measure_classes` returns the `ClassDistances` of t
 `class_block` one rectangular block of a table. `settled_metric`, `drop_small_classes` and
 `notice_single_samples` prepare metric and datasets before they are measured.
 
-`otdd`, `pairwise`, `flows.run`, `flows.result`, `flows.modes.feature_driven`, `sliced.distances`
-and the study's `transport` call this module; most of them import it through `otdd_flash.labels`.
+`pairwise`, `sliced.distances`, `study.transport`, `flows.result` and `flows.modes.feature_driven`
+call this module; `otdd`, `flows.run`, `sampling.comparison`, `study.study` and `study.setup` import
+its names through `otdd_flash.labels`.
 
 A change must keep three things. A distance has the same bits whatever other pairs are measured
 beside it, so that a table can be measured block by block; this is why classes go through
-`merge_identical` first. Each pair of classes is measured once. The keys of the npz files stay as
-they are.
+`merge_identical` first. Each pair of classes is measured once. The keys of the npz files must stay,
+because users' tables are read by them.
 """
 
 from __future__ import annotations

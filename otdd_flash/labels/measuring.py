@@ -1,10 +1,11 @@
 """Distances of a list of pairs of classes: known ones from the cache, the others by the metric.
 
-`measure_pairs` is called by `labels.many` and `flows.modes.feature_driven`. It reads the cache,
-measures the missing pairs in parts and writes them at intervals, so that a killed run loses little.
+`labels.many` and `flows.modes.feature_driven` call `measure_pairs`. It reads the cache, measures
+the missing pairs in parts and writes them at intervals, so that a killed run loses little.
 
-A change must keep the numbers the same to the last bit with and without a cache, and must write no
-distance of a solve that did not converge.
+A change must keep the numbers the same to the last bit with and without a cache, so that a cache
+changes no result. It must write no distance of a solve that did not converge, because a later run
+would read it without the warning.
 """
 
 from __future__ import annotations

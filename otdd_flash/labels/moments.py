@@ -5,7 +5,8 @@ are the methods `labels=means` and `labels=upper_bound`. `labels.gaussian`,
 `labels.metrics.builtin`, `contributions`, `flows.gaussians` and `flows.modes.feature_driven` call
 this module.
 
-A change must keep everything differentiable in the points, and in weights that keep their sum.
+A change must keep everything differentiable in the points, for flows that move them, and in weights
+that keep their sum, for `contributions`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ time, and a killed run leaves only complete rows.
 database is renamed and begun anew, an unusable one is reported once and then ignored.
 
 A change of the layout, or of a method's numbers, must raise ENTRY_FORMAT, which is part of the
-file's name. Every row carries a checksum that is verified when it is read.
+file's name, so that old distances are not read as new ones. Every row carries a checksum that is
+verified when it is read.
 """
 
 from __future__ import annotations

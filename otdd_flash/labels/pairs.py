@@ -1,7 +1,13 @@
 """Pairs of classes, the distances measured on them, and the symmetric table that they fill.
 
-All modules of `labels` that measure, `contributions` and `flows` import it. The order of
-`all_pairs`, the larger index first, is the direction in which pairs are measured.
+The modules of `labels` that measure, `contributions`, `flows.gaussians` and
+`flows.modes.feature_driven` call it; `otdd`, `pairwise`, `flows.flow` and `flows.divergence` only
+take the type `Progress`.
+
+In `all_pairs` the larger index comes first, and pairs are measured in that direction. The other
+direction would give other last digits, and distances are cached (`labels.classes.merge_identical`).
+`labels.by_ranks` sends no list that `is_complete` finds equal to `all_pairs`, because each rank can
+make it.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ class PairDistances(NamedTuple):
 
     Attributes:
         values: (P,) the distances.
-        lower: (P,) lower bounds; the values themselves for a method without iterations.
+        lower: (P,) lower bounds, which hold however far an iterative method came; for other
+            methods the values themselves.
         upper: (P,) upper bounds.
     """
 
@@ -48,9 +55,10 @@ def is_complete(pairs: Tensor, count: int) -> bool:
 
 
 def symmetric_table(values: Tensor, pairs: Tensor, count: int) -> Tensor:
-    """Fill a symmetric (V, V) table, zero on the diagonal, from values (P,) of pairs (P, 2).
+    """Fill a symmetric table, zero on the diagonal, from values (P,) of pairs (P, 2).
 
-    The table is on the values' device and differentiable in them; pairs that are not listed are 0.
+    The table (`count`, `count`) is on the values' device and differentiable in them; pairs that are
+    not listed are 0.
     """
     one, two = pairs.to(values.device).unbind(1)
     table = values.new_zeros(count, count)

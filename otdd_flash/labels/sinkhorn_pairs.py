@@ -11,9 +11,10 @@ Pairs that float32 cannot solve to the tolerance, and all pairs on other devices
 float64 in PyTorch: pairs of similar sizes are padded to one shape and their costs stored; a pair
 with too many costs to store is solved alone, with costs recomputed in every pass.
 
-`labels.metrics.builtin` calls `sinkhorn_distances`. A change must keep the numbers of a pair
-independent of the pairs beside it: which solver a pair takes, and its padded shape, follow from its
-own two classes, because distances are cached.
+`labels.metrics.builtin` calls `sinkhorn_distances`. Distances are cached, so a change must keep the
+numbers of a pair independent of the pairs beside it: which solver a pair takes, and its padded
+shape, follow from its own two classes. A change of MOST_STORED, of `padded_size` or of a solve
+gives other digits, so it must raise `labels.pair_cache.ENTRY_FORMAT`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 # Number of unconverged terms named in a warning.
 SHOWN = 5
 
-# Pairs solved at once: their lists take some 200 bytes per pair.
+# Pairs solved at once: their indices and numbers take some 200 bytes per pair.
 MOST_PAIRS = 1 << 24
 
 
@@ -100,6 +101,7 @@ def sinkhorn_distances(
             finished(len(some) - len(different))
         if not len(different):
             continue
+        # Errors about epsilon name labels.epsilon, the regularisation as the user gave it.
         with epsilon_given_as("labels.epsilon", epsilon, epsilon):
             divergences = divergences or _Divergences(classes, epsilon, options)
             found[:, different] = divergences.between(unlike, finished)
@@ -112,8 +114,12 @@ def sinkhorn_distances(
 def _different(places: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """Select the pairs (P, 2) of classes that differ in content.
 
+    Args:
+        places: (V,) for each class, the number of its content among the distinct ones.
+        pairs: (P, 2) indices of classes.
+
     Returns:
-        The positions (Q,) of these pairs, and (Q, 2) their classes by `places`.
+        The positions (Q,) of these pairs, and (Q, 2) the numbers of their contents.
     """
     one, two = places[pairs].unbind(1)
     different = torch.nonzero(one != two).squeeze(1)
@@ -123,7 +129,7 @@ def _different(places: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Late(NamedTuple):
-    """Terms that stopped before the tolerance: their classes (L, 2), and `rounding` (L,)."""
+    """Terms that stopped early: classes (L, 2), and the marginal error due to rounding (L,)."""
 
     pairs: Tensor
     rounding: Tensor
@@ -175,6 +181,8 @@ def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: 
     """Warn of the terms that stopped before the tolerance, by what stopped them."""
     pairs, rounding = (torch.cat(parts) for parts in zip(*late, strict=True))
     tolerance = options.asked_tolerance
+    # Rounding counts twice, as in `check_reachable` of `solver.term.tolerance`: it is part of the
+    # reported error, and the measured rest cannot fall below it.
     by_rounding = 2 * rounding > tolerance
     for which, limit in (
         (by_rounding, "as far as rounding allows in float64"),
@@ -244,8 +252,9 @@ class TermSolver:
             if len(left):
                 for known, new in zip(terms, self._in_float64(pairs[left]), strict=True):
                     known[left] = new
-        # A solve that stalled counts its whole error as rounding and is reported as unconverged.
-        # The others left can never reach the tolerance.
+        # A solve whose iterations no longer lower its error counts all of it as rounding and is
+        # reported as unconverged. In the others, rounding alone is above the tolerance; an error of
+        # MOST_ERROR, the largest L1 distance of two masses, says nothing about a solve.
         stalled = (terms.rounding == terms.marginal_error) & (terms.marginal_error < MOST_ERROR)
         lost = self._out_of_reach(terms) & ~stalled
         if bool(lost.any()):
@@ -277,7 +286,7 @@ def kernels_run_on(device: torch.device) -> bool:
     return True
 
 
-# Most costs of one pair that are stored: 2.3 GiB with exponentials and scratch space.
+# Pairs with more costs are streamed; so many take 2.3 GiB with exponentials and scratch space.
 MOST_STORED = 100_000_000
 
 # Number of costs of the pairs that are updated together.
@@ -346,6 +355,7 @@ def _solve_streamed(
         rows.masses,
         columns.masses,
         labels_x=labels[0],
+        # One tensor for both sides lets `LabelledCost` recognise a self term.
         labels_y=labels[0 if rows is columns else 1],
         class_costs=rows.masses.new_zeros(1, 1),
         lambda_x=1.0,

@@ -2,10 +2,12 @@
 
 `ClassDistances` holds the blocks xx, xy and yy and is what the ground cost reads. `labels.many`
 builds it, `labels.metrics.given` reads it from a file, `report.distance` shows its `NearestClass`
-rows; `otdd`, `flows` and other modules import it through `otdd_flash.labels`.
+rows; `otdd`, `result`, `sampling.comparison`, `study.transport` and modules of `flows` import it
+through `otdd_flash.labels`.
 
 A change must respect that any instance is valid: all checks run in the constructor, so a table of
-the user's, of a file or of a metric obeys the same rules. The npz keys are the field names.
+the user's, of a file or of a metric obeys the same rules. The npz keys are the field names, so
+these must stay: users' files are read by them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 `distance`, `pairwise`, `contributions` and `sweep` write the reports of distances, `flow.writing`
 that of a flow and `study.writing` that of a study; `figures` holds what their pictures share and
-`csv_tables` what their csv files share. The commands and the results' own methods call them.
-Nothing here computes transport. Functions that draw import matplotlib and rich themselves.
+`csv_tables` what their csv files share. `commands.compare`, `commands.adapt`, `commands.study` and
+`commands.outcome` call them, and so do the methods `plot` of results. Nothing here computes
+transport. Functions that draw import matplotlib and rich themselves, because both take long to
+import and most runs of the package draw nothing.
 """

@@ -1,6 +1,7 @@
 """The contributions of source rows to a distance: a csv file, and the images that contribute most.
 
-The distance command calls it. Rows without mass have the contribution NaN and are left out.
+`commands.compare` calls `write_contributions`. Rows without mass have the contribution NaN and are
+left out. The name of the csv file and its columns are for users' scripts and must stay.
 """
 
 from __future__ import annotations

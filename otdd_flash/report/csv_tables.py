@@ -1,7 +1,9 @@
 """Writing of csv files: matrices with named rows and columns, and tables of rows.
 
-All reports call it. Files are written atomically, end lines with a line feed and hold numbers that
-read back as the same float64.
+`report.distance`, `report.contributions`, `report.pairwise`, `report.sweep`, `report.flow.writing`
+and `report.study.writing` call it. Files are written atomically, so that nobody reads half a table.
+Their lines end with a line feed, so that they are the same on every system, and their numbers read
+back as the same float64.
 """
 
 from __future__ import annotations

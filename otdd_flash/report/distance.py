@@ -3,11 +3,12 @@
 The module writes class_distances, class_coupling, nearest_classes.csv and projection.png, and makes
 two tables for the terminal: a summary of result.json and the nearest classes. projection.png shows
 both datasets in their common principal plane, with arrows for the mass that moves between classes.
-`DistanceResult` and the distance command call it.
+`commands.compare` calls `write_report` and prints both tables; `DistanceResult.plot` (`result`)
+calls `plot_distance`.
 
-A change must keep the order of rows: source classes come before target classes, each in its
-dataset's own order in csv files. `summary_table` reads result.json, so it must accept the fields
-of that file and no result object.
+A change must keep the names of the files and, in csv files, the order of rows, because users'
+scripts read them: source classes come before target classes, each in its dataset's own order.
+`summary_table` reads result.json, so it must accept the fields of that file and no result object.
 """
 
 from __future__ import annotations

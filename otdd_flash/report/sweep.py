@@ -1,8 +1,9 @@
 """The report of a Hydra multirun: summary.csv, and a picture of the value against a swept setting.
 
 Each job is a mapping with `job` (its number), `directory`, `overrides` (the settings given on the
-command line, by key) and the fields of its result that `COLUMNS` and `SAMPLING` name. The commands'
-module `outcome` collects the jobs and calls this module after the last one.
+command line, by key) and the fields of its result that `COLUMNS` and `SAMPLING` name.
+`commands.outcome` collects the jobs and calls this module after the last one. The columns of
+summary.csv are read by users' scripts, so their names must stay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The sampling error of a distance: its confidence interval, and its noise floor.
 
 `comparison` draws rows and computes the distance between them; `subsampling` repeats it on
-subsamples for an interval; `halves` compares disjoint halves of one dataset. `commands.compare`,
-the study and `otdd_flash` import their names from here.
+subsamples for an interval; `halves` compares disjoint halves of one dataset. `otdd_flash`,
+`commands.compare` and `study.transport` import their names from here; `study.measures` uses
+`comparison` and `subsampling` directly.
 """
 
 from otdd_flash.sampling.halves import NoiseFloor, noise_floor

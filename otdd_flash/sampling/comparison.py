@@ -2,11 +2,12 @@
 
 `Comparison` fixes everything but the rows: epsilon, metric, ground cost and device. `subsample`
 draws rows without replacement, `two_halves` two disjoint sets. `sampling.subsampling`,
-`sampling.halves` and the study's measures call it.
+`sampling.halves`, `study.measures.distances` and `study.measures.network` call it.
 
-A change must keep the draws a function of the generator and of the labels alone. All parts are
-compared at the epsilon of the whole, which the caller must give. Notices that the whole distance
-has already reported are not repeated for its parts.
+A change must keep the draws a function of the generator and of the labels alone, so that every
+process draws the same rows from a seed. All parts are compared at the epsilon of the whole, which
+the caller must give: at another epsilon S_epsilon is another number. Notices that the whole
+distance has already reported are not repeated for its parts.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 With few samples the divergence between two samples of one distribution is far from 0. A distance
 between datasets is meaningful as far as it exceeds that of their halves at equal sizes.
 `otdd_flash.sampling` exports `noise_floor`, and `commands.compare` calls `check_halves` before the
-main solve. The draws follow from the seed alone.
+main solve. The draws follow from the seed alone, so that a floor can be computed again.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ small, so intervals that miss lie below the mean. Quantiles of S_n - S_m would b
 short above, where the distribution has its long tail. How much longer the upper part must be
 depends on the tail of the rows: see `sliced.tails`.
 
-`otdd_flash.sampling` exports `subsample_interval`; `commands.compare` checks its settings first,
-and the study's measures use `deviation_interval`. A change must keep draw k the same for every
-number of ranks; coverage is tested by simulation.
+`otdd_flash.sampling` exports `subsample_interval`. `commands.compare` and `study.study` check its
+settings first; `study.measures.distances` and `study.measures.network` use `deviation_interval`. A
+change must keep draw k the same for every number of ranks, so that an interval does not depend on
+the machine; coverage is tested by simulation.
 """
 
 from __future__ import annotations

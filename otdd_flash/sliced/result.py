@@ -11,8 +11,8 @@ An interval is never withheld because of what the draws show: where a few of the
 samples that lack such draws look harmless, and withholding the others would leave the intervals
 that miss.
 
-`sliced.distances` and the study's `measures.distances` build `SlicedResult`; `report.pairwise`
-draws it. The keys of `to_dict` are those of result files and stay.
+`sliced.distances` and `study.measures.distances` build `SlicedResult`; `report.pairwise` draws it.
+The keys of `to_dict` are those of files that users write, so they must stay.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ distribution),
 
 and one standard error is added, since small samples seldom show their tail. How the excess
 lengthens an interval was fitted by simulation (`experiments.interval_coverage`); a change of the
-estimate invalidates that fit. `sliced.result`, `sampling.subsampling` and the study's measures call
-it.
+estimate invalidates that fit. `sliced.result`, `sampling.subsampling` and
+`study.measures.distances` call it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """The folder of a study: study.json holds its tasks and resolved settings.
 
 `enter` makes a folder a study's folder or checks that it belongs to the same study; `Study.run`
-calls it. Several processes may enter at once, so the check and the write of study.json happen under
-a lock. study.json also keeps what `auto` was resolved to, for resumed runs.
+(`study.study`) calls it. `study.setup` writes VERSION_KEY into the summary, and `commands.study`
+looks for STUDY_FILE.
+
+Several processes may enter at once, so the check and the write of study.json happen under a lock.
+study.json also keeps what `auto` was resolved to, so that a resumed run uses the same values. Later
+runs read the keys of study.json and the names of both files, so these must stay.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ from otdd_flash.solver.term.epsilon import once_default
 
 STUDY_FILE = "study.json"
 LOCK_FILE = ".study.lock"
-# The key of the version of the tasks' fingerprints.
+# Key of study.json: the version of `otdd_flash.fingerprint` that digested the tasks.
 VERSION_KEY = "fingerprint_version"
 SECONDS_APART = 0.05
-# Files that commands put into a folder before a study begins.
+# What is in a folder before a study begins: Hydra's folder, the lock of `commands.claims`, and the
+# lock of this module.
 NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
 
 
@@ -38,8 +43,9 @@ def enter(
 
     Args:
         folder: created if it does not exist.
-        summarize: called with the content of study.json, or None, it returns the summary of the
-            study to run; `auto` settings take the values of that content.
+        summarize: called with the content of study.json, or with None for a new study; returns
+            the summary of the study to run, the content that study.json must have. Settings that
+            are `auto` take the values of the given content.
         shared: whether the folder may already hold a study, to be continued.
 
     Returns:
@@ -59,6 +65,7 @@ def enter(
                 f"{folder} holds a study already; give study.resume=true (resume=True) to go on "
                 "with it, or another folder"
             )
+        # In JSON's own types, with lists for tuples, so that it can equal what was read.
         summary = json.loads(json.dumps(summarize(known)))
         if known is None:
             write_json(folder / STUDY_FILE, summary)
@@ -70,6 +77,7 @@ def enter(
             )
         elif different := sorted(_different(known, summary)):
             shown = ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
+            # If only the default of earlier versions differs, the message says how to give it.
             earlier = once_default(known.get("epsilon")) if "epsilon" in different else ""
             raise InputError(
                 f"{folder} holds a study with other settings: {shown} differ; give it the same, "
@@ -115,7 +123,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _check_empty(folder: Path) -> None:
     found = sorted(path.name for path in folder.iterdir() if path.name not in NO_CONTENT)
-    # The error file of an earlier attempt may be overwritten.
+    # A failed command leaves error.json; a new attempt may begin in its folder.
     if found and found != ["error.json"]:
         raise InputError(
             f"{folder} is not a study: it holds {found[0]} and no {STUDY_FILE}; choose an empty "
@@ -124,7 +132,7 @@ def _check_empty(folder: Path) -> None:
 
 
 def _different(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """Yield the dotted keys at which two summaries differ; versions with both values."""
+    """Yield the dotted keys at which two summaries differ; for versions of software both values."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {*one, *other}:
             yield from _different(one.get(key), other.get(key), f"{where}.{key}".strip("."))

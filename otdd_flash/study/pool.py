@@ -2,8 +2,9 @@
 
 `study_units` lists the units of all measures and transfer runs in an order in which they can be
 computed. `StoredBench` reads contents from the store and caches shared data. `work_in_processes`
-starts workers on one machine. `Study` calls all three; the result uses the bench.
+starts workers on one machine. `study.study` calls all three; `study.result` uses `StoredBench`.
 
+Each unit comes after the units that it needs, so that one process can compute the list in order.
 A worker may be killed at any moment, because units are written completely or not at all.
 """
 

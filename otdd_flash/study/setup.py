@@ -2,10 +2,12 @@
 
 `as_tasks` makes tasks from what the user gave: it drops small classes, matches the classes of test
 rows by name and groups tasks that share rows into families. `Settings` holds what decides results
-and `Setup` joins both. `Study` makes them; measures, transport, transfer and the result read them.
+and `Setup` joins both. `study.study` makes them; `study.transport`, `study.transfer.training`,
+`study.pool`, `study.result` and the modules of `study.measures` read them.
 
 The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes all
-digests; a setting that decides no result, such as `cache_dir`, must stay out of them.
+digests, so that stored units are not found any more; a setting that decides no result, such as
+`cache_dir`, must stay out of them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The entry point of dataset-transfer studies: `Study` and the run of its units.
 
 `Study` checks tasks and settings and resolves every `auto` once; `carry_out` computes the units
-that are not done and gathers the result. Users call `Study` from Python; the study command and the
-experiment of the transfer study call both.
+that are not done and gathers the result. Users call `Study` from Python; `commands.study` makes one
+from a configuration, also for `experiments.transfer_study`.
 
 The units are stored in a folder, each file complete or absent, so a study that was killed at any
-moment can be resumed. A resumed study must have the settings of its folder: a change to
-`Setup.to_dict` or to a unit's key makes folders of earlier versions useless.
+moment can be resumed. A resumed study must have the settings of its folder, because its units would
+not be comparable otherwise; so a change to `Setup.to_dict` or to a unit's key makes folders of
+earlier versions useless.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
 
 K tasks have K self terms and K (K - 1) / 2 cross terms, each solved as `dataset_distance` does and
 each a unit of its own (`Term`). Class distances are computed in blocks of two tasks (`ClassBlock`),
-and an epsilon that is relative to the mean cost over all pairs is one unit (`Epsilon`). The
-measures of distances use all of it; pool and result use `Epsilon` and `Term`.
+and an epsilon that is relative to the mean cost over all pairs is one unit (`Epsilon`).
+`study.measures.distances` uses all of it; `study.pool` and `study.result` use `Epsilon` and `Term`.
 
-A term orders its tasks by index, so that both directions share one unit. The datasets are checked
-and moved to the device once per process (`request_of`).
+A term orders its tasks by index, so that both directions share one unit. Stored units are used as
+long as their keys are equal, so a change that gives other numbers must change the key. The datasets
+are checked and moved to the device once per process (`request_of`).
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ class l_i:
     internal     int rho log rho                      entropy, by noise
 
 and any function of the user. `build_functionals` makes them from a configuration,
-`value_and_velocity` evaluates them, and `noise_temperature` says how much noise a step adds. Run,
-loop and evaluation call these.
+`value_and_velocity` evaluates them, and `noise_temperature` says how much noise a step adds.
+`flows.run`, `flows.evaluation` and `flows.loop` call these in turn; `flows.flow` stores
+`WeightedFunctional`s. Names and parameters of functionals are keys of users' configurations.
 """
 
 from otdd_flash.flows.functionals.build import (

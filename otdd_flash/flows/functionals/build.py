@@ -1,7 +1,8 @@
 """Functionals of a labelled, weighted cloud: their construction from configurations and evaluation.
 
 `FACTORIES` lists the built-in functionals by name; their parameters are those of `configured` in
-`potentials`. The package's `__init__` exports this module's public names, and only it imports them.
+`flows.functionals.potentials`. Names and parameters are keys of users' configurations, so they must
+stay. `flows.functionals` exports this module's public names, and only it imports them.
 
 Everything that depends on the starting particles is decided in `build_functionals`, so that a flow
 descends the same objective at every step and after it is resumed.

@@ -3,8 +3,9 @@
 Potential energies (`Norm`, `AffineNorm`, `CoordinateCollapse`, `HyperplaneMargin`) act on each
 particle by itself; the interaction energy `ClassRepulsion` drives particles of different classes
 apart. Parameters are numbers, vectors or matrices, given directly or as .npy or .npz files
-(`as_number`, `as_tensor`). `build` imports the classes for its table of names; each has a
-`configured` constructor, whose arguments are the keys of a configuration.
+(`as_number`, `as_tensor`). `flows.functionals.build` imports the classes for its table of names;
+each has a `configured` constructor, whose arguments are keys of users' configurations and must
+stay.
 """
 
 from __future__ import annotations

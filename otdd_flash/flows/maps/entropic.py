@@ -1,8 +1,9 @@
 """The velocity field of a flow's step at any point, and the map that follows it step by step.
 
-A flow moves its particles x (n, d) by the first variation of S_epsilon(x, y) in their masses. It is
-a function on the whole space (Feydy et al. 2019, Interpolating between optimal transport and MMD
-using Sinkhorn divergences), the difference of two softmins that extend the potentials:
+A flow moves its particles x (n, d) by the first variation of S_epsilon(x, y) in their masses. This
+variation is a function F - H on the whole space, where two softmins extend the potentials of the
+cross term and of the self term (Feydy et al. 2019, Interpolating between optimal transport and MMD
+using Sinkhorn divergences):
 
     F(z) = -epsilon log sum_j b_j exp((g_j - C(z, y_j)) / epsilon)        of the cross term
     H(z) = -epsilon log sum_i a_i exp((f_i - C(z, x_i)) / epsilon)        of the self term
@@ -14,13 +15,14 @@ z - grad F / (2 lambda_x) is the entropic map of Pooladian & Niles-Weed 2021, En
 optimal transport maps. A step moves z to z - tau v(z).
 
 At a particle, v(x_i) is the flow's own velocity (1 / a_i) dS/dx_i up to rounding, except for one
-factor. Row sums of the cross plan are exact after a solve. The row sums r of the self plan are not:
-the derivative of its dual value has (r_i / a_i) (x_i - sum_j q_j x_j) in place of
-x_i - sum_j q_j x_j. The mean of |r_i / a_i - 1| under a is the self term's marginal error. No
-extension of r to other points is better than 1, because what a solve leaves over are the modes that
-the plan averages out.
+factor: the row sums r of the self plan are not exact after a solve, and the derivative of its dual
+value has (r_i / a_i) (x_i - sum_j q_j x_j) in place of x_i - sum_j q_j x_j. The mean of
+|r_i / a_i - 1| under a is the self term's marginal error. Other points get the factor 1: what a
+solve leaves over are the modes that the plan averages out, so no extension of r is better.
 
-`FlowResult` builds the map from the stored moments. Potentials and table must be those of one step.
+`FlowResult` (`flows.result`) builds the map from the stored moments. Particles, potentials and
+table of a field must be those of one step: with those of another step, v is not the velocity at
+which that step moved.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
 
-# Pairs of indices in a request of points, particles and target.
+# Places in a request of (points, particles, target): points against particles, and against the
+# target.
 OWN, THEIRS = (0, 1), (0, 2)
 
 
@@ -56,7 +59,8 @@ class VelocityField:
     Attributes:
         particles: n labelled particles before the step.
         target: m labelled points.
-        table: W (V_x + V_y, V_x + V_y), float64.
+        table: class distances W (V_x + V_y, V_x + V_y) between the V_x classes of the particles and
+            the V_y of the target, float64.
         g: (m,) column potential of the cross term, in units of the cost.
         f: (n,) potential of the particles' self term, in units of the cost.
         epsilon: regularisation, in units of the cost.
@@ -96,15 +100,15 @@ class VelocityField:
         )
 
     def velocity(self, samples: LabeledSamples, *, mass: float = 0.0) -> Tensor:
-        """Compute velocities (k, d) of k labelled points per unit of time, in their type.
+        """Compute the velocities (k, d) of k labelled points, in the points' type.
 
         Labels are matched to the particles' by class name; unlabelled points have the class of
         their nearest particle. Weights are ignored.
 
         Args:
             samples: each of them moves as if the others were not there.
-            mass: alpha in [0, 1), the mass that each of them would have in the flow; 0 for the
-                field.
+            mass: alpha in [0, 1), the mass of each point if it were part of the flow; 0 gives the
+                field itself.
 
         Raises:
             InputError: another dimension, an unknown class, or too little memory.
@@ -118,6 +122,7 @@ class VelocityField:
         ).to(device)
         sides = points, self.particles.to(device), self.target.to(device)
         pairs = OWN, THEIRS
+        # `resident`: all points are on the device and none are streamed.
         request = Request.prepare(sides, self.cost, self.compute, pairs=pairs, resident=True)
         points, particles, target = request.seen
         # An origin near both clouds: their difference then loses no digits far from 0.
@@ -148,9 +153,10 @@ class EntropicMap:
     """z <- z - tau_k v_k(z) for each step k: the barycentric map of a flow, at any point.
 
     Each point moves as if it alone had been added to the flow. With mass 0 the map takes the flow's
-    own particles to where they ended, to the accuracy of its solves. This holds for plain
-    gradient steps of S_epsilon alone: momentum, other optimisers, added functionals and gradients
-    through W move particles by more than the field includes, and labels must not change.
+    own particles to where they ended, to the accuracy of its solves. This holds for plain gradient
+    steps of S_epsilon alone: momentum, other optimisers, added functionals, and gradients that
+    also go through the class distances W, move particles by more than the field includes. Labels
+    must not change.
 
     Args:
         fields: one per step, used one after another, so they may be loaded lazily.

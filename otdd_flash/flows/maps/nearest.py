@@ -2,8 +2,9 @@
 
 `FlowMap` is the interface and `relative_error` compares a map with a flow that contained the
 points. `NearestParticleMap` copies the displacement of the nearest particle, found by an exact
-search. The other maps use the checks and the matching of classes by name. Particles without mass
-are never nearest, because the objective of the flow did not move them.
+search. `flows.maps` exports these three; `flows.maps.entropic` and `flows.maps.residual` use the
+checks and the matching of classes by name. Particles without mass are never nearest, because the
+objective of the flow did not move them.
 """
 
 from __future__ import annotations

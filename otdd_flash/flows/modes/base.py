@@ -1,8 +1,9 @@
 """The base class of a flow's modes: which variables move besides the features, and how fast.
 
-Both groups of modes derive from `Mode`; the loop and the evaluation only use its interface. The
-stepper changes `variables` in place, so a mode must not replace these tensors. What the next
-evaluation needs besides them must be in `state`, which checkpoints store.
+`flows.modes.feature_driven` and `flows.modes.jointly_driven` derive from `Mode`; `flows.loop` and
+`flows.evaluation` only use its interface. `flows.stepping` changes `variables` in place, so a mode
+must not replace these tensors. What the next evaluation needs besides them must be in `state`,
+which checkpoints store, so that a resumed flow takes the same steps.
 """
 
 from __future__ import annotations

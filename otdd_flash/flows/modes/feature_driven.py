@@ -8,8 +8,9 @@ Flows in Probability Space: a particle keeps its label, and a class is where its
 `features` does not differentiate how W changes with x; `attached` does, and is the gradient flow of
 the dataset distance itself.
 
-The table of modes builds them. `ClassTable` computes W at the current positions; what depends on
-the target alone is computed once, with the same result to the last bit.
+`flows.modes` builds them. `ClassTable` computes W at the current positions; what depends on the
+target alone is computed once, with the same result to the last bit as a new computation, because a
+resumed flow computes it again and must take the same steps.
 """
 
 from __future__ import annotations

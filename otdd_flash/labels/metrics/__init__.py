@@ -3,11 +3,11 @@
 `builtin` holds the methods of this package, `given` tables and functions of the user's, `base` the
 class `LabelMetric` that all of them extend. `metric_of` turns the `labels=` argument of the public
 functions into a metric, `metric_named` the `labels` group of a configuration. `labels.many`,
-`labels.measuring`, `labels.by_ranks`, `contributions` and the study import it; the commands do
-through `otdd_flash.labels`.
+`labels.measuring`, `labels.by_ranks`, `contributions` and `study.setup` import it; `otdd`,
+`pairwise`, `flows.run`, `commands.settings` and others do through `otdd_flash.labels`.
 
-The names are keys of configurations and results; other packages add to them by entry points
-(`plugins`).
+The names are keys of configurations and results, so they must stay; other packages add to them by
+entry points (`plugins`).
 """
 
 from collections.abc import Callable, Mapping

@@ -6,7 +6,9 @@ distance of means; `upper_bound`: squared distance of means plus both variances;
 feature transport.
 
 `labels.metrics` registers them. The numerical work is in `labels.gaussian`, `labels.exact`,
-`labels.sinkhorn_pairs` and `labels.moments`. The text of a recipe is a key of the pair cache.
+`labels.sinkhorn_pairs` and `labels.moments`. The text of a recipe is a key of the pair cache: a
+change of it makes cached distances unknown. The names of fields are keys of `labels` in
+configurations, so they must stay.
 """
 
 from __future__ import annotations

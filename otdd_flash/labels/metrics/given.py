@@ -2,8 +2,9 @@
 
 `Given` wraps a `ClassDistances` or the path of one; `labels.many` reads it and never measures with
 it. `PairFunction` calls a function of the points of two classes; `labels.metrics` makes it of a
-function given as `labels=`, and a study checks by `probe` that a resumed run has the same function.
-Distances of functions are not cached.
+function given as `labels=`, and `study.study` checks by `probe` that a resumed run has the same
+function. Distances of functions are not cached, because what a function computes cannot be
+identified.
 """
 
 from __future__ import annotations

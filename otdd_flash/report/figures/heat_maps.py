@@ -5,8 +5,10 @@ dataset names outside them, a colour bar, a title and notes. `lay_out_names` cho
 names, `draw_brackets` draws the brackets, `cell_texts` writes the numbers, and `class_orders`
 orders classes by hierarchical clustering.
 
-The reports of distances, pairwise distances and studies call it. All lengths are in inches, and the
-page size follows from the number of rows and columns, so names are measured before it is set.
+`report.figures.class_pictures`, `report.distance`, `report.pairwise` and `report.study.pictures`
+call it; `commands.settings` reads `ORDERS`, whose names are values of `report.order`. All lengths
+are in inches. The page size follows from the number of rows and columns and from the widths of
+names, so names are measured before it is set.
 """
 
 from __future__ import annotations

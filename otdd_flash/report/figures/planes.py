@@ -1,8 +1,8 @@
 """The principal plane of several point clouds, the page it is drawn on, and projected datasets.
 
 `fit_plane` finds the plane, `plane_frame`, `write_title` and `write_legend` make the page, and
-`side_of` projects one dataset: sampled points, class means and masses. The projection of a distance
-and the paths of a flow use it.
+`side_of` projects one dataset: sampled points, class means and masses. `report.distance` uses it
+for projection.png and `report.flow.paths` for paths.png.
 
 A float64 copy of the features may not fit into memory, so they are read in chunks of rows. Every
 random draw takes a seed, so that a picture is the same in every run.

@@ -1,8 +1,8 @@
 """Names written beside points of a picture, so that none covers another, a marker or the frame.
 
-`draw_names` writes the names; `place_labels` chooses their places. The projection of a distance,
-the paths of a flow and the gains of a study use it. Placement works in pixels, so the limits of the
-axes and the size of the figure must be final before the call.
+`draw_names` writes the names; `place_labels` chooses their places. `report.distance`,
+`report.flow.paths` and `report.study.pictures` call it. Placement works in pixels, so the limits of
+the axes and the size of the figure must be final before the call.
 """
 
 from __future__ import annotations

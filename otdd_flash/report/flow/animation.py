@@ -1,7 +1,8 @@
 """flow.gif: an animation of particles that are images, each with its label above it.
 
-The report of a flow calls it if the particles are images. Frames are drawn with Pillow, not with
-matplotlib. All frames share one palette; without that, colours would flicker between frames.
+`report.flow.writing` calls `write_animation` if the particles are images. Frames are drawn with
+Pillow, not with matplotlib. All frames share one palette; without that, colours would flicker
+between frames.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """objective.png: a flow's divergence and solver bounds, gradient norm and iterations at each step.
 
-The report of a flow and `FlowResult.plot` call it through `writing`; the report of a multirun
-uses `logarithmic`. Records of subsampled or noisy steps hold estimates, which have no bounds.
+`report.flow.writing` calls `draw_objective`, for the report of a flow and for `FlowResult.plot`;
+`report.sweep`, which draws a multirun, uses `logarithmic`. Steps that used part of the points, or
+added noise to them, have records with an estimate of the divergence, which has no bounds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ TITLE_POINTS, LABEL_POINTS = 12.0, 9.0
 LOGARITHMIC_FROM = 10.0
 # With more steps, dots would run into a thick line.
 MOST_DOTS, MOST_TICKS = 60, 16
-# Bounds are cut at a factor of the lines; in their own panel, at a multiple of the median width.
+# Bounds beyond this factor of the lines are cut; in their own panel, those beyond this multiple of
+# the median width.
 FARTHEST_FACTOR, FARTHEST_USUAL = 3.0, 8.0
 
 
@@ -49,14 +51,14 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title
     Solver bounds are often nearer to the divergence than the width of its line, so a second panel
     shows their differences from it, enlarged. Axes name their unit and their scale.
 
-    If functionals are part of the objective, the whole objective is drawn too. Estimates, from
-    steps that used part of the points or added noise to them, are separate dots without a line or
-    bounds. A scale is logarithmic if its values are positive and span a factor of ten; bounds far
-    below it are cut.
+    If the flow also lowers functionals, the objective, distance plus functionals, is drawn too.
+    Estimates, from steps that used part of the points or added noise to them, are separate dots
+    without a line or bounds. A scale is logarithmic if its values are positive and span a factor of
+    ten. Bounds far outside the range of the lines are cut.
 
     Args:
         history: the records, at least one of them over all points. If the first step used fewer
-            points, there are two records of step 0.
+            points, there are two records of step 0: one over all points, then that of the step.
         path: the PNG file; None writes no file.
         title: the title of the picture.
 
@@ -74,6 +76,7 @@ def draw_objective(history: Sequence[StepRecord], path: str | Path | None, title
         axes.tick_params(labelsize=8, color="0.6", labelcolor=INK, length=3)
         axes.yaxis.set_label_coords(-0.09, 0.5)
     _draw_divergence(panels[0], history)
+    # Of two records of step 0 the later one stays, that of the step itself.
     stepwise = list({record.step: record for record in history}.values())
     steps = np.array([record.step for record in stepwise])
     _draw_bounds(panels[1], history)
@@ -213,7 +216,8 @@ def _choose_scale(axes: Axes, lines: Array, lower: Array, upper: Array) -> tuple
     lower, upper = np.clip(lower, least, most), np.clip(upper, least, most)
     scale = axes.yaxis.get_transform()
     ends = scale.transform(np.array([min(low, np.nanmin(lower)), max(high, np.nanmax(upper))]))
-    # In a far narrower range matplotlib writes ticks relative to an offset, which meets the title.
+    # Added in the units of the scale, so that it looks equal above and below. In a far narrower
+    # range matplotlib writes ticks relative to an offset, which would run into the title.
     room = max(0.06 * (ends[1] - ends[0]), 0.01 * abs(ends).max()) or 1.0
     axes.set_ylim(*scale.inverted().transform(ends + np.array([-room, room])))
     return lower, upper

@@ -1,8 +1,9 @@
 """paths.png: the paths of a flow's particles in their principal plane, and what pictures select.
 
 `draw_paths` draws at most 120 paths, coloured by class, with the mean path of each class and the
-target. The report of a flow calls it; its animation and images use `evenly` and
-`evenly_over_classes`, which choose particles and steps without randomness.
+target; `report.flow.writing` calls it. `report.flow.animation` and `report.flow.images` use
+`evenly` and `evenly_over_classes`, which choose particles and steps without randomness, so that
+pictures of one flow show the same particles in every run.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ source by the study's measure costs; other measures and details are folded. On n
 rows become blocks of named lines. The second part of the module has the sentences: how to read the
 table of choices, the measure's correlation with the gain, or why there is no choice.
 
-The report's `writing` and the study command call it. Every name that a user chose goes through
-`html_text`, and a page of an unfinished study must be written as well.
+`report.study.writing` calls `write_page` and uses some of the sentences; `commands.study` prints
+`choice_sentences`. Every name that a user chose goes through `html_text`, because it may contain
+markup. A page of an unfinished study must be written as well, because a study may be stopped and
+resumed.
 """
 
 from __future__ import annotations

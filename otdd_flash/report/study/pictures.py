@@ -1,7 +1,8 @@
 """Pictures of a study: heat maps over all tasks, and gains against a measure for each target.
 
-The report's `writing` calls it. Matrices have sources as rows and targets as columns. All pictures
-show the tasks in the order of `task_order`, but for the panels of gains.
+`report.study.writing` calls it. Matrices have sources as rows and targets as columns. All pictures
+show the tasks in the order of `task_order`, so that they can be compared, but for the panels of
+gains.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The report of a study: all its csv files, pictures and the page, and the table for the terminal.
 
-`StudyResult` and the study command call it. The files are written beside study.json and the folder
-of units; `FILES` lists their patterns. The csv files hold no times, so that they are the same
-whenever the same study is run.
+`commands.study` calls `write_study_report` and prints `study_table`; `StudyResult.plot`
+(`study.result`) calls `plot_study`. The files are written beside study.json and the folder of
+units; `FILES` lists their patterns, by which `commands.study` removes an old report, so a new file
+needs an entry. The csv files hold no times, so that they are the same whenever the same study is
+run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 `Measure` is the base of all measures. `PairMeasure` is for measures that are a function of two
 datasets: another package only writes that function. Each pair is then one unit, whose key holds the
-measure's name and its package's version, so a new version of the package is computed again. All
-measures of `distances` and `network` use this module; result and reports use `Reading`.
+measure's name and its package's version, so a new version of the package is computed again.
+`study.measures.distances` and `study.measures.network` derive from these classes; `study.result`
+and the modules of `report.study` read `Reading`, which `study.measures` exports. Other packages
+derive from them too, so the names and arguments of their methods must stay.
 """
 
 from __future__ import annotations

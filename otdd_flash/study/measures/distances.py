@@ -3,8 +3,9 @@
 `otdd` is the dataset distance S_epsilon with its solver bounds, equal to that of
 `pairwise_distances`. `sliced` is the sliced dataset distance over draws that all tasks share.
 `frechet` is the squared Bures-Wasserstein distance between whole datasets, without labels. `otce`
-is the conditional entropy of the target's classes under the plan. The registry of measures imports
-them. The units of `otdd` are those of transport; the other measures add their own.
+is the conditional entropy of the target's classes under the plan. `study.measures` registers them.
+The units of `otdd` are those of `study.transport`; the other measures add their own. Stored units
+are used as long as their keys are equal, so a change that gives other numbers must change the key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
 """All statistics of all measures of a study, and the source that a measure chooses per target.
 
-`findings` makes the rows of correlations.csv and `choices` those of choices.csv. The result of a
-study calls both; its reports read the rows, whose fields are the columns of these files.
+A measure says of each ordered pair of tasks how much training on the first, the source, should help
+on the second, the target. The gain is how much it did, in percent of errors
+(`study.transfer.training.gains`). `findings` makes the rows of correlations.csv and `choices` those
+of choices.csv.
+
+`study.result` calls both; `report.study.writing` and `report.study.page` read the rows. The fields
+of `Finding` and `Choice` are the columns of these files, so their names and order must stay.
 """
 
 from __future__ import annotations
@@ -64,9 +69,11 @@ class Finding(NamedTuple):
         lower: lower end of the 95% interval, or None.
         upper: upper end, or None.
         p: by permutation of tasks, or None.
-        datasets: the number of independent datasets behind the interval; a family of tasks is one.
+        datasets: the number of independent datasets behind the interval; tasks of one family count
+            as one.
         pairs: the number of ordered pairs with both measure and gain.
-        note: why there is no interval or no value; empty if there is.
+        note: why there is no interval or no value; empty if there are both, and for a ceiling that
+            has a value, which never has an interval.
     """
 
     measure: str
@@ -96,7 +103,8 @@ def findings(
         sizes: rows of each task, for the largest source and, if they differ, the partial
             correlation.
         halves: from `halved_gains`, for regrets.
-        gains_of: gains by the runs of two seeds, for the ceiling.
+        gains_of: function that returns the gains (K, K) by the runs of two given seeds, for the
+            ceiling.
         seeds: the number of seeds.
         seed: of random permutations.
     """
@@ -148,13 +156,15 @@ def _partial(name: str, table: PairTable, sizes: Sequence[int], seed: int) -> Fi
 def _differences(name: str, one: PairTable, other: PairTable, lost: Statistic) -> list[Finding]:
     """Compare two measures over the pairs that both have.
 
-    If either measure is saturated, differences of correlations are not defined.
+    If one of them is saturated, which is the same for all sources of each target, differences of
+    correlations are not defined; those of regrets are.
     """
     shared = one.present & other.present
     both = [
         replace(table, measure=np.where(shared, table.measure, np.nan)) for table in (one, other)
     ]
     statistics = {**CORRELATIONS, "regret": lost}
+    # The note of a row is then about the saturated measure.
     some = next((table for table in both if table.saturated), both[0])
     return [
         _row(
@@ -227,8 +237,9 @@ class Choice(NamedTuple):
         sources: the number of sources with a gain and a value of the measure.
         best: the source with the largest gain over all seeds.
         tied: the other sources whose gain is within `gain_error` of the largest.
-        gain: the gain of the best source, picked on half of the seeds and scored on the others, as
-            a mean over `halved_gains`; with one seed, picked and scored on the same runs.
+        gain: the gain of a best source that half of the seeds pick and the others score, as a mean
+            over `halved_gains`; that source is not always `best`. With one seed, it is picked and
+            scored on the same runs.
         gain_error: the standard error over seeds of the gain of `best`; None for one seed.
         measure: its name.
         chosen: the source that the measure ranks first; several if they are tied, and `regret` is
@@ -269,7 +280,8 @@ def choices(
     Args:
         measure: its name.
         table: the oriented measure, and gains over all seeds.
-        halves: (D, K, K) gains that pick the best source, and gains that score it.
+        halves: gains (D, K, K) of K tasks from `halved_gains`: those of the half of the seeds that
+            picks the best source, and those of the half that scores it, in D ways.
         gain_errors: (K, K) standard errors of the gains; NaN for missing ones.
         names: of the tasks.
         sizes: training rows of the tasks.
@@ -315,6 +327,7 @@ def comparisons(table: PairTable, sizes: Sequence[int]) -> dict[str, Numbers]:
     """Return the measure, a constant and the sizes of sources, (K, K), by their regrets' names.
 
     The constant measure is a random choice. All have values where the given measure has one.
+    `choices` reads them in this order, and `_row` knows a regret by `regret` in its name.
     """
     rows = np.broadcast_to(np.asarray(sizes, dtype=np.float64)[:, None], table.gains.shape)
     known = np.isfinite(table.measure)

@@ -2,5 +2,5 @@
 
 `networks` holds the settings of training, the networks and their initial weights. `training` holds
 the training loop, the units of trained sources and target runs, and the gains computed from their
-errors.
+errors. `study.study`, `study.pool`, `study.result` and `study.measures.network` use them.
 """

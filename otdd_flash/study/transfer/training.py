@@ -1,13 +1,17 @@
 """The training loop of transfer runs, its units, and the gains computed from test errors.
 
 `TrainedSource` and `TargetRun` are the units; `gains`, `halved_gains` and `gain_errors` turn test
-errors into percentages. Measures on networks use trained sources, the pool lists the units, and the
-result computes gains.
+errors into percentages. `study.measures.network` uses trained sources and the rows of targets,
+`study.pool` lists the units (`transfer_units`), and `study.result` computes the gains.
 
 Each repetition has one seed per purpose. The initial weights depend only on the repetition, and so
 do a target's head, its rows and their order, so one run on the target alone serves all sources. All
 training runs on the CPU with one thread, so that errors are the same to the last bit on one
 machine.
+
+The name of a unit's file is a digest of its key (`study.units`), so stored results are used as long
+as keys are equal. A change of the training that gives other numbers must change the key too;
+between releases the version in `Settings.machine` does so.
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ def train(
         labels: class indices.
         transfer: rate, decay and size of batches.
         epochs: passes over the rows.
-        min_steps: passes are added until there are this many steps; the last may be partial.
-        seed: of the order of rows.
+        min_steps: the least number of steps; if `epochs` passes make fewer, further passes are
+            added, the last one cut short.
+        seed: seed of the order of rows.
         frozen_body: train the head alone, on the features that the body gives.
 
     Returns:
@@ -147,9 +152,9 @@ class TrainingUnit(Unit):
         self.setup, self.repetition = setup, repetition
 
     def _key(self, fingerprints: list[str | None]) -> dict[str, Any]:
-        """Return what every training depends on."""
+        """Return the part of the key that all units of training share."""
         summary = transfer_of(self.setup).to_dict()
-        # The number of repetitions changes none of them.
+        # No repetition depends on how many there are.
         del summary["seeds"]
         return {
             "fingerprints": fingerprints,
@@ -175,7 +180,11 @@ class TrainedSource(TrainingUnit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """Return what the network depends on: not the protocol, and nothing of a target."""
+        """Return what the network depends on.
+
+        The protocol and all settings of targets are left out, so that changing them does not train
+        the network again.
+        """
         key = self._key([self.setup.tasks[self.i].train.fingerprint])
         for name in ("protocol", "target_samples", "target_epochs", "min_target_steps"):
             del key["transfer"][name]
@@ -230,7 +239,7 @@ class TargetRun(TrainingUnit):
 
     @property
     def key(self) -> Mapping[str, Any]:
-        """Return what the run depends on except the source, which is among `needs`."""
+        """Return what the run depends on; the source's network enters the digest by `needs`."""
         key = self._key(self.setup.tasks[self.j].fingerprints)
         if self.i is None:
             # The baseline trains all layers under every protocol, and trains on no source.
@@ -274,7 +283,10 @@ class TargetRun(TrainingUnit):
 
 
 def transfer_units(setup: Setup) -> list[Unit]:
-    """Return the runs of all ordered pairs without shared rows, and of their targets alone."""
+    """Return the runs of all ordered pairs of tasks, and the runs of their targets alone.
+
+    Pairs of tasks that share rows are left out.
+    """
     pairs = setup.transferred()
     repetitions = range(transfer_of(setup).seeds)
     targets = dict.fromkeys(j for _, j in pairs)
@@ -306,8 +318,8 @@ def gains(transferred: Numbers, alone: Numbers, seeds: Sequence[int] | None = No
         seeds: which of the S repetitions to average over; None takes all.
 
     Returns:
-        (K, K) gains; NaN if a baseline has fewer than 5 errors on average over all its
-        repetitions, or if a run is missing.
+        (K, K) gains; NaN if a baseline has fewer than FEWEST_ERRORS errors on average over all
+        its repetitions, or if a run is missing.
     """
     if not alone.shape[-1]:
         return np.full(transferred.shape[:2], np.nan)
@@ -324,10 +336,10 @@ def gains(transferred: Numbers, alone: Numbers, seeds: Sequence[int] | None = No
 def halved_gains(transferred: Numbers, alone: Numbers) -> tuple[Numbers, Numbers]:
     """Return gains by half of the seeds and by the other half, (D, K, K) each, in D = 2 S ways.
 
-    A source that is picked by the first half and scored by the second does not profit from luck.
-    Halves are the rotations of the seeds, S // 2 and the rest, in both directions, and baselines
-    are those of all seeds, so that the mean over directions of either is `gains`. With one seed
-    there are no halves, and both are the gains of that seed.
+    A source that is picked by one half and scored by the other does not profit from luck. The seeds
+    are laid in a circle: from each of the S starts, S // 2 seeds are one half and the rest is the
+    other, and each half picks once. Baselines are means over all seeds, so that the mean of either
+    return value over all D ways is `gains`. With one seed, D = 1 and both are its gains.
 
     Args:
         transferred: (K, K, S) as for `gains`.
