@@ -115,7 +115,9 @@ def test_a_changed_package_differs_from_its_last_commit(tmp_path: Path) -> None:
     source = inspect.getsourcefile(inspect.unwrap(otdd.sinkhorn_plans))
     assert source is not None
     file = tmp_path / Path(source).resolve().relative_to(ROOT)
-    changed = file.read_text().replace("tolerance: float = 1e-3", "tolerance: float = 1e-2")
+    default = "tolerance: MarginalError = 1e-"
+    changed = file.read_text().replace(f"{default}3", f"{default}2")
+    assert changed != file.read_text()
     file.write_text(changed)
     found = ask(tmp_path, "--against", "HEAD", "batched: plans", "batched: doubly stochastic")
     assert found.returncode == 1, found.stderr
