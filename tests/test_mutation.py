@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -110,3 +112,13 @@ def test_a_failing_test_kills(
     assert path.read_text() == SOURCE
     with pytest.raises(NotFoundError, match="nowhere"):
         find(Entry("kernels/before.py", "Plan.apply", "y + 1", new), tmp_path)
+
+
+@pytest.mark.slow
+def test_files_whose_marks_are_of_plugins_are_collected() -> None:
+    """In a process of its own: pytest remembers the marks that it has seen."""
+    script = "from pathlib import Path; from tests.mutation.running import failing; "
+    script += "print(failing(Path.cwd(), ['tests/test_frozen.py'], collect=True))"
+    ask = [sys.executable, "-c", script]
+    found = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"

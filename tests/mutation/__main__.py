@@ -131,11 +131,11 @@ def _run(
             for row in pool.imap_unordered(_row, tasks):
                 rows.append(row)
                 yield row
-            # A test that fails without a mutant kills none.
-            killers = sorted(
-                {row["by"] for row in rows if row["status"] == "killed" and "::" in row["by"]}
-            )
-            broken = pool.apply(_failing, (killers,))
+            # A test that fails without a mutant kills none, nor does a file that is not collected.
+            killers = sorted({row["by"] for row in rows if row["status"] == "killed"})
+            broken = pool.apply(_failing, ([each for each in killers if "::" in each],))
+            files = [each for each in killers if each.endswith(".py")]
+            broken |= pool.apply(_failing, (files, True))
             yield from (
                 row | {"status": "test fails anyway"}
                 for row in rows
@@ -159,8 +159,8 @@ def _row(task: tuple[Entry, Mutant, list[str], int, float]) -> dict[str, Any]:
     return entry._asdict() | verdict._asdict() | counts
 
 
-def _failing(tests: list[str]) -> set[str]:
-    return failing(_checkout[0], tests)
+def _failing(tests: list[str], collect: bool = False) -> set[str]:
+    return failing(_checkout[0], tests, collect=collect)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,8 @@ def _child(copy: Path, tests: Sequence[str], pipe: int, option: str) -> None:
         sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != root)]
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
-        plugins = ("cacheprovider", "xdist", "cov")
+        # Without xdist its marks are unknown, and files with them are not collected.
+        plugins = ("cacheprovider", "cov")
         options = [part for name in plugins for part in ("-p", f"no:{name}")]
         options += ["-c", str(copy / "pyproject.toml"), "--rootdir", str(copy), option]
         code = int(pytest.main([*options, *tests], plugins=[_Reporter(pipe)]))
