@@ -1,14 +1,10 @@
 """Tiny datasets for the tests of extractors."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.samples import LabeledSamples
-
-MakeDataset = Callable[..., LabeledDataset]
 
 
 @pytest.fixture

@@ -19,13 +19,6 @@ from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, from_module
 
-
-def to_tensor(image):
-    """As ToTensor."""
-    pixels = torch.from_numpy(np.array(image))
-    return pixels.permute(2, 0, 1).float() / 255
-
-
 IMAGES = torch.rand(7, 3, 6, 5, generator=torch.Generator().manual_seed(0))
 FACTOR = 2.0
 

@@ -13,14 +13,6 @@ from torch import Tensor
 import otdd_flash as otdd
 
 
-def banded(n: int, m: int, width: float, draw: torch.Generator) -> Tensor:
-    """Random costs of pairs near the diagonal, others forbidden."""
-    costs = cases.random(n, m, draw)
-    x, y = (torch.arange(size) / size for size in (n, m))
-    costs[(x[:, None] - y).abs() > width] = math.inf
-    return costs
-
-
 @pytest.mark.parametrize(
     ("dtype", "share"), [(torch.float16, 0.5), (torch.float32, 0.8), (torch.float64, 0.05)]
 )

@@ -26,7 +26,6 @@ from otdd_flash.solver.term.result import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_TRITON = ComputeOptions(device=DEVICE, backend="triton")
-IN_DOUBLE = ComputeOptions(device=DEVICE, backend="torch", precision="double")
 CLASSES = 3
 
 
