@@ -162,7 +162,7 @@ def test_numbers_that_are_not_finite_are_not_kept_and_minus_zero_is_no_damage(tm
     """SQLite gives 0.0 back for -0.0; a metric of the user may be of float32."""
     values = torch.tensor([1.0, torch.nan, torch.inf, 0.0, -0.0, 3.0], dtype=dtype)
     cache = PairCache(tmp_path)
-    cache.keep("recipe", classes(4), all_pairs(4), PairDistances.exactly(values))
+    cache.keep("recipe", classes(4), all_pairs(4), PairDistances(values, values, values))
     known, found = cache.find("recipe", classes(4), all_pairs(4))
     assert known.tolist() == [0, 3, 4, 5]
     assert found.values.tolist() == [1, 0, 0, 3]
