@@ -26,7 +26,7 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.labels.many import measure_all
+from otdd_flash.labels.measuring import measure_all
 
 
 class Sizes(NamedTuple):

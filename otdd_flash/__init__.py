@@ -73,8 +73,7 @@ if TYPE_CHECKING:
     from otdd_flash.operators.cost_blocks import CostBlocks
     from otdd_flash.operators.ground import GroundCost
     from otdd_flash.otdd import dataset_distance
-    from otdd_flash.pairwise import pairwise_distances
-    from otdd_flash.pairwise_result import PairwiseResult
+    from otdd_flash.pairwise import PairwiseResult, pairwise_distances
     from otdd_flash.result import DistanceResult
     from otdd_flash.samples import LabeledSamples
     from otdd_flash.sampling import NoiseFloor, SubsampleInterval, noise_floor, subsample_interval
@@ -179,7 +178,7 @@ _HOMES = {
     "MatrixTransport": "otdd_flash.solver.matrix.result",
     "NoiseFloor": "otdd_flash.sampling",
     "NotConvergedWarning": "otdd_flash.errors",
-    "PairwiseResult": "otdd_flash.pairwise_result",
+    "PairwiseResult": "otdd_flash.pairwise",
     "led": "otdd_flash.distributed.ranks",
     "Stepping": "otdd_flash.flows.stepping",
     "Study": "otdd_flash.study.study",

@@ -111,7 +111,7 @@ OBJECTS = {
     ),
     "JointClassDistances": (
         "be JointClassDistances, which otdd.class_distances([...]) measures",
-        "otdd_flash.labels.many.JointClassDistances",
+        "otdd_flash.labels.table.JointClassDistances",
     ),
     "GroundCost": ("be a GroundCost", "otdd_flash.operators.ground.GroundCost"),
     "Schedule": (

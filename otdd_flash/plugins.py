@@ -1,7 +1,7 @@
 """Parts that other installed packages add, by entry points of the groups `otdd_flash.KIND`.
 
 `Registry` holds this package's parts of one kind and finds those of other packages.
-`data.registry`, `extractors.registry`, `labels.metrics` and `study.measures` each have one.
+`data.registry`, `extractors`, `labels.metrics` and `study.measures` each have one.
 `commands.choices` reads `folders` to find configurations, and `commands.hydra_errors` reads `parts`
 for its messages. Calls of foreign code are inside `blamed_on`, so that errors name the package: in
 these, in `labels.measuring`, `study.measures.base`, `study.pool` and `study.result`.

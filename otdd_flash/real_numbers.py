@@ -1,8 +1,8 @@
 """Numbers in any container of the user's, converted to tensors exactly or refused.
 
 Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.table`,
-`data.hugging_face`, `labels.many`, `labels.table`, `extractors.pixel_values`,
-`extractors.imported_function`, `extractors.module_features`, `solver.matrix`,
+`data.hugging_face`, `labels.measuring`, `labels.table`, `extractors.plain`,
+`extractors.module_features`, `solver.matrix`,
 `solver.class_blocks`, `operators.cost_blocks`, `result`, `integrations.sklearn` and
 `integrations.torchmetrics` call it.
 

@@ -2,7 +2,7 @@
 
 `otdd` returns it; `commands.compare` and `report.distance` show it, `commands.tracked` logs it;
 `sampling.comparison`, `sampling.halves` and `study.transport` work with many of them.
-`pairwise_result`, `flows.result` and `study.setup` also use `versions`.
+`pairwise`, `flows.result` and `study.setup` also use `versions`.
 
 A change must respect three things. Plans are evaluated again from potentials and the cost, never
 stored, because they have n x m entries. What reads the datasets again (questions about the plan,

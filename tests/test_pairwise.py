@@ -13,8 +13,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.pairwise import pairwise_distances
-from otdd_flash.pairwise_result import ComparedPair, PairwiseResult
+from otdd_flash.pairwise import ComparedPair, PairwiseResult, pairwise_distances
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule

@@ -32,7 +32,7 @@ from otdd_flash.commands.sides import Sides, prepare_sides
 from otdd_flash.commands.tracked import track_flow
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, choose
 from otdd_flash.extractors import build_extractor
-from otdd_flash.extractors.differentiable import differentiable
+from otdd_flash.extractors.vision_models import differentiable
 from otdd_flash.files.atomic import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.flows.checkpoint import Checkpoints

@@ -34,7 +34,7 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import DataNotice, InputError, prefixed
 from otdd_flash.extractors import build_extractor, embed, reduce_pca, standardize
 from otdd_flash.extractors.network import Extractor
-from otdd_flash.extractors.pixel_values import PixelValues
+from otdd_flash.extractors.plain import PixelValues
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
 

@@ -19,7 +19,7 @@ uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channel
 shape (h, w) or (c, h, w), as torchvision makes them.
 
 `data.given`, `data.hugging_face`, `data.image_folder` and `data.torchvision_class` call it, and of
-`extractors` `embedding`, `network`, `pixel_values` and `vision_models`. A change of what an image
+`extractors` `embedding`, `network`, `plain` and `vision_models`. A change of what an image
 decodes to must raise DECODING, or features of the old decoding are taken from the cache.
 """
 

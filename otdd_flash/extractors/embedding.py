@@ -40,10 +40,15 @@ from otdd_flash.distributed.ranks import Progress, Ranks, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.extractors.feature_store import FeatureStore
-from otdd_flash.extractors.imported_function import ImportedFunction
 from otdd_flash.extractors.module_features import ModuleFeatures, from_module
 from otdd_flash.extractors.network import Extractor, Network
-from otdd_flash.extractors.pixel_values import PixelValues, RawVectors, identity, require_one_shape
+from otdd_flash.extractors.plain import (
+    ImportedFunction,
+    PixelValues,
+    RawVectors,
+    identity,
+    require_one_shape,
+)
 from otdd_flash.files.cache import TensorCache
 from otdd_flash.importing import user_code
 from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes

@@ -1,8 +1,8 @@
 """The text extractors: `text` by sentence-transformers, `wordllama` by means of word vectors.
 
 Both need the extra `text`, so its packages are imported in the functions that use them.
-`otdd_flash.extractors` exports both and `extractors.registry` builds them by name. Nothing is
-fetched without `download`. The descriptions are part of the keys of cached features: a change of
+`otdd_flash.extractors` exports both and builds them by name. Nothing is fetched
+without `download`. The descriptions are part of the keys of cached features: a change of
 one makes cached features unknown.
 """
 

@@ -3,9 +3,9 @@
 `write_tensors` and `read_tensors` handle named tensors and texts in one safetensors file, with a
 checksum over all of them, so that a flipped bit is found instead of computed with.
 `files.result_files`, `files.cache`, `flows.checkpoint`, `flows.maps.residual` and `study.units` use
-them; `pairwise_result` uses the checksum for files of its own. `load_torch_file` reads files of
+them; `pairwise` uses the checksum for files of its own. `load_torch_file` reads files of
 `torch.save` without running code, for `extractors.checkpoint`. `write_arrays` and `read_arrays`
-handle npz files: tables of class distances (`labels.table`, `labels.many`) and samples
+handle npz files: tables of class distances (`labels.table`) and samples
 (`data.writing`, `report.flow.writing`).
 
 A change must keep three things. Files appear whole or not at all (`files.atomic`). Their format is

@@ -26,7 +26,7 @@ from otdd_flash.flows.history import Moment, StepRecord, Trajectory
 from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
 from otdd_flash.flows.maps.entropic import VelocityField
 from otdd_flash.labels import ClassDistances
-from otdd_flash.labels.many import class_names
+from otdd_flash.labels.table import class_names
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.raw_labels import frame_of

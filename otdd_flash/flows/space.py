@@ -90,7 +90,7 @@ class ImageSpace:
 
     Attributes:
         network: images (b, c, h, w) to features (b, d), differentiable, such as
-            `otdd_flash.extractors.differentiable.differentiable` returns. It must treat each image
+            `otdd_flash.extractors.vision_models.differentiable` returns. It must treat each image
             independently and always alike: no dropout, no statistics of the batch.
         shape: (c, h, w).
         chunk: images at a time.

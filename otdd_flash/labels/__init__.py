@@ -1,18 +1,16 @@
 """Distances between classes: W, the table that the ground cost reads at every pair of labels.
 
 W holds squared 2-Wasserstein distances for the cost ||.||^2, whatever lambda_x is. The modules,
-from data to table: `classes` cuts datasets into class clouds; `pairs` lists pairs of classes,
-`pair_chunks` cuts such lists; `moments`, `gaussian`, `exact` and `sinkhorn_pairs` (with
-`kernel_terms` on a GPU) measure a list of pairs; `metrics` holds the methods that `labels=` names;
-`measuring` measures what `pair_cache` does not know, `by_ranks` on several ranks; `many` measures
-the tables of whole datasets, and `table` holds that of two.
+from data to table: `classes` cuts datasets into class clouds; `pairs` lists pairs of classes and
+cuts such lists; `moments`, `gaussian`, `exact` and `sinkhorn_pairs` measure a list of pairs;
+`metrics` holds the methods that `labels=` names; `measuring` measures the tables of whole datasets,
+as far as `pair_cache` does not know them, `by_ranks` on several ranks; `table` holds such tables.
 
-`otdd`, `pairwise`, `result`, `pairwise_result`, `commands.compare`, `commands.settings`,
+`otdd`, `pairwise`, `result`, `commands.compare`, `commands.settings`,
 `report.distance`, and modules of `flows`, `sampling` and `study` import their names from here.
 """
 
-from otdd_flash.labels.many import (
-    JointClassDistances,
+from otdd_flash.labels.measuring import (
     class_distances,
     drop_small_classes,
     measure_classes,
@@ -35,7 +33,7 @@ from otdd_flash.labels.metrics import (
     metric_named,
     metric_of,
 )
-from otdd_flash.labels.table import ClassDistances
+from otdd_flash.labels.table import ClassDistances, JointClassDistances
 
 __all__ = [
     "METRICS",

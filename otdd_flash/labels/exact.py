@@ -1,7 +1,7 @@
 """Unregularised squared 2-Wasserstein distances between the points of pairs of classes.
 
 POT's network simplex solves one pair at a time on one core. Many pairs are distributed over several
-processes (joblib's loky). `labels.metrics.builtin` calls `exact_distances` and `exact_parts` for
+processes (joblib's loky). `labels.metrics` calls `exact_distances` and `exact_parts` for
 `labels=exact`.
 
 A change must keep a pair's distance independent of the process that computes it and of the other
@@ -29,8 +29,7 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.pair_chunks import used_classes
-from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.labels.pairs import PairDistances, Progress, used_classes
 from otdd_flash.operators.memory import free_memory
 
 # The network simplex needs some 50 bytes per pair of points: 25 million pairs take 1.2 GiB.

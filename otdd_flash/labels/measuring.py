@@ -1,11 +1,19 @@
-"""Distances of a list of pairs of classes: known ones from the cache, the others by the metric.
+"""Class distances of several datasets, known ones from the cache, the others by the metric.
 
-`labels.many` and `flows.modes.feature_driven` call `measure_pairs`. It reads the cache, measures
-the missing pairs in parts and writes them at intervals, so that a killed run loses little.
+`class_distances` is the public function of K datasets. `measure_all` measures their table,
+`measure_classes` that of two datasets, `class_block` one rectangular block, and `measure_pairs`
+below them a list of pairs: it reads the cache, measures the missing pairs in parts and writes them
+at intervals, so that a killed run loses little. `settled_metric`, `drop_small_classes` and
+`notice_single_samples` prepare metric and datasets before they are measured.
 
-A change must keep the numbers the same to the last bit with and without a cache, so that a cache
-changes no result. It must write no distance of a solve that did not converge, because a later run
-would read it without the warning.
+`pairwise`, `sliced.distances`, `study.transport` and `flows.modes.feature_driven` call this module;
+`otdd`, `flows.run`, `sampling.comparison`, `study.study` and `study.setup` import its names through
+`otdd_flash.labels`.
+
+A change must keep these. A distance has the same bits whatever other pairs are measured beside it,
+with and without a cache, so that a table can be measured block by block; this is why classes go
+through `merge_identical` first. Each pair of classes is measured once. No distance of a solve that
+did not converge is written, because a later run would read it without the warning.
 """
 
 from __future__ import annotations
@@ -15,18 +23,341 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.metrics import LabelMetric
+from otdd_flash.arguments import Count, Ground, takes
+from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.devices import moved
+from otdd_flash.eager import computes
+from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
+from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
+from otdd_flash.labels.metrics import (
+    Given,
+    LabelMetric,
+    Labels,
+    NoLabels,
+    Sinkhorn,
+    measures_nothing,
+    metric_of,
+)
 from otdd_flash.labels.pair_cache import PairCache
-from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
+from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table
+from otdd_flash.operators.build import points_of
+from otdd_flash.operators.float64_rows import squared_distances, weighted_mean
+from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.host_points import Streaming
 from otdd_flash.plugins import blamed_on
+from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_squares
+from otdd_flash.shown import display, listing
+from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE
+
+
+@computes
+@takes()
+def class_distances(
+    datasets: Sequence[Samples],
+    labels: Labels = "gaussian",
+    *,
+    ground: Ground = "sqeuclidean",
+    min_class_size: Count | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> JointClassDistances:
+    """Measure the distances between all classes of several datasets, every pair once.
+
+    Args:
+        datasets: K labelled datasets of one dimension, as samples or as arrays (features, labels).
+        labels: how to measure: a name, a metric of `otdd.labels` except `given`, or a function f(x,
+            y) of the points of two classes. `sinkhorn` without an epsilon takes 0.01 of the mean
+            squared distance between all rows.
+        ground: `cosine` measures between features of length 1, as that ground cost needs it;
+            `inner` has no distance between classes.
+        min_class_size: drop classes with fewer samples, with a notice.
+        cache_dir: folder of a database of measured distances, keyed by the content of the classes;
+            known distances are read from it. None: no cache.
+        progress: called with the number of pairs of classes done and their total.
+
+    Returns:
+        The whole table; `between(i, j)` is the table of two of the datasets.
+
+    Raises:
+        InputError: not a list of datasets, labels are missing, the dimensions differ, or a class is
+            too small or too large for the method.
+    """
+    metric, cost = metric_of(labels), GroundCost(ground=ground)
+    cost.check_labels(metric.name)
+    kept = [drop_small_classes(one, min_class_size) for one in as_datasets(datasets)]
+    check_squares(*kept)
+    notice_single_samples(kept, metric)
+    seen = [cost.seen(one) for one in kept]
+    metric = settled_metric(metric, None, seen)
+    return measure_all(seen, metric, cache_dir=cache_dir, progress=progress)
+
+
+def settled_metric(
+    metric: LabelMetric,
+    epsilon: float | None,
+    datasets: Sequence[LabeledSamples],
+    streaming: Streaming | None = None,
+) -> LabelMetric:
+    """Return the metric, with an epsilon for a `Sinkhorn` metric that has none.
+
+    The epsilon is the one given for the comparison. Without one it is DEFAULT_RELATIVE times the
+    mean squared distance between the pooled rows of all datasets, or 1 if that is 0.
+
+    Args:
+        metric: any metric; other kinds are returned unchanged.
+        epsilon: as given by the user, or None.
+        datasets: the samples as transformed by the ground cost.
+        streaming: how to read points that do not stay on the device.
+    """
+    if not isinstance(metric, Sinkhorn) or metric.epsilon is not None:
+        return metric
+    if epsilon is None:
+        epsilon = DEFAULT_RELATIVE * _mean_square(datasets, streaming) or 1.0
+    return replace(metric, epsilon=epsilon)
+
+
+def _mean_square(datasets: Sequence[LabeledSamples], streaming: Streaming | None) -> float:
+    """Return the mean of ||x - x'||^2 over the pooled rows of all datasets.
+
+    It is twice the mean squared distance from the pooled mean. A dataset weighs as much as it has
+    rows; within it, rows weigh by their masses.
+    """
+    rows = torch.tensor([len(samples) for samples in datasets], dtype=torch.float64)
+    shares = rows / rows.sum()
+    centres, spreads = [], []
+    for samples in datasets:
+        points = points_of(samples, streaming)
+        masses = samples.masses.to(points.device)
+        centre = weighted_mean(points, masses)
+        centres.append(centre.cpu())
+        spreads.append((masses @ squared_distances(points, centre)).cpu())
+    mean = shares @ torch.stack(centres)
+    between = (torch.stack(centres) - mean).square().sum(1)
+    return 2 * float(shares @ (torch.stack(spreads) + between))
+
+
+def measure_all(
+    datasets: Sequence[LabeledSamples],
+    metric: LabelMetric,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> JointClassDistances:
+    """Measure all class distances of datasets without empty classes; see `class_distances`.
+
+    The datasets are already transformed by the ground cost, and the metric is settled.
+
+    Raises:
+        InputError: as `class_distances`, or a class has no sample of positive weight.
+    """
+    if isinstance(metric, Given):
+        raise measures_nothing()
+    if isinstance(metric, NoLabels):
+        count = sum(len(class_names(samples)) for samples in datasets)
+        return joint_table(datasets, torch.zeros(count, count, dtype=torch.float64))
+    clouds, _ = pool(datasets)
+    distinct, index = merge_identical(clouds)
+    # Stays on the points' device: there may be millions of pairs.
+    pairs = all_pairs(len(distinct), distinct[0].points.device)
+    found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
+    tables = [
+        moved(symmetric_table(values, pairs, len(distinct))[index][:, index], torch.device("cpu"))
+        for values in _bounded(found)
+    ]
+    return joint_table(datasets, *tables)
+
+
+def as_datasets(datasets: Sequence[Samples], at_least: int = 1) -> list[LabeledSamples]:
+    """Convert every dataset of a list by `as_samples`.
+
+    Raises:
+        InputError: there are fewer than `at_least`, or one cannot be converted.
+    """
+    if len(datasets) < at_least:
+        raise InputError(
+            f"the list holds {len(datasets)} datasets, and at least {at_least} are needed"
+        )
+    return [as_samples(one, f"datasets[{place}]") for place, one in enumerate(datasets)]
+
+
+def _bounded(found: PairDistances) -> tuple[Tensor, ...]:
+    """Return the values alone where both bounds equal them, else values, lower and upper."""
+    if torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values):
+        return (found.values,)
+    return tuple(found)
+
+
+def measure_classes(
+    source: LabeledSamples,
+    target: LabeledSamples,
+    metric: LabelMetric,
+    *,
+    statistics: tuple[LabeledSamples, LabeledSamples] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> ClassDistances:
+    """Measure the distances between all classes of two datasets.
+
+    Args:
+        source: the dataset of the first Vx classes of the table.
+        target: the dataset of the last Vy classes.
+        metric: how to measure.
+        statistics: (source, target) datasets that give the points of the classes instead, such as
+            the whole datasets of which `source` and `target` are subsets; classes are matched by
+            name.
+        cache_dir: as for `class_distances`.
+        progress: called with the number of pairs of classes done and their total.
+
+    Returns:
+        Squared distances with the datasets' class names; symmetric, the diagonals zero.
+
+    Raises:
+        InputError: labels are missing, a class is too small or too large for the method, or a given
+            table is about other classes.
+    """
+    if isinstance(metric, NoLabels):
+        statistics = None
+    else:
+        for samples in (source, target):
+            if samples.labels is None:
+                raise InputError(f"{samples.name} has no labels; {HOW_TO_LABEL}")
+    if isinstance(metric, Given):
+        return metric.read().named_for(class_names(source), class_names(target))
+    if statistics is not None:
+        source, target = (
+            _matched(whole, samples)
+            for whole, samples in zip(statistics, (source, target), strict=True)
+        )
+    joint = measure_all([source, target], metric, cache_dir=cache_dir, progress=progress)
+    return joint.between(0, 1)
+
+
+def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:
+    """Restrict `whole` to the classes of `samples`, in their order."""
+    if whole.labels is None:
+        raise InputError(f"{whole.name} has no labels; {HOW_TO_LABEL}")
+    if whole.class_names == samples.class_names:
+        return whole
+    missing = [name for name in samples.class_names if name not in whole.class_names]
+    if missing:
+        raise InputError(
+            f"class statistics come from {whole.name}, which has no class {', '.join(missing)} of "
+            f"{samples.name} (it has: {listing(whole.class_names)})"
+        )
+    return whole.keep_classes([whole.class_names.index(name) for name in samples.class_names])
+
+
+# Number of classes named in a notice.
+SHOWN = 8
+
+
+def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetric) -> None:
+    """Warn of classes of one sample if the metric estimates covariances.
+
+    Warns:
+        DataNotice: one notice for all such classes; their covariance is taken as 0.
+    """
+    if not metric.single_samples_are_points:
+        return
+    single = []
+    for samples in datasets:
+        if samples.labels is None:
+            continue
+        weighed = samples.labels[samples.masses > 0]
+        counted = torch.bincount(weighed, minlength=len(samples.class_names)).tolist()
+        names = zip(samples.class_names, counted, strict=True)
+        single += [
+            f"{display(repr(name))} of {display(samples.name)}"
+            for name, count in names
+            if count == 1
+        ]
+    if single:
+        shown = ", ".join(single[:SHOWN]) + f" and {len(single) - SHOWN} more" * (
+            len(single) > SHOWN
+        )
+        warn(
+            f"classes of one sample are points, with covariance 0: {shown}; min_class_size=2 drops "
+            "them",
+            DataNotice,
+        )
+
+
+def drop_small_classes(samples: LabeledSamples, minimum: int | None) -> LabeledSamples:
+    """Keep the classes with at least `minimum` samples of positive weight (None: at least one).
+
+    Classes without any sample are dropped silently, others with a `DataNotice` that names them.
+    Unlabelled samples are returned unchanged.
+
+    Raises:
+        InputError: `minimum` is below 1, or no class is left.
+    """
+    if minimum is not None and minimum < 1:
+        raise InputError(f"min_class_size must be at least 1, got {minimum}")
+    if samples.labels is None:
+        return samples
+    needed = minimum or 1
+    count = len(samples.class_names)
+    present = samples.class_counts.tolist()
+    counted = torch.bincount(samples.labels[samples.masses > 0], minlength=count).tolist()
+    keep = [c for c in range(count) if counted[c] >= needed]
+    dropped = [c for c in range(count) if present[c] > 0 and counted[c] < needed]
+    listing = ", ".join(f"{display(samples.class_names[c])} ({counted[c]})" for c in dropped)
+    if not keep:
+        raise InputError(
+            f"min_class_size={needed} leaves no class of {samples.name}: all have fewer samples of "
+            f"positive weight, {listing}; lower it, or take more samples"
+        )
+    if dropped:
+        warn(
+            f"dropped classes of {samples.name} with fewer than {needed} samples of positive "
+            f"weight: {listing}",
+            DataNotice,
+        )
+    return samples if len(keep) == count else samples.keep_classes(keep)
+
+
+def class_block(
+    first: LabeledSamples,
+    second: LabeledSamples,
+    metric: LabelMetric,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> PairDistances:
+    """Measure the squared distances (V_1, V_2) between the classes of two datasets, on the CPU.
+
+    Args:
+        first: a dataset in which every class has samples of positive weight.
+        second: another such dataset; the same object for the block of a dataset with itself.
+        metric: any metric but `Given`.
+        cache_dir: as for `measure_pairs`.
+
+    Returns:
+        The block, with solver bounds of the same shape.
+
+    Raises:
+        InputError: labels are missing, or a class is too small or too large for the method.
+    """
+    shape = first.class_total, second.class_total
+    if isinstance(metric, NoLabels):
+        return PairDistances.exactly(torch.zeros(shape))
+    same = first is second
+    clouds, _ = pool([first] if same else [first, second])
+    distinct, index = merge_identical(clouds)
+    rows, columns = index[: shape[0]], index[-shape[1] :]
+    wanted = {(max(pair), min(pair)) for pair in product(rows, columns) if pair[0] != pair[1]}
+    pairs = torch.tensor(sorted(wanted), dtype=torch.int64).reshape(-1, 2)
+    found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir)
+    tables = (symmetric_table(part, pairs, len(distinct)) for part in found)
+    return PairDistances(*(table[rows][:, columns].cpu() for table in tables))
+
 
 # A metric prepares all classes of a part before its first pair. With so many pairs per class, parts
 # take some 5% longer than one run over all pairs, and a killed run loses one part. A GPU takes

@@ -2,7 +2,7 @@
 
 A covariance S is kept as a factor A with A^T A = S. `mean_distances` and `upper_bound_distances`
 are the methods `labels=means` and `labels=upper_bound`. `labels.gaussian`,
-`labels.metrics.builtin`, `contributions`, `flows.gaussians` and `flows.modes.feature_driven` call
+`labels.metrics`, `contributions`, `flows.gaussians` and `flows.modes.feature_driven` call
 this module.
 
 A change must keep everything differentiable in the points, for flows that move them, and in weights
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.pair_chunks import chunk_size, equal_chunks, used_classes
-from otdd_flash.labels.pairs import PairDistances
+from otdd_flash.labels.pairs import PairDistances, chunk_size, equal_chunks, used_classes
 
 
 def class_mean(cloud: ClassCloud) -> Tensor:

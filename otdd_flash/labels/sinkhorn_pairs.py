@@ -6,12 +6,14 @@
 The self terms OT_eps(i, i) put a class at distance 0 from itself. Each is solved once, however many
 pairs its class is in: first the self terms of all classes together, then all pairs.
 
-On a CUDA device with Triton, kernels solve all pairs at once in float32 (`labels.kernel_terms`).
+On a CUDA device with Triton, kernels solve all pairs at once in float32 (`solve_in_kernels`).
 Pairs that float32 cannot solve to the tolerance, and all pairs on other devices, are solved in
 float64 in PyTorch: pairs of similar sizes are padded to one shape and their costs stored; a pair
-with too many costs to store is solved alone, with costs recomputed in every pass.
+with too many costs to store is solved alone, with costs recomputed in every pass. Kernels solve
+their pairs in as few batches as half of the free memory allows. The batch must not change a pair's
+numbers, because distances are cached and batches follow from the free memory.
 
-`labels.metrics.builtin` calls `sinkhorn_distances`. Distances are cached, so a change must keep the
+`labels.metrics` calls `sinkhorn_distances`. Distances are cached, so a change must keep the
 numbers of a pair independent of the pairs beside it: which solver a pair takes, and its padded
 shape, follow from its own two classes. A change of MOST_STORED, of `padded_size` or of a solve
 gives other digits, so it must raise `labels.pair_cache.ENTRY_FORMAT`.
@@ -32,9 +34,9 @@ from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.labels.classes import ClassCloud, masses_of, merge_identical
-from otdd_flash.labels.pair_chunks import named_classes, used_classes
-from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.labels.pairs import PairDistances, Progress, named_classes, used_classes
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.memory import free_memory
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
@@ -245,8 +247,6 @@ class TermSolver:
         if self._pool is None:
             terms = self._in_float64(pairs, finished)
         else:
-            from otdd_flash.labels.kernel_terms import solve_in_kernels
-
             terms = solve_in_kernels(self._pool, pairs, self._epsilon, self._options, finished)
             left = torch.nonzero(self._out_of_reach(terms)).squeeze(1)
             if len(left):
@@ -366,3 +366,60 @@ def _solve_streamed(
     rounding = term.marginal_error if term.stopped_by == "rounding" else 0.0
     numbers = (term.value, *term.bounds, term.marginal_error, rounding, float(term.iterations))
     return SegmentTerms(*torch.tensor(numbers, dtype=torch.float64).unsqueeze(1))
+
+
+# Pairs whose sizes are compared at once, some 100 bytes each.
+AT_ONCE = 1 << 20
+
+
+def solve_in_kernels(
+    pool: ClassPool,
+    pairs: Tensor,
+    epsilon: float,
+    options: Converged,
+    finished: Finished | None = None,
+) -> SegmentTerms:
+    """Solve the terms of P pairs of classes of `pool`; other arguments as for `TermSolver`."""
+    # Triton may be missing where no kernel runs.
+    from otdd_flash.operators.kernel_segments import KernelSegments
+
+    themselves = bool((pairs[:, 0] == pairs[:, 1]).all())
+    solve = solve_self_terms if themselves else solve_cross_terms
+    out = torch.zeros(
+        (len(SegmentTerms._fields), len(pairs)), dtype=torch.float64, device=pairs.device
+    )
+    for small, members in _batches(pool, pairs):
+        rows, columns = pairs[members].T.contiguous()
+        segments = KernelSegments(pool, rows, rows if themselves else columns, small=small)
+        terms = solve(segments, epsilon, options, finished)
+        for numbers, found in zip(out, terms, strict=True):
+            numbers[members] = found
+    return SegmentTerms(*out)
+
+
+def _batches(pool: ClassPool, pairs: Tensor) -> list[tuple[bool, Tensor]]:
+    """Group pairs by their kind of tiles, into batches that fit half of the free memory.
+
+    All batches are returned at once: a generator would keep lists of all pairs alive during the
+    solves.
+
+    Returns:
+        Whether a batch has small tiles, and the positions of its pairs.
+    """
+    from otdd_flash.operators.kernel_segments import bytes_of, is_small
+
+    small = torch.empty(len(pairs), dtype=torch.bool, device=pairs.device)
+    needed = torch.empty(len(pairs), dtype=torch.int64, device=pairs.device)
+    parts = (torch.split(values, AT_ONCE) for values in (pairs, small, needed))
+    for some, are_small, bytes_needed in zip(*parts, strict=True):
+        sizes = pool.sizes[some]
+        are_small.copy_(is_small(sizes))
+        bytes_needed.copy_(bytes_of(sizes))
+    budget = free_memory(pool.starts.device) // 2
+    batches = []
+    for kind in (True, False):
+        members = torch.nonzero(small == kind).squeeze(1)
+        batch = needed[members].cumsum_(0).floor_divide_(budget)
+        ends = torch.bincount(batch).tolist()
+        batches += [(kind, chosen) for chosen in torch.split(members, ends) if len(chosen)]
+    return batches

@@ -1,19 +1,21 @@
-"""The table of class distances W of two datasets: validation, nearest classes, npz files.
+"""Tables of class distances W: of two datasets with its validation, and of several; npz files.
 
-`ClassDistances` holds the blocks xx, xy and yy and is what the ground cost reads. `labels.many`
-builds it, `labels.metrics.given` reads it from a file, `report.distance` shows its `NearestClass`
-rows; `otdd`, `result`, `sampling.comparison`, `study.transport` and modules of `flows` import it
-through `otdd_flash.labels`.
+`ClassDistances` holds the blocks xx, xy and yy of two datasets and is what the ground cost reads.
+`JointClassDistances` is the (V, V) table over all classes of K datasets; `between` gives that of
+two. `labels.measuring` builds both, `labels.metrics` reads the first from a file, `report.distance`
+shows its `NearestClass` rows; `otdd`, `pairwise`, `result`, `sampling.comparison`,
+`study.transport` and modules of `flows` import both through `otdd_flash.labels`.
 
-A change must respect that any instance is valid: all checks run in the constructor, so a table of
-the user's, of a file or of a metric obeys the same rules. The npz keys are the field names, so
-these must stay: users' files are read by them.
+A change must respect that any `ClassDistances` is valid: all checks run in the constructor, so a
+table of the user's, of a file or of a metric obeys the same rules. The npz keys must stay: users'
+files are read by them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Count, check_fields, takes
+from otdd_flash.arguments import Count, Index, check_fields, takes
 from otdd_flash.checks import array
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import read_arrays, write_arrays
 from otdd_flash.files.written_by import STAMP
 from otdd_flash.real_numbers import in_double, real_tensor
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
@@ -265,3 +268,166 @@ def _as_names(key: str, names: Sequence[str] | None, size: int) -> tuple[str, ..
 
 def _rounding(block: Tensor) -> float:
     return ROUNDING * float(block.abs().max()) + ABSOLUTE_ROUNDING
+
+
+UNLABELLED_CLASS = "all"
+
+
+@dataclass(frozen=True, eq=False)
+class JointClassDistances:
+    """Squared 2-Wasserstein distances between all classes of K datasets, ground cost ||.||^2.
+
+    Attributes:
+        full: (V, V) float64, with V classes in all; symmetric, 0 on the diagonal and between
+            classes of equal content.
+        datasets: K names, made distinct by numbers where datasets share one.
+        class_names: for each dataset the names of its classes, in the order of its rows in the
+            table.
+        lower: (V, V) lower solver bounds; None if the metric gives none.
+        upper: (V, V) upper solver bounds; None if the metric gives none.
+    """
+
+    full: Tensor
+    datasets: tuple[str, ...]
+    class_names: tuple[tuple[str, ...], ...]
+    lower: Tensor | None = None
+    upper: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("full", "lower", "upper"):
+            if (given := getattr(self, name)) is not None:
+                what = f"class distances {name}"
+                object.__setattr__(self, name, in_double(what, real_tensor(what, given)))
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The K + 1 row offsets: dataset k has the rows offsets[k] to offsets[k + 1] - 1."""
+        return (0, *accumulate(len(names) for names in self.class_names))
+
+    @computes
+    @takes()
+    def between(self, first: Index, second: Index) -> ClassDistances:
+        """Return the table of two of the datasets, given by their indices in the list.
+
+        Raises:
+            InputError: an index is out of range.
+        """
+        for place in (first, second):
+            if not 0 <= place < len(self.datasets):
+                raise InputError(
+                    f"there is no dataset {place}; the table has {len(self.datasets)}, counted "
+                    f"from 0: {', '.join(self.datasets)}"
+                )
+        rows = torch.cat([torch.arange(*self.offsets[k : k + 2]) for k in (first, second)])
+        lower, upper = (
+            None if table is None else table[rows][:, rows] for table in (self.lower, self.upper)
+        )
+        return ClassDistances.from_full(
+            self.full[rows][:, rows],
+            len(self.class_names[first]),
+            self.class_names[first],
+            self.class_names[second],
+            lower=lower,
+            upper=upper,
+        )
+
+    def named_for(self, datasets: Sequence[LabeledSamples]) -> JointClassDistances:
+        """Return the table of these datasets' classes; rows are matched to classes by name.
+
+        Raises:
+            InputError: the number of datasets differs, or a class has no row.
+        """
+        if len(datasets) != len(self.datasets):
+            raise InputError(
+                f"the given class distances are about {len(self.datasets)} datasets "
+                f"({', '.join(self.datasets)}), but there are {len(datasets)}"
+            )
+        rows: list[int] = []
+        for samples, known, start in zip(datasets, self.class_names, self.offsets, strict=False):
+            missing = [name for name in class_names(samples) if name not in known]
+            if missing:
+                raise InputError(
+                    f"the given class distances have no class {', '.join(missing[:12])} of "
+                    f"{samples.name}; they have {', '.join(known[:12])}"
+                )
+            rows += [start + known.index(name) for name in class_names(samples)]
+        bounds = (
+            None if table is None else table[rows][:, rows] for table in (self.lower, self.upper)
+        )
+        return joint_table(datasets, self.full[rows][:, rows], *bounds)
+
+    @takes()
+    def save(self, path: str | Path) -> None:
+        """Write an npz file with the keys full, offsets, datasets, class_names and the version.
+
+        The keys lower and upper are added if there are bounds.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        parts = {
+            "full": self.full,
+            "offsets": self.offsets,
+            "datasets": self.datasets,
+            "class_names": [name for names in self.class_names for name in names],
+            "lower": self.lower,
+            "upper": self.upper,
+        }
+        known = {key: part for key, part in parts.items() if part is not None}
+        write_arrays(path, {**known, **STAMP})
+
+    @classmethod
+    @takes()
+    def load(cls, path: str | Path) -> JointClassDistances:
+        """Read a file that `save` wrote.
+
+        Raises:
+            InputError: the file is missing, unreadable or no such table.
+        """
+        needed = ("full", "offsets", "datasets", "class_names")
+        arrays = read_arrays(path, needed, "JointClassDistances.save")
+        names, datasets = (
+            tuple(str(name) for name in np.atleast_1d(arrays[key]))
+            for key in ("class_names", "datasets")
+        )
+        offsets = np.atleast_1d(arrays["offsets"]).tolist()
+        full, lower, upper = (
+            torch.as_tensor(arrays[key]).double() if key in arrays else None
+            for key in ("full", "lower", "upper")
+        )
+        assert full is not None
+        if not all(table is None or table.isfinite().all() for table in (full, lower, upper)):
+            raise InputError(f"{path}: class distances hold NaN or infinite entries")
+        square = (len(names), len(names))
+        counted = offsets[-1] == len(names) and len(offsets) == len(datasets) + 1
+        if not counted or any(t is not None and t.shape != square for t in (full, lower, upper)):
+            raise InputError(
+                f"{path}: the tables, names and offsets do not count the same classes; "
+                "JointClassDistances.save writes such files"
+            )
+        groups = tuple(names[start:end] for start, end in pairwise(offsets))
+        return cls(full, datasets, groups, lower, upper)
+
+
+def joint_table(
+    datasets: Sequence[LabeledSamples],
+    full: Tensor,
+    lower: Tensor | None = None,
+    upper: Tensor | None = None,
+) -> JointClassDistances:
+    """Return the table of all classes of some datasets, with their names."""
+    names = tuple(class_names(samples) for samples in datasets)
+    return JointClassDistances(full, distinct_names(datasets), names, lower, upper)
+
+
+def class_names(samples: LabeledSamples) -> tuple[str, ...]:
+    """Return the class names; unlabelled samples have the single class `UNLABELLED_CLASS`."""
+    return samples.class_names if samples.labels is not None else (UNLABELLED_CLASS,)
+
+
+def distinct_names(datasets: Sequence[LabeledSamples]) -> tuple[str, ...]:
+    """Return the datasets' names, with the index appended to names that several share."""
+    names = [samples.name for samples in datasets]
+    return tuple(
+        f"{name} ({place})" if names.count(name) > 1 else name for place, name in enumerate(names)
+    )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
-    from otdd_flash.pairwise_result import PairwiseResult
+    from otdd_flash.pairwise import PairwiseResult
     from otdd_flash.sliced.result import SlicedResult
 
 # Characters of a dataset's name in the table.

@@ -23,7 +23,7 @@ The interval is [S_n - q se, S_n + q se (1 + 3 excess)], with q Student's quanti
 of freedom. S_n is skewed to the right and its spread grows with it: where S_n is low, se is too
 small, so intervals that miss lie below the mean. Quantiles of S_n - S_m would be mirrored, too
 short above, where the distribution has its long tail. How much longer the upper part must be
-depends on the tail of the rows: see `sliced.tails`.
+depends on the tail of the rows: see `sliced.result`.
 
 `otdd_flash.sampling` exports `subsample_interval`. `commands.compare` and `study.study` check its
 settings first; `study.measures.distances` and `study.measures.network` use `deviation_interval`. A
@@ -49,7 +49,7 @@ from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.labels import LabelMetric
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.comparison import Comparison, drawable, least_rows, subsample
-from otdd_flash.sliced.tails import rows_excess
+from otdd_flash.sliced.result import rows_excess
 from otdd_flash.solver.divergence import Divergence
 
 # progress(distances computed, their total).

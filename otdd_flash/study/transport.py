@@ -23,7 +23,7 @@ import torch
 
 from otdd_flash.errors import DataNotice, NotConvergedWarning
 from otdd_flash.labels import ClassDistances, LabelMetric
-from otdd_flash.labels.many import class_block
+from otdd_flash.labels.measuring import class_block
 from otdd_flash.operators.build import mean_cost
 from otdd_flash.operators.request import Request
 from otdd_flash.result import DistanceResult

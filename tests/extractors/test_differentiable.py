@@ -11,8 +11,8 @@ from refusals import naming
 
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import from_callable, identity, pixels, timm, torchvision
-from otdd_flash.extractors.differentiable import differentiable, tensor_preparation
 from otdd_flash.extractors.network import Network
+from otdd_flash.extractors.vision_models import differentiable, tensor_preparation
 
 pytestmark = pytest.mark.filterwarnings("ignore::otdd_flash.errors.DataNotice")
 

@@ -10,8 +10,15 @@ from PIL import Image
 from refusals import naming
 
 from otdd_flash.errors import InputError
-from otdd_flash.extractors import build_extractor, embed, from_callable, identity, pixels
-from otdd_flash.extractors.registry import FACTORIES, OTHER_SETTINGS
+from otdd_flash.extractors import (
+    FACTORIES,
+    OTHER_SETTINGS,
+    build_extractor,
+    embed,
+    from_callable,
+    identity,
+    pixels,
+)
 
 # Vectors.
 

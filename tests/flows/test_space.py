@@ -5,7 +5,7 @@ import torch
 from refusals import naming
 
 from otdd_flash.errors import InputError
-from otdd_flash.extractors.differentiable import differentiable
+from otdd_flash.extractors.vision_models import differentiable
 from otdd_flash.flows.space import ImageSpace
 
 SHAPE = (3, 4, 5)

@@ -15,7 +15,7 @@ from gaussian_cases import (
 from pairwise import named, pairwise
 
 from otdd_flash.errors import InputError
-from otdd_flash.labels import pair_chunks
+from otdd_flash.labels import pairs as pair_chunks
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import (
     NEGLIGIBLE,

@@ -8,10 +8,8 @@ from other_device import OTHER, OtherDevice
 from sinkhorn_cases import make_clouds, moved
 
 import otdd_flash as otdd
-from otdd_flash.labels import kernel_terms
 from otdd_flash.labels import sinkhorn_pairs as transport_terms
-from otdd_flash.labels.many import class_block, measure_all
-from otdd_flash.labels.measuring import measure_pairs
+from otdd_flash.labels.measuring import class_block, measure_all, measure_pairs
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.solver.segmented import SegmentTerms
 
@@ -47,7 +45,7 @@ def test_no_list_of_pairs_goes_between_device_and_host(metric, monkeypatch):
         return SegmentTerms(*torch.zeros((6, len(pairs)), dtype=torch.float64, device=OTHER))
 
     monkeypatch.setattr(transport_terms, "kernels_run_on", lambda _: True)
-    monkeypatch.setattr(kernel_terms, "solve_in_kernels", solve)
+    monkeypatch.setattr(transport_terms, "solve_in_kernels", solve)
     clouds = make_clouds((4,) * 30)
     with OtherDevice() as device:
         there, pairs = moved(clouds, OTHER), all_pairs(30, OTHER)

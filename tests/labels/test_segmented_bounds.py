@@ -10,9 +10,8 @@ from sinkhorn_cases import make_clouds, true_divergence
 
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.labels import sinkhorn_pairs
-from otdd_flash.labels.kernel_terms import solve_in_kernels
 from otdd_flash.labels.pairs import all_pairs
-from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances, solve_in_float64
+from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances, solve_in_float64, solve_in_kernels
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.stored_segments import StoredSegments
 from otdd_flash.solver.schedules.converged import Converged

@@ -7,7 +7,6 @@ import torch
 from sinkhorn_cases import make_clouds, moved
 
 from otdd_flash.engine.segments import WeightedPoints
-from otdd_flash.labels import kernel_terms
 from otdd_flash.labels import sinkhorn_pairs as transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
@@ -183,14 +182,14 @@ def test_kernels_agree_with_float64_and_pairs_do_not_depend_on_others(in_kernels
     in_kernels(True, only_of=len(pairs))
     found = sinkhorn_distances(clouds, pairs, 8.0)
     solved = []
-    solve = kernel_terms.solve_cross_terms
+    solve = transport_terms.solve_cross_terms
 
     def counting(segments, *args):
         solved.append(len(segments.mean_cost))
         return solve(segments, *args)
 
-    monkeypatch.setattr(kernel_terms, "solve_cross_terms", counting)
-    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: 20_000)
+    monkeypatch.setattr(transport_terms, "solve_cross_terms", counting)
+    monkeypatch.setattr(transport_terms, "free_memory", lambda _: 20_000)
     for one, two in zip(found, sinkhorn_distances(clouds, pairs.flip(0), 8.0), strict=True):
         assert torch.equal(one, two.flip(0))
     assert solved == [1, 1, 1]

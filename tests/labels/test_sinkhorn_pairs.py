@@ -14,7 +14,7 @@ from sinkhorn_cases import make_clouds, table_of
 
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.kernels.segments.step import SMALL
-from otdd_flash.labels import kernel_terms, sinkhorn_pairs
+from otdd_flash.labels import sinkhorn_pairs
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import TermSolver, kernels_run_on, sinkhorn_distances
@@ -179,7 +179,7 @@ def test_kernels_solve_what_they_can_and_float64_the_rest(out_of_reach, monkeypa
         return terms
 
     monkeypatch.setattr(sinkhorn_pairs, "kernels_run_on", lambda _: True)
-    monkeypatch.setattr(kernel_terms, "solve_in_kernels", solve)
+    monkeypatch.setattr(sinkhorn_pairs, "solve_in_kernels", solve)
     found = solver().solve(PAIRS)
     assert asked == [(3, PAIRS.tolist(), 1.0, Converged(1e-2))]
     monkeypatch.setattr(sinkhorn_pairs, "kernels_run_on", lambda _: False)
@@ -250,9 +250,9 @@ def test_batches_fill_half_of_the_memory(at_once, monkeypatch):
     sizes = torch.randint(1, 2 * SMALL, (300,), generator=torch.Generator().manual_seed(0))
     pool = SimpleNamespace(sizes=sizes, starts=sizes)
     free = 50_000_000
-    monkeypatch.setattr(kernel_terms, "AT_ONCE", at_once)
-    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: free)
-    batches = kernel_terms._batches(pool, MANY)
+    monkeypatch.setattr(sinkhorn_pairs, "AT_ONCE", at_once)
+    monkeypatch.setattr(sinkhorn_pairs, "free_memory", lambda _: free)
+    batches = sinkhorn_pairs._batches(pool, MANY)
     sizes, needed = pool.sizes[MANY], bytes_of(pool.sizes[MANY])
     small = sizes.amax(1) <= SMALL
     for kind in (True, False):
@@ -264,9 +264,9 @@ def test_batches_fill_half_of_the_memory(at_once, monkeypatch):
         assert min(taken[:-1]) >= free // 2 - int(needed.max())
         assert len(taken) > 2
     # What is made of the list takes few bytes of a pair.
-    monkeypatch.setattr(kernel_terms, "free_memory", lambda _: 1 << 40)
-    monkeypatch.setattr(kernel_terms, "AT_ONCE", 1000)
+    monkeypatch.setattr(sinkhorn_pairs, "free_memory", lambda _: 1 << 40)
+    monkeypatch.setattr(sinkhorn_pairs, "AT_ONCE", 1000)
     device = torch.device("cpu")
-    assert live_bytes.peak(lambda: kernel_terms._batches(pool, MANY), device) < 30 * len(MANY)
-    batches = kernel_terms._batches(pool, MANY)
+    assert live_bytes.peak(lambda: sinkhorn_pairs._batches(pool, MANY), device) < 30 * len(MANY)
+    batches = sinkhorn_pairs._batches(pool, MANY)
     assert sum(members.untyped_storage().nbytes() for _, members in batches) == 8 * len(MANY)

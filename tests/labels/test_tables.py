@@ -9,8 +9,15 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import DataNotice, InputError
-from otdd_flash.labels import Gaussian, Given, Sinkhorn, measure_classes, metric_named
-from otdd_flash.labels.many import JointClassDistances, class_distances
+from otdd_flash.labels import (
+    Gaussian,
+    Given,
+    JointClassDistances,
+    Sinkhorn,
+    class_distances,
+    measure_classes,
+    metric_named,
+)
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.samples import LabeledSamples

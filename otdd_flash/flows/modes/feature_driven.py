@@ -31,10 +31,10 @@ from otdd_flash.labels.gaussian import (
     diagonal_gaussian_table,
     moments_table,
 )
-from otdd_flash.labels.many import class_names
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
+from otdd_flash.labels.table import class_names
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.term_gradient import Needs
 

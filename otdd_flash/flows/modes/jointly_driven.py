@@ -33,7 +33,7 @@ from otdd_flash.flows.gaussians import Gaussians, recluster
 from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
 from otdd_flash.labels import ClassDistances, Gaussian
 from otdd_flash.labels.gaussian import fidelities
-from otdd_flash.labels.pair_chunks import chunk_size
+from otdd_flash.labels.pairs import chunk_size
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.operators.request import Request

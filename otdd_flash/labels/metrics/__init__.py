@@ -1,24 +1,49 @@
-"""The methods that measure class distances, by their names in the registry `METRICS`.
+"""The methods that measure class distances, and the registry `METRICS` of their names.
 
-`builtin` holds the methods of this package, `given` tables and functions of the user's, `base` the
-class `LabelMetric` that all of them extend. `metric_of` turns the `labels=` argument of the public
-functions into a metric, `metric_named` the `labels` group of a configuration. `labels.many`,
-`labels.measuring`, `labels.by_ranks`, `contributions` and `study.setup` import it; `otdd`,
-`pairwise`, `flows.run`, `commands.settings` and others do through `otdd_flash.labels`.
+`gaussian`: Bures-Wasserstein distance of class means and covariances; `exact`: unregularised
+transport between points; `sinkhorn`: debiased entropic transport between points; `means`: squared
+distance of means; `upper_bound`: squared distance of means plus both variances; `none`: zero, plain
+feature transport; `given`: a table of the user's, which `labels.measuring` reads and never measures
+with. `PairFunction` calls a function of the points of two classes; `study.study` checks by `probe`
+that a resumed run has the same function. Each is a frozen dataclass of its parameters that extends
+`LabelMetric` of `labels.metrics.base`. The numerical work is in `labels.gaussian`, `labels.exact`,
+`labels.sinkhorn_pairs` and `labels.moments`.
 
-The names are keys of configurations and results, so they must stay; other packages add to them by
-entry points (`plugins`).
+`metric_of` turns the `labels=` argument of the public functions into a metric, `metric_named` the
+`labels` group of a configuration. `labels.measuring`, `labels.by_ranks`, `contributions` and
+`study.setup` import this module; `otdd`, `pairwise`, `flows.run`, `commands.settings` and others do
+through `otdd_flash.labels`.
+
+Names of methods and of their fields are keys of configurations and results, so they must stay;
+other packages add to them by entry points (`plugins`). The text of a recipe is a key of the pair
+cache: a change of it makes cached distances unknown.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from otdd_flash.labels.metrics.base import LabelMetric
-from otdd_flash.labels.metrics.builtin import Exact, Gaussian, Means, NoLabels, Sinkhorn, UpperBound
-from otdd_flash.labels.metrics.given import Given, PairFunction
+from otdd_flash.arguments import Positive
+from otdd_flash.checks import shown
+from otdd_flash.errors import InputError
+from otdd_flash.importing import user_code
+from otdd_flash.labels.classes import ClassCloud
+from otdd_flash.labels.exact import exact_distances, exact_parts
+from otdd_flash.labels.gaussian import diagonal_gaussian_distances, gaussian_distances
+from otdd_flash.labels.metrics.base import LabelMetric, Measured
+from otdd_flash.labels.moments import mean_distances, upper_bound_distances
+from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
+from otdd_flash.labels.table import ClassDistances
 from otdd_flash.plugins import Registry, blamed_on
 
 __all__ = [
@@ -37,6 +62,295 @@ __all__ = [
     "metric_named",
     "metric_of",
 ]
+
+
+@dataclass(frozen=True)
+class Gaussian(LabelMetric):
+    """||m_i - m_j||^2 + tr S_i + tr S_j - 2 tr (S_i^1/2 S_j S_i^1/2)^1/2.
+
+    Args:
+        unbiased: covariances S divide by n - 1, else by n.
+        diagonal: covariances between features are taken as zero.
+
+    Raises:
+        InputError: one of them is neither true nor false.
+    """
+
+    name = "gaussian"
+
+    unbiased: bool = True
+    diagonal: bool = False
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        """Measure pairs of classes; see `LabelMetric.measure`."""
+        if self.diagonal:
+            return diagonal_gaussian_distances(clouds, pairs, unbiased=self.unbiased)
+        return gaussian_distances(clouds, pairs, unbiased=self.unbiased, progress=progress)
+
+    def recipe(self, device: torch.device) -> str | None:
+        """Return the cache key, with the device; None for diagonal covariances: no cache."""
+        return None if self.diagonal else f"gaussian unbiased={self.unbiased} on {device.type}"
+
+    @property
+    def single_samples_are_points(self) -> bool:
+        """Whether covariances divide by n - 1."""
+        return self.unbiased
+
+
+@dataclass(frozen=True)
+class Exact(LabelMetric):
+    """min_P <||x_k - y_l||^2, P>, the squared 2-Wasserstein distance of the points themselves."""
+
+    name = "exact"
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        """Measure pairs of classes; see `LabelMetric.measure`."""
+        return exact_distances(clouds, pairs, progress=progress)
+
+    def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured:
+        """Yield distances as they are computed; classes need no preparation."""
+        return exact_parts(clouds, pairs)
+
+    def recipe(self, device: torch.device) -> str:
+        """Return the cache key; distances are always computed on the CPU."""
+        return "exact"
+
+
+@dataclass(frozen=True)
+class Sinkhorn(LabelMetric):
+    """S_epsilon(i, j) = OT_epsilon(i, j) - OT_epsilon(i, i) / 2 - OT_epsilon(j, j) / 2, bounded.
+
+    Args:
+        epsilon: entropic regularisation, in units of ||.||^2; None: the `epsilon` that a comparison
+            is given, else 0.01 of the mean squared distance between all rows compared.
+        tolerance: L1 marginal error at which solves stop.
+
+    Raises:
+        InputError: one of them is not positive and finite.
+    """
+
+    name = "sinkhorn"
+
+    epsilon: Positive | None = None
+    tolerance: Positive = 1e-3
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        """Measure pairs of classes; see `LabelMetric.measure`."""
+        assert self.epsilon is not None
+        return sinkhorn_distances(clouds, pairs, self.epsilon, self.tolerance, progress=progress)
+
+    def recipe(self, device: torch.device) -> str:
+        """Return the cache key, with the device, as devices round differently."""
+        return f"sinkhorn epsilon={self.epsilon!r} tolerance={self.tolerance!r} on {device.type}"
+
+
+@dataclass(frozen=True)
+class Means(LabelMetric):
+    """||m_i - m_j||^2, a lower bound of the squared 2-Wasserstein distance."""
+
+    name = "means"
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        """Measure pairs of classes; see `LabelMetric.measure`."""
+        return mean_distances(clouds, pairs)
+
+
+@dataclass(frozen=True)
+class UpperBound(LabelMetric):
+    """||m_i - m_j||^2 + tr S_i + tr S_j, the cost of the independent coupling; 0 if identical.
+
+    Args:
+        unbiased: covariances S divide by n - 1, else by n.
+
+    Raises:
+        InputError: it is neither true nor false.
+    """
+
+    name = "upper_bound"
+
+    unbiased: bool = True
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        """Measure pairs of classes; see `LabelMetric.measure`."""
+        return upper_bound_distances(clouds, pairs, unbiased=self.unbiased)
+
+    @property
+    def single_samples_are_points(self) -> bool:
+        """Whether covariances divide by n - 1."""
+        return self.unbiased
+
+
+@dataclass(frozen=True)
+class NoLabels(LabelMetric):
+    """0 between any two classes; datasets need no labels."""
+
+    name = "none"
+    fixed = True
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        """Return zeros for all pairs of classes."""
+        return PairDistances.exactly(torch.zeros(len(pairs), device=clouds[0].points.device))
+
+
+@dataclass(frozen=True)
+class Given(LabelMetric):
+    """The class distances of a table, independent of the points.
+
+    Args:
+        table: `ClassDistances` of the two datasets, or the path of their npz file; required.
+
+    Raises:
+        InputError: it is missing, or neither a table nor a path.
+    """
+
+    name = "given"
+    fixed = True
+
+    table: ClassDistances | str | Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.table is None:
+            raise InputError(
+                "labels=given needs a table: labels.path=W.npz with arrays xx, xy and yy, or "
+                "otdd.labels.Given(table) in Python"
+            )
+
+    def read(self) -> ClassDistances:
+        """Return the table, read from its file if it is a path.
+
+        Raises:
+            InputError: as `ClassDistances.load`.
+        """
+        if isinstance(self.table, ClassDistances):
+            return self.table
+        assert self.table is not None
+        return ClassDistances.load(self.table)
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        """Raise an `InputError`: a table measures no points."""
+        raise measures_nothing()
+
+
+def measures_nothing() -> InputError:
+    """Return the error for measuring with `labels=given`."""
+    return InputError(
+        "labels=given is the table of two datasets and measures nothing; choose a method, or "
+        "pass a table of class_distances([...]) on as class_distances="
+    )
+
+
+# Digits of a probe: processes of a study may sum with different numbers of threads.
+PROBE = ".6g"
+
+
+@dataclass(frozen=True)
+class PairFunction(LabelMetric):
+    """The value of a function of the points of two classes, called once for each pair of classes.
+
+    Classes of equal content are at distance 0. Nothing is cached: a function's computation cannot
+    be identified by content.
+
+    Args:
+        function: called as function(x, y) with copies of the points (n, d) and (m, d) of two
+            classes, on their device; it returns a squared distance. It must be symmetric: the
+            content of both classes decides which of them is x.
+        called: its name in results; None takes the function's own.
+        probe: its value for one pair of classes, by which a resumed study checks that the function
+            is the same.
+    """
+
+    function: Callable[[Tensor, Tensor], Any]
+    called: str | None = None
+    probe: float | None = None
+
+    def __post_init__(self) -> None:
+        named = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        module = getattr(self.function, "__module__", type(self.function).__module__)
+        object.__setattr__(self, "name", self.called or f"function {module}.{named}")
+
+    def measure(
+        self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
+    ) -> PairDistances:
+        self._check_weights(clouds)
+        listed, values = pairs.tolist(), list[float]()
+        for i, j in listed:
+            values.append(self._between(clouds[i], clouds[j]))
+            if progress is not None:
+                progress(len(values), len(listed))
+        found = torch.tensor(values, dtype=torch.float64, device=clouds[0].points.device)
+        return PairDistances.exactly(found)
+
+    def _between(self, one: ClassCloud, other: ClassCloud) -> float:
+        """Call the function for two classes and check its value.
+
+        Raises:
+            UserCodeError: the function raised.
+            InputError: it returned no squared distance.
+        """
+        classes = f"classes {one.name} and {other.name}"
+        # Copies, as the function may write to them.
+        points = (cloud.points.detach().clone() for cloud in (one, other))
+        with user_code(f"labels={self.name}, called for {classes},"):
+            value = self.function(*points)
+        if isinstance(value, Tensor):
+            value = value.detach()
+        single = getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+        number = value.item() if single else value
+        what = f"what labels={self.name} returns for {classes}"
+        if isinstance(number, bool) or not isinstance(number, numbers.Real | Decimal):
+            raise InputError(
+                f"{what} must be one number, the squared distance of both, got {shown(value)}; "
+                "return a float"
+            )
+        number = float(number)
+        if not math.isfinite(number):
+            raise InputError(
+                f"{what} must be finite, got {shown(number)}; return a number, or leave one of "
+                "both out with classes=[...] or min_class_size"
+            )
+        if number < 0:
+            raise InputError(
+                f"{what} must not be negative, got {shown(number)}; return a squared distance, "
+                "max(value, 0.0) where it is below 0 by rounding alone"
+            )
+        return number
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"probe": self.probe}
+
+    def probed(self, clouds: Sequence[ClassCloud]) -> PairFunction:
+        """Return the metric with its value for the first and the last class as its probe.
+
+        Raises:
+            InputError: as `measure`.
+        """
+        self._check_weights(clouds)
+        return replace(self, probe=float(format(self._between(clouds[0], clouds[-1]), PROBE)))
+
+    def _check_weights(self, clouds: Sequence[ClassCloud]) -> None:
+        for cloud in clouds:
+            if cloud.weights is not None:
+                raise InputError(
+                    f"labels={self.name} is called with points alone, and those of class "
+                    f"{cloud.name} have different weights; leave the weights out, or take a metric "
+                    "of otdd.labels, such as otdd.labels.Gaussian(), which counts them"
+                )
+
 
 # What `labels=` accepts.
 Labels = str | LabelMetric | Callable[[Tensor, Tensor], Any]

@@ -30,8 +30,7 @@ from otdd_flash.sampling.subsampling import (
     subsample_sizes,
 )
 from otdd_flash.sliced.distances import chunk_distances, chunks_of, draw_chunk, draws_in, prepare
-from otdd_flash.sliced.result import SlicedResult
-from otdd_flash.sliced.tails import rows_excess
+from otdd_flash.sliced.result import SlicedResult, rows_excess
 from otdd_flash.study.measures.base import Measure, Pair, Reading
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.transport import (
