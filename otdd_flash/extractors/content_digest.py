@@ -87,7 +87,9 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
         if isinstance(obj, CodeType):
             return obj.co_code, obj.co_consts, obj.co_names, obj.co_varnames, obj.co_freevars
         if isinstance(obj, property):
-            return "property", obj.fget
+            # A setter or deleter may do what forward depends on; most properties have neither.
+            changing = (obj.fset, obj.fdel)
+            return "property", obj.fget, *(changing if any(changing) else ())
         if isinstance(obj, staticmethod | classmethod):
             return type(obj).__name__, obj.__func__
         if isinstance(obj, ModuleType):
@@ -101,11 +103,10 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
         if id(obj) in self._seen:
             return "again", self._seen[id(obj)][1]
         self._seen[id(obj)] = obj, len(self._seen)
-        match obj:
-            case nn.Module():
-                return _state(obj)
-            case FunctionType():
-                return _function(obj)
+        if isinstance(obj, nn.Module):
+            return _state(obj)
+        if isinstance(obj, FunctionType):
+            return _function(obj)
         # A class. Its attributes with two underscores that are no functions, and the caches of
         # abstract classes, differ between versions of Python and do not affect results.
         members = {

@@ -17,16 +17,14 @@ import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import PIL
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
@@ -47,7 +45,7 @@ from otdd_flash.extractors.plain import (
     PixelValues,
     RawVectors,
     identity,
-    require_one_shape,
+    require_same_shape,
 )
 from otdd_flash.files.cache import TensorCache
 from otdd_flash.importing import user_code
@@ -168,11 +166,19 @@ def embed(
         if extractor is None or isinstance(extractor, PixelValues | RawVectors) or kept:
             dataset = dataset.whole()
         else:
-            options: dict[str, Any] = {"batch_size": batch_size, "device": device, "group": group}
-            options |= {"mixed_precision": mixed_precision, "num_workers": num_workers}
-            extract = partial(_features, extractor, options)
+            extract = partial(
+                embed,
+                extractor=extractor,
+                batch_size=batch_size,
+                device=device,
+                mixed_precision=mixed_precision,
+                num_workers=num_workers,
+                group=group,
+            )
             own = extractor.batch_size if isinstance(extractor, ModuleFeatures) else BATCH_SIZE
-            dataset = dataset.extracted(extract, batch_size or own, progress)
+            dataset = dataset.extracted(
+                lambda part: extract(part).features.numpy(), batch_size or own, progress
+            )
             extractor = progress = None
     if extractor is None:
         check_vectors(dataset, "an extractor", dataset.name)
@@ -200,19 +206,21 @@ def embed(
         if progress is not None:
             progress(len(dataset), len(dataset))
     else:
-        settings: dict[str, Any] = {"batch_size": batch_size, "device": where, "autocast": autocast}
-        settings["num_workers"] = num_workers
+        settings = {
+            "batch_size": batch_size,
+            "device": where,
+            "autocast": autocast,
+            "num_workers": num_workers,
+        }
         ranks = group if group is not None and is_shared(extractor, dataset.inputs) else None
-        extraction = _Extraction(dataset, extractor, settings, ranks)
-        if features_path is not None:
-            # Batches of another size may round differently, and begin at other rows.
-            sized = f"{key} batch_size={batch_size}"
-            again = None if extractor.cacheable else extraction.batch_again
-            store = FeatureStore(features_path, sized, len(dataset), extraction.check, again)
-            store.write(extraction.blocks, progress)
-            features = store.features
+        if features_path is None:
+            features = _extracted(
+                dataset.inputs, extractor, dataset.name, settings, ranks, progress
+            )
         else:
-            features = extraction.features(progress)
+            # Batches of another size may round differently, and begin at other rows.
+            key = f"{key} batch_size={batch_size}"
+            features = _written(features_path, key, dataset, extractor, settings, ranks, progress)
         if autocast is not None and not bool(torch.isfinite(features).all()):
             raise InputError(
                 f"the features of {dataset.name} overflow {autocast}; use mixed_precision=false"
@@ -229,61 +237,60 @@ def embed(
     )
 
 
-def _features(
-    extractor: Extractor, options: dict[str, Any], dataset: LabeledDataset
-) -> NDArray[Any]:
-    found: NDArray[Any] = embed(dataset, extractor, **options).features.numpy()
-    return found
+def _extracted(
+    inputs: Any,
+    extractor: Extractor,
+    name: str,
+    settings: dict[str, Any],
+    ranks: Ranks | None,
+    progress: Progress | None,
+) -> Tensor:
+    """Extract the features (n, d) of inputs, in this process or on several ranks.
 
-
-@dataclass(frozen=True)
-class _Extraction:
-    """The extraction of one dataset's features, by this process or by several ranks.
-
-    Attributes:
-        dataset: n inputs.
+    Args:
+        inputs: n raw inputs.
         extractor: the extractor.
+        name: the dataset's.
         settings: keyword arguments of `_blocks`.
         ranks: the ranks that share the work; None is this process alone.
+        progress: called with (inputs done, n).
     """
+    if ranks is not None:
+        return features_of_ranks(ranks, inputs, extractor, name, settings, progress)
+    return _gather(name, _blocks(inputs, extractor, **settings), len(inputs), progress)[0]
 
-    dataset: LabeledDataset
-    extractor: Extractor
-    settings: dict[str, Any]
-    ranks: Ranks | None
 
-    def features(self, progress: Progress | None) -> Tensor:
-        """Extract all features (n, d)."""
-        inputs = self.dataset.inputs
-        if self.ranks is not None:
-            return self._of_ranks(self.ranks, inputs, progress)
-        blocks = _blocks(inputs, self.extractor, **self.settings)
-        return _gather(self.dataset.name, blocks, len(inputs), progress)
+def _written(
+    path: str | os.PathLike[str],
+    key: str,
+    dataset: LabeledDataset,
+    extractor: Extractor,
+    settings: dict[str, Any],
+    ranks: Ranks | None,
+    progress: Progress | None,
+) -> Tensor:
+    """Extract features to a file, after those that it holds; arguments as for `_extracted`."""
+    inputs, size = dataset.inputs, settings["batch_size"]
 
-    def blocks(self, first: int) -> Iterator[Tensor]:
-        """Yield features (b, ...) batch after batch, from the input `first` on."""
-        rest = _from(self.dataset.inputs, first)
-        if (ranks := self.ranks) is None:
-            return _blocks(rest, self.extractor, **self.settings)
+    def blocks(first: int) -> Iterator[Tensor]:
+        rest = _rows(inputs, first, len(inputs))
+        if ranks is None:
+            return _blocks(rest, extractor, **settings)
         # An interruption loses at most one round.
-        count = ranks.size * BATCHES_OF_A_ROUND * self.settings["batch_size"]
-        return (self._of_ranks(ranks, part, None) for part in _parts(rest, count))
+        count = ranks.size * BATCHES_OF_A_ROUND * size
+        return (
+            _extracted(_rows(rest, start, start + count), extractor, name, settings, ranks, None)
+            for start in range(0, len(rest), count)
+        )
 
-    def batch_again(self, row: int) -> tuple[int, Tensor]:
-        """Extract the batch of an input in this process; return its first row and its features."""
-        size = self.settings["batch_size"]
+    def again(row: int) -> tuple[int, Tensor]:
         first = row - row % size
-        part = next(_parts(_from(self.dataset.inputs, first), size))
-        return first, next(_blocks(part, self.extractor, **self.settings))
+        return first, next(_blocks(_rows(inputs, first, first + size), extractor, **settings))
 
-    @property
-    def check(self) -> Callable[[torch.Size, torch.Size], None]:
-        """A function, for pickling too, that refuses features of another shape than the first."""
-        return partial(_require_same_shape, name=self.dataset.name)
-
-    def _of_ranks(self, ranks: Ranks, inputs: Any, progress: Progress | None) -> Tensor:
-        ways = Ways(_blocks, partial(_gather, self.dataset.name), self.check)
-        return features_of_ranks(ranks, inputs, self.extractor, ways, self.settings, progress)
+    name = dataset.name
+    store = FeatureStore(path, key, len(dataset), name, None if extractor.cacheable else again)
+    store.write(blocks, progress)
+    return store.features
 
 
 def _check(dataset: LabeledDataset, extractor: Extractor) -> None:
@@ -334,22 +341,11 @@ def _cache_key(
     return f"features {hashlib.sha256(parts.encode()).hexdigest()}"
 
 
-def _from(inputs: Any, first: int) -> Any:
-    """Return the inputs from `first` on, still unread."""
-    if first > 0 and isinstance(inputs, LazyItems):
-        return inputs.take(np.arange(first, len(inputs)))
-    return inputs[first:] if first > 0 else inputs
-
-
-def _parts(inputs: Any, count: int) -> Iterator[Any]:
-    """Yield `count` inputs at a time, still unread."""
-    for first in range(0, len(inputs), count):
-        rest = _from(inputs, first)
-        yield (
-            rest.take(np.arange(min(count, len(rest))))
-            if isinstance(rest, LazyItems)
-            else (rest[:count])
-        )
+def _rows(inputs: Any, start: int, stop: int) -> Any:
+    """Return the inputs from `start` to before `stop`, still unread."""
+    if isinstance(inputs, LazyItems):
+        return inputs.take(np.arange(start, min(stop, len(inputs))))
+    return inputs[start:stop]
 
 
 def _blocks(
@@ -383,12 +379,13 @@ def _batches(inputs: Any, batch_size: int) -> Iterator[Any]:
 
 
 def _gather(
-    name: str,
-    blocks: Iterator[Tensor],
-    count: int,
-    progress: Progress | None,
-) -> Tensor:
-    """Fill one matrix (n, d) block by block; a list of blocks would need the memory twice."""
+    name: str, blocks: Iterator[Tensor], count: int, progress: Progress | None
+) -> tuple[Tensor, torch.Size]:
+    """Fill one matrix (n, d) block by block; a list of blocks would need the memory twice.
+
+    Returns:
+        The matrix, and the shape of one input's features before they were flattened.
+    """
     done = 0
     features, shape = torch.empty(0), torch.Size()
     # Closed at once, not when an error's traceback is freed: this restores a network's mode.
@@ -398,15 +395,14 @@ def _gather(
                 shape = block.shape[1:]
                 _check_room(name, (count, shape.numel()), block.dtype)
                 features = torch.empty((count, shape.numel()), dtype=block.dtype)
-            _require_same_shape(shape, block.shape[1:], name)
-            if block.dtype != features.dtype:
-                # A later batch may need a wider type than the first ones.
-                features = features.to(torch.promote_types(features.dtype, block.dtype))
+            require_same_shape(shape, block.shape[1:], name)
+            # A later batch may need a wider type than the first ones.
+            features = features.to(torch.promote_types(features.dtype, block.dtype))
             features[done : done + len(block)] = block.flatten(1)
             done += len(block)
             if progress is not None:
                 progress(done, count)
-    return features
+    return features, shape
 
 
 def _check_room(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -416,16 +412,6 @@ def _check_room(name: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
             f"{shape[0]} rows of {shape[1]} features of {name} need "
             f"{readable_bytes(needed)}, and {readable_bytes(free)} are free; use fewer samples "
             "(max_samples) or smaller images (extractor.size)"
-        )
-
-
-def _require_same_shape(first: torch.Size, shape: torch.Size, name: str) -> None:
-    if len(first) == 3:
-        require_one_shape([tuple(first), tuple(shape)])
-    if shape != first:
-        raise InputError(
-            f"inputs of {name} have no common feature dimension: {first.numel()} and "
-            f"{shape.numel()}; bring the rows to one length"
         )
 
 
@@ -471,26 +457,6 @@ def _content(item: Any) -> bytes:
 # on other devices, as a share of their norm.
 COMPARED, ROUNDING = 16, 1e-2
 
-# blocks(inputs, extractor, **settings): features of batch after batch, (b, ...).
-Blocks = Callable[..., Iterator[Tensor]]
-
-# gather(blocks, count, progress): one matrix (count, d) of all blocks.
-Gather = Callable[[Iterator[Tensor], int, Progress | None], Tensor]
-
-
-class Ways(NamedTuple):
-    """The functions by which a rank extracts; each can be pickled.
-
-    Attributes:
-        blocks: yields features of inputs, batch by batch.
-        gather: joins them to one matrix.
-        check: raises if the shapes of two ranks' features differ.
-    """
-
-    blocks: Blocks
-    gather: Gather
-    check: Callable[[torch.Size, torch.Size], None]
-
 
 def is_shared(extractor: Extractor, inputs: Any) -> bool:
     """Return whether ranks share the work of an extractor on these inputs.
@@ -513,7 +479,7 @@ def features_of_ranks(
     ranks: Ranks,
     inputs: Any,
     extractor: Extractor,
-    ways: Ways,
+    name: str,
     settings: dict[str, Any],
     progress: Progress | None,
 ) -> Tensor:
@@ -525,8 +491,8 @@ def features_of_ranks(
         ranks: the group, led by rank 0, which calls.
         inputs: n raw inputs: an array, a list, or `LazyItems`, which each rank reads itself.
         extractor: an extractor for which `is_shared` is true.
-        ways: the functions that extract.
-        settings: keyword arguments of `ways.blocks`; every rank takes a GPU of its own.
+        name: the dataset's.
+        settings: keyword arguments of `_blocks`; every rank takes a GPU of its own.
         progress: called with (inputs done, n), estimated from what rank 0 has done.
 
     Raises:
@@ -536,29 +502,23 @@ def features_of_ranks(
     count, size = len(inputs), settings["batch_size"]
     batches = -(-count // size)
     rows = [ranks.share(batches, rank) for rank in range(ranks.size)]
-    parts = [_rows(inputs, slice(part.start * size, part.stop * size)) for part in rows]
+    parts = [_rows(inputs, part.start * size, part.stop * size) for part in rows]
     # A function may draw, or depend on state of this process, and differ silently on another rank.
     compare = isinstance(extractor, ImportedFunction) and batches > 1
-    first = _rows(inputs, slice(0, size if compare else 0))
+    first = _rows(inputs, 0, size if compare else 0)
     # Rank 0's own part is not serialised.
     contents = [b"", *(saved((part, first, extractor)) for part in parts[1:])]
     number = ranks.number()
     ranks.held[number] = contents, (parts[0], first, extractor)
     ranks.report_to(progress, count)
-    found = ranks.order(_extract, number, ways, settings)
+    found = ranks.order(_extract, number, name, settings)
     assert found is not None
     if progress is not None:
         progress(count, count)
     return found
 
 
-def _rows(inputs: Any, rows: slice) -> Any:
-    if isinstance(inputs, LazyItems):
-        return inputs.take(np.arange(len(inputs))[rows])
-    return inputs[rows]
-
-
-def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) -> Tensor | None:
+def _extract(ranks: Ranks, number: int, name: str, settings: dict[str, Any]) -> Tensor | None:
     contents, given = ranks.held.pop(number, (None, None))
     content = ranks.scattered(contents)
 
@@ -570,37 +530,32 @@ def _extract(ranks: Ranks, number: int, ways: Ways, settings: dict[str, Any]) ->
 
     inputs, first, extractor = ranks.together(received)
     settings = {**settings, "device": ranks.device_of(settings["device"])}
-    shapes: list[torch.Size] = []
 
-    def seen(blocks: Iterator[Tensor]) -> Iterator[Tensor]:
-        for block in blocks:
-            shapes.append(block.shape[1:])
-            yield block
+    def extracted(some: Any, progress: Progress | None) -> tuple[Tensor, torch.Size]:
+        return _gather(name, _blocks(some, extractor, **settings), len(some), progress)
 
-    def extracted(some: Any, progress: Progress | None) -> Tensor:
-        return ways.gather(seen(ways.blocks(some, extractor, **settings)), len(some), progress)
-
-    def own() -> tuple[Tensor | None, Tensor]:
+    def own() -> tuple[Tensor | None, Tensor, torch.Size]:
         if len(inputs) == 0:
-            return None, torch.empty(0, 0)
+            return None, torch.empty(0, 0), torch.Size()
         # First, so that a function that adapts to its first batch sees the same one on every rank.
-        compared = extracted(first, None)[:COMPARED] if len(first) else None
-        return compared, extracted(inputs, ranks.progress)
+        compared = extracted(first, None)[0][:COMPARED] if len(first) else None
+        return compared, *extracted(inputs, ranks.progress)
 
-    compared, features = ranks.together(own)
+    compared, features, shape = ranks.together(own)
     # As in one process: the first block sets the shape, and the type holds the numbers of all
     # blocks.
-    said = [each for each in ranks.all_gathered_objects((shapes[:1], features.dtype)) if each[0]]
+    said = ranks.all_gathered_objects((len(inputs), shape, features.dtype))
+    shapes, types = zip(*(each[1:] for each in said if each[0]), strict=True)
     firsts = ranks.all_gathered_objects(compared)
 
     def check() -> None:
-        for (shape,), _ in said:
-            ways.check(said[0][0][0], shape)
+        for other in shapes:
+            require_same_shape(shapes[0], other, name)
         if isinstance(extractor, ImportedFunction):
             _check_alike(firsts, extractor)
 
     ranks.together(check)
-    dtype = reduce(torch.promote_types, (each[1] for each in said))
+    dtype = reduce(torch.promote_types, types)
     return ranks.gathered_at_leader(features.to(dtype) if len(features) else features)
 
 

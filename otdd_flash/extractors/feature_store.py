@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
+from otdd_flash.extractors.plain import require_same_shape
 from otdd_flash.features.file_features import features_file
 from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.files.written_by import (
@@ -47,8 +48,6 @@ ROUNDING = 1e-3
 
 # blocks(first): blocks of rows from `first` on.
 Blocks = Callable[[int], Iterator[Tensor]]
-# check(first, shape): refuses rows of another shape than the first row's.
-Check = Callable[[torch.Size, torch.Size], None]
 # again(row): the first row of the batch that contains `row`, and that batch computed again.
 Again = Callable[[int], tuple[int, Tensor]]
 
@@ -97,7 +96,7 @@ class FeatureStore:
         path: path of the file; its folder is created.
         key: identifies the data and the network of the features.
         count: number of rows n.
-        check: refuses rows of another shape.
+        name: the dataset's, for messages.
         again: for features that the key does not identify, such as a function's: computes a batch
             again. The first and the last batch in the file are compared with it.
 
@@ -110,7 +109,7 @@ class FeatureStore:
         path: str | os.PathLike[str],
         key: str,
         count: int,
-        check: Check,
+        name: str,
         again: Again | None = None,
     ) -> None:
         self.path = Path(path)
@@ -119,7 +118,7 @@ class FeatureStore:
         self._partial = self.path.with_name(f"{self.path.name}.partial")
         self._note_file = self.path.with_name(f"{self.path.name}.json")
         self._key, self._count = key, count
-        self._check_shape, self._again = check, again
+        self._name, self._again = name, again
         # Version fields of the record, of the program that wrote it.
         self._written: dict[str, Any] = {}
 
@@ -222,7 +221,7 @@ class FeatureStore:
                 if note is None:
                     note = Note(self._key, 0, [*block.shape[1:]], _name(block.dtype), "0")
                     _write_all(file, _header(self._count, note))
-                self._check_shape(torch.Size(note.shape), block.shape[1:])
+                require_same_shape(torch.Size(note.shape), block.shape[1:], self._name)
                 dtype = getattr(torch, note.dtype)
                 if torch.promote_types(block.dtype, dtype) != dtype:
                     raise InputError(

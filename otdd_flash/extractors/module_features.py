@@ -51,19 +51,12 @@ class ModuleFeatures(Network):
     @property
     def key(self) -> str:
         """The description and a digest of module and transform; without one, the description."""
-        try:
-            return f"{self.description} {self._digest()}"
-        except Unidentified:
-            return self.description
+        return self._identity()[0]
 
     @property
     def unidentified(self) -> str:
         """The reason why a cache cannot identify the features; empty if it can."""
-        try:
-            self._digest()
-        except Unidentified as error:
-            return f"{self} holds what has no content to tell it by ({error})"
-        return ""
+        return self._identity()[1]
 
     @property
     def cacheable(self) -> bool:
@@ -108,13 +101,17 @@ class ModuleFeatures(Network):
         precision = False if mixed_precision == "auto" else mixed_precision
         return batch_size or self.batch_size, resolve_device(chosen), precision
 
-    def _digest(self) -> str:
-        parts = (self.module, self.prepare, self.forward)
+    def _identity(self) -> tuple[str, str]:
+        """Return the key, and why it identifies no features."""
+        parts: tuple[Any, ...] = (self.module, self.prepare, self.forward)
         transform = getattr(self.prepare, "transform", None)
         if isinstance(transform, nn.Module):
             # Only the network is set to evaluation mode: a transform keeps the mode that it has.
-            return content_digest((*parts, [part.training for part in transform.modules()]))
-        return content_digest(parts)
+            parts = (*parts, [part.training for part in transform.modules()])
+        try:
+            return f"{self.description} {content_digest(parts)}", ""
+        except Unidentified as error:
+            return self.description, f"{self} holds what has no content to tell it by ({error})"
 
 
 @takes()

@@ -95,7 +95,11 @@ class Network:
         return f"<extractor {named}, {count:,} parameters>"
 
     def __call__(self, batch: Any) -> Tensor:
-        """Compute the features (b, d) of one batch, on the CPU."""
+        """Compute the features (b, d) of one batch, on the CPU.
+
+        Raises:
+            InputError: the batch is empty, or an input cannot be read or prepared.
+        """
         # A loader refuses a batch size of 0.
         return next(self.stream(batch, batch_size=max(len(batch), 1), device=torch.device("cpu")))
 
@@ -120,21 +124,28 @@ class Network:
             num_workers: processes that prepare inputs; 0 prepares them in this process.
 
         Raises:
-            InputError: an input cannot be read or prepared.
+            InputError: there is no input, or one cannot be read or prepared.
         """
+        if len(inputs) == 0:
+            raise InputError(f"{self} needs at least one input, got an empty batch")
+        # Forked workers inherit inputs that are read on access (`LazyItems`); other start methods
+        # would pickle them. None is the platform's default.
+        forks = num_workers > 0 and "fork" in multiprocessing.get_all_start_methods()
         loader = DataLoader(
             _Prepared(inputs, self.prepare),
             batch_size=batch_size,
             num_workers=num_workers,
             # A list of items, as `forward` takes it, instead of one stacked tensor.
             collate_fn=list,
-            multiprocessing_context=_start_method() if num_workers else None,
+            multiprocessing_context="fork" if forks else None,
             # A loader without its own generator would draw from the global one.
             generator=torch.Generator(),
         )
         with evaluating(self.module, device):
             for batch in loader:
-                _raise_errors(batch)
+                for item in batch:
+                    if isinstance(item, InputError):
+                        raise item
                 with (
                     torch.no_grad(),
                     torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
@@ -165,12 +176,6 @@ def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
             part.training = mode
 
 
-def _start_method() -> str | None:
-    # Forked workers inherit inputs that are read on access (`LazyItems`); other start methods would
-    # pickle them. None is the platform's default.
-    return "fork" if "fork" in multiprocessing.get_all_start_methods() else None
-
-
 class _Prepared(Dataset[Any]):
     def __init__(self, inputs: Any, prepare: Callable[[Any], Any]) -> None:
         self.inputs = inputs
@@ -186,12 +191,6 @@ class _Prepared(Dataset[Any]):
             # Returned as a value: an exception would arrive from a worker process inside its
             # traceback.
             return error
-
-
-def _raise_errors(batch: list[Any]) -> None:
-    for item in batch:
-        if isinstance(item, InputError):
-            raise item
 
 
 def forward_images(module: nn.Module, images: list[Tensor]) -> Tensor:

@@ -129,6 +129,21 @@ def require_one_shape(shapes: list[tuple[int, ...]]) -> None:
     raise InputError(f"images differ in shape ({named}); {', '.join(ways)}")
 
 
+def require_same_shape(first: torch.Size, shape: torch.Size, name: str) -> None:
+    """Refuse features of an input of a dataset in another shape than the first input's.
+
+    Raises:
+        InputError: they differ.
+    """
+    if len(first) == 3:
+        require_one_shape([tuple(first), tuple(shape)])
+    if shape != first:
+        raise InputError(
+            f"inputs of {name} have no common feature dimension: {first.numel()} and "
+            f"{shape.numel()}; bring the rows to one length"
+        )
+
+
 @dataclass(frozen=True)
 class RawVectors:
     """The extractor of numeric vectors; see `identity`."""

@@ -9,7 +9,7 @@ A change must respect that nothing is fetched without `download`, that random we
 features, holds everything that determines its preparation.
 
 `commands.adapt` calls `differentiable` for flows that move pixels. A network's preparation is
-rebuilt from its transform as steps on batches of tensors (`TensorPreparation`): the resizing,
+rebuilt from its transform as steps on batches of tensors (`tensor_preparation`): the resizing,
 cropping and normalising of timm and torchvision take tensors too, antialiased and differentiable.
 PIL works in 8 bits, so the results differ:
 
@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,15 @@ def timm(
         raise InputError("give extractor.pretrained=true or extractor.checkpoint=FILE, not both")
     import timm as library
 
-    with network(allowed=download):
-        module = _create_timm(library, model, pretrained, seed, download)
+    # Names such as hf-hub:owner/model are looked up by timm itself.
+    if ":" not in model:
+        _require_timm(library, model)
+    module = _built(
+        partial(library.create_model, model, pretrained=pretrained, num_classes=0),
+        f"timm cannot build {model!r}{' with its weights' if pretrained else ''}",
+        seed,
+        download,
+    )
     if checkpoint is not None:
         load_checkpoint(module, str(checkpoint), classifiers(module))
     elif not pretrained:
@@ -126,22 +134,21 @@ class PreparedImage:
         return prepared
 
 
-def _create_timm(
-    library: Any, model: str, pretrained: bool, seed: int, download: bool
-) -> nn.Module:
-    # Names such as hf-hub:owner/model are looked up by timm itself.
-    if ":" not in model:
-        _require_timm(library, model)
+def _built(make: Callable[[], Any], refusal: str, seed: int, download: bool) -> nn.Module:
+    """Make a network with weights of a seed or of the library's, fetched only with `download`.
+
+    Raises:
+        InputError: the library cannot; `refusal` begins the message.
+    """
     try:
-        with seeded_weights(seed):
-            module = library.create_model(model, pretrained=pretrained, num_classes=0)
+        with network(allowed=download), seeded_weights(seed):
+            module = make()
     except Exception as error:
         # Hubs raise whatever their clients raise.
         reason = (str(error) or repr(error)).splitlines()[0]
         fetching = "" if download else f"{ALLOW}, and "
         raise InputError(
-            f"timm cannot build {model!r}{' with its weights' if pretrained else ''}: {reason}; "
-            f"{fetching}extractor.checkpoint=FILE takes weights from a file"
+            f"{refusal}: {reason}; {fetching}extractor.checkpoint=FILE takes weights from a file"
         ) from error
     assert isinstance(module, nn.Module)
     return module
@@ -197,8 +204,12 @@ def torchvision(
     _require_torchvision(library.models, model)
     entries = library.models.get_model_weights(model)
     chosen = None if weights is None else _weights(entries, model, weights)
-    with network(allowed=download):
-        module = _create_torchvision(library.models, model, chosen, seed, download)
+    module = _built(
+        partial(library.models.get_model, model, weights=chosen),
+        f"torchvision cannot build {model!r} with weights {chosen}",
+        seed,
+        download,
+    )
     head = remove_head(module)
     if checkpoint is not None:
         load_checkpoint(module, str(checkpoint), (head,))
@@ -246,22 +257,6 @@ def _weights(entries: Any, model: str, name: str) -> Any:
     if short not in names:
         raise InputError(f"{model} has no weights {name!r}; choose one of: {', '.join(names)}")
     return entries[short]
-
-
-def _create_torchvision(
-    models: Any, model: str, weights: Any, seed: int, download: bool
-) -> nn.Module:
-    try:
-        with seeded_weights(seed):
-            module = models.get_model(model, weights=weights)
-    except (OSError, RuntimeError) as error:
-        fetching = "" if download else f"{ALLOW}, and "
-        raise InputError(
-            f"torchvision cannot build {model!r} with weights {weights}: {error}; "
-            f"{fetching}extractor.checkpoint=FILE takes weights from a file"
-        ) from error
-    assert isinstance(module, nn.Module)
-    return module
 
 
 MODEL = "tf_efficientnet_lite0"
@@ -352,7 +347,7 @@ def differentiable(extractor: Extractor, shape: tuple[int, int, int]) -> ImageFu
 
     Networks run in evaluation mode, in the precision of their weights and without autocast, on the
     device of the images. They are copied, so the extractor is unchanged. Their features are close
-    to, not the same as, those of `embed`, which prepares images in 8 bits; see `TensorPreparation`.
+    to, not the same as, those of `embed`, which prepares images in 8 bits; see the module.
 
     Args:
         extractor: `pixels`, `timm`, `torchvision`, or a `callable` that takes the images of the
@@ -401,22 +396,11 @@ def _frozen(network: Network, prepare: ImageFunction) -> ImageFunction:
 SLACK = 1e-5
 
 
-@dataclass(frozen=True)
-class TensorPreparation:
-    """Preparation of images as tensors; see `tensor_preparation`."""
-
-    geometry: tuple[Callable[[Tensor], Tensor], ...]
-    normalize: Callable[[Tensor], Tensor]
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Convert images (b, 1 or 3, h, w) in [0, 1] to the network's input (b, 3, h', w')."""
-        for step in self.geometry:
-            images = step(images)
-        return self.normalize(images.clamp(-SLACK, 1 + SLACK).expand(-1, 3, -1, -1))
-
-
-def tensor_preparation(transform: Any) -> TensorPreparation:
+def tensor_preparation(transform: Any) -> ImageFunction:
     """Rebuild the evaluation transform of timm or torchvision for batches of tensors.
+
+    Returns:
+        A function from images (b, 1 or 3, h, w) in [0, 1] to the network's input (b, 3, h', w').
 
     Raises:
         InputError: a step has no counterpart on tensors.
@@ -432,7 +416,14 @@ def tensor_preparation(transform: Any) -> TensorPreparation:
                 "model that resizes, crops and normalises"
             )
     assert isinstance(normalize, Normalize)
-    return TensorPreparation(tuple(geometry), normalize)
+
+    def prepare(images: Tensor) -> Tensor:
+        for step in geometry:
+            images = step(images)
+        prepared: Tensor = normalize(images.clamp(-SLACK, 1 + SLACK).expand(-1, 3, -1, -1))
+        return prepared
+
+    return prepare
 
 
 def _steps(transform: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from otdd_flash import shown
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, from_module
+from otdd_flash.extractors.network import Network
 
 IMAGES = torch.rand(7, 3, 6, 5, generator=torch.Generator().manual_seed(0))
 FACTOR = 2.0
@@ -183,6 +184,16 @@ class Interrupt(BaseException):
     """What a user presses."""
 
 
+def test_an_empty_batch_is_refused():
+    for extractor in (from_module(Own()), text_network()):
+        with pytest.raises(InputError, match="needs at least one input, got an empty batch"):
+            extractor([])
+
+
+def text_network():
+    return Network("lengths", nn.Identity(), frozenset({"text"}), len, lambda _, sizes: sizes)
+
+
 @pytest.mark.parametrize("end", ["done", "transform", "network", "progress"])
 def test_every_submodule_gets_its_mode_back(end, tmp_path):
     net = network().train()
@@ -307,10 +318,26 @@ def test_layers_and_transforms_are_told_apart(monkeypatch):
     ):
         assert one().key == one().key != other().key, other
         assert one().cacheable, one
+    # A property's setter may decide what is computed, as its getter does.
+    assert from_module(of_property(halved)).key == from_module(of_property(halved)).key
+    assert from_module(of_property(halved)).key != from_module(of_property(doubled)).key
     # A global value that a transform reads is part of it.
     before = from_module(Own(), scaled).key
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
     assert from_module(Own(), scaled).key != before
+
+
+def halved(net, value):
+    net.factor = value / 2
+
+
+def doubled(net, value):
+    net.factor = value * 2
+
+
+def of_property(setter):
+    """Return a network whose property has this setter."""
+    return type("Adjusted", (nn.Identity,), {"scale": property(None, setter)})()
 
 
 def times(factor):
