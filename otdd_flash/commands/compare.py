@@ -40,8 +40,9 @@ from otdd_flash.report.distance import nearest_table, summary_table, write_repor
 from otdd_flash.report.figures.page import Report, write_each
 from otdd_flash.result import DistanceResult
 from otdd_flash.sampling import noise_floor, subsample_interval
-from otdd_flash.sampling.halves import check_halves
-from otdd_flash.sampling.subsampling import check_count, check_subsamples
+from otdd_flash.sampling.comparison import drawable
+from otdd_flash.sampling.halves import half_size
+from otdd_flash.sampling.subsampling import check_count, subsample_sizes
 from otdd_flash.shown import interval
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -264,11 +265,15 @@ def check_sampling(
     settings: SamplingSettings, sides: Sides, metric: LabelMetric, min_class_size: int | None
 ) -> None:
     """Raise an `InputError` if these datasets are too small, before they are compared."""
-    rows = (sides.source, sides.target)
+    if settings.subsample is None and not settings.noise_floor:
+        return
+    source, target = (
+        drawable(side, metric, min_class_size) for side in (sides.source, sides.target)
+    )
     if settings.subsample is not None:
-        check_subsamples(*rows, settings.subsample_size, metric, min_class_size)
+        subsample_sizes(source, target, settings.subsample_size)
     if settings.noise_floor:
-        check_halves(*rows, metric, min_class_size)
+        half_size(source, target)
 
 
 def measure_sampling(

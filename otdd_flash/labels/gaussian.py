@@ -74,14 +74,6 @@ def gaussian_distances(
         return PairDistances.exactly(gaussian_table(clouds, pairs, unbiased, progress))
 
 
-def diagonal_gaussian_distances(
-    clouds: Sequence[ClassCloud], pairs: Tensor, *, unbiased: bool = True
-) -> PairDistances:
-    """Compute `gaussian_distances` with diagonal covariances."""
-    with torch.no_grad():
-        return PairDistances.exactly(diagonal_gaussian_table(clouds, pairs, unbiased))
-
-
 def gaussian_table(
     clouds: Sequence[ClassCloud],
     pairs: Tensor,
@@ -127,7 +119,7 @@ def moments_table(
 def diagonal_gaussian_table(
     clouds: Sequence[ClassCloud], pairs: Tensor, unbiased: bool = True
 ) -> Tensor:
-    """Return the values of `diagonal_gaussian_distances`, differentiable as in `gaussian_table`.
+    """Return `gaussian_table` with diagonal covariances, differentiable in the classes' points.
 
     Diagonal covariances commute, so these are ||m_i - m_j||^2 + ||s_i - s_j||^2 with standard
     deviations s.

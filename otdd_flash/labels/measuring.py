@@ -21,11 +21,10 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain, product
-from typing import NamedTuple
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -168,9 +167,11 @@ def measure_all(
     # Stays on the points' device: there may be millions of pairs.
     pairs = all_pairs(len(distinct), distinct[0].points.device)
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
+    # Without bounds of their own, the values alone.
+    exact = torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values)
     tables = [
         moved(symmetric_table(values, pairs, len(distinct))[index][:, index], torch.device("cpu"))
-        for values in _bounded(found)
+        for values in (found[:1] if exact else found)
     ]
     return joint_table(datasets, *tables)
 
@@ -186,13 +187,6 @@ def as_datasets(datasets: Sequence[Samples], at_least: int = 1) -> list[LabeledS
             f"the list holds {len(datasets)} datasets, and at least {at_least} are needed"
         )
     return [as_samples(one, f"datasets[{place}]") for place, one in enumerate(datasets)]
-
-
-def _bounded(found: PairDistances) -> tuple[Tensor, ...]:
-    """Return the values alone where both bounds equal them, else values, lower and upper."""
-    if torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values):
-        return (found.values,)
-    return tuple(found)
 
 
 def measure_classes(
@@ -273,10 +267,9 @@ def notice_single_samples(datasets: Sequence[LabeledSamples], metric: LabelMetri
             continue
         weighed = samples.labels[samples.masses > 0]
         counted = torch.bincount(weighed, minlength=len(samples.class_names)).tolist()
-        names = zip(samples.class_names, counted, strict=True)
         single += [
             f"{display(repr(name))} of {display(samples.name)}"
-            for name, count in names
+            for name, count in zip(samples.class_names, counted, strict=True)
             if count == 1
         ]
     if single:
@@ -367,23 +360,6 @@ PAIRS_PER_CLASS = 4
 SECONDS_BETWEEN_WRITES = 1.0
 
 
-class Part(NamedTuple):
-    """Measured distances of some of a list of pairs.
-
-    Attributes:
-        positions: (k,) int64, the pairs' indices in the list.
-        distances: the distances of those pairs.
-        converged: whether all of them reached the metric's tolerance.
-    """
-
-    positions: Tensor
-    distances: PairDistances
-    converged: bool = True
-
-
-Parts = Generator[Part, None, None]
-
-
 def measure_pairs(
     clouds: Sequence[ClassCloud],
     pairs: Tensor,
@@ -415,44 +391,44 @@ def measure_pairs(
     pairs = pairs.to(clouds[0].points.device)
     recipe = metric.recipe(pairs.device) if len(pairs) else None
     cache = PairCache(cache_dir if recipe is not None else None)
-    if recipe is None or not cache.active:
-        everything = torch.arange(len(pairs), device=pairs.device)
-        parts = _measured(clouds, pairs, everything, metric, len(pairs), progress)
-        return _joined(parts, pairs)
-    classes = [cloud.fingerprint for cloud in clouds]
-    known, found = cache.find(recipe, classes, pairs)
-    unknown = torch.ones(len(pairs), dtype=torch.bool, device=pairs.device)
-    unknown[known] = False
-    if progress is not None:
-        progress(len(known), len(pairs))
+    numbers = torch.empty((3, len(pairs)), dtype=torch.float64, device=pairs.device)
+    missing = torch.arange(len(pairs), device=pairs.device)
+    at_once, classes = len(pairs), list[bytes]()
+    if not cache.active:
+        recipe = None
+    if recipe is not None:
+        classes = [cloud.fingerprint for cloud in clouds]
+        known, found = cache.find(recipe, classes, pairs)
+        numbers[:, known] = torch.stack(found)
+        unknown = torch.ones(len(pairs), dtype=torch.bool, device=pairs.device)
+        unknown[known] = False
+        missing = torch.nonzero(unknown).squeeze(1)
+        at_once = len(missing) if pairs.is_cuda else PAIRS_PER_CLASS * len(clouds)
+        if progress is not None:
+            progress(len(known), len(pairs))
+    unwritten: list[Tensor] = []
+    written = time.monotonic()
 
-    def keep(parts: Sequence[Part]) -> None:
-        converged = [part for part in parts if part.converged]
-        if converged:
-            positions = torch.cat([part.positions for part in converged])
-            distances = zip(*(part.distances for part in converged), strict=True)
-            cache.keep(recipe, classes, pairs[positions], PairDistances(*map(torch.cat, distances)))
+    def write() -> None:
+        if recipe is not None and unwritten:
+            some = torch.cat(unwritten)
+            cache.keep(recipe, classes, pairs[some], PairDistances(*numbers[:, some]))
 
-    missing = torch.nonzero(unknown).squeeze(1)
-    at_once = len(missing) if pairs.is_cuda else PAIRS_PER_CLASS * len(clouds)
-    measured = _measured(clouds, pairs, missing, metric, at_once, progress)
-    return _joined(_told(measured, keep), pairs, Part(known, found))
-
-
-def _told(parts: Parts, keep: Callable[[Sequence[Part]], None]) -> Parts:
-    """Yield the parts and pass them to `keep` at intervals; the last ones also after an error."""
-    waiting: list[Part] = []
-    kept = time.monotonic()
-    with closing(parts):
-        try:
-            for part in parts:
-                waiting.append(part)
-                if time.monotonic() >= kept + SECONDS_BETWEEN_WRITES:
-                    keep(waiting)
-                    waiting, kept = [], time.monotonic()
-                yield part
-        finally:
-            keep(waiting)
+    try:
+        # Closed at once after an interrupt: other processes may be working for the generator.
+        with closing(_measured(clouds, pairs, missing, metric, at_once, progress)) as parts:
+            for positions, distances, converged in parts:
+                for row, values in zip(numbers, distances, strict=True):
+                    # A metric of another package may return another dtype or device.
+                    row[positions] = values.to(row)
+                if converged:
+                    unwritten.append(positions)
+                if time.monotonic() >= written + SECONDS_BETWEEN_WRITES:
+                    write()
+                    unwritten, written = [], time.monotonic()
+    finally:
+        write()
+    return PairDistances(*numbers)
 
 
 def _measured(
@@ -462,8 +438,13 @@ def _measured(
     metric: LabelMetric,
     at_once: int,
     progress: Progress | None,
-) -> Parts:
-    """Measure the pairs at some positions of the list, and yield them part by part."""
+) -> Generator[tuple[Tensor, PairDistances, bool]]:
+    """Measure the pairs at some positions of the list, part by part.
+
+    Yields:
+        Positions (k,) of measured pairs in the list, their distances, and whether all of them
+        reached the metric's tolerance.
+    """
     done = len(pairs) - len(positions)
     if not len(positions):
         return
@@ -476,7 +457,7 @@ def _measured(
     if as_they_come is not None:
         with closing(as_they_come) as parts:
             for run, values in parts:
-                yield Part(positions[run], PairDistances.exactly(values))
+                yield positions[run], PairDistances.exactly(values), True
                 heard(len(run), len(positions))
                 done += len(run)
         return
@@ -490,18 +471,6 @@ def _measured(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
         late = any(issubclass(warning.category, NotConvergedWarning) for warning in said)
-        yield Part(run, distances, converged=not late)
+        yield run, distances, not late
         done += len(run)
         heard(0, len(positions))
-
-
-def _joined(parts: Parts, pairs: Tensor, *known: Part) -> PairDistances:
-    """Assemble the distances of all pairs from their parts, on the device of `pairs`."""
-    numbers = torch.empty((3, len(pairs)), dtype=torch.float64, device=pairs.device)
-    # Closed at once after an interrupt: other processes may be working for the generator.
-    with closing(parts):
-        for part in chain(known, parts):
-            for row, values in zip(numbers, part.distances, strict=True):
-                # A metric of another package may return another dtype or device.
-                row[part.positions] = values.to(row)
-    return PairDistances(*numbers)

@@ -1,6 +1,6 @@
 """Means and covariances of classes in float64, and class distances that need no more than these.
 
-A covariance S is kept as a factor A with A^T A = S. `mean_distances` and `upper_bound_distances`
+A covariance S is kept as a factor A with A^T A = S. `mean_table` and `upper_bound_table`
 are the methods `labels=means` and `labels=upper_bound`. `labels.gaussian`,
 `labels.metrics`, `contributions`, `flows.gaussians` and `flows.modes.feature_driven` call
 this module.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.pairs import PairDistances, chunk_size, equal_chunks, used_classes
+from otdd_flash.labels.pairs import chunk_size, equal_chunks, used_classes
 
 
 def class_mean(cloud: ClassCloud) -> Tensor:
@@ -103,25 +103,8 @@ def squared_gaps(points: Tensor, pairs: Tensor) -> Tensor:
     return torch.cat(gaps)
 
 
-def mean_distances(clouds: Sequence[ClassCloud], pairs: Tensor) -> PairDistances:
-    """Compute ||m_i - m_j||^2 of pairs (P, 2) of classes."""
-    with torch.no_grad():
-        return PairDistances.exactly(mean_table(clouds, pairs))
-
-
-def upper_bound_distances(
-    clouds: Sequence[ClassCloud], pairs: Tensor, *, unbiased: bool = True
-) -> PairDistances:
-    """Compute ||m_i - m_j||^2 + tr S_i + tr S_j of pairs (P, 2) of classes.
-
-    It is the cost of the independent coupling. Covariances divide by n - 1 if `unbiased`.
-    """
-    with torch.no_grad():
-        return PairDistances.exactly(upper_bound_table(clouds, pairs, unbiased))
-
-
 def mean_table(clouds: Sequence[ClassCloud], pairs: Tensor) -> Tensor:
-    """Return the values of `mean_distances`, (P,) float64, differentiable in the points."""
+    """Return ||m_i - m_j||^2 of pairs (P, 2) of classes, (P,) float64, differentiable in points."""
     clouds, pairs = used_classes(clouds, pairs)
     if len(pairs) == 0:
         return torch.zeros(0, dtype=torch.float64, device=pairs.device)
@@ -129,7 +112,10 @@ def mean_table(clouds: Sequence[ClassCloud], pairs: Tensor) -> Tensor:
 
 
 def upper_bound_table(clouds: Sequence[ClassCloud], pairs: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the values of `upper_bound_distances`, differentiable as in `mean_table`."""
+    """Return ||m_i - m_j||^2 + tr S_i + tr S_j of pairs (P, 2), differentiable as in `mean_table`.
+
+    It is the cost of the independent coupling. Covariances divide by n - 1 if `unbiased`.
+    """
     clouds, pairs = used_classes(clouds, pairs)
     if len(pairs) == 0:
         return torch.zeros(0, dtype=torch.float64, device=pairs.device)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -94,21 +94,46 @@ def sinkhorn_distances(
     used, places = named_classes(clouds, pairs)
     classes, index = merge_identical(used)
     places = torch.tensor(index, dtype=torch.int64).to(pairs.device)[places]
-    divergences: _Divergences | None = None
-    finished = _counting(progress, len(pairs))
+    solver = TermSolver(classes, epsilon, options)
+    late: list[tuple[Tensor, Tensor]] = []
+    own: SegmentTerms | None = None
+    done = 0
+
+    def count_pairs(finished: int) -> None:
+        nonlocal done
+        done += finished
+        if progress is not None:
+            progress(done, len(pairs))
+
+    report = None if progress is None else count_pairs
+
+    def solved(terms_of: Tensor, finished: Finished | None) -> SegmentTerms:
+        terms = solver.solve(terms_of, finished)
+        stopped = terms.marginal_error > options.asked_tolerance
+        late.append((terms_of[stopped], terms.rounding[stopped]))
+        return terms
+
     parts = torch.split(pairs, MOST_PAIRS), torch.split(out, MOST_PAIRS, 1)
     for some, found in zip(*parts, strict=True):
         different, unlike = _different(places, some)
-        if finished is not None and len(different) < len(some):
-            finished(len(some) - len(different))
+        if len(different) < len(some):
+            count_pairs(len(some) - len(different))
         if not len(different):
             continue
         # Errors about epsilon name labels.epsilon, the regularisation as the user gave it.
         with epsilon_given_as("labels.epsilon", epsilon, epsilon):
-            divergences = divergences or _Divergences(classes, epsilon, options)
-            found[:, different] = divergences.between(unlike, finished)
-    if divergences is not None:
-        _warn_of_late(classes, divergences.late, options)
+            if own is None:
+                own = solved(
+                    torch.arange(len(classes), device=pairs.device)[:, None].expand(-1, 2), None
+                )
+            cross = solved(unlike, report)
+        ends = (numbers[unlike].unbind(1) for numbers in own[:3])
+        value, lower, upper = ((one + two) / 2 for one, two in ends)
+        found[:, different] = torch.stack(
+            (cross.value - value, cross.lower - upper, cross.upper - lower)
+        )
+    if late:
+        _warn_of_late(classes, late, options)
     values, lower, upper = out
     return PairDistances(values.clamp_min_(0), lower, upper)
 
@@ -130,57 +155,17 @@ def _different(places: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     return different, ordered[different]
 
 
-class _Late(NamedTuple):
-    """Terms that stopped early: classes (L, 2), and the marginal error due to rounding (L,)."""
+def _warn_of_late(
+    clouds: Sequence[ClassCloud], late: Sequence[tuple[Tensor, Tensor]], options: Converged
+) -> None:
+    """Warn of the terms that stopped before the tolerance, by what stopped them.
 
-    pairs: Tensor
-    rounding: Tensor
-
-
-class _Divergences:
-    """Debiased divergences between V classes; the self terms are solved on construction.
-
-    Attributes:
-        late: the terms that stopped before the tolerance, in the order in which they were solved.
+    Args:
+        clouds: V classes.
+        late: in the order in which terms were solved, the classes (L, 2) of those that stopped
+            early, and the marginal error due to rounding (L,).
+        options: the stopping rule.
     """
-
-    def __init__(self, clouds: Sequence[ClassCloud], epsilon: float, options: Converged) -> None:
-        self._solver = TermSolver(clouds, epsilon, options)
-        self._tolerance = options.asked_tolerance
-        self.late: list[_Late] = []
-        index = torch.arange(len(clouds), device=clouds[0].points.device)
-        self._own = self._solved(index[:, None].expand(-1, 2), None)
-
-    def between(self, pairs: Tensor, finished: Finished | None) -> Tensor:
-        """Return value, lower and upper bound (3, P) of pairs (P, 2) of different classes."""
-        cross = self._solved(pairs, finished)
-        ends = (numbers[pairs].unbind(1) for numbers in self._own[:3])
-        value, lower, upper = ((one + two) / 2 for one, two in ends)
-        return torch.stack((cross.value - value, cross.lower - upper, cross.upper - lower))
-
-    def _solved(self, pairs: Tensor, finished: Finished | None) -> SegmentTerms:
-        terms = self._solver.solve(pairs, finished)
-        late = terms.marginal_error > self._tolerance
-        self.late.append(_Late(pairs[late], terms.rounding[late]))
-        return terms
-
-
-def _counting(progress: Progress | None, total: int) -> Finished | None:
-    """Return a function that adds up finished pairs for `progress`; None without `progress`."""
-    if progress is None:
-        return None
-    done = 0
-
-    def finished(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
-    return finished
-
-
-def _warn_of_late(clouds: Sequence[ClassCloud], late: Sequence[_Late], options: Converged) -> None:
-    """Warn of the terms that stopped before the tolerance, by what stopped them."""
     pairs, rounding = (torch.cat(parts) for parts in zip(*late, strict=True))
     tolerance = options.asked_tolerance
     # Rounding counts twice, as in `check_reachable` of `solver.term.tolerance`: it is part of the

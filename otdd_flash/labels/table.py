@@ -319,11 +319,9 @@ class JointClassDistances:
                     f"from 0: {', '.join(self.datasets)}"
                 )
         rows = torch.cat([torch.arange(*self.offsets[k : k + 2]) for k in (first, second)])
-        lower, upper = (
-            None if table is None else table[rows][:, rows] for table in (self.lower, self.upper)
-        )
+        full, lower, upper = self._of(rows)
         return ClassDistances.from_full(
-            self.full[rows][:, rows],
+            full,
             len(self.class_names[first]),
             self.class_names[first],
             self.class_names[second],
@@ -351,10 +349,14 @@ class JointClassDistances:
                     f"{samples.name}; they have {', '.join(known[:12])}"
                 )
             rows += [start + known.index(name) for name in class_names(samples)]
-        bounds = (
+        return joint_table(datasets, *self._of(torch.tensor(rows)))
+
+    def _of(self, rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the values and bounds of some of the classes."""
+        lower, upper = (
             None if table is None else table[rows][:, rows] for table in (self.lower, self.upper)
         )
-        return joint_table(datasets, self.full[rows][:, rows], *bounds)
+        return self.full[rows][:, rows], lower, upper
 
     @takes()
     def save(self, path: str | Path) -> None:

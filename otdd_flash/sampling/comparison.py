@@ -109,23 +109,20 @@ class Comparison:
         """Return both datasets as transformed by the ground cost."""
         return self._cost.seen(self.source), self._cost.seen(self.target)
 
-    def between(self, source: LabeledSamples, target: LabeledSamples) -> DistanceResult:
-        """Compute the distance of some rows of the source from some of the target."""
-        return self._distance(source, target, self._table)
-
-    def within_source(self, one: LabeledSamples, other: LabeledSamples) -> DistanceResult:
-        """Compute the distance of some rows of the source from others of it."""
-        table = self._table
-        return self._distance(one, other, table and _repeated(table.xx))
-
-    def within_target(self, one: LabeledSamples, other: LabeledSamples) -> DistanceResult:
-        """Compute the distance of some rows of the target from others of it."""
-        table = self._table
-        return self._distance(one, other, table and _repeated(table.yy))
-
-    def _distance(
-        self, source: LabeledSamples, target: LabeledSamples, table: ClassDistances | None
+    def distance(
+        self, source: LabeledSamples, target: LabeledSamples, block: str = "xy"
     ) -> DistanceResult:
+        """Compute the distance between two sets of drawn rows.
+
+        Args:
+            source: rows of the source, or of the target for `block="yy"`.
+            target: rows of the target, or of the source for `block="xx"`.
+            block: of a fixed table of class distances, the block between both sets of rows.
+        """
+        table = self._table
+        if table is not None and block != "xy":
+            within: Tensor = getattr(table, block)
+            table = ClassDistances(within, within, within)
         with warnings.catch_warnings():
             # `warn_unconverged` reports once for all; the whole distance has reported on its
             # classes.
@@ -172,11 +169,6 @@ def drawable(
         samples = drop_small_classes(samples, min_class_size)
     positive = samples.masses > 0
     return samples if bool(positive.all()) else samples.take(positive.nonzero().squeeze(1))
-
-
-def _repeated(block: Tensor) -> ClassDistances:
-    """Return the table between two datasets with the same classes."""
-    return ClassDistances(block, block, block)
 
 
 # A covariance needs two points.

@@ -2,8 +2,9 @@
 
 With few samples the divergence between two samples of one distribution is far from 0. A distance
 between datasets is meaningful as far as it exceeds that of their halves at equal sizes.
-`otdd_flash.sampling` exports `noise_floor`, and `commands.compare` calls `check_halves` before the
-main solve. The draws follow from the seed alone, so that a floor can be computed again.
+`otdd_flash.sampling` exports `noise_floor`, and `commands.compare` calls `half_size` of the rows
+that are `drawable` before the main solve. The draws follow from the seed alone, so that a floor can
+be computed again.
 """
 
 from __future__ import annotations
@@ -18,13 +19,10 @@ from otdd_flash.arguments import Seed, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.labels import LabelMetric
-from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.comparison import (
     PER_CLASS,
     Comparison,
-    drawable,
     most_per_half,
     two_halves,
 )
@@ -40,10 +38,6 @@ class BoundedValue:
     value: float
     lower: float
     upper: float
-
-    @classmethod
-    def of(cls, result: DistanceResult) -> BoundedValue:
-        return cls(result.value, *result.bounds)
 
 
 @dataclass(frozen=True)
@@ -104,31 +98,14 @@ def noise_floor(
     x, other_x = two_halves(comparison.source, size, generator)
     y, other_y = two_halves(comparison.target, size, generator)
     distances: list[BoundedValue] = []
-    for compare, one, other in (
-        (comparison.within_source, x, other_x),
-        (comparison.within_target, y, other_y),
-        (comparison.between, x, y),
-    ):
-        distances.append(BoundedValue.of(compare(one, other)))
+    for block, one, other in (("xx", x, other_x), ("yy", y, other_y), ("xy", x, y)):
+        result = comparison.distance(one, other, block)
+        distances.append(BoundedValue(result.value, *result.bounds))
         if progress is not None:
             progress(len(distances), 3)
     comparison.warn_unconverged(3)
     within_source, within_target, between = distances
     return NoiseFloor(within_source, within_target, between, size)
-
-
-def check_halves(
-    source: LabeledSamples,
-    target: LabeledSamples,
-    metric: LabelMetric,
-    min_class_size: int | None,
-) -> None:
-    """Refuse datasets that cannot be halved.
-
-    Raises:
-        InputError: as `half_size`.
-    """
-    half_size(drawable(source, metric, min_class_size), drawable(target, metric, min_class_size))
 
 
 def half_size(source: LabeledSamples, target: LabeledSamples) -> int:

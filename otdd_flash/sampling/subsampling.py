@@ -46,9 +46,8 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
-from otdd_flash.labels import LabelMetric
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling.comparison import Comparison, drawable, least_rows, subsample
+from otdd_flash.sampling.comparison import Comparison, least_rows, subsample
 from otdd_flash.sliced.result import rows_excess
 from otdd_flash.solver.divergence import Divergence
 
@@ -183,7 +182,7 @@ def _values(
         y = subsample(comparison.target, sizes[1], generator)
         if draw not in wanted:
             continue
-        values.append(comparison.between(x, y).value)
+        values.append(comparison.distance(x, y).value)
         if progress is not None:
             progress(len(values), len(wanted))
     return values
@@ -225,23 +224,6 @@ def check_count(count: int, level: float) -> None:
         raise InputError(
             f"an interval at level {level:g} needs at least {least} subsamples, got {count}"
         )
-
-
-def check_subsamples(
-    source: LabeledSamples,
-    target: LabeledSamples,
-    size: int | None,
-    metric: LabelMetric,
-    min_class_size: int | None,
-) -> None:
-    """Refuse a size of subsamples that cannot be drawn.
-
-    Raises:
-        InputError: as `subsample_sizes`.
-    """
-    subsample_sizes(
-        drawable(source, metric, min_class_size), drawable(target, metric, min_class_size), size
-    )
 
 
 def subsample_sizes(

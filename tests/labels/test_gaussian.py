@@ -15,29 +15,27 @@ from gaussian_cases import (
 from pairwise import named, pairwise
 
 from otdd_flash.errors import InputError
+from otdd_flash.labels import Gaussian, Means, UpperBound
 from otdd_flash.labels import pairs as pair_chunks
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import (
     NEGLIGIBLE,
-    diagonal_gaussian_distances,
     diagonal_gaussian_table,
     gaussian_distances,
     gaussian_table,
     nuclear_norms,
 )
 from otdd_flash.labels.moments import (
-    mean_distances,
     mean_table,
-    upper_bound_distances,
     upper_bound_table,
 )
 from otdd_flash.labels.pairs import all_pairs
 
 METHODS = {
-    "gaussian": gaussian_distances,
-    "diagonal": diagonal_gaussian_distances,
-    "means": mean_distances,
-    "upper_bound": upper_bound_distances,
+    "gaussian": Gaussian().measure,
+    "diagonal": Gaussian(diagonal=True).measure,
+    "means": Means().measure,
+    "upper_bound": UpperBound().measure,
 }
 PAIR = torch.tensor([[1, 0]])
 

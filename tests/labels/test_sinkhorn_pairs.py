@@ -75,7 +75,7 @@ def test_single_precision_classes_far_from_the_origin():
 def test_what_is_late_is_named_with_what_stopped_it(clouds):
     """Five of those that iterations stopped, and no size of their errors; one by rounding."""
     own, cross = (
-        sinkhorn_pairs._Late(torch.tensor(pairs), torch.tensor(rounding, dtype=torch.float64))
+        (torch.tensor(pairs), torch.tensor(rounding, dtype=torch.float64))
         for pairs, rounding in (
             ([[0, 0], [1, 1], [4, 4]], [0.0, 0.25, 4e-4]),
             ([[1, 0], [2, 0], [3, 0], [4, 0]], [0.0, 0.0, 5e-4, 0.0]),

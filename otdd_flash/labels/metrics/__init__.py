@@ -38,9 +38,9 @@ from otdd_flash.errors import InputError
 from otdd_flash.importing import user_code
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.exact import exact_distances, exact_parts
-from otdd_flash.labels.gaussian import diagonal_gaussian_distances, gaussian_distances
+from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_distances
 from otdd_flash.labels.metrics.base import LabelMetric, Measured
-from otdd_flash.labels.moments import mean_distances, upper_bound_distances
+from otdd_flash.labels.moments import mean_table, upper_bound_table
 from otdd_flash.labels.pairs import PairDistances, Progress
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.labels.table import ClassDistances
@@ -86,7 +86,7 @@ class Gaussian(LabelMetric):
     ) -> PairDistances:
         """Measure pairs of classes; see `LabelMetric.measure`."""
         if self.diagonal:
-            return diagonal_gaussian_distances(clouds, pairs, unbiased=self.unbiased)
+            return PairDistances.exactly(diagonal_gaussian_table(clouds, pairs, self.unbiased))
         return gaussian_distances(clouds, pairs, unbiased=self.unbiased, progress=progress)
 
     def recipe(self, device: torch.device) -> str | None:
@@ -160,7 +160,7 @@ class Means(LabelMetric):
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
         """Measure pairs of classes; see `LabelMetric.measure`."""
-        return mean_distances(clouds, pairs)
+        return PairDistances.exactly(mean_table(clouds, pairs))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class UpperBound(LabelMetric):
         self, clouds: Sequence[ClassCloud], pairs: Tensor, progress: Progress | None = None
     ) -> PairDistances:
         """Measure pairs of classes; see `LabelMetric.measure`."""
-        return upper_bound_distances(clouds, pairs, unbiased=self.unbiased)
+        return PairDistances.exactly(upper_bound_table(clouds, pairs, self.unbiased))
 
     @property
     def single_samples_are_points(self) -> bool:

@@ -319,7 +319,7 @@ class CouplingSampling(PairSampling):
             parts = [
                 subsample(side, size, generator) for side, size in zip(sides, sizes, strict=True)
             ]
-            coupling = comparison.between(*parts).class_coupling()
+            coupling = comparison.distance(*parts).class_coupling()
             values.append([conditional_entropy(masses) for masses in (coupling, coupling.T)])
         rate = sampling_rate(sum(sizes) / sum(map(len, sides)))
         facts = {}
