@@ -30,7 +30,8 @@ from torch import Tensor
 
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
-from otdd_flash.labels.metrics import Gaussian, LabelMetric, Means
+from otdd_flash.labels.metrics import Gaussian, Means
+from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.cloud import mass_per_class

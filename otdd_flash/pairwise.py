@@ -24,6 +24,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
@@ -62,7 +63,6 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
-from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import SIDES, Problem
@@ -141,7 +141,8 @@ def pairwise_distances(
     whole = as_datasets(datasets, at_least=2)
     check_comparable(*whole)
     sides = [drop_small_classes(samples, min_class_size) for samples in whole]
-    cost.check_labels(metric.name if class_distances is None else "given")
+    method = metric.name if class_distances is None else "given"
+    cost.check_labels(method)
     if class_distances is None:
         notice_single_samples(sides, metric)
     # Checked before class distances, which may take longer than everything else.
@@ -159,21 +160,29 @@ def pairwise_distances(
     key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
     scale = cost.standardized(sides[0].dim)
     with epsilon_of_datasets(key, given, used, lambda: mean, scale):
-        found = _Solves(request, table, used, options, progress).run()
+        found = _solve_all(request, table, used, options, progress)
     solved = time.perf_counter()
-    streaming = request.streaming
-    return gather(
-        found,
-        sides,
-        table,
-        cost=cost,
-        compute=compute.alone,
-        method=metric.name if class_distances is None else "given",
-        labels_epsilon=getattr(metric, "epsilon", None) if class_distances is None else None,
-        mean_cost=mean,
-        seconds={"class_distances": measured - started, "solve": solved - measured},
-        streamed=None if streaming is None else streaming.tally.summary(solved - measured),
-    )
+    streaming, labels_epsilon = request.streaming, getattr(metric, "epsilon", None)
+    if class_distances is not None:
+        labels_epsilon = None
+    details = {
+        "classes": [list(names) for names in table.class_names],
+        "n": [len(samples) for samples in sides],
+        "d": sides[0].dim,
+        "labels": method,
+        **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
+        "mean_cost": mean,
+        **asdict(cost),
+        "fingerprints": [samples.fingerprint for samples in sides],
+        "seconds": {"class_distances": measured - started, "solve": solved - measured},
+        "versions": versions(),
+        "device": found[0, 1].device,
+        "backend": found[0, 1].backend,
+        "precision": compute.precision,
+    }
+    if streaming is not None:
+        details["streamed"] = dict(streaming.tally.summary(solved - measured))
+    return _gathered(found, table, details)
 
 
 def _mean_cost(request: Request, table: JointClassDistances) -> float:
@@ -185,90 +194,84 @@ def _mean_cost(request: Request, table: JointClassDistances) -> float:
     return sum(means, 0.0) / len(means)
 
 
-class _Solves:
-    """The terms of all pairs, each solved once."""
+def _solve_all(
+    request: Request,
+    table: JointClassDistances,
+    epsilon: float,
+    options: Schedule,
+    progress: Progress | None,
+) -> dict[Pair, Divergence]:
+    """Solve every term once: the divergence of every pair (i, j), i <= j; of itself it is 0.
 
-    def __init__(
-        self,
-        request: Request,
-        table: JointClassDistances,
-        epsilon: float,
-        options: Schedule,
-        progress: Progress | None,
-    ) -> None:
-        self.request, self.table, self.epsilon = request, table, epsilon
-        self.options, self.progress = options, progress
-        self.found: dict[tuple[int, int], Divergence] = {}
+    Raises:
+        ConvergenceError: convergence is required and a term stopped early.
+    """
+    found: dict[Pair, Divergence] = {}
 
-    def run(self) -> dict[tuple[int, int], Divergence]:
-        """Return the divergence of every pair (i, j), i <= j; of a dataset from itself it is 0.
+    def message(late: Sequence[Pair]) -> str:
+        some = {pair: found[pair] for pair in late}
+        names = [display(name) for name in table.datasets]
+        return joint_shortfall(some, options, partial(_named, names), some[late[0]].xy.f.dtype)
 
-        Raises:
-            ConvergenceError: convergence is required and a term stopped early.
-        """
-        count = len(self.request.seen)
-        # A dataset's self term comes before the pairs that need it.
-        pairs = [(i, j) for j in range(count) for i in (j, *range(j))]
-        for (i, j), solved in zip(pairs, self._solved(pairs), strict=True):
-            if solved is None:
-                solved = self.found[j, j]
-            elif i < j:
-                solved = replace(solved, xx=self.found[i, i].xx, yy=self.found[j, j].xx)
-            self._keep(i, j, solved)
-        late = [pair for pair, divergence in self.found.items() if not divergence.converged]
-        if late:
-            warn(self._message(late), NotConvergedWarning)
-        return self.found
+    # A dataset's self term comes before the pairs that need it.
+    pairs = [(i, j) for j in range(len(request.seen)) for i in (j, *range(j))]
+    terms = _terms(request, table, epsilon, options, pairs)
+    for (i, j), solved in zip(pairs, terms, strict=True):
+        if solved is None:
+            solved = found[j, j]
+        elif i < j:
+            solved = replace(solved, xx=found[i, i].xx, yy=found[j, j].xx)
+        found[i, j] = solved
+        if not solved.converged and options.require_convergence:
+            raise ConvergenceError(message([(i, j)]))
+        if progress is not None:
+            progress(len(found), len(pairs))
+    late = [pair for pair, divergence in found.items() if not divergence.converged]
+    if late:
+        warn(message(late), NotConvergedWarning)
+    return found
 
-    def _solved(self, pairs: Sequence[Pair]) -> Iterator[Divergence | None]:
-        """Yield the terms of pairs, solved by this process or distributed over ranks by size."""
-        if (ranks := ranks_of(self.request.compute.group)) is None:
-            yield from (self.term(*pair) for pair in pairs)
-            return
-        sizes = [len(side) for side in self.request.seen]
-        owners = balanced(
-            [sizes[i] * sizes[j] / (2 if i == j else 1) for i, j in pairs], ranks.size
-        )
-        content = saved((self.request, self.table, self.epsilon, self.options))
-        yield from ranks.order(_solve_owned, content, pairs, owners)
 
-    def term(self, i: int, j: int) -> Divergence | None:
-        """Solve a self term, or a cross term alone; return None for equal datasets."""
-        problem = self._problem(i, j)
-        if i == j:
-            return problem.solve(self.options)
-        return None if problem.identical else problem.solve(self.options, debias=False)
+def _named(names: Sequence[str], pairs: Sequence[Pair]) -> str:
+    shown = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in pairs[:5]]
+    more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+    return f"{'; '.join(shown)}{more}"
 
-    def _problem(self, i: int, j: int) -> Problem:
-        return Problem(self.request.of(i, j), self.epsilon, self.table.between(i, j).full)
 
-    def _keep(self, i: int, j: int, divergence: Divergence) -> None:
-        self.found[i, j] = divergence
-        if not divergence.converged and self.options.require_convergence:
-            raise ConvergenceError(self._message([(i, j)]))
-        if self.progress is not None:
-            count = len(self.request.seen)
-            self.progress(len(self.found), count * (count + 1) // 2)
+def _terms(
+    request: Request,
+    table: JointClassDistances,
+    epsilon: float,
+    options: Schedule,
+    pairs: Sequence[Pair],
+) -> Iterator[Divergence | None]:
+    """Yield the terms of pairs, solved by this process or distributed over ranks by size."""
+    if (ranks := ranks_of(request.compute.group)) is None:
+        yield from (_term(request, table, epsilon, options, *pair) for pair in pairs)
+        return
+    sizes = [len(side) for side in request.seen]
+    work = [sizes[i] * sizes[j] / (2 if i == j else 1) for i, j in pairs]
+    content = saved((request, table, epsilon, options))
+    yield from ranks.order(_solve_owned, content, pairs, balanced(work, ranks.size))
 
-    def _message(self, late: Sequence[tuple[int, int]]) -> str:
-        found = {pair: self.found[pair] for pair in late}
-        return joint_shortfall(found, self.options, self._named, found[late[0]].xy.f.dtype)
 
-    def _named(self, pairs: Sequence[tuple[int, int]]) -> str:
-        names = [display(name) for name in self.table.datasets]
-        shown = [f"{names[i]} and {names[j] if i < j else 'itself'}" for i, j in pairs[:5]]
-        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
-        return f"{'; '.join(shown)}{more}"
+def _term(
+    request: Request, table: JointClassDistances, epsilon: float, options: Schedule, i: int, j: int
+) -> Divergence | None:
+    """Solve a self term, or a cross term alone; return None for equal datasets."""
+    problem = Problem(request.of(i, j), epsilon, table.between(i, j).full)
+    if i == j:
+        return problem.solve(options)
+    return None if problem.identical else problem.solve(options, debias=False)
 
 
 def _solve_owned(
     ranks: Ranks, content: bytes, pairs: Sequence[Pair], owners: Sequence[int]
 ) -> list[Divergence | None]:
     """Solve this rank's share of the terms and gather all; run by every rank."""
-    request, table, epsilon, options = restored(content)
-    solves = _Solves(request, table, epsilon, options, None)
+    work = restored(content)
     own = [place for place, owner in enumerate(owners) if owner == ranks.rank]
-    found = ranks.together(lambda: {place: solves.term(*pairs[place]) for place in own})
+    found = ranks.together(lambda: {place: _term(*work, *pairs[place]) for place in own})
     together: dict[int, Divergence | None] = {}
     for others in ranks.all_gathered_objects(saved(found)):
         together |= restored(others)
@@ -360,18 +363,14 @@ class PairwiseResult:
 
     def pairs(self) -> tuple[ComparedPair, ...]:
         """Return one row for every pair of different datasets, the nearest first."""
-        count = len(self.names)
         rows = [
             ComparedPair(
                 self.names[i],
                 self.names[j],
-                value=float(self.values[i, j]),
-                lower=float(self.lower[i, j]),
-                upper=float(self.upper[i, j]),
-                marginal_error=float(self.marginal_errors[i, j]),
+                *(float(getattr(self, key)[i, j]) for key in MATRICES),
                 converged=bool(self.converged[i, j]),
             )
-            for i, j in combinations(range(count), 2)
+            for i, j in combinations(range(len(self.names)), 2)
         ]
         return tuple(sorted(rows, key=lambda row: row.value))
 
@@ -490,52 +489,25 @@ def _checksum(summary: Mapping[str, Any], table: Path) -> str:
     return checksum({}, {"summary": json.dumps(summary, sort_keys=True), "table": content})
 
 
-def gather(
-    found: Mapping[tuple[int, int], Divergence],
-    datasets: Sequence[LabeledSamples],
-    table: JointClassDistances,
-    *,
-    cost: GroundCost,
-    compute: ComputeOptions,
-    method: str,
-    labels_epsilon: float | None,
-    mean_cost: float,
-    seconds: Mapping[str, float],
-    streamed: Mapping[str, Any] | None = None,
+def _gathered(
+    found: Mapping[Pair, Divergence], table: JointClassDistances, details: Mapping[str, Any]
 ) -> PairwiseResult:
     """Return the result of K datasets from the divergences of their pairs (i, j), i <= j."""
-    count = len(datasets)
+    count = len(table.datasets)
     numbers = torch.zeros(len(MATRICES), count, count, dtype=torch.float64)
     converged = torch.zeros(count, count, dtype=torch.bool)
     for (i, j), one in found.items():
         row = torch.tensor((one.value, *one.bounds, one.marginal_error), dtype=torch.float64)
         numbers[:, i, j] = numbers[:, j, i] = row
         converged[i, j] = converged[j, i] = one.converged
-    some = found[0, 1]
     tolerance = largest_tolerance(divergence.tolerance for divergence in found.values())
     # Pairs are solved to a tolerance, never to a width of the bounds.
     assert tolerance is not None
-    details = {
-        "classes": [list(names) for names in table.class_names],
-        "n": [len(samples) for samples in datasets],
-        "d": datasets[0].dim,
-        "labels": method,
-        **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
-        "mean_cost": mean_cost,
-        **asdict(cost),
-        "fingerprints": [samples.fingerprint for samples in datasets],
-        "seconds": dict(seconds),
-        "versions": versions(),
-        "device": some.device,
-        "backend": some.backend,
-        "precision": compute.precision,
-        **({} if streamed is None else {"streamed": dict(streamed)}),
-    }
     return PairwiseResult(
         *numbers,
         converged=converged,
         class_distances=table,
-        epsilon=some.xy.epsilon,
+        epsilon=found[0, 1].xy.epsilon,
         tolerance=tolerance,
         details=details,
     )

@@ -146,9 +146,18 @@ class DistanceResult:
         """The regularisation used, in units of the cost."""
         return self.divergence.xy.epsilon
 
-    @cached_property
+    @property
     def mean_cost(self) -> float:
-        """The mean cost, the unit of `epsilon_relative`."""
+        """The mean cost, the unit of `epsilon_relative`.
+
+        Raises:
+            InputError: a dataset was changed in place since.
+        """
+        self._check_unchanged()
+        return self._mean_cost
+
+    @cached_property
+    def _mean_cost(self) -> float:
         if self.request is not None:
             return mean_cost(self.request.inputs(SIDES["xy"], self.class_distances.xy))
         # On the datasets' device, which may not be the device on which a loaded result was

@@ -35,8 +35,9 @@ def one_bit(x: Any) -> None:
         (lambda result, _: result.class_coupling(), one_bit),
         (lambda result, _: result.contributions(), one_bit),
         (lambda result, _: result.apply_plan(torch.ones(12)), shuffle),
+        (lambda result, _: result.mean_cost, one_bit),
     ],
-    ids=["saved", "coupling", "contributions", "applied"],
+    ids=["saved", "coupling", "contributions", "applied", "mean cost"],
 )
 # Of one column of a matrix the bytes could not be read, whose strides are those of the matrix.
 @pytest.mark.parametrize("columns", [slice(None), slice(1, 2)], ids=["all", "one column"])

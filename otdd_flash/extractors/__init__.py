@@ -109,19 +109,13 @@ class AddedExtractor:
     extractor: Extractor
     name: str
     package: str | None
+    modalities: frozenset[str]
+    cacheable: bool
 
     @property
     def key(self) -> str:
         """The key of the extractor, followed by its package."""
         return f"{self.extractor.key} of {self.package}"
-
-    @property
-    def modalities(self) -> frozenset[str]:
-        return self.extractor.modalities
-
-    @property
-    def cacheable(self) -> bool:
-        return self.extractor.cacheable
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the features (b, d) of a batch of b inputs, after checking their shape."""
@@ -145,7 +139,8 @@ def _checked(name: str, extractor: Any) -> Extractor:
             f"modalities and cacheable, got {shown(extractor)}; otdd.extractors.from_callable "
             "makes one of a function"
         )
-    return AddedExtractor(extractor, name, FACTORIES.package(name))
+    package = FACTORIES.package(name)
+    return AddedExtractor(extractor, name, package, extractor.modalities, extractor.cacheable)
 
 
 def __getattr__(name: str) -> Any:

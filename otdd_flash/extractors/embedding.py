@@ -237,29 +237,6 @@ def embed(
     )
 
 
-def _extracted(
-    inputs: Any,
-    extractor: Extractor,
-    name: str,
-    settings: dict[str, Any],
-    ranks: Ranks | None,
-    progress: Progress | None,
-) -> Tensor:
-    """Extract the features (n, d) of inputs, in this process or on several ranks.
-
-    Args:
-        inputs: n raw inputs.
-        extractor: the extractor.
-        name: the dataset's.
-        settings: keyword arguments of `_blocks`.
-        ranks: the ranks that share the work; None is this process alone.
-        progress: called with (inputs done, n).
-    """
-    if ranks is not None:
-        return features_of_ranks(ranks, inputs, extractor, name, settings, progress)
-    return _gather(name, _blocks(inputs, extractor, **settings), len(inputs), progress)[0]
-
-
 def _written(
     path: str | os.PathLike[str],
     key: str,
@@ -475,30 +452,33 @@ def is_shared(extractor: Extractor, inputs: Any) -> bool:
     return isinstance(extractor, Network) or from_files
 
 
-def features_of_ranks(
-    ranks: Ranks,
+def _extracted(
     inputs: Any,
     extractor: Extractor,
     name: str,
     settings: dict[str, Any],
+    ranks: Ranks | None,
     progress: Progress | None,
 ) -> Tensor:
-    """Compute the features (n, d) of all inputs, of which every rank extracts a share.
+    """Extract the features (n, d) of inputs, in this process or by every rank a share of them.
 
-    Batches are those of one process, and so are the features on devices of one kind.
+    Batches of ranks are those of one process, and so are the features on devices of one kind.
 
     Args:
-        ranks: the group, led by rank 0, which calls.
         inputs: n raw inputs: an array, a list, or `LazyItems`, which each rank reads itself.
-        extractor: an extractor for which `is_shared` is true.
+        extractor: an extractor; for ranks one for which `is_shared` is true.
         name: the dataset's.
         settings: keyword arguments of `_blocks`; every rank takes a GPU of its own.
-        progress: called with (inputs done, n), estimated from what rank 0 has done.
+        ranks: the ranks that share the work, led by rank 0, which calls; None is this process
+            alone.
+        progress: called with (inputs done, n), of ranks estimated from what rank 0 has done.
 
     Raises:
         InputError: on every rank, if one cannot extract its inputs, or if a function returns other
             features for the same inputs on different ranks.
     """
+    if ranks is None:
+        return _gather(name, _blocks(inputs, extractor, **settings), len(inputs), progress)[0]
     count, size = len(inputs), settings["batch_size"]
     batches = -(-count // size)
     rows = [ranks.share(batches, rank) for rank in range(ranks.size)]

@@ -22,7 +22,6 @@ from otdd_flash.labels.metrics import (
     Exact,
     Gaussian,
     Given,
-    LabelMetric,
     Labels,
     Means,
     NoLabels,
@@ -33,6 +32,7 @@ from otdd_flash.labels.metrics import (
     metric_named,
     metric_of,
 )
+from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.table import ClassDistances, JointClassDistances
 
 __all__ = [

@@ -24,8 +24,8 @@ from torch import Tensor
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import NotConvergedWarning, warn
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.metrics import Given, LabelMetric, NoLabels
-from otdd_flash.labels.metrics.base import Measured
+from otdd_flash.labels.metrics import Given, NoLabels
+from otdd_flash.labels.metrics.base import LabelMetric, Measured
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, is_complete
 
 

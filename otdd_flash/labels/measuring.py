@@ -37,13 +37,13 @@ from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
 from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.metrics import (
     Given,
-    LabelMetric,
     Labels,
     NoLabels,
     Sinkhorn,
     measures_nothing,
     metric_of,
 )
+from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
 from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table

@@ -20,7 +20,7 @@ import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,7 +183,7 @@ def _read(path: Path, recipe: str, classes: Sequence[bytes]) -> list[Rows]:
                 FILE,
             )
         return []
-    with opened(path) as database:
+    with closing(_connection(path)) as database:
         return list(_rows(database, path, recipe, classes))
 
 
@@ -224,7 +224,7 @@ def _write(
         # An empty file is an empty database. SQLite would give it the mode of any new file.
         path.touch(mode=0o600)
         share_as_folder(path)
-    with opened(path) as database:
+    with closing(_connection(path)) as database:
         patiently(database, path, "BEGIN IMMEDIATE")
         for statement in SCHEMA:
             database.execute(statement)
@@ -273,14 +273,9 @@ class DamagedRowError(ValueError):
     """A row does not match its checksum, or holds impossible numbers."""
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a connection without automatic transactions; what is not committed is rolled back."""
-    database = sqlite3.connect(path, timeout=SILENT_SECONDS, isolation_level=None)
-    try:
-        yield database
-    finally:
-        database.close()
+def _connection(path: Path) -> sqlite3.Connection:
+    """Return a connection without automatic transactions: what is not committed is rolled back."""
+    return sqlite3.connect(path, timeout=SILENT_SECONDS, isolation_level=None)
 
 
 def patiently(database: sqlite3.Connection, path: Path, statement: str) -> sqlite3.Cursor:

@@ -78,27 +78,16 @@ def sliced_distances(
             mean over draws.
     """
     given = as_datasets(datasets, at_least=2)
-    check_same_space(given)
+    for other in given[1:]:
+        check_same_dimension(given[0], other)
+    check_squares(*given)
     prepared = prepare(given, device)
     found: list[Tensor] = []
-    done = 0
     for draws in draw_all(projections, given[0].dim, seed):
         found.append(chunk_distances(prepared, draws))
-        done += len(draws.orders)
         if progress is not None:
-            progress(done, projections)
+            progress(sum(part.shape[1] for part in found), projections)
     return SlicedResult.of_draws(torch.cat(found, 1), distinct_names(given), seed)
-
-
-def check_same_space(datasets: Sequence[LabeledSamples]) -> None:
-    """Refuse datasets of different dimensions, or with features whose squares overflow.
-
-    Raises:
-        InputError: dimensions differ, or features are not finite or too large.
-    """
-    for other in datasets[1:]:
-        check_same_dimension(datasets[0], other)
-    check_squares(*datasets)
 
 
 def prepare(datasets: Sequence[LabeledSamples], device: str) -> list[Projected]:
@@ -225,18 +214,9 @@ class Projected:
         return moments
 
 
-class Steps(NamedTuple):
-    """The parts of [0, 1] on which two quantile functions are both constant.
-
-    Attributes:
-        rows: (S,) or (C, S) index among the n sorted numbers on each part.
-        columns: index among the m sorted numbers.
-        widths: lengths of the parts, float64, summing to 1.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    widths: Tensor
+# The parts of [0, 1] on which two quantile functions are both constant: for each part the index
+# among the n sorted numbers, (S,) or (C, S), that among the m, and its length, summing to 1.
+Steps = tuple[Tensor, Tensor, Tensor]
 
 
 def squared_distances(x: SortedNumbers, y: SortedNumbers) -> Tensor:
@@ -248,16 +228,14 @@ def squared_distances(x: SortedNumbers, y: SortedNumbers) -> Tensor:
     together. With equal masses these steps are the same for every draw and are computed once, in
     integers.
     """
-    equal = x.masses is None and y.masses is None
-    if equal and x.values.shape == y.values.shape:
-        return (x.values - y.values).square_().mean(1)
-    if equal:
-        steps = equal_steps(x.values.shape[1], y.values.shape[1], x.values.device)
-        gaps = x.values[:, steps.rows] - y.values[:, steps.columns]
-        return gaps.square_() @ steps.widths
-    steps = weighted_steps(_masses(x), _masses(y))
-    gaps = x.values.gather(1, steps.rows) - y.values.gather(1, steps.columns)
-    return gaps.square_().mul_(steps.widths).sum(1)
+    if x.masses is None and y.masses is None:
+        if x.values.shape == y.values.shape:
+            return (x.values - y.values).square_().mean(1)
+        rows, columns, widths = equal_steps(x.values.shape[1], y.values.shape[1], x.values.device)
+        return (x.values[:, rows] - y.values[:, columns]).square_() @ widths
+    rows, columns, widths = weighted_steps(_masses(x), _masses(y))
+    gaps = x.values.gather(1, rows) - y.values.gather(1, columns)
+    return gaps.square_().mul_(widths).sum(1)
 
 
 def equal_steps(n: int, m: int, device: torch.device) -> Steps:
@@ -270,7 +248,7 @@ def equal_steps(n: int, m: int, device: torch.device) -> Steps:
     # The step that ends at e lies in the mass whose end is the first that is at least e.
     rows, columns = (ends + m - 1) // m - 1, (ends + n - 1) // n - 1
     widths = ends.diff(prepend=ends.new_zeros(1)).double() / (n * m)
-    return Steps(rows, columns, widths)
+    return rows, columns, widths
 
 
 def weighted_steps(a: Tensor, b: Tensor) -> Steps:
@@ -284,7 +262,7 @@ def weighted_steps(a: Tensor, b: Tensor) -> Steps:
         torch.searchsorted(side.contiguous(), ends).clamp_max(side.shape[1] - 1)
         for side in (ends_a, ends_b)
     )
-    return Steps(rows, columns, widths)
+    return rows, columns, widths
 
 
 def _masses(numbers: SortedNumbers) -> Tensor:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+MATRICES = ("values", "standard_errors", "lower", "upper")
 LEVEL = 0.95
 # From simulations: the fewest draws for an interval, and the factor by which an excess lengthens it
 # above.
@@ -149,11 +150,10 @@ class SlicedResult:
 
         Missing ends of intervals are None.
         """
-        matrices = ("values", "standard_errors", "lower", "upper")
         return json_content(
             {
                 "datasets": self.names,
-                **{key: getattr(self, key) for key in matrices},
+                **{key: getattr(self, key) for key in MATRICES},
                 "projections": self.projections,
                 "seed": self.seed,
             }
@@ -187,10 +187,7 @@ class SlicedResult:
         return plot_sliced_distances(self, order)
 
     def _pair(self, i: int, j: int) -> SlicedPair:
-        value, error, *ends = (
-            float(table[i, j])
-            for table in (self.values, self.standard_errors, self.lower, self.upper)
-        )
+        value, error, *ends = (float(getattr(self, key)[i, j]) for key in MATRICES)
         lower, upper = (None if math.isnan(end) else end for end in ends)
         roots = (None if end is None else math.sqrt(max(end, 0.0)) for end in (lower, upper))
         names = self.names[i], self.names[j]
@@ -230,9 +227,8 @@ def intervals(draws: Tensor) -> tuple[Tensor, Tensor]:
     ratios = reach / means * (1 + LONGER * tail_excess(draws))
     # All draws between a dataset and itself are 0.
     upper = torch.where(means > 0, means * ratios.exp(), means)
-    return (means - reach).where(upper.isfinite(), math.nan), upper.where(
-        upper.isfinite(), math.nan
-    )
+    lower, upper = (end.where(upper.isfinite(), math.nan) for end in (means - reach, upper))
+    return lower, upper
 
 
 def heavy(draws: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 from otdd_flash.fingerprint import VERSION
 from otdd_flash.labels import drop_small_classes
-from otdd_flash.labels.metrics import LabelMetric
+from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions

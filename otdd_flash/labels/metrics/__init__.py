@@ -46,23 +46,6 @@ from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.plugins import Registry, blamed_on
 
-__all__ = [
-    "METRICS",
-    "Exact",
-    "Gaussian",
-    "Given",
-    "LabelMetric",
-    "Labels",
-    "Means",
-    "NoLabels",
-    "PairFunction",
-    "Sinkhorn",
-    "UpperBound",
-    "fields_of",
-    "metric_named",
-    "metric_of",
-]
-
 
 @dataclass(frozen=True)
 class Gaussian(LabelMetric):
