@@ -162,9 +162,9 @@ def pairwise_distances(
     with epsilon_of_datasets(key, given, used, lambda: mean, scale):
         found = _solve_all(request, table, used, options, progress)
     solved = time.perf_counter()
-    streaming, labels_epsilon = request.streaming, getattr(metric, "epsilon", None)
-    if class_distances is not None:
-        labels_epsilon = None
+    labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
+    streaming = request.streaming
+    streamed = None if streaming is None else streaming.tally.summary(solved - measured)
     details = {
         "classes": [list(names) for names in table.class_names],
         "n": [len(samples) for samples in sides],
@@ -179,9 +179,8 @@ def pairwise_distances(
         "device": found[0, 1].device,
         "backend": found[0, 1].backend,
         "precision": compute.precision,
+        **({} if streamed is None else {"streamed": dict(streamed)}),
     }
-    if streaming is not None:
-        details["streamed"] = dict(streaming.tally.summary(solved - measured))
     return _gathered(found, table, details)
 
 
@@ -269,9 +268,11 @@ def _solve_owned(
     ranks: Ranks, content: bytes, pairs: Sequence[Pair], owners: Sequence[int]
 ) -> list[Divergence | None]:
     """Solve this rank's share of the terms and gather all; run by every rank."""
-    work = restored(content)
+    request, table, epsilon, options = restored(content)
     own = [place for place, owner in enumerate(owners) if owner == ranks.rank]
-    found = ranks.together(lambda: {place: _term(*work, *pairs[place]) for place in own})
+    found = ranks.together(
+        lambda: {place: _term(request, table, epsilon, options, *pairs[place]) for place in own}
+    )
     together: dict[int, Divergence | None] = {}
     for others in ranks.all_gathered_objects(saved(found)):
         together |= restored(others)
@@ -367,7 +368,10 @@ class PairwiseResult:
             ComparedPair(
                 self.names[i],
                 self.names[j],
-                *(float(getattr(self, key)[i, j]) for key in MATRICES),
+                value=float(self.values[i, j]),
+                lower=float(self.lower[i, j]),
+                upper=float(self.upper[i, j]),
+                marginal_error=float(self.marginal_errors[i, j]),
                 converged=bool(self.converged[i, j]),
             )
             for i, j in combinations(range(len(self.names)), 2)

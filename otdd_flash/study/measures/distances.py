@@ -316,10 +316,10 @@ class CouplingSampling(PairSampling):
         sizes = subsample_sizes(*sides, settings.subsample_size)
         values = []
         for _ in range(settings.subsample):
-            parts = [
+            one, other = (
                 subsample(side, size, generator) for side, size in zip(sides, sizes, strict=True)
-            ]
-            coupling = comparison.distance(*parts).class_coupling()
+            )
+            coupling = comparison.distance(one, other).class_coupling()
             values.append([conditional_entropy(masses) for masses in (coupling, coupling.T)])
         rate = sampling_rate(sum(sizes) / sum(map(len, sides)))
         facts = {}
