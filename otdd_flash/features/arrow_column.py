@@ -1,8 +1,8 @@
 """A column of Arrow files, such as those of a Hugging Face dataset, as a matrix of features.
 
 Record batches store the numbers of lists of one length contiguously and uncompressed. Each batch is
-a `Piece` of the matrix: this module finds its byte offset, and `features.feature_file`, the only
-caller, reads it. pyarrow takes long to import, so `feature_file` imports this module only when it
+a `Piece` of the matrix: this module finds its byte offset, and `features.file_features`, the only
+caller, reads it. pyarrow takes long to import, so `file_features` imports this module only when it
 is needed. A dataset is taken only if its rows and columns are those of its files, in order, because
 the file is read by position.
 """
@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.features.feature_file import Matrix, Piece
+from otdd_flash.features.file_features import Matrix, Piece
 
 TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
 

@@ -15,7 +15,7 @@ from test_shared_distance import EPSILON, datasets
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
-from otdd_flash.features.feature_file import FeatureFile
+from otdd_flash.features.file_features import FeatureFile
 from otdd_flash.operators import blocked, request
 
 pytestmark = pytest.mark.xdist_group("ranks")
