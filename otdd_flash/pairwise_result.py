@@ -24,13 +24,16 @@ from otdd_flash.arguments import takes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content, write_json
 from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
-from otdd_flash.files.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
-from otdd_flash.files.written_by import (
+from otdd_flash.files.tensor_file import (
+    CHECKSUM,
     FORMAT,
     FORMAT_KEY,
+    DamagedFileError,
     LaterFormatError,
     check_format,
+    checksum,
     other_version,
+    warn_unchecked,
 )
 from otdd_flash.labels import JointClassDistances
 from otdd_flash.operators.build import ComputeOptions

@@ -3,7 +3,7 @@
 `encode_labels` maps integers or text in any numbering to class indices; `samples` and
 `data.dataset` call it, and these, `data.given` and `integrations.sklearn` call its parts.
 `columns_of` reads columns of pandas, pyarrow and Hugging Face, nullable, categorical or nested;
-`real_numbers`, `data.table` and `data.hugging_face` use it. `frame_of` makes the pandas tables of
+`real_numbers`, `data.arrays` and `data.hugging_face` use it. `frame_of` makes the pandas tables of
 `result`, `pairwise_result`, `flows.result`, `sliced.result` and `study.result`.
 
 NumPy's own conversion turns integers into floats as soon as one is missing, or beside floats, and

@@ -1,6 +1,6 @@
 """Numbers in any container of the user's, converted to tensors exactly or refused.
 
-Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.table`,
+Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.arrays`,
 `data.hugging_face`, `labels.many`, `labels.table`, `extractors.pixel_values`,
 `extractors.imported_function`, `extractors.module_features`, `solver.matrix`,
 `solver.class_blocks`, `operators.cost_blocks`, `result`, `integrations.sklearn` and

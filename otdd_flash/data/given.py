@@ -59,10 +59,10 @@ from otdd_flash.data.dataset import (
     take_inputs,
 )
 from otdd_flash.data.hugging_face import labeled_table
+from otdd_flash.data.image_datasets import known_labels, stored_images
 from otdd_flash.data.images import plain_item
 from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
-from otdd_flash.data.torchvision_class import known_labels, stored_images
 from otdd_flash.distributed.ranks import Progress
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, prefixed, warn
 from otdd_flash.importing import user_code

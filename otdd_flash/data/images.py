@@ -18,7 +18,7 @@ a notice reports. Colour profiles are not applied. An array has the shape (h, w)
 uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
 shape (h, w) or (c, h, w), as torchvision makes them.
 
-`data.given`, `data.hugging_face`, `data.image_folder` and `data.torchvision_class` call it, and of
+`data.given`, `data.hugging_face`, `data.image_folder` and `data.image_datasets` call it, and of
 `extractors` `embedding`, `network`, `pixel_values` and `vision_models`. A change of what an image
 decodes to must raise DECODING, or features of the old decoding are taken from the cache.
 """

@@ -25,8 +25,12 @@ from pathlib import Path
 from torch import Tensor
 
 from otdd_flash.checks import path
-from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
-from otdd_flash.files.written_by import LaterFormatError
+from otdd_flash.files.tensor_file import (
+    DamagedFileError,
+    LaterFormatError,
+    read_tensors,
+    save_tensors,
+)
 from otdd_flash.version import __version__
 
 # The folder of the commands' caches by default.

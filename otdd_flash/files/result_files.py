@@ -21,11 +21,11 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import write_json
 from otdd_flash.files.tensor_file import (
     DamagedFileError,
+    other_version,
     read_tensors,
     warn_unchecked,
     write_tensors,
 )
-from otdd_flash.files.written_by import other_version
 
 SUMMARY_FILE = "result.json"
 TENSOR_FILE = "result.safetensors"

@@ -8,8 +8,14 @@ them; `pairwise_result` uses the checksum for files of its own. `load_torch_file
 handle npz files: tables of class distances (`labels.table`, `labels.many`) and samples
 (`data.writing`, `report.flow.writing`).
 
-A change must keep three things. Files appear whole or not at all (`files.atomic`). Their format is
-numbered (`files.written_by`), so that a later one is refused instead of misread. `content_hash` is
+Every saved file carries the version and a format number (STAMP), which `check_format` compares when
+it is read, here and in `flows.checkpoint`, `pairwise_result` and `extractors.feature_store`;
+`labels.table` and `labels.many` write STAMP, and `study.folder` names another version. FORMAT must
+rise with a change that an earlier version would misread, so that a later file is refused instead.
+Renamed keys and classes, which a reader can translate, do not need it. Caches have numbers of their
+own, in the names of their files.
+
+A change must also keep that files appear whole or not at all (`files.atomic`). `content_hash` is
 part of cache keys (`extractors.content_digest`, `extractors.network`, `labels.classes`) and of the
 settings in checkpoints (`flows.divergence`, `flows.flow`), so its value for given tensors may not
 change: cached numbers would be lost, and checkpoints refused.
@@ -31,7 +37,46 @@ from torch import Tensor, uint8
 
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.atomic import replacing
-from otdd_flash.files.written_by import STAMP, VERSION_KEY, check_format
+from otdd_flash.version import __version__
+
+FORMAT = 1
+
+VERSION_KEY, FORMAT_KEY = "otdd_flash", "format"
+# Written into every file, beside its content.
+STAMP = {VERSION_KEY: __version__, FORMAT_KEY: str(FORMAT)}
+
+
+class LaterFormatError(InputError):
+    """A file has a format of a later version, unknown to this one."""
+
+
+def check_format(what: object, written: Mapping[str, Any]) -> None:
+    """Refuse a file of a later format.
+
+    Args:
+        what: the file, for the message.
+        written: its STAMP fields; files of earlier versions have none.
+
+    Raises:
+        LaterFormatError: the format is later than `FORMAT`.
+    """
+    given = str(written.get(FORMAT_KEY, FORMAT))
+    if not given.isdecimal() or int(given) > FORMAT:
+        raise LaterFormatError(
+            f"{what} has format {given}, which otdd_flash {written.get(VERSION_KEY)} wrote and "
+            f"otdd_flash {__version__} does not know (it reads up to format {FORMAT}); read it "
+            "with that version or a later one"
+        )
+
+
+def other_version(written: Mapping[str, Any]) -> str:
+    """Return an error's ending that names the version that wrote a file; "" if this one did."""
+    version = written.get(VERSION_KEY)
+    if version == __version__:
+        return ""
+    named = "an earlier version" if version is None else f"otdd_flash {version}"
+    return f"; {named} wrote it, and this is otdd_flash {__version__}"
+
 
 CHECKSUM = "checksum"
 

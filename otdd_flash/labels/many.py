@@ -32,8 +32,7 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import moved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
-from otdd_flash.files.tensor_file import read_arrays, write_arrays
-from otdd_flash.files.written_by import STAMP
+from otdd_flash.files.tensor_file import STAMP, read_arrays, write_arrays
 from otdd_flash.labels.classes import merge_identical, pool
 from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.metrics import (

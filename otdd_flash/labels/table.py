@@ -25,8 +25,7 @@ from otdd_flash.arguments import Count, check_fields, takes
 from otdd_flash.checks import array
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.files.tensor_file import read_arrays, write_arrays
-from otdd_flash.files.written_by import STAMP
+from otdd_flash.files.tensor_file import STAMP, read_arrays, write_arrays
 from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.shown import listing
 from otdd_flash.solver.class_blocks import ROUNDING, symmetrized

@@ -28,11 +28,12 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import (
     DamagedFileError,
+    LaterFormatError,
+    other_version,
     read_tensors,
     warn_unchecked,
     write_tensors,
 )
-from otdd_flash.files.written_by import LaterFormatError, other_version
 from otdd_flash.flows.maps.nearest import check_dimension, check_same_particles, class_indices
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
