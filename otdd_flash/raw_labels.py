@@ -66,7 +66,9 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
             f"{missing_rows(missing)}; leave those rows out of features and labels, or label them"
         )
     values = without_fractions(values)
-    if values.dtype.kind not in "iubU" and not _are_integers(values):
+    # `raw_values` leaves integers beyond 64 bits as objects.
+    integers = values.dtype.kind == "O" and all(isinstance(value, int) for value in values)
+    if values.dtype.kind not in "iubU" and not integers:
         way_out = "cut a continuous target into classes first"
         raise InputError(
             f"labels must be integers or strings, got {values.dtype} such as {values[:1].tolist()}"
@@ -298,11 +300,6 @@ def _is_whole(number: Any) -> bool:
     except OverflowError:
         # Infinite.
         return False
-
-
-def _are_integers(values: NDArray[Any]) -> bool:
-    """Return whether objects are integers; `raw_values` leaves those beyond 64 bits as objects."""
-    return values.dtype.kind == "O" and all(isinstance(value, int) for value in values)
 
 
 class Column(NamedTuple):

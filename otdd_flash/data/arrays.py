@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Context, Decimal
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.raw_labels import columns_of
-from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, inexact
+from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, inexact, side_by_side
 from otdd_flash.shown import listing
 
 # pandas' name for a first column without a name, which `to_csv` writes for the row index.
@@ -78,16 +78,13 @@ def read_arrays(
     """
     request.one_part()
     file = request.locate("path", path)
-    names: NDArray[Any] | None = None
-    choices: tuple[str, ...] = ()
-    feature_names: tuple[str, ...] | None = None
-    if labels_path is not None and label is not None:
+    skip_label = labels_path is not None
+    if skip_label and label is not None:
         raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
+    found: dict[str, Any]
     match file.suffix.lower():
         case ".npz":
-            inputs, labels, weights, names, choices = _read_npz(
-                file, features, label, request.weights, skip_label=labels_path is not None
-            )
+            found = _read_npz(file, features, label, request.weights, skip_label=skip_label)
         case ".npy":
             for key, value in (("features", features), ("label", label)):
                 if value is not None:
@@ -95,30 +92,24 @@ def read_arrays(
                         f"{key}={value} has no meaning for {file}, which holds one array; leave it "
                         "out, and give labels as labels_path=FILE.npy"
                     )
-            inputs, labels, weights = read_npy(file), None, None
+            found = {"inputs": read_npy(file)}
         case ".csv" | ".parquet":
             columns = [features] if isinstance(features, str) else features
-            skip_label = labels_path is not None
-            inputs, labels, weights, choices, feature_names = read_table(
-                file, columns, label, request.weights, skip_label=skip_label
-            )
+            found = _read_table(file, columns, label, request.weights, skip_label=skip_label)
         case _:
             raise InputError(
                 f"arrays cannot read {file}: its name must end in npz, npy, csv or parquet"
             )
-    if labels_path is not None:
-        labels, names = read_npy(request.locate("labels_path", labels_path)), None
-    inputs, modality = as_inputs(inputs, str(file))
+    if skip_label:
+        found["labels"] = read_npy(request.locate("labels_path", labels_path))
+    found["inputs"], modality = as_inputs(found["inputs"], str(file))
+    if found.get("weights") is None:
+        found["weights"] = request.masses()
     return LabeledDataset.from_raw(
-        inputs,
-        labels,
+        **{"labels": None, **found},
         modality=modality,
         name=file.stem,
-        class_names=None if names is None else names.tolist(),
-        weights=request.masses() if weights is None else weights,
         drop_unlabelled=drop_unlabelled,
-        choices=choices,
-        feature_names=feature_names,
     )
 
 
@@ -136,14 +127,8 @@ def _read_npz(
     weights: str | None,
     *,
     skip_label: bool,
-) -> tuple[
-    NDArray[Any],
-    NDArray[Any] | None,
-    NDArray[Any] | None,
-    NDArray[Any] | None,
-    tuple[str, ...],
-]:
-    """Read inputs, labels, weights, class names, and the choices made beside the keys x and y."""
+) -> dict[str, Any]:
+    """Read an npz file; return what `LabeledDataset.from_raw` takes, by the arguments' names."""
     if features is not None and not isinstance(features, str):
         raise InputError(f"features={list(features)}: an npz file has its inputs under one key")
     with reading(path), np.load(path, allow_pickle=False) as archive:
@@ -155,45 +140,29 @@ def _read_npz(
             return np.asarray(archive[key])
 
         label = label or ("y" if "y" in keys and not skip_label else None)
-        labels = None if label is None else read(label)
-        named = label == "y" and "class_names" in keys and read("y").dtype.kind in "iu"
         weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
-        inputs = read(features or "x")
-        taken = {features or "x", label, weight_key, *(("class_names",) if named else ())}
+        taken = {"inputs": features or "x", "labels": label, "weights": weight_key}
+        if label == "y" and "class_names" in keys and read("y").dtype.kind in "iu":
+            taken["class_names"] = "class_names"
         choices = [] if weights or weight_key is None else [f"weights are its key {weight_key!r}"]
         if label is None and not skip_label:
             choices.append("it is taken as unlabelled, as it has no key 'y'")
-        if unread := [key for key in keys if key not in taken]:
+        if unread := [key for key in keys if key not in taken.values()]:
             choices.append(f"not read: {listing(unread, 10)}")
-        return (
-            inputs,
-            labels,
-            None if weight_key is None else read(weight_key),
-            read("class_names") if named else None,
-            chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY"),
-        )
+        found: dict[str, Any] = {name: read(key) for name, key in taken.items() if key is not None}
+        found["choices"] = chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY")
+        return found
 
 
-def read_table(
+def _read_table(
     path: Path,
     features: Sequence[str] | None,
     label: str | None,
     weights: str | None,
     *,
-    skip_label: bool = False,
-) -> tuple[NDArray[Any], Any, Any, tuple[str, ...], tuple[str, ...]]:
-    """Read the input, label and weight columns of a csv or parquet file.
-
-    Args:
-        path: a csv or parquet file with column names.
-        features: the input columns; None takes all but label and weights.
-        label: the label column; None finds it by its name or as the only text column.
-        weights: the weight column; a .npy file is left to the caller.
-        skip_label: labels come from elsewhere, look for none.
-
-    Returns:
-        Inputs (n, d) float64, labels (n,) or None, weights (n,) or None, the choices made, and the
-        names of the inputs.
+    skip_label: bool,
+) -> dict[str, Any]:
+    """Read the columns of a csv or parquet file; return what `LabeledDataset.from_raw` takes.
 
     Raises:
         InputError: unreadable file, no such column, two of one name, text in an input column, or an
@@ -219,49 +188,44 @@ def read_table(
     columns, choices = tuple(table.columns), []
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise InputError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
-    for column in [*(features or ()), *([label] if label else [])]:
-        if column not in columns:
-            raise InputError(f"{path} has no column {column!r}; {listed(columns)}")
+    check_columns([*(features or ()), label], columns, str(path))
     weight_column = find_weights(columns, weights, str(path))
-    text = tuple(c for c in columns if not pd.api.types.is_numeric_dtype(table[c]))
-    reserved = {weight_column, *(features or ())}
+    text = [c for c in columns if not pd.api.types.is_numeric_dtype(table[c])]
     if label is None and not skip_label:
-        label, why = find_label(
-            tuple(c for c in columns if c not in reserved),
-            tuple(c for c in text if c not in reserved),
-            str(path),
-        )
-        if label is not None:
-            choices.append(f"labels are its column {label!r}, {why}")
+        free = [c for c in columns if c not in (weight_column, *(features or ()))]
+        label, choices = find_label(free, [c for c in free if c in text], str(path))
     inputs = list(features) if features else [c for c in columns if c not in (label, weight_column)]
     if not features:
         others = "other column" if len(inputs) == 1 else f"{len(inputs)} other columns"
         choices.append(f"inputs are its {others}: {listing(inputs, 10)}")
     if not inputs:
         raise InputError(f"{path} has no input column besides {label!r}; {listed(columns)}")
-    for column in [*inputs, *([weight_column] if weight_column else [])]:
+    numeric = inputs if weight_column is None else [*inputs, weight_column]
+    for column in numeric:
         if column in text and not _holds_numbers(table, column, is_text=is_text):
             first = next(iter(table[column].dropna()), "")
-            what = "text" if isinstance(first, str) else shown(first)
-            way_out = f"name the inputs with features=[...]; {listed(columns)}"
+            way_out = "name the inputs with features=[...]"
             if column == weight_column:
-                way_out = f"name another with weights=COLUMN; {listed(columns)}"
+                way_out = "name another with weights=COLUMN"
             elif isinstance(first, list | np.ndarray):
                 way_out = f"read it with huggingface, which takes lists, or {way_out}"
-            raise InputError(f"column {column!r} of {path} holds {what}, not numbers; {way_out}")
+            raise InputError(
+                f"column {column!r} of {path} holds "
+                f"{'text' if isinstance(first, str) else shown(first)}, not numbers; {way_out}; "
+                f"{listed(columns)}"
+            )
     if is_text:
-        read = [*inputs, *([weight_column] if weight_column else [])]
-        check_rounded_text(path, table, read)
+        check_rounded_text(path, table, numeric)
     numbers = columns_of(table[inputs])
     assert numbers is not None
     way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"
-    return (
-        doubles_of_columns(f"{path}: inputs", numbers),
-        None if label is None else table[label],
-        None if weight_column is None else table[weight_column],
-        chosen(str(path), choices, way_out),
-        tuple(inputs),
-    )
+    return {
+        "inputs": side_by_side(f"{path}: inputs", numbers, double=True),
+        "labels": None if label is None else table[label],
+        "weights": None if weight_column is None else table[weight_column],
+        "choices": chosen(str(path), choices, way_out),
+        "feature_names": tuple(inputs),
+    }
 
 
 def _csv(path: Path) -> Any:
@@ -364,9 +328,20 @@ def check_spelled(what: str, number: Decimal, row: int) -> None:
             raise inexact(what, int(number) if number == int(number) else number, (row,), None)
 
 
+def check_columns(named: Iterable[str | None], columns: Sequence[str], where: str) -> None:
+    """Refuse names that the user gave and no column has; None names none.
+
+    Raises:
+        InputError: there is such a name; the message lists the columns.
+    """
+    for column in named:
+        if column is not None and column not in columns:
+            raise InputError(f"{where} has no column {column!r}; {listed(columns)}")
+
+
 def find_label(
     columns: Sequence[str], text: Sequence[str], where: str, *, kind: str = "text"
-) -> tuple[str | None, str]:
+) -> tuple[str | None, list[str]]:
     """Find the label column: the one with a usual name, else the only one of `text`.
 
     Args:
@@ -376,7 +351,7 @@ def find_label(
         kind: what `text` columns hold, for messages.
 
     Returns:
-        The column and why it was chosen, or (None, "") if no column looks like labels.
+        The column and the choice to report, or None and no choice if no column looks like labels.
 
     Raises:
         InputError: several columns are possible.
@@ -397,8 +372,9 @@ def find_label(
             f"one with label=COLUMN; {listed(columns)}",
             DataNotice,
         )
-        return None, ""
-    return candidates[0], "by its name" if named else f"the only one of {kind}"
+        return None, []
+    why = "by its name" if named else f"the only one of {kind}"
+    return candidates[0], [f"labels are its column {candidates[0]!r}, {why}"]
 
 
 def find_weights(columns: Sequence[str], weights: str | None, where: str) -> str | None:

@@ -20,7 +20,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,16 +233,10 @@ def known_labels(opened: Any) -> Any | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Reader of a dataset's inputs; a class, so that it can be pickled for other processes."""
-
-    opened: Any
-
-    def __call__(self, row: int) -> Any:
-        place = f"row {row} of torchvision.datasets.{type(self.opened).__name__}"
-        with reading(Path(place)):
-            return plain_item(self.opened[row][0], place)
+def _image(opened: Any, row: int) -> Any:
+    place = f"row {row} of torchvision.datasets.{type(opened).__name__}"
+    with reading(Path(place)):
+        return plain_item(opened[row][0], place)
 
 
 def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
@@ -251,7 +245,7 @@ def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
     values = None if data is None or isinstance(data, list) else np.asarray(data)
     if values is None or values.dtype != np.uint8 or len(values) != len(opened):
         # `data` is no array of one uint8 image per item.
-        return LazyItems(_Inputs(opened), np.arange(len(opened)))
+        return LazyItems(partial(_image, opened), np.arange(len(opened)))
     if values.ndim == 4 and values.shape[3] not in CHANNELS:
         # Channels come first, as in SVHN and STL10.
         return np.ascontiguousarray(values.transpose(0, 2, 3, 1))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -55,22 +54,12 @@ def read_image_folder(request: Request, *, path: str | Path | None = None) -> La
     files = [file for members in classes.values() for file in members]
     counts = [len(members) for members in classes.values()]
     return LabeledDataset.from_raw(
-        LazyItems(_Images(files), np.arange(len(files)), files),
+        LazyItems(open_image, np.array(files, dtype=object)),
         np.repeat(np.arange(len(counts)), counts),
         class_names=list(classes),
         modality="image",
         name=folder.name if chosen == [folder] else f"{folder.name} {request.split}",
     )
-
-
-@dataclass(frozen=True)
-class _Images:
-    """Decoder of image files; a class, so that it can be pickled for other processes."""
-
-    files: list[str]
-
-    def __call__(self, row: int) -> Any:
-        return open_image(self.files[row])
 
 
 def _split_folders(folder: Path, split: str) -> list[Path]:

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from otdd_flash.data.request import reading
-from otdd_flash.errors import DataNotice, InputError, prefixed, warn
+from otdd_flash.errors import DataNotice, InputError, placed, warn
 
 # Part of the key of cached features: a change of what an image decodes to must raise it. Another
 # entry in NO_PICTURES or FIRST_IS_PICTURE need not: it only refuses or admits files.
@@ -79,18 +79,16 @@ def open_image(source: str | Path | bytes, where: str | Path | None = None) -> I
         try:
             # As a stream: if PIL opens a file by its name, it may map it into memory, and then
             # swaps the sides of a TIFF that is to be turned.
-            with _file(source) as file, Image.open(file) as opened:
+            with (
+                BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file,
+                Image.open(file) as opened,
+                placed(str(place)),
+            ):
                 return plain_image(opened)
         except UnidentifiedImageError as error:
             raise InputError(
                 f"cannot read {place}: it is damaged, empty or no image; leave it out"
             ) from error
-        except InputError as error:
-            raise prefixed(str(place), error) from error
-
-
-def _file(source: str | Path | bytes) -> BinaryIO:
-    return BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb")
 
 
 def plain_item(item: Any, place: str) -> Any:
@@ -101,11 +99,8 @@ def plain_item(item: Any, place: str) -> Any:
     """
     if not isinstance(item, Image.Image):
         return item
-    with reading(Path(place)):
-        try:
-            return plain_image(item)
-        except InputError as error:
-            raise prefixed(place, error) from error
+    with reading(Path(place)), placed(place):
+        return plain_image(item)
 
 
 def plain_image(image: Image.Image) -> Image.Image:
