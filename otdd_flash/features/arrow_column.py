@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.features.file_features import Matrix, Piece
+from otdd_flash.features.file_features import Matrix, Piece, Stamp, stamp_of
 
 TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
 
@@ -100,9 +100,11 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _of_files(files: list[Path], key: str | None) -> Matrix:
     pieces: list[Piece] = []
+    stamps: dict[Path, Stamp] = {}
     kind: tuple[int, torch.dtype] | None = None
     for path in files:
         try:
+            stamps[path] = stamp_of(path)
             for place, found, piece in _pieces(path, key):
                 if kind not in (None, found):
                     raise InputError(
@@ -122,7 +124,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
             raise InputError(f"{path} is no Arrow file, or a damaged one ({says})") from None
     if kind is None or kind[0] == 0:
         raise InputError(f"{files[0]} holds no rows of features")
-    return Matrix(*kind, tuple(pieces))
+    return Matrix(*kind, tuple(pieces), stamps)
 
 
 def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch.dtype], Piece]]:

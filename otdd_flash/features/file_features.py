@@ -204,19 +204,21 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[Any]:
 # Bytes of a block in a pass over the whole matrix; no result depends on it.
 BLOCK_BYTES = 1 << 24
 
+Stamp = tuple[int, int, int, int]
+# Shape and type of a matrix, and the byte at which its numbers begin.
+Place = tuple[tuple[int, ...], torch.dtype, int]
 
-class Stamp(NamedTuple):
-    """The identity of a file's content: device, inode, size and time of change."""
 
-    device: int
-    inode: int
-    size: int
-    changed: int
+def row_blocks(count: int, row_bytes: int) -> list[slice]:
+    """Return slices of all rows of a matrix, each of about BLOCK_BYTES."""
+    size = max(1, BLOCK_BYTES // max(1, row_bytes))
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
 
-    @classmethod
-    def of(cls, path: Path) -> Stamp:
-        found = os.stat(path)
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+def stamp_of(path: Path) -> Stamp:
+    """Return the identity of a file's content: device, inode, size and time of change."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class FeatureFile:
@@ -232,9 +234,6 @@ class FeatureFile:
 
     def __init__(self, given: Any, key: str | None) -> None:
         self.matrix: Matrix = matrix_of(given, key)
-        self._stamps = {
-            path: Stamp.of(path) for path in dict.fromkeys(p.path for p in self.matrix.pieces)
-        }
         self._maps: dict[Path, Any] = {}
         # The first row of each piece, and the number of rows.
         self._firsts = [0, *accumulate(piece.rows for piece in self.matrix.pieces)]
@@ -249,9 +248,9 @@ class FeatureFile:
         Raises:
             InputError: a file is missing, or is another one.
         """
-        for path, stamp in self._stamps.items():
+        for path, stamp in self.matrix.stamps.items():
             try:
-                found = Stamp.of(path)
+                found = stamp_of(path)
             except OSError as error:
                 raise InputError(
                     f"another process cannot read {path} ({error.strerror or error}); features in "
@@ -263,7 +262,7 @@ class FeatureFile:
                     f"{path} is another file for another process of compute.group; give all of "
                     "them the same"
                 )
-            self._stamps[path] = found
+            self.matrix.stamps[path] = found
         return self
 
     def check(self) -> None:
@@ -272,9 +271,9 @@ class FeatureFile:
         Raises:
             InputError: a file has changed or is missing.
         """
-        for path, stamp in self._stamps.items():
+        for path, stamp in self.matrix.stamps.items():
             try:
-                same = Stamp.of(path) == stamp
+                same = stamp_of(path) == stamp
             except OSError:
                 same = False
             if not same:
@@ -302,12 +301,10 @@ class FeatureFile:
     def _read(self, piece: Piece, row: int, out: Tensor) -> None:
         buffer = memoryview(out.view(torch.uint8).numpy().data).cast("B")
         try:
-            with piece.path.open("rb", buffering=0) as stream:
+            with piece.path.open("rb") as stream:
                 stream.seek(piece.offset + row * self.matrix.row_bytes)
                 # A file that ends early leaves rows unread; `check` then finds another size.
-                done = 0
-                while done < len(buffer) and (count := stream.readinto(buffer[done:])):
-                    done += count
+                stream.readinto(buffer)
         except OSError as error:
             raise InputError(f"cannot read {piece.path}: {error.strerror or error}") from None
 
@@ -355,8 +352,7 @@ class FeatureFile:
 
     def blocks(self) -> list[slice]:
         """Return slices of all rows, each of about BLOCK_BYTES."""
-        count, size = self._firsts[-1], max(1, BLOCK_BYTES // self.matrix.row_bytes)
-        return [slice(first, min(first + size, count)) for first in range(0, count, size)]
+        return row_blocks(self._firsts[-1], self.matrix.row_bytes)
 
     def rows(self, rows: slice) -> Tensor:
         """Read some rows (k, d)."""
@@ -386,7 +382,7 @@ def matrix_of(given: Any, key: str | None) -> Matrix:
     Args:
         given: a path, or the dataset.
         key: the matrix, if there are several: a name in a .safetensors file, a column of a dataset.
-            A .npy file holds one matrix, and the key is ignored.
+            A .npy file holds one matrix, without a name.
 
     Raises:
         InputError: there is no such file or matrix, or it is damaged.
@@ -401,25 +397,40 @@ def matrix_of(given: Any, key: str | None) -> Matrix:
             from otdd_flash.features.arrow_column import matrix_of_arrow
 
             return matrix_of_arrow(given, key)
+        # Before the header is read, so that a file which takes this one's place has another stamp.
+        stamp = stamp_of(given)
         with given.open("rb") as stream:
-            return _matrix(given, stream, key)
+            match given.suffix.lower():
+                case ".npy":
+                    shape, dtype, offset = _of_npy(given, stream, key)
+                case ".safetensors":
+                    shape, dtype, offset = _of_safetensors(given, stream, key)
+                case _:
+                    raise InputError(
+                        "features are read from .npy, .safetensors and .arrow files and from "
+                        f"folders of Dataset.save_to_disk, got {given}"
+                    )
     except OSError as error:
         raise InputError(f"cannot read {given}: {error.strerror or error}") from None
+    if len(shape) != 2 or 0 in shape:
+        raise InputError(f"{given} holds an array of shape {shape}; features are a matrix (n, d)")
+    if offset % dtype.itemsize:
+        raise InputError(
+            f"the numbers of {given} are not aligned; write it with a newer safetensors"
+        )
+    found = Matrix(shape[1], dtype, (Piece(given, offset, shape[0]),), {given: stamp})
+    end, size = offset + shape[0] * found.row_bytes, given.stat().st_size
+    if size < end:
+        raise InputError(
+            f"{given} is truncated: its header promises {end} bytes and it has {size}; write it "
+            "again"
+        )
+    return found
 
 
-def _matrix(path: Path, stream: Any, key: str | None) -> Matrix:
-    match path.suffix.lower():
-        case ".npy":
-            return _of_npy(path, stream)
-        case ".safetensors":
-            return _of_safetensors(path, stream, key)
-    raise InputError(
-        f"features are read from .npy, .safetensors and .arrow files and from folders of "
-        f"Dataset.save_to_disk, got {path}"
-    )
-
-
-def _of_npy(path: Path, stream: Any) -> Matrix:
+def _of_npy(path: Path, stream: Any, key: str | None) -> Place:
+    if key is not None:
+        raise InputError(f"{path} holds one matrix, without a name; leave key={key} out")
     try:
         version = np.lib.format.read_magic(stream)
         read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
@@ -432,17 +443,17 @@ def _of_npy(path: Path, stream: Any) -> Matrix:
         raise InputError(
             f"{path} holds {dtype}{order}; features are read from float16, float32 or float64 rows"
         )
-    return _checked(path, shape, NUMPY_TYPES[dtype.str], stream.tell())
+    return shape, NUMPY_TYPES[dtype.str], stream.tell()
 
 
-def _of_safetensors(path: Path, stream: Any, key: str | None) -> Matrix:
+def _of_safetensors(path: Path, stream: Any, key: str | None) -> Place:
     try:
         length = int.from_bytes(stream.read(8), "little")
         if length > MOST_HEADER:
             raise ValueError(f"a header of {length} bytes")
         header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        entries = {name: _Entry.of(entry) for name, entry in header.items()}
+        entries = {name: _entry(entry) for name, entry in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is no .safetensors file, or a damaged one ({error})") from None
     names = ", ".join(sorted(entries))
@@ -459,42 +470,19 @@ def _of_safetensors(path: Path, stream: Any, key: str | None) -> Matrix:
             f"{path} is damaged: its header gives {end - first} bytes to numbers of shape "
             f"{shape}; write it again"
         )
-    return _checked(path, shape, TYPES[dtype], 8 + length + first)
+    return shape, TYPES[dtype], 8 + length + first
 
 
-class _Entry(NamedTuple):
-    """A tensor's entry in the header of a .safetensors file; bytes count from the header's end."""
+def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Return type, shape, first and last byte of a tensor, as the header of its file has them.
 
-    dtype: str
-    shape: tuple[int, ...]
-    first: int
-    end: int
-
-    @classmethod
-    def of(cls, entry: Any) -> _Entry:
-        """Read an entry of the JSON header; wrong types or values raise Python's own errors."""
-        shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
-        numbers = *shape, first, end
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"the numbers {numbers}")
-        return cls(str(entry["dtype"]), shape, first, end)
-
-
-def _checked(path: Path, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Matrix:
-    if len(shape) != 2 or 0 in shape:
-        raise InputError(f"{path} holds an array of shape {shape}; features are a matrix (n, d)")
-    if offset % dtype.itemsize:
-        raise InputError(
-            f"the numbers of {path} are not aligned; write it with a newer safetensors"
-        )
-    found = Matrix(shape[1], dtype, (Piece(path, offset, shape[0]),))
-    end, size = offset + shape[0] * found.row_bytes, path.stat().st_size
-    if size < end:
-        raise InputError(
-            f"{path} is truncated: its header promises {end} bytes and it has {size}; write it "
-            "again"
-        )
-    return found
+    Bytes count from the header's end. Wrong types or values raise Python's own errors.
+    """
+    shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
+    numbers = *shape, first, end
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"the numbers {numbers}")
+    return str(entry["dtype"]), shape, first, end
 
 
 class Piece(NamedTuple):
@@ -512,11 +500,13 @@ class Matrix(NamedTuple):
         columns: d.
         dtype: type of its numbers.
         pieces: its rows in order.
+        stamps: the identity of each file's content, from before anything of it was read.
     """
 
     columns: int
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    stamps: dict[Path, Stamp]
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -100,8 +100,8 @@ def without_file(folder: str) -> Any:
     reopened = FeatureFile.reopened
 
     def missing(file: FeatureFile) -> FeatureFile:
-        path = next(iter(file._stamps))
-        file._stamps = {path.with_suffix(".gone"): file._stamps[path]}
+        ((path, stamp),) = file.matrix.stamps.items()
+        file.matrix = file.matrix._replace(stamps={path.with_suffix(".gone"): stamp})
         return reopened(file)
 
     with pytest.MonkeyPatch.context() as patched:
