@@ -33,7 +33,6 @@ from otdd_flash.files.tensor_file import (
     check_format,
     checksum,
     other_version,
-    warn_unchecked,
 )
 from otdd_flash.labels import JointClassDistances
 from otdd_flash.operators.build import ComputeOptions
@@ -215,18 +214,12 @@ class PairwiseResult:
         Raises:
             InputError: the directory holds no complete result, a damaged one, or one of a later
                 version.
-
-        Warns:
-            DataNotice: an earlier version wrote it, without a checksum.
         """
         path = Path(path)
         versions: dict[str, Any] = {}
         try:
             content = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
-            mark = content.pop(CHECKSUM, None)
-            if mark is None:
-                warn_unchecked(path / SUMMARY_FILE)
-            elif mark != _checksum(content, path / TABLE_FILE):
+            if content.pop(CHECKSUM) != _checksum(content, path / TABLE_FILE):
                 raise DamagedFileError("its checksum does not match")
             versions = dict(content.get("versions", {}))
             check_format(path / SUMMARY_FILE, {**versions, FORMAT_KEY: content.pop(FORMAT_KEY, 0)})

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, uint8
 
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing
 from otdd_flash.version import __version__
 
@@ -91,17 +90,12 @@ class Stored(NamedTuple):
     Attributes:
         tensors: tensors by name, on the CPU.
         texts: texts by name, with the version and the format, without the checksum.
-        checksum: the checksum that was written, which matches; None in files of earlier versions.
+        checksum: the checksum that was written, which matches.
     """
 
     tensors: dict[str, Tensor]
     texts: dict[str, str]
-    checksum: str | None
-
-    @property
-    def checked(self) -> bool:
-        """Whether the file has a checksum."""
-        return self.checksum is not None
+    checksum: str
 
 
 def write_tensors(
@@ -141,7 +135,7 @@ def read_tensors(path: Path) -> Stored:
     """Read a file that `write_tensors` wrote.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: there is no such file, it cannot be read, or another program wrote it.
         DamagedFileError: it is no such file, or its content does not match its checksum.
         LaterFormatError: a later version wrote it.
     """
@@ -154,23 +148,15 @@ def read_tensors(path: Path) -> Stored:
     try:
         tensors: dict[str, Tensor] = load(content)
         texts = _texts(content)
+        written = texts.pop(CHECKSUM, "")
     except (SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise DamagedFileError(str(error)) from error
-    written = texts.pop(CHECKSUM, None)
-    if written is not None and written != checksum(tensors, texts):
+    if not written:
+        raise OSError("another program wrote it: it has no checksum")
+    if written != checksum(tensors, texts):
         raise DamagedFileError("its checksum does not match")
     check_format(path, texts)
     return Stored(tensors, texts, written)
-
-
-def warn_unchecked(path: Path) -> None:
-    """Warn that a file has no checksum, so that damage would not be detected."""
-    warnings.warn(
-        f"{path} was written by an earlier version, without a checksum: damage to it would go "
-        "unseen; save it again to have one",
-        DataNotice,
-        stacklevel=3,
-    )
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
