@@ -183,21 +183,22 @@ class LabeledDataset:
 
 
 def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
-    """Join splits of one dataset; row numbers count through all of them.
+    """Join splits of one dataset, which have no weights; row numbers count through all of them.
 
     Raises:
-        InputError: only some splits have labels or weights, or their classes differ.
+        InputError: only some splits have labels, or their classes differ.
     """
     first = parts[0]
-    if any((part.labels is None) != (first.labels is None) for part in parts):
+    labels = [part.labels for part in parts if part.labels is not None]
+    if len(labels) not in (0, len(parts)):
         raise InputError(f"{name}: some splits have labels and others have none; load one split")
     if any(part.class_names != first.class_names for part in parts):
         raise InputError(f"{name}: the splits have different classes; load one split")
     return LabeledDataset(
         join_inputs([part.inputs for part in parts]),
-        None if first.labels is None else np.concatenate([_known(p.labels) for p in parts]),
+        np.concatenate(labels) if labels else None,
         first.class_names,
-        None if first.weights is None else np.concatenate([_known(p.weights) for p in parts]),
+        None,
         first.modality,
         name,
         feature_names=first.feature_names,
@@ -289,12 +290,6 @@ def _of_parts(parts: Sequence[Any], starts: Sequence[int], row: int) -> Any:
     """Read one row of several sequences in turn, of which `starts` are the first rows."""
     part = bisect_right(starts, row) - 1
     return parts[part][row - starts[part]]
-
-
-def _known(values: NDArray[Any] | None) -> NDArray[Any]:
-    if values is None:
-        raise InputError("some splits have weights and others have none; load one split")
-    return values
 
 
 def _hash_of(rows: NDArray[np.int64]) -> str:

@@ -330,25 +330,26 @@ def read_usps(request: Request) -> LabeledDataset:
         InputError: neither exists and downloading is not allowed, or a file is damaged.
     """
     parts = request.parts()
+    names = [str(digit) for digit in range(10)]
     archives = all((request.root / ARCHIVES[part]).exists() for part in parts)
     files = [[_idx_file(request, part, kind) for kind in ("images", "labels")] for part in parts]
-    if archives or (request.download and not all(path.exists() for pair in files for path in pair)):
-        return read_class(request, "USPS", class_names=[str(digit) for digit in range(10)])
-    datasets = [_read_pair(request, images, labels) for images, labels in files]
-    return concatenate(datasets, request.title)
-
-
-def _read_pair(request: Request, images: Path, labels: Path) -> LabeledDataset:
-    for path in (images, labels):
-        if not path.exists():
-            raise request.missing(f"{request.root.absolute() / ARCHIVES['train']}, and no {path}")
-    return LabeledDataset.from_raw(
-        read_idx(images),
-        read_idx(labels),
-        class_names=[str(digit) for digit in range(10)],
-        modality="image",
-        name=request.title,
-    )
+    missing = [path for pair in files for path in pair if not path.exists()]
+    if archives or (request.download and missing):
+        return read_class(request, "USPS", class_names=names)
+    if missing:
+        raise InputError(
+            f"{request.name} is not on disk: no {request.root.absolute() / ARCHIVES['train']}, and "
+            f"no {missing[0]}; set data_root=DIR to the folder that holds it, or allow fetching it "
+            "with download=true"
+        )
+    title = request.title
+    splits = [
+        LabeledDataset.from_raw(
+            read_idx(images), read_idx(labels), class_names=names, modality="image", name=title
+        )
+        for images, labels in files
+    ]
+    return concatenate(splits, title)
 
 
 def _idx_file(request: Request, part: str, kind: str) -> Path:
