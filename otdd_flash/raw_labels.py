@@ -18,6 +18,7 @@ import numbers
 import sys
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -332,8 +333,7 @@ def frame_of(rows: Iterable[Any], kinds: Mapping[str, Any]) -> DataFrame:
 
 def is_complete(given: Any) -> bool:
     """Return whether a pandas table is one array of float32 or float64 without missing entries."""
-    pandas = sys.modules.get("pandas")
-    if pandas is None or not isinstance(given, pandas.DataFrame):
+    if not _is_of("pandas", given, "DataFrame"):
         return False
     dtypes = set(given.dtypes)
     if len(dtypes) != 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
@@ -343,37 +343,34 @@ def is_complete(given: Any) -> bool:
 
 def names_of_columns(given: Any) -> tuple[str, ...] | None:
     """Return a table's column names; None for an object that is no table."""
-    pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
-    if pandas is not None and isinstance(given, pandas.DataFrame):
+    if _is_of("pandas", given, "DataFrame"):
         return tuple(map(str, given.columns))
-    if pyarrow is not None and isinstance(given, pyarrow.Table | pyarrow.RecordBatch):
-        return tuple(given.schema.names)
-    return None
+    return tuple(given.schema.names) if _is_of("pyarrow", given, "Table", "RecordBatch") else None
 
 
 def columns_of(given: Any) -> list[Column] | None:
     """Return the columns of a table, or the only one of a series; None for any other object."""
     if is_a(given, HF_COLUMN):
         return [_of_hugging_face(given)]
-    pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
-    # Their objects exist only if the libraries were imported.
-    if pandas is not None:
-        if isinstance(given, pandas.DataFrame):
-            names = map(str, given.columns)
-            return [
-                _of_series(name, given.iloc[:, place], pandas) for place, name in enumerate(names)
-            ]
-        if isinstance(given, pandas.Index | pandas.api.extensions.ExtensionArray):
-            given = pandas.Series(given)
-        if isinstance(given, pandas.Series):
-            return [_of_series(None, given, pandas)]
-    if pyarrow is not None:
-        if isinstance(given, pyarrow.Table | pyarrow.RecordBatch):
-            names = given.schema.names
-            return [_of_arrow(name, given.column(place)) for place, name in enumerate(names)]
-        if isinstance(given, pyarrow.Array | pyarrow.ChunkedArray):
-            return [_of_arrow(None, given)]
-    return None
+    if _is_of("pandas", given, "Index", "api.extensions.ExtensionArray"):
+        import pandas
+
+        given = pandas.Series(given)
+    if _is_of("pandas", given, "Series"):
+        return [_of_series(None, given)]
+    if _is_of("pyarrow", given, "Array", "ChunkedArray"):
+        return [_of_arrow(None, given)]
+    if (names := names_of_columns(given)) is None:
+        return None
+    if _is_of("pandas", given, "DataFrame"):
+        return [_of_series(name, given.iloc[:, place]) for place, name in enumerate(names)]
+    return [_of_arrow(name, given.column(place)) for place, name in enumerate(names)]
+
+
+def _is_of(library: str, given: Any, *kinds: str) -> bool:
+    """Return whether an object is of a library's classes, which are imported if there is one."""
+    module = sys.modules.get(library)
+    return module is not None and any(isinstance(given, attrgetter(k)(module)) for k in kinds)
 
 
 def _of_hugging_face(column: Any) -> Column:
@@ -393,7 +390,9 @@ def _of_hugging_face(column: Any) -> Column:
     return Column(None, np.array(names)[np.where(missing, 0, found.values)], missing)
 
 
-def _of_series(name: str | None, series: Any, pandas: Any) -> Column:
+def _of_series(name: str | None, series: Any) -> Column:
+    import pandas
+
     if isinstance(series.dtype, pandas.ArrowDtype):
         import pyarrow
 
@@ -403,7 +402,7 @@ def _of_series(name: str | None, series: Any, pandas: Any) -> Column:
     if isinstance(present.dtype, pandas.CategoricalDtype):
         present = present.astype(present.cat.categories.dtype)
         if isinstance(present.dtype, pandas.ArrowDtype):
-            return _scattered(name, missing, _of_series(None, present, pandas).values)
+            return _scattered(name, missing, _of_series(None, present).values)
     # The NumPy type of pandas' masked types.
     plain = getattr(present.dtype, "numpy_dtype", None)
     values = np.asarray(present) if plain is None else present.to_numpy(dtype=plain)

@@ -569,29 +569,25 @@ def _at(
 
 def _of_loader(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Read a `DataLoader` with batches (inputs, labels); yield each item with its place."""
-    for place, batch in _collated(loader, name):
-        inputs, labels = _pair(batch, place)
-        if loader.batch_size is None and loader.batch_sampler is None and np.ndim(labels) == 0:
-            # Without batching the loader yields the items of its dataset.
-            yield place, batch
-            continue
-        if isinstance(inputs, Mapping | str) or not hasattr(inputs, "__len__"):
-            raise InputError(
-                f"{place} has {_described(inputs)} for inputs, and a tensor, an array or a list of "
-                f"them is needed; {HOW_TO_PAIR}"
-            )
-        if not hasattr(labels, "__len__") or len(inputs) != len(labels):
-            raise InputError(
-                f"{place} has {len(inputs)} inputs, and its labels are {_described(labels)}; give "
-                "one for each"
-            )
-        for row, pair in enumerate(zip(inputs, labels, strict=True)):
-            yield f"item {row} of {place}", pair
-
-
-def _collated(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
     try:
-        yield from _each(loader, "batch", name)
+        for place, batch in _each(loader, "batch", name):
+            inputs, labels = _pair(batch, place)
+            if loader.batch_size is None and loader.batch_sampler is None and np.ndim(labels) == 0:
+                # Without batching the loader yields the items of its dataset.
+                yield place, batch
+                continue
+            if isinstance(inputs, Mapping | str) or not hasattr(inputs, "__len__"):
+                raise InputError(
+                    f"{place} has {_described(inputs)} for inputs, and a tensor, an array or a "
+                    f"list of them is needed; {HOW_TO_PAIR}"
+                )
+            if not hasattr(labels, "__len__") or len(inputs) != len(labels):
+                raise InputError(
+                    f"{place} has {len(inputs)} inputs, and its labels are {_described(labels)}; "
+                    "give one for each"
+                )
+            for row, pair in enumerate(zip(inputs, labels, strict=True)):
+                yield f"item {row} of {place}", pair
     except UserCodeError as error:
         if "PIL" not in str(error):
             raise

@@ -51,6 +51,8 @@ FIRST_IS_PICTURE = ("MPO", "PSD", "ICO", "ICNS")
 MODE_IN_HEADER = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "PPM", "WEBP")
 TRANSPARENT_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
 EIGHT_BIT_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")
+# Values of white by kind and bytes of a type.
+WHITE = {"u1": 255.0, "u2": 65535.0, "b1": 1.0}
 GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")
 
 
@@ -72,17 +74,16 @@ def open_image(source: str | Path | bytes, where: str | Path | None = None) -> I
     Raises:
         InputError: it is unreadable, or its pixels cannot be used (see `plain_image`).
     """
-    place = "an image in memory" if isinstance(source, bytes) else source
-    place = place if where is None else where
+    place = str(where or ("an image in memory" if isinstance(source, bytes) else source))
     # `reading` turns any error of PIL's into an `InputError` with this place.
-    with reading(Path(str(place))):
+    with reading(Path(place)):
         try:
             # As a stream: if PIL opens a file by its name, it may map it into memory, and then
             # swaps the sides of a TIFF that is to be turned.
             with (
                 BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file,
                 Image.open(file) as opened,
-                placed(str(place)),
+                placed(place),
             ):
                 return plain_image(opened)
         except UnidentifiedImageError as error:
@@ -270,14 +271,9 @@ def _full_scale(values: NDArray[Any]) -> float:
     Raises:
         InputError: there is none, or floats are outside [0, 1].
     """
-    # By kind and size, so for either byte order.
-    match values.dtype.kind, values.dtype.itemsize:
-        case "u", 1:
-            return 255.0
-        case "u", 2:
-            return 65535.0
-        case "b", _:
-            return 1.0
+    # Without the byte order, the first character.
+    if (white := WHITE.get(values.dtype.str[1:])) is not None:
+        return white
     if values.dtype.kind != "f":
         raise InputError(
             f"images must be uint8, uint16, or float in [0, 1], got {values.dtype}; convert them"

@@ -123,10 +123,10 @@ def known_options(name: str) -> tuple[str, ...]:
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a source, after checking their names and types."""
-    found, known = {}, known_options(name)
     checks = checks_of(inspect.signature(SOURCES[name]))
-    for option, value in options.items():
-        choose(f"option of {name}", option, known)
-        check = checks.get(option)
-        found[option] = value if check is None else check(f"{option} of {name}", value)
-    return found
+    for option in options:
+        choose(f"option of {name}", option, known_options(name))
+    return {
+        option: checks[option](f"{option} of {name}", value) if option in checks else value
+        for option, value in options.items()
+    }

@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.features.file_features import Matrix, Piece, Stamp, stamp_of
+from otdd_flash.features.file_features import Matrix, Piece, Stamp, named, stamp_of
 
 TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
 
@@ -183,15 +183,8 @@ def _batches(path: Path, content: Any) -> Iterator[Any]:
 
 def _column(holder: Path | str, schema: Any, key: str | None) -> str:
     """Return the column asked for, or the only column of lists."""
-    if key is not None:
-        if key not in schema.names:
-            raise InputError(f"{holder} has no {key!r}; it holds {', '.join(schema.names)}")
-        return key
     lists = [field.name for field in schema if _is_list(field.type)]
-    if len(lists) != 1:
-        names = ", ".join(schema.names) or "nothing"
-        raise InputError(f"{holder} holds {names}; say which column with key=")
-    return str(lists[0])
+    return named(holder, key, schema.names, lists, "column")
 
 
 def _values(where: str, row: int, array: Any) -> tuple[int, Any]:

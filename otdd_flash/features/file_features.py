@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from copy import copy
 from itertools import accumulate
 from pathlib import Path
@@ -161,7 +162,7 @@ def features_file(path: str | os.PathLike[str] | Dataset, *, key: Word | None = 
             a folder of `Dataset.save_to_disk` with a column of lists of one length; or a
             `datasets.Dataset` that is stored in such files.
         key: the name of the matrix in a .safetensors file, or of the column; needed if there are
-            several.
+            several. A .npy file has none.
 
     Returns:
         (n, d), mapped into memory or read as it is used. Distances stream it to the device in
@@ -456,13 +457,8 @@ def _of_safetensors(path: Path, stream: Any, key: str | None) -> Place:
         entries = {name: _entry(entry) for name, entry in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is no .safetensors file, or a damaged one ({error})") from None
-    names = ", ".join(sorted(entries))
-    if key is None and len(entries) != 1:
-        raise InputError(f"{path} holds {names or 'nothing'}; say which matrix with key=")
-    if key is not None and key not in entries:
-        raise InputError(f"{path} has no {key!r}; it holds {names}")
-    # Without a key, `names` is the only name.
-    dtype, shape, first, end = entries[key or names]
+    names = sorted(entries)
+    dtype, shape, first, end = entries[named(path, key, names, names, "matrix")]
     if dtype not in TYPES:
         raise InputError(f"{path} holds {dtype}; features are read from {', '.join(TYPES)}")
     if end - first != math.prod(shape) * TYPES[dtype].itemsize:
@@ -471,6 +467,22 @@ def _of_safetensors(path: Path, stream: Any, key: str | None) -> Place:
             f"{shape}; write it again"
         )
     return shape, TYPES[dtype], 8 + length + first
+
+
+def named(
+    holder: Path | str, key: str | None, names: Sequence[str], suited: Sequence[str], what: str
+) -> str:
+    """Return the name in a file that the user gave, or the only one that is suited.
+
+    Raises:
+        InputError: there is no such name, or without one not exactly one that is suited.
+    """
+    if key is not None and key not in names:
+        raise InputError(f"{holder} has no {key!r}; it holds {', '.join(names)}")
+    if key is None and len(suited) != 1:
+        listed = ", ".join(names) or "nothing"
+        raise InputError(f"{holder} holds {listed}; say which {what} with key=")
+    return key or suited[0]
 
 
 def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
