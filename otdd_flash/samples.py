@@ -1,8 +1,9 @@
 """`LabeledSamples`: a weighted, labelled point cloud, the input of every transport problem.
 
-Nearly every package imports it; `data.given` and `extractors.embedding` make samples of the user's
-objects. This module also holds the checks of their parts (`check_squares`, `check_masses`) and the
-comparison of content (`same_content`). `displaced` makes derived copies without checks.
+Nearly every package imports it; `LabeledDataset.with_features` (`data.dataset`) makes samples of
+the user's datasets. This module also holds the checks of their parts (`check_squares`,
+`check_masses`) and the comparison of content (`same_content`). `displaced` makes derived copies
+without checks.
 
 A change must respect that samples are valid by construction, that numbers are never rounded
 silently, and that features stay where they are: in a file (`features.file_features`), in shared

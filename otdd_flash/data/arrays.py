@@ -1,7 +1,7 @@
 """Arrays of the user's own files: npz archives, .npy files, csv and parquet tables.
 
 `data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals.potentials` calls
-`read_npy`. `data.hugging_face` finds its label and weight columns by `find_label` and
+`read_npy`. `data.hugging_face` chooses its columns by `check_columns`, `find_label` and
 `find_weights`, and checks text files by `check_rounded_text` and `check_spelled`.
 
 A change must keep these. Pickled objects are never loaded, because loading them runs code that a
@@ -185,7 +185,7 @@ def _read_table(
             f"{path}: its first column has no name, is taken for row numbers and left out",
             DataNotice,
         )
-    columns, choices = tuple(table.columns), []
+    columns, choices = tuple(table.columns), list[str]()
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise InputError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
     check_columns([*(features or ()), label], columns, str(path))
@@ -264,7 +264,7 @@ def _csv(path: Path) -> Any:
     return table
 
 
-def _texts(path: Path, place: int) -> Any:
+def _texts(path: Path | str, place: int) -> Any:
     """Read a column as the file spells it."""
     import pandas as pd
 
@@ -286,11 +286,11 @@ def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
     return True
 
 
-def check_rounded_text(path: Path, table: Any, columns: Sequence[str]) -> None:
+def check_rounded_text(path: Path | str, table: Any, columns: Sequence[str]) -> None:
     """Refuse numbers of a csv file that pandas rounded.
 
     Args:
-        path: the file.
+        path: the file, or its address.
         table: all its rows, as pandas read them.
         columns: the columns to check.
 

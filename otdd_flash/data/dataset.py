@@ -1,8 +1,9 @@
 """A labelled dataset before feature extraction: raw inputs, class indices, optional weights.
 
 `LabeledDataset` is what `load` returns and `embed` takes; all readers of `data`,
-`extractors.embedding`, `commands.sides` and `commands.study` use it. `LazyItems` is a sequence of
-inputs that are read on access. `as_inputs` decides by shape whether arrays are vectors or images;
+`extractors.embedding`, `commands.sides` and `commands.study` use it; its `with_features` makes
+samples, for `extractors.embedding` and `data.given`. `LazyItems` is a sequence of inputs that are
+read on access. `as_inputs` decides by shape whether arrays are vectors or images;
 `data.arrays`, `data.given`, `data.hugging_face` and `data.image_datasets` call it.
 
 A change must keep the order of rows and the meaning of `rows`, the row numbers in the original

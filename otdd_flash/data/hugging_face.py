@@ -338,14 +338,14 @@ def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> 
         return
     for file in texts:
         with reading(Path(file)):
-            match "" if is_address(file) else Path(file).suffix.lower():
+            match Path(file).suffix.lower():
                 case ".csv":
                     import pandas as pd
 
                     rows = pd.read_csv(file)
-                    check_rounded_text(Path(file), rows, [c for c in columns if c in rows.columns])
+                    check_rounded_text(file, rows, [c for c in columns if c in rows.columns])
                 case ".json" | ".jsonl":
-                    for row, record in enumerate(_records(Path(file))):
+                    for row, record in enumerate(_records(file)):
                         for column in columns:
                             for number in _decimals(record.get(column)):
                                 check_spelled(f"column {column!r} of {file}", number, row)
@@ -356,9 +356,12 @@ def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> 
                     )
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def _records(file: str) -> list[dict[str, Any]]:
     """Return the rows of a json file (an array, or one row a line), with numbers as Decimal."""
-    text = path.read_text(encoding="utf-8")
+    import fsspec
+
+    with fsspec.open(file, "rt", encoding="utf-8") as stream:
+        text = stream.read()
     decoder = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
         found = decoder.decode(text)
@@ -451,7 +454,7 @@ def _choose_columns(
     named = [inputs] if isinstance(inputs, str) else list(inputs or ())
     check_columns([*named, label], tuple(kinds), where)
     weight_column = find_weights(tuple(kinds), weights, where)
-    choices = []
+    choices: list[str] = []
     free = [column for column in kinds if column not in (weight_column, *named)]
     if label is None:
         classes = [column for column in free if kinds[column] == "class"]
