@@ -291,7 +291,8 @@ def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArra
     kinds = set(map(type, objects))
     if not all(issubclass(kind, numbers.Real | Decimal) for kind in kinds):
         missing = np.fromiter(map(is_missing, objects), bool, len(objects)).reshape(array.shape)
-        if missing.any():
+        # A single object has no rows to name.
+        if array.ndim:
             _refuse_gaps(what, MISSING, missing, column and column.name)
         return array
     if all(issubclass(kind, numbers.Integral) for kind in kinds):
