@@ -4,7 +4,7 @@ A check is called with the argument's name and value. It returns the value to us
 `InputError` of one sentence: the name, what is accepted, the value given. Numbers of any library
 become Python's own; bool is not a number, 1.5 is not an integer, text is neither. `arguments`
 imports nearly all of it. Some thirty other modules use parts: `shown` for values in messages
-(`data.table`, `solver.hessian`, ...), `path` (`data.request`, `files.cache`, ...), and checks that
+(`data.arrays`, `solver.hessian`, ...), `path` (`data.request`, `files.cache`, ...), and checks that
 they declare beside `takes`, such as `optional` and `tensor` (`solver.loss`, `batched.plans`, ...).
 
 This module must not import torch or read arrays: whether values are finite is checked where they

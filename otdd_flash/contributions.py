@@ -21,8 +21,9 @@ must be treated here, or its contributions count W as fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,8 +31,6 @@ from torch import Tensor
 
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
-from otdd_flash.labels.metrics import Gaussian, Means
-from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.operators.cloud import mass_per_class
@@ -85,7 +84,7 @@ def contributions_of(
         NotConvergedWarning: potentials are not determined, and not `required`.
     """
     debias = divergence.xx is not None
-    moved = any(True for _ in _metrics(method))
+    moved = bool(_tables(method))
     needs: Needs = frozenset({"a", "classes"}) if moved else frozenset({"a"})
     gradient = DivergenceGradient(problem, needs, debias=debias)
     for name, term in divergence.terms.items():
@@ -146,8 +145,8 @@ def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor 
     clouds = _clouds(source, masses) + _clouds(target, target.masses)
     pairs = all_pairs(len(clouds))
     scale = float(problem.table.abs().max())
-    for metric in _metrics(method):
-        values = _measured(clouds, pairs, metric)
+    for measured in _tables(method):
+        values = measured(clouds, pairs)
         table = symmetric_table(values, pairs, len(clouds)).to(by_table.device)
         if float((table.detach() - problem.table).abs().max()) > SAME_TABLE * scale:
             # The table is of other rows, as with labels.full, or of other settings.
@@ -157,21 +156,14 @@ def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor 
     return None
 
 
-def _metrics(method: str) -> Iterator[LabelMetric]:
-    """Yield the metrics of a method whose distances move with masses, the usual one first."""
+def _tables(method: str) -> list[Callable[[list[ClassCloud], Tensor], Tensor]]:
+    """Return the measures of a method whose distances move with masses, the usual one first."""
     if method == "means":
-        yield Means()
-    elif method == "gaussian":
-        for diagonal in (False, True):
-            for unbiased in (True, False):
-                yield Gaussian(unbiased=unbiased, diagonal=diagonal)
-
-
-def _measured(clouds: list[ClassCloud], pairs: Tensor, metric: LabelMetric) -> Tensor:
-    if not isinstance(metric, Gaussian):
-        return mean_table(clouds, pairs)
-    measure = diagonal_gaussian_table if metric.diagonal else gaussian_table
-    return measure(clouds, pairs, metric.unbiased)
+        return [mean_table]
+    if method != "gaussian":
+        return []
+    tables = gaussian_table, diagonal_gaussian_table
+    return [partial(table, unbiased=unbiased) for table in tables for unbiased in (True, False)]
 
 
 def _clouds(samples: LabeledSamples, masses: Tensor) -> list[ClassCloud]:

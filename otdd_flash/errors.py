@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from otdd_flash.shown import display, sentence
 
@@ -38,6 +40,15 @@ def prefixed(where: str, error: InputError) -> InputError:
     """Return the error with a place before its sentence; the caller raises it from the original."""
     kind = UserCodeError if isinstance(error, UserCodeError) else InputError
     return kind(f"{where}: {error}")
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Put a place before the sentence of an `InputError` that is raised inside."""
+    try:
+        yield
+    except InputError as error:
+        raise prefixed(where, error) from error
 
 
 class ConvergenceError(RuntimeError):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,16 +36,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.features.file_features import FileFeatures, row_blocks
 from otdd_flash.real_numbers import in_one_row
 
 if TYPE_CHECKING:
     from otdd_flash.samples import LabeledSamples
 
 
-# Bytes of features that are digested at once, and the modulus of sums.
-BLOCK_BYTES = 1 << 24
-
+# Modulus of the sums of digests.
 MODULUS = 1 << 256
 
 # Version of the digest: fingerprints of other versions cannot be compared.
@@ -64,7 +62,7 @@ def fingerprint(
         class_names: names of the classes.
     """
     total = 0
-    for rows in _blocks(features):
+    for rows in row_blocks(len(features), features.shape[1] * features.element_size()):
         values = _read(features, rows)
         values = values if values.dtype == torch.float64 else values.to(torch.float32)
         others = [part[rows].cpu().numpy() for part in (labels, weights) if part is not None]
@@ -89,18 +87,12 @@ def digest_of_rows(features: Tensor, *, first: int = 0) -> int:
         first: number of the first row in the whole matrix.
     """
     total = 0
-    for rows in _blocks(features):
+    for rows in row_blocks(len(features), features.shape[1] * features.element_size()):
         numbers = torch.arange(first + rows.start, first + rows.stop)
         total += _sum_of_digests(
             np.concatenate([_bytes(numbers), _bytes(_read(features, rows))], 1)
         )
     return total % MODULUS
-
-
-def _blocks(features: Tensor) -> Iterator[slice]:
-    size = max(1, BLOCK_BYTES // (features.shape[1] * features.element_size()))
-    for start in range(0, len(features), size):
-        yield slice(start, min(start + size, len(features)))
 
 
 def _sum_of_values(columns: Sequence[NDArray[Any]], dtype: str) -> int:

@@ -1,7 +1,7 @@
 """The offline mode of libraries: without permission nothing is fetched.
 
 `network` must be around every call of a library that could fetch models or data, because without
-`download` nothing may leave this machine; `data.hugging_face`, `data.torchvision_class`,
+`download` nothing may leave this machine; `data.hugging_face`, `data.image_datasets`,
 `extractors.sentence_embedding` and `extractors.vision_models` use it. `data.request` uses
 `is_address` and recognises `RefusedAddress`. Attributes of libraries are replaced for the time of
 the call and restored in any case, so that the user's own use of them is unchanged.

@@ -39,12 +39,14 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.files.atomic import json_content, write_json
 from otdd_flash.files.result_files import COMPUTE_AGAIN, SUMMARY_FILE
-from otdd_flash.files.tensor_file import CHECKSUM, DamagedFileError, checksum, warn_unchecked
-from otdd_flash.files.written_by import (
+from otdd_flash.files.tensor_file import (
+    CHECKSUM,
     FORMAT,
     FORMAT_KEY,
+    DamagedFileError,
     LaterFormatError,
     check_format,
+    checksum,
     other_version,
 )
 from otdd_flash.labels import (
@@ -444,18 +446,12 @@ class PairwiseResult:
         Raises:
             InputError: the directory holds no complete result, a damaged one, or one of a later
                 version.
-
-        Warns:
-            DataNotice: an earlier version wrote it, without a checksum.
         """
         path = Path(path)
         versions: dict[str, Any] = {}
         try:
             content = json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8"))
-            mark = content.pop(CHECKSUM, None)
-            if mark is None:
-                warn_unchecked(path / SUMMARY_FILE)
-            elif mark != _checksum(content, path / TABLE_FILE):
+            if content.pop(CHECKSUM) != _checksum(content, path / TABLE_FILE):
                 raise DamagedFileError("its checksum does not match")
             versions = dict(content.get("versions", {}))
             check_format(path / SUMMARY_FILE, {**versions, FORMAT_KEY: content.pop(FORMAT_KEY, 0)})

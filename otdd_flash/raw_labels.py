@@ -3,7 +3,7 @@
 `encode_labels` maps integers or text in any numbering to class indices; `samples` and
 `data.dataset` call it, and these, `data.given` and `integrations.sklearn` call its parts.
 `columns_of` reads columns of pandas, pyarrow and Hugging Face, nullable, categorical or nested;
-`real_numbers`, `data.table` and `data.hugging_face` use it. `frame_of` makes the pandas tables of
+`real_numbers`, `data.arrays` and `data.hugging_face` use it. `frame_of` makes the pandas tables of
 `result`, `pairwise`, `flows.result`, `sliced.result` and `study.result`.
 
 NumPy's own conversion turns integers into floats as soon as one is missing, or beside floats, and
@@ -18,6 +18,7 @@ import numbers
 import sys
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -66,7 +67,9 @@ def encode_labels(labels: Any) -> tuple[NDArray[np.int64], tuple[str, ...]]:
             f"{missing_rows(missing)}; leave those rows out of features and labels, or label them"
         )
     values = without_fractions(values)
-    if values.dtype.kind not in "iubU" and not _are_integers(values):
+    # `raw_values` leaves integers beyond 64 bits as objects.
+    integers = values.dtype.kind == "O" and all(isinstance(value, int) for value in values)
+    if values.dtype.kind not in "iubU" and not integers:
         way_out = "cut a continuous target into classes first"
         raise InputError(
             f"labels must be integers or strings, got {values.dtype} such as {values[:1].tolist()}"
@@ -300,11 +303,6 @@ def _is_whole(number: Any) -> bool:
         return False
 
 
-def _are_integers(values: NDArray[Any]) -> bool:
-    """Return whether objects are integers; `raw_values` leaves those beyond 64 bits as objects."""
-    return values.dtype.kind == "O" and all(isinstance(value, int) for value in values)
-
-
 class Column(NamedTuple):
     """One column of a table.
 
@@ -335,8 +333,7 @@ def frame_of(rows: Iterable[Any], kinds: Mapping[str, Any]) -> DataFrame:
 
 def is_complete(given: Any) -> bool:
     """Return whether a pandas table is one array of float32 or float64 without missing entries."""
-    pandas = sys.modules.get("pandas")
-    if pandas is None or not isinstance(given, pandas.DataFrame):
+    if not _is_of("pandas", given, "DataFrame"):
         return False
     dtypes = set(given.dtypes)
     if len(dtypes) != 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
@@ -346,37 +343,34 @@ def is_complete(given: Any) -> bool:
 
 def names_of_columns(given: Any) -> tuple[str, ...] | None:
     """Return a table's column names; None for an object that is no table."""
-    pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
-    if pandas is not None and isinstance(given, pandas.DataFrame):
+    if _is_of("pandas", given, "DataFrame"):
         return tuple(map(str, given.columns))
-    if pyarrow is not None and isinstance(given, pyarrow.Table | pyarrow.RecordBatch):
-        return tuple(given.schema.names)
-    return None
+    return tuple(given.schema.names) if _is_of("pyarrow", given, "Table", "RecordBatch") else None
 
 
 def columns_of(given: Any) -> list[Column] | None:
     """Return the columns of a table, or the only one of a series; None for any other object."""
     if is_a(given, HF_COLUMN):
         return [_of_hugging_face(given)]
-    pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
-    # Their objects exist only if the libraries were imported.
-    if pandas is not None:
-        if isinstance(given, pandas.DataFrame):
-            names = map(str, given.columns)
-            return [
-                _of_series(name, given.iloc[:, place], pandas) for place, name in enumerate(names)
-            ]
-        if isinstance(given, pandas.Index | pandas.api.extensions.ExtensionArray):
-            given = pandas.Series(given)
-        if isinstance(given, pandas.Series):
-            return [_of_series(None, given, pandas)]
-    if pyarrow is not None:
-        if isinstance(given, pyarrow.Table | pyarrow.RecordBatch):
-            names = given.schema.names
-            return [_of_arrow(name, given.column(place)) for place, name in enumerate(names)]
-        if isinstance(given, pyarrow.Array | pyarrow.ChunkedArray):
-            return [_of_arrow(None, given)]
-    return None
+    if _is_of("pandas", given, "Index", "api.extensions.ExtensionArray"):
+        import pandas
+
+        given = pandas.Series(given)
+    if _is_of("pandas", given, "Series"):
+        return [_of_series(None, given)]
+    if _is_of("pyarrow", given, "Array", "ChunkedArray"):
+        return [_of_arrow(None, given)]
+    if (names := names_of_columns(given)) is None:
+        return None
+    if _is_of("pandas", given, "DataFrame"):
+        return [_of_series(name, given.iloc[:, place]) for place, name in enumerate(names)]
+    return [_of_arrow(name, given.column(place)) for place, name in enumerate(names)]
+
+
+def _is_of(library: str, given: Any, *kinds: str) -> bool:
+    """Return whether an object is of a library's classes, which are imported if there is one."""
+    module = sys.modules.get(library)
+    return module is not None and any(isinstance(given, attrgetter(k)(module)) for k in kinds)
 
 
 def _of_hugging_face(column: Any) -> Column:
@@ -396,7 +390,9 @@ def _of_hugging_face(column: Any) -> Column:
     return Column(None, np.array(names)[np.where(missing, 0, found.values)], missing)
 
 
-def _of_series(name: str | None, series: Any, pandas: Any) -> Column:
+def _of_series(name: str | None, series: Any) -> Column:
+    import pandas
+
     if isinstance(series.dtype, pandas.ArrowDtype):
         import pyarrow
 
@@ -406,7 +402,7 @@ def _of_series(name: str | None, series: Any, pandas: Any) -> Column:
     if isinstance(present.dtype, pandas.CategoricalDtype):
         present = present.astype(present.cat.categories.dtype)
         if isinstance(present.dtype, pandas.ArrowDtype):
-            return _scattered(name, missing, _of_series(None, present, pandas).values)
+            return _scattered(name, missing, _of_series(None, present).values)
     # The NumPy type of pandas' masked types.
     plain = getattr(present.dtype, "numpy_dtype", None)
     values = np.asarray(present) if plain is None else present.to_numpy(dtype=plain)

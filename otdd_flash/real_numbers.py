@@ -1,6 +1,6 @@
 """Numbers in any container of the user's, converted to tensors exactly or refused.
 
-Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.table`,
+Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.arrays`,
 `data.hugging_face`, `labels.measuring`, `labels.table`, `extractors.plain`,
 `extractors.module_features`, `solver.matrix`,
 `solver.class_blocks`, `operators.cost_blocks`, `result`, `integrations.sklearn` and
@@ -40,6 +40,8 @@ from otdd_flash.raw_labels import (
 
 # float32 and float64 hold every integer up to these.
 LARGEST_INTEGER, LARGEST_IN_DOUBLE = 1 << 24, 1 << 53
+
+MISSING = "must be real numbers, and are missing"
 
 WIDE = (torch.int32, torch.uint32, torch.int64, torch.uint64)
 
@@ -158,7 +160,7 @@ def exact_array(what: str, values: Any) -> NDArray[Any]:
     """
     if not is_complete(values) and (columns := columns_of(values)) is not None:
         for column in columns:
-            _refuse_missing(what, column)
+            _refuse_gaps(what, MISSING, column.missing, column.name)
             kind = _plain(what, column.values, column).dtype.kind
             if column.name is not None and kind not in "fiubc":
                 raise InputError(
@@ -168,7 +170,7 @@ def exact_array(what: str, values: Any) -> NDArray[Any]:
         series = len(columns) == 1 and columns[0].name is None
         return _plain(what, columns[0].values) if series else side_by_side(what, columns)
     if isinstance(values, np.ma.MaskedArray):
-        _refuse_masked(what, np.ma.getmaskarray(values))
+        _refuse_gaps(what, "are masked", np.ma.getmaskarray(values))
     array: NDArray[Any] = np.asarray(values)
     if not hasattr(values, "__array__") and _holds_large(array):
         # NumPy turns integers beside floats into floats.
@@ -176,20 +178,27 @@ def exact_array(what: str, values: Any) -> NDArray[Any]:
     return _plain(what, array)
 
 
-def side_by_side(what: str, columns: list[Column]) -> NDArray[Any]:
-    """Return columns as a matrix (n, k); one column keeps its shape, (n,) as (n, 1).
+def side_by_side(what: str, columns: list[Column], *, double: bool = False) -> NDArray[Any]:
+    """Return columns of numbers as a matrix (n, k); one nested column keeps its shape.
 
-    Missing entries are 0. Arguments and errors as for `exact_array`.
+    Args:
+        what: name of the numbers in errors.
+        columns: if entries are missing, all become float64, and these NaN.
+        double: whether all become float64 anyway. Otherwise one column keeps its type, and several
+            take a common one.
+
+    Raises:
+        InputError: float64 would round a number.
     """
     parts = [_plain(what, column.values, column) for column in columns]
+    several = len(parts) > 1 and np.result_type(*(part.dtype for part in parts)) == np.float64
+    if double or several or any(column.missing.any() for column in columns):
+        doubles = [exact_doubles(what, *pair) for pair in zip(parts, columns, strict=True)]
+        for part, column in zip(doubles, columns, strict=True):
+            part[column.missing] = np.nan
+        parts = [*doubles]
     if len(parts) == 1:
         return parts[0][:, None] if parts[0].ndim == 1 else parts[0]
-    common = np.result_type(*(part.dtype for part in parts)) if parts else np.dtype(np.float64)
-    if common == np.float64:
-        parts = [
-            exact_doubles(what, part, column) if part.dtype.kind in "iu" else part
-            for part, column in zip(parts, columns, strict=True)
-        ]
     return np.column_stack(parts)
 
 
@@ -216,24 +225,6 @@ def exact_doubles(
         place = np.unravel_index(int(other.argmax()), array.shape)
         raise inexact(what, array[place], place, column and column.name)
     return double
-
-
-def doubles_of_columns(what: str, columns: list[Column]) -> NDArray[np.float64]:
-    """Return columns of numbers as a float64 matrix; one nested column keeps its shape.
-
-    Missing entries are NaN.
-
-    Raises:
-        InputError: float64 would round a number.
-    """
-    parts = []
-    for column in columns:
-        part = exact_doubles(what, _plain(what, column.values, column), column)
-        if column.missing.any():
-            part = np.array(part)
-            part[column.missing] = np.nan
-        parts.append(part)
-    return parts[0] if len(parts) == 1 and parts[0].ndim > 1 else np.column_stack(parts)
 
 
 def check_integers(what: str, values: Tensor | NDArray[Any]) -> None:
@@ -268,8 +259,14 @@ def inexact(what: str, value: Any, place: Any, column: str | None) -> InputError
         place: its row, and its column if they are a matrix.
         column: the name of its column, if it has one.
     """
+    row, *rest = map(int, place)
+    where = f"at row {row}"
+    if column is not None:
+        where += f", column {column!r}"
+    elif rest:
+        where += f", column {rest[0] if len(rest) == 1 else rest}"
     return InputError(
-        f"{what} must be numbers that float64 holds, got {shown(value)} {_where(place, column)}; "
+        f"{what} must be numbers that float64 holds, got {shown(value)} {where}; "
         "round them to float64 yourself, or subtract a common number first where differences are "
         "all that counts"
     )
@@ -294,8 +291,9 @@ def _of_objects(what: str, array: NDArray[Any], column: Column | None) -> NDArra
     kinds = set(map(type, objects))
     if not all(issubclass(kind, numbers.Real | Decimal) for kind in kinds):
         missing = np.fromiter(map(is_missing, objects), bool, len(objects)).reshape(array.shape)
-        if missing.any():
-            _refuse_missing(what, Column(column and column.name, array, missing))
+        # A single object has no rows to name.
+        if array.ndim:
+            _refuse_gaps(what, MISSING, missing, column and column.name)
         return array
     if all(issubclass(kind, numbers.Integral) for kind in kinds):
         integers = of_integers(list(map(int, objects)))
@@ -319,14 +317,6 @@ def _nearest(number: Any) -> float:
         return np.inf
 
 
-def _where(place: Any, column: str | None) -> str:
-    row, *rest = map(int, place)
-    if column is not None:
-        return f"at row {row}, column {column!r}"
-    columns = "" if not rest else f", column {rest[0] if len(rest) == 1 else rest}"
-    return f"at row {row}{columns}"
-
-
 def _holds_large(array: NDArray[Any]) -> bool:
     long = array.dtype.kind == "f" and array.dtype.itemsize > 2
     return long and bool((np.abs(array) >= LARGEST_IN_DOUBLE).any())
@@ -342,20 +332,10 @@ def _shared(array: NDArray[Any]) -> Tensor:
         return torch.as_tensor(array)
 
 
-def _refuse_missing(what: str, column: Column) -> None:
-    if column.missing.any():
-        rows = np.asarray(column.missing.reshape(len(column.missing), -1).any(1))
-        of = "" if column.name is None else f" in column {column.name!r}"
+def _refuse_gaps(what: str, how: str, gaps: NDArray[np.bool_], column: str | None = None) -> None:
+    if gaps.any():
+        rows = np.asarray(gaps.reshape(len(gaps) if gaps.ndim else 1, -1).any(1))
+        of = "" if column is None else f" in column {column!r}"
         raise InputError(
-            f"{what} must be real numbers, and are missing {rows_shown(rows)}{of}; leave those "
-            "rows out, or fill them with numbers"
-        )
-
-
-def _refuse_masked(what: str, masked: NDArray[np.bool_]) -> None:
-    if masked.any():
-        count = len(masked) if masked.ndim else 1
-        where = rows_shown(np.asarray(masked.reshape(count, -1).any(1)))
-        raise InputError(
-            f"{what} are masked {where}; leave those rows out, or fill them with numbers"
+            f"{what} {how} {rows_shown(rows)}{of}; leave those rows out, or fill them with numbers"
         )

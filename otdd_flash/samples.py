@@ -1,8 +1,9 @@
 """`LabeledSamples`: a weighted, labelled point cloud, the input of every transport problem.
 
-Nearly every package imports it; `data.given` and `extractors.embedding` make samples of the user's
-objects. This module also holds the checks of their parts (`check_squares`, `check_masses`) and the
-comparison of content (`same_content`). `displaced` makes derived copies without checks.
+Nearly every package imports it; `LabeledDataset.with_features` (`data.dataset`) makes samples of
+the user's datasets. This module also holds the checks of their parts (`check_squares`,
+`check_masses`) and the comparison of content (`same_content`). `displaced` makes derived copies
+without checks.
 
 A change must respect that samples are valid by construction, that numbers are never rounded
 silently, and that features stay where they are: in a file (`features.file_features`), in shared
@@ -29,8 +30,8 @@ from otdd_flash.arguments import Index, Positive, check_fields, takes
 from otdd_flash.checks import array
 from otdd_flash.devices import moved
 from otdd_flash.eager import check_transforms, own_settings, untraced
-from otdd_flash.errors import InputError, prefixed
-from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.errors import InputError, placed, prefixed
+from otdd_flash.features.file_features import FileFeatures, row_blocks
 from otdd_flash.fingerprint import Mark, fingerprint, mark_of
 from otdd_flash.raw_labels import (
     check_unrounded,
@@ -42,9 +43,6 @@ from otdd_flash.raw_labels import (
 )
 from otdd_flash.real_numbers import dense, in_double, in_floating_point, real_tensor
 from otdd_flash.shown import display
-
-# Bytes of features that are compared at once; no result depends on it.
-BLOCK_BYTES = 1 << 24
 
 # Limits of `mass`; a product beyond them is clamped. LEAST_MASS is also the mass where all weights
 # are 0 (`without_mass`).
@@ -142,12 +140,10 @@ class LabeledSamples:
             if given.without_mass:
                 raise InputError(f"{name}: {NO_MASS}")
             return given.detached()
-        try:
+        with placed(name):
             if isinstance(given, tuple):
                 return cls.from_arrays(*given, name=name).detached()
             return cls(given, None, (), name=name).detached()  # type: ignore[arg-type]
-        except InputError as error:
-            raise InputError(f"{name}: {error}") from error
 
     @classmethod
     def from_arrays(
@@ -514,6 +510,5 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one.dtype == other.dtype:
         return torch.equal(one[:1].to(home), other[:1]) and torch.equal(one.to(home), other)
     # Equal numbers in another type are equal content; PyTorch compares in the wider type.
-    size = max(1, BLOCK_BYTES // max(1, other[:1].nbytes))
-    blocks = [slice(0, 1), *(slice(first, first + size) for first in range(0, len(other), size))]
+    blocks = [slice(0, 1), *row_blocks(len(other), other[:1].nbytes)]
     return all(bool((one[rows].to(home) == other[rows]).all()) for rows in blocks)

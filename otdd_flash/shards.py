@@ -27,7 +27,7 @@ from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# If there are more class names than this, ranks compare a digest, which keeps the error short.
+# If there are more names than this, ranks compare a digest, which keeps the error short.
 MOST_NAMES = 20
 
 ADVICE = "start every rank in the same way"
@@ -111,18 +111,17 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
             )
 
     ranks.together(check)
-    class_names: Any = shard.class_names
-    if len(class_names) > MOST_NAMES:
-        # Names may hold lone surrogates, which UTF-8 alone refuses.
-        digest = sha256("\0".join(class_names).encode("utf-8", "surrogatepass")).hexdigest()
-        class_names = f"{len(class_names)} of digest {digest[:16]}"
+    # A shard without names of features, as of an array, takes those of the others.
+    named = [names for names in ranks.all_gathered_objects(shard.feature_names) if names]
+    feature_names = shard.feature_names or next(iter(named), None)
     for what, content in (
         ("the number of features", shard.dim),
+        ("names of features", _short(feature_names)),
         ("whether there are labels", shard.labels is not None),
         ("whether there are weights", shard.weights is not None),
-        ("class names", class_names),
+        ("class names", _short(shard.class_names)),
     ):
-        advice = "a shard may lack rows of a class, but names all classes in one order"
+        advice = "a shard may lack rows of a class, but names all classes and columns in one order"
         ranks.check_same(f"{what} of {name}", content, advice)
     # Integers became float32 or float64 by the numbers of their own shard; all take the wider type.
     dtypes = ranks.all_gathered_objects(shard.features.dtype)
@@ -137,5 +136,20 @@ def _whole(ranks: Ranks, name: str, shard: LabeledSamples) -> LabeledSamples:
             raise InputError(f"{name}: {NO_MASS}, as they are in all shards")
     # `subset_hash` and `mass` describe a shard; the whole is a dataset by itself.
     return replace(
-        shard, features=features, labels=labels, weights=weights, subset_hash=None, mass=1.0
+        shard,
+        features=features,
+        labels=labels,
+        weights=weights,
+        subset_hash=None,
+        mass=1.0,
+        feature_names=feature_names,
     )
+
+
+def _short(names: tuple[str, ...] | None) -> Any:
+    """Return names as ranks compare them: a digest if there are many."""
+    if names is None or len(names) <= MOST_NAMES:
+        return names
+    # Names may hold lone surrogates, which UTF-8 alone refuses.
+    digest = sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{len(names)} of digest {digest[:16]}"

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import otdd_flash as otdd
-from otdd_flash import fingerprint
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import InputError
+from otdd_flash.features import file_features
 
 DRAW = np.random.default_rng(0)
 X, Y = DRAW.normal(size=(16, 4)), DRAW.normal(size=(14, 4)) + 1
@@ -221,7 +221,7 @@ def test_one_content_has_one_fingerprint_whatever_holds_it(
     expected = otdd.LabeledSamples.from_arrays(HALF, LABELS, WEIGHTS).fingerprint
     assert otdd.LabeledSamples.from_arrays(*given).fingerprint == expected
     # In blocks of rows.
-    monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 12 * 7)
+    monkeypatch.setattr(file_features, "BLOCK_BYTES", 12 * 7)
     assert otdd.LabeledSamples.from_arrays(*given).fingerprint == expected
 
 

@@ -18,6 +18,7 @@ import otdd_flash.files.result_files
 from otdd_flash.distributed.shared import Shared
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
+from otdd_flash.files.tensor_file import save_tensors
 from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.streamed import StreamedOperator
@@ -245,11 +246,13 @@ def test_a_damaged_result_is_an_input_error(tmp_path):
         "missing key": {key: said[key] for key in said if key != "epsilon"},
         "short bounds": {**said, "terms": {**terms, "xy": xy}},
     }
-    for how in ("no tensors", "cut", "no summary", *summaries):
+    for how in ("no tensors", "cut", "of another program", "no summary", *summaries):
         tensors.unlink(missing_ok=True)
         if how in summaries:
-            save_file(parts, tensors, metadata={"summary": json.dumps(summaries[how])})
+            save_tensors(tensors, parts, {"summary": json.dumps(summaries[how])})
         elif how == "no summary":
+            save_tensors(tensors, parts, {})
+        elif how == "of another program":
             save_file(parts, tensors)
         elif how == "cut":
             tensors.write_bytes(whole[:-100])

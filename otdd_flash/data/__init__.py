@@ -1,7 +1,7 @@
 """Labelled datasets: the sources of raw inputs and labels, and the choice of rows.
 
-`registry` holds `load` and the sources by name; `arrays`, `table`, `image_folder`, `idx`,
-`hugging_face`, `torchvision_class` and `digits` read them; `given` converts objects that users
+`registry` holds `load` and the sources by name; `arrays`, `image_folder`,
+`image_datasets`, `hugging_face` and `digits` read them; `given` converts objects that users
 hold; `dataset` is the common form, `images` decodes, `subset` draws rows, `pseudo_labels` clusters,
 `request` holds the options that all sources share, and `writing` writes adapted samples.
 `commands.sides`, `commands.study`, `extractors.embedding` and the entry points that take samples

@@ -1,15 +1,22 @@
 """Arrays of the user's own files: npz archives, .npy files, csv and parquet tables.
 
 `data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals.potentials` calls
-`read_npy`. Tables are read by `data.table`. A change must respect that pickled objects are never
-loaded, because loading them runs code that a file may hold; that .npy files are mapped rather than
-copied, because they may exceed the memory; and that any choice that the user did not make is
-reported in a notice.
+`read_npy`. `data.hugging_face` chooses its columns by `check_columns`, `find_label` and
+`find_weights`, and checks text files by `check_rounded_text` and `check_spelled`.
+
+A change must keep these. Pickled objects are never loaded, because loading them runs code that a
+file may hold. .npy files are mapped rather than copied, because they may exceed the memory. An
+ambiguous choice of columns is an error, and any choice that the user did not make is reported in a
+notice. No integer is rounded silently, although pandas reads large ones as floats. pandas is
+imported in the functions that use it, because its import takes half a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from decimal import Context, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +24,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.arguments import Word
+from otdd_flash.checks import shown
 from otdd_flash.data.dataset import LabeledDataset, as_inputs
 from otdd_flash.data.request import Request, chosen, reading
-from otdd_flash.data.table import find_weights, read_table
-from otdd_flash.errors import InputError
+from otdd_flash.errors import DataNotice, InputError, warn
+from otdd_flash.raw_labels import columns_of
+from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, inexact, side_by_side
 from otdd_flash.shown import listing
+
+# pandas' name for a first column without a name, which `to_csv` writes for the row index.
+NAMELESS = "Unnamed: 0"
+
+# The pandas types with their own missing values, in which integers stay integers beside gaps.
+NULLABLE = "numpy_nullable"
+
+# Integers of 19 digits are the shortest that may exceed 64 bits.
+LONG_INTEGER = r"\s*[+-]?\d{19,}\s*"
+
+NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
+
+LABEL_NAMES = ("label", "labels", "class", "target", "y")
 
 
 def read_arrays(
@@ -56,16 +78,13 @@ def read_arrays(
     """
     request.one_part()
     file = request.locate("path", path)
-    names: NDArray[Any] | None = None
-    choices: tuple[str, ...] = ()
-    feature_names: tuple[str, ...] | None = None
-    if labels_path is not None and label is not None:
+    skip_label = labels_path is not None
+    if skip_label and label is not None:
         raise InputError(f"give label={label} or labels_path={labels_path}, and not both")
+    found: dict[str, Any]
     match file.suffix.lower():
         case ".npz":
-            inputs, labels, weights, names, choices = _read_npz(
-                file, features, label, request.weights, skip_label=labels_path is not None
-            )
+            found = _read_npz(file, features, label, request.weights, skip_label=skip_label)
         case ".npy":
             for key, value in (("features", features), ("label", label)):
                 if value is not None:
@@ -73,30 +92,24 @@ def read_arrays(
                         f"{key}={value} has no meaning for {file}, which holds one array; leave it "
                         "out, and give labels as labels_path=FILE.npy"
                     )
-            inputs, labels, weights = read_npy(file), None, None
+            found = {"inputs": read_npy(file)}
         case ".csv" | ".parquet":
             columns = [features] if isinstance(features, str) else features
-            skip_label = labels_path is not None
-            inputs, labels, weights, choices, feature_names = read_table(
-                file, columns, label, request.weights, skip_label=skip_label
-            )
+            found = _read_table(file, columns, label, request.weights, skip_label=skip_label)
         case _:
             raise InputError(
                 f"arrays cannot read {file}: its name must end in npz, npy, csv or parquet"
             )
-    if labels_path is not None:
-        labels, names = read_npy(request.locate("labels_path", labels_path)), None
-    inputs, modality = as_inputs(inputs, str(file))
+    if skip_label:
+        found["labels"] = read_npy(request.locate("labels_path", labels_path))
+    found["inputs"], modality = as_inputs(found["inputs"], str(file))
+    if found.get("weights") is None:
+        found["weights"] = request.masses()
     return LabeledDataset.from_raw(
-        inputs,
-        labels,
+        **{"labels": None, **found},
         modality=modality,
         name=file.stem,
-        class_names=None if names is None else names.tolist(),
-        weights=request.masses() if weights is None else weights,
         drop_unlabelled=drop_unlabelled,
-        choices=choices,
-        feature_names=feature_names,
     )
 
 
@@ -114,14 +127,8 @@ def _read_npz(
     weights: str | None,
     *,
     skip_label: bool,
-) -> tuple[
-    NDArray[Any],
-    NDArray[Any] | None,
-    NDArray[Any] | None,
-    NDArray[Any] | None,
-    tuple[str, ...],
-]:
-    """Read inputs, labels, weights, class names, and the choices made beside the keys x and y."""
+) -> dict[str, Any]:
+    """Read an npz file; return what `LabeledDataset.from_raw` takes, by the arguments' names."""
     if features is not None and not isinstance(features, str):
         raise InputError(f"features={list(features)}: an npz file has its inputs under one key")
     with reading(path), np.load(path, allow_pickle=False) as archive:
@@ -133,20 +140,259 @@ def _read_npz(
             return np.asarray(archive[key])
 
         label = label or ("y" if "y" in keys and not skip_label else None)
-        labels = None if label is None else read(label)
-        named = label == "y" and "class_names" in keys and read("y").dtype.kind in "iu"
         weight_key = find_weights(keys, weights or ("w" if "w" in keys else None), str(path))
-        inputs = read(features or "x")
-        taken = {features or "x", label, weight_key, *(("class_names",) if named else ())}
+        taken = {"inputs": features or "x", "labels": label, "weights": weight_key}
+        if label == "y" and "class_names" in keys and read("y").dtype.kind in "iu":
+            taken["class_names"] = "class_names"
         choices = [] if weights or weight_key is None else [f"weights are its key {weight_key!r}"]
         if label is None and not skip_label:
             choices.append("it is taken as unlabelled, as it has no key 'y'")
-        if unread := [key for key in keys if key not in taken]:
+        if unread := [key for key in keys if key not in taken.values()]:
             choices.append(f"not read: {listing(unread, 10)}")
-        return (
-            inputs,
-            labels,
-            None if weight_key is None else read(weight_key),
-            read("class_names") if named else None,
-            chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY"),
+        found: dict[str, Any] = {name: read(key) for name, key in taken.items() if key is not None}
+        found["choices"] = chosen(str(path), choices, "features=KEY, label=KEY and weights=KEY")
+        return found
+
+
+def _read_table(
+    path: Path,
+    features: Sequence[str] | None,
+    label: str | None,
+    weights: str | None,
+    *,
+    skip_label: bool,
+) -> dict[str, Any]:
+    """Read the columns of a csv or parquet file; return what `LabeledDataset.from_raw` takes.
+
+    Raises:
+        InputError: unreadable file, no such column, two of one name, text in an input column, or an
+            ambiguous label.
+
+    Warns:
+        DataNotice: which columns were chosen, if they are not named.
+    """
+    import pandas as pd
+
+    with reading(path):
+        is_text = path.suffix.lower() == ".csv"
+        table = _csv(path) if is_text else pd.read_parquet(path, dtype_backend=NULLABLE)
+    if len(table) == 0:
+        raise InputError(f"{path} is empty: it has no rows")
+    table.columns = [str(column) for column in table.columns]
+    if table.columns[0] == NAMELESS:
+        table = table.drop(columns=NAMELESS)
+        warn(
+            f"{path}: its first column has no name, is taken for row numbers and left out",
+            DataNotice,
         )
+    columns, choices = tuple(table.columns), list[str]()
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise InputError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
+    check_columns([*(features or ()), label], columns, str(path))
+    weight_column = find_weights(columns, weights, str(path))
+    text = [c for c in columns if not pd.api.types.is_numeric_dtype(table[c])]
+    if label is None and not skip_label:
+        free = [c for c in columns if c not in (weight_column, *(features or ()))]
+        label, choices = find_label(free, [c for c in free if c in text], str(path))
+    inputs = list(features) if features else [c for c in columns if c not in (label, weight_column)]
+    if not features:
+        others = "other column" if len(inputs) == 1 else f"{len(inputs)} other columns"
+        choices.append(f"inputs are its {others}: {listing(inputs, 10)}")
+    if not inputs:
+        raise InputError(f"{path} has no input column besides {label!r}; {listed(columns)}")
+    numeric = inputs if weight_column is None else [*inputs, weight_column]
+    for column in numeric:
+        if column in text and not _holds_numbers(table, column, is_text=is_text):
+            first = next(iter(table[column].dropna()), "")
+            way_out = "name the inputs with features=[...]"
+            if column == weight_column:
+                way_out = "name another with weights=COLUMN"
+            elif isinstance(first, list | np.ndarray):
+                way_out = f"read it with huggingface, which takes lists, or {way_out}"
+            raise InputError(
+                f"column {column!r} of {path} holds "
+                f"{'text' if isinstance(first, str) else shown(first)}, not numbers; {way_out}; "
+                f"{listed(columns)}"
+            )
+    if is_text:
+        check_rounded_text(path, table, numeric)
+    numbers = columns_of(table[inputs])
+    assert numbers is not None
+    way_out = "features=[COLUMN, ...]" if skip_label else "label=COLUMN and features=[COLUMN, ...]"
+    return {
+        "inputs": side_by_side(f"{path}: inputs", numbers, double=True),
+        "labels": None if label is None else table[label],
+        "weights": None if weight_column is None else table[weight_column],
+        "choices": chosen(str(path), choices, way_out),
+        "feature_names": tuple(inputs),
+    }
+
+
+def _csv(path: Path) -> Any:
+    """Read a csv file; its first field is never taken for row names.
+
+    pandas would take it so where rows have one field more than the first line (`index_col=False`).
+
+    Raises:
+        InputError: rows have more fields than the first line names.
+    """
+    import pandas as pd
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try:
+            table = pd.read_csv(path, index_col=False, dtype_backend=NULLABLE)
+        except pd.errors.ParserWarning:
+            raise InputError(
+                f"{path}: its rows have more fields than its first line names, so that it is open "
+                "which names belong to which; name every column"
+            ) from None
+    for place, dtype in enumerate(table.dtypes):
+        if isinstance(dtype, pd.StringDtype):
+            column = table.columns[place]
+            if bool(table[column].str.fullmatch(LONG_INTEGER).any()):
+                # Integers beyond 64 bits: pandas has lost which entries of the column are missing.
+                table[column] = _texts(path, place)
+    # pandas renames columns of one name to label and label.1.
+    first = pd.read_csv(path, index_col=False, header=None, nrows=1, dtype=str)
+    names = [str(name) for name in first.iloc[0].fillna("")]
+    if len(names) == len(table.columns):
+        table.columns = [
+            name if name and names.count(name) > 1 else column
+            for name, column in zip(names, table.columns, strict=True)
+        ]
+    return table
+
+
+def _texts(path: Path | str, place: int) -> Any:
+    """Read a column as the file spells it."""
+    import pandas as pd
+
+    return pd.read_csv(path, index_col=False, usecols=[place], dtype="string").iloc[:, 0]
+
+
+def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
+    """Return whether a text column of pandas holds decimals or integers beyond 64 bits.
+
+    pandas leaves these as text when it reads a text file; they become Decimals in `table`.
+    """
+    present = table[column].dropna()
+    if len(present) and all(isinstance(value, Decimal) for value in present):
+        return True
+    texts = present.astype(str)
+    if not is_text or not len(texts) or not bool(texts.str.fullmatch(NUMBER).all()):
+        return False
+    table[column] = table[column].astype(object).map(Decimal, na_action="ignore")
+    return True
+
+
+def check_rounded_text(path: Path | str, table: Any, columns: Sequence[str]) -> None:
+    """Refuse numbers of a csv file that pandas rounded.
+
+    Args:
+        path: the file, or its address.
+        table: all its rows, as pandas read them.
+        columns: the columns to check.
+
+    Raises:
+        InputError: a number was rounded; the message names its row.
+    """
+    import pandas as pd
+
+    for column in columns:
+        if not pd.api.types.is_float_dtype(table[column]):
+            continue
+        large = np.asarray((table[column].abs() >= LARGEST_IN_DOUBLE).fillna(False), dtype=bool)
+        if not large.any():
+            continue
+        names = pd.read_csv(path, index_col=False, nrows=0).columns
+        texts = _texts(path, names.get_loc(column))
+        for row in np.flatnonzero(large).tolist():
+            if re.fullmatch(NUMBER, texts.iloc[row]):
+                check_spelled(f"column {column!r} of {path}", Decimal(texts.iloc[row].strip()), row)
+
+
+def check_spelled(what: str, number: Decimal, row: int) -> None:
+    """Refuse a number from 2^53 on whose digits are not those of a float64 number.
+
+    The nearest float64 number, rounded to as many digits as the text has, must equal the text. So
+    the shortest text that identifies a float64 number, as `repr` writes it, passes.
+
+    Raises:
+        InputError: they differ.
+    """
+    nearest = float(number)
+    if LARGEST_IN_DOUBLE <= abs(nearest) < np.inf:
+        digits = len(number.as_tuple().digits)
+        if Context(prec=digits).create_decimal_from_float(nearest) != number:
+            raise inexact(what, int(number) if number == int(number) else number, (row,), None)
+
+
+def check_columns(named: Iterable[str | None], columns: Sequence[str], where: str) -> None:
+    """Refuse names that the user gave and no column has; None names none.
+
+    Raises:
+        InputError: there is such a name; the message lists the columns.
+    """
+    for column in named:
+        if column is not None and column not in columns:
+            raise InputError(f"{where} has no column {column!r}; {listed(columns)}")
+
+
+def find_label(
+    columns: Sequence[str], text: Sequence[str], where: str, *, kind: str = "text"
+) -> tuple[str | None, list[str]]:
+    """Find the label column: the one with a usual name, else the only one of `text`.
+
+    Args:
+        columns: the candidates.
+        text: those of them that may hold labels whatever their name.
+        where: the table's name, for messages.
+        kind: what `text` columns hold, for messages.
+
+    Returns:
+        The column and the choice to report, or None and no choice if no column looks like labels.
+
+    Raises:
+        InputError: several columns are possible.
+
+    Warns:
+        DataNotice: no column looks like labels.
+    """
+    named = [column for column in columns if column.lower() in LABEL_NAMES]
+    candidates = named or list(text)
+    if len(candidates) > 1:
+        raise InputError(
+            f"{where}: the labels could be any of {listing(candidates)}; choose with "
+            f"label=COLUMN; {listed(columns)}"
+        )
+    if not candidates:
+        warn(
+            f"{where} has no column that looks like labels and is taken as unlabelled; name "
+            f"one with label=COLUMN; {listed(columns)}",
+            DataNotice,
+        )
+        return None, []
+    why = "by its name" if named else f"the only one of {kind}"
+    return candidates[0], [f"labels are its column {candidates[0]!r}, {why}"]
+
+
+def find_weights(columns: Sequence[str], weights: str | None, where: str) -> str | None:
+    """Return the column or key that `weights` names; None for a .npy file or no weights.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if weights is None or weights in columns:
+        return weights
+    if Path(weights).suffix.lower() == ".npy":
+        return None
+    raise InputError(
+        f"{where} has no weights {weights!r}: name a column, a key or a .npy file; "
+        f"there are: {listing(columns)}"
+    )
+
+
+def listed(columns: Sequence[str]) -> str:
+    """Return a list of the columns for messages."""
+    return f"its columns are: {listing(columns, 40)}"

@@ -1,9 +1,10 @@
 """A labelled dataset before feature extraction: raw inputs, class indices, optional weights.
 
 `LabeledDataset` is what `load` returns and `embed` takes; all readers of `data`,
-`extractors.embedding`, `commands.sides` and `commands.study` use it. `LazyItems` is a sequence of
-inputs that are read on access. `as_inputs` decides by shape whether arrays are vectors or images;
-`data.arrays`, `data.given`, `data.hugging_face` and `data.idx` call it.
+`extractors.embedding`, `commands.sides` and `commands.study` use it; its `with_features` makes
+samples, for `extractors.embedding` and `data.given`. `LazyItems` is a sequence of inputs that are
+read on access. `as_inputs` decides by shape whether arrays are vectors or images;
+`data.arrays`, `data.given`, `data.hugging_face` and `data.image_datasets` call it.
 
 A change must keep the order of rows and the meaning of `rows`, the row numbers in the original
 data: `subset_hash` is derived from them and identifies a subset in results. Integers are never
@@ -14,14 +15,18 @@ are not written to.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args, overload
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from otdd_flash.errors import DataNotice, InputError, prefixed, warn
+from otdd_flash.errors import DataNotice, InputError, placed, warn
 from otdd_flash.raw_labels import (
     check_one_dimensional,
     encode_labels,
@@ -38,7 +43,7 @@ from otdd_flash.real_numbers import (
     largest_integer,
     real_tensor,
 )
-from otdd_flash.samples import check_masses
+from otdd_flash.samples import LabeledSamples, check_masses
 
 Modality = Literal["image", "text", "array"]
 
@@ -160,23 +165,41 @@ class LabeledDataset:
         """
         return replace(self, weights=_as_masses(weights, self.name))
 
+    def with_features(
+        self, features: Tensor, feature_names: tuple[str, ...] | None = None
+    ) -> LabeledSamples:
+        """Return samples of these features (n, d), with everything else of the dataset."""
+        labels, weights = (
+            None if part is None else torch.from_numpy(part) for part in (self.labels, self.weights)
+        )
+        return LabeledSamples(
+            features,
+            labels,
+            self.class_names,
+            weights,
+            name=self.name,
+            subset_hash=self.subset_hash,
+            feature_names=feature_names,
+        )
+
 
 def concatenate(parts: Sequence[LabeledDataset], name: str) -> LabeledDataset:
-    """Join splits of one dataset; row numbers count through all of them.
+    """Join splits of one dataset, which have no weights; row numbers count through all of them.
 
     Raises:
-        InputError: only some splits have labels or weights, or their classes differ.
+        InputError: only some splits have labels, or their classes differ.
     """
     first = parts[0]
-    if any((part.labels is None) != (first.labels is None) for part in parts):
+    labels = [part.labels for part in parts if part.labels is not None]
+    if len(labels) not in (0, len(parts)):
         raise InputError(f"{name}: some splits have labels and others have none; load one split")
     if any(part.class_names != first.class_names for part in parts):
         raise InputError(f"{name}: the splits have different classes; load one split")
     return LabeledDataset(
         join_inputs([part.inputs for part in parts]),
-        None if first.labels is None else np.concatenate([_known(p.labels) for p in parts]),
+        np.concatenate(labels) if labels else None,
         first.class_names,
-        None if first.weights is None else np.concatenate([_known(p.weights) for p in parts]),
+        None,
         first.modality,
         name,
         feature_names=first.feature_names,
@@ -238,13 +261,11 @@ def _check_range(labels: NDArray[Any], class_names: Sequence[str], name: str) ->
 
 
 def _as_masses(values: ArrayLike, name: str) -> NDArray[np.float64]:
-    try:
+    with placed(name):
         given = in_double("weights", real_tensor("weights", values)).detach().cpu()
         # A copy: the caller may write to its own array.
         masses = np.array(given.numpy())
         check_masses(masses)
-    except InputError as error:
-        raise prefixed(name, error) from error
     return masses
 
 
@@ -262,13 +283,14 @@ def join_inputs(parts: Sequence[Sequence[Any] | NDArray[Any]]) -> Any:
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if len(arrays) == len(parts):
         return np.concatenate(arrays)
-    return LazyItems.chain(parts)
+    *starts, count = np.cumsum([0, *map(len, parts)]).tolist()
+    return LazyItems(partial(_of_parts, parts, starts), np.arange(count))
 
 
-def _known(values: NDArray[Any] | None) -> NDArray[Any]:
-    if values is None:
-        raise InputError("some splits have weights and others have none; load one split")
-    return values
+def _of_parts(parts: Sequence[Any], starts: Sequence[int], row: int) -> Any:
+    """Read one row of several sequences in turn, of which `starts` are the first rows."""
+    part = bisect_right(starts, row) - 1
+    return parts[part][row - starts[part]]
 
 
 def _hash_of(rows: NDArray[np.int64]) -> str:
@@ -276,67 +298,34 @@ def _hash_of(rows: NDArray[np.int64]) -> str:
 
 
 class LazyItems(Sequence[Any]):
-    """Items read one at a time by row number; a slice gives a list.
+    """Items read one at a time; a slice gives a list.
 
     Args:
-        fetch: reads the item at one row.
-        rows: (n,) the rows of this sequence, in order.
-        files: the file of each row number, if every item is one file.
+        fetch: reads the item of one key. It is pickled for other processes.
+        keys: (n,) the keys of the items, in order: row numbers, or names of files as objects.
     """
 
-    def __init__(
-        self,
-        fetch: Callable[[int], Any],
-        rows: NDArray[np.int64],
-        files: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, fetch: Callable[[Any], Any], keys: NDArray[Any]) -> None:
         self._fetch = fetch
-        self._rows = rows
-        self._files = files
+        self._keys = keys
 
     @property
     def paths(self) -> list[str] | None:
         """The n files of the items, or None if items are not files."""
-        if self._files is None:
-            return None
-        return [self._files[row] for row in self._rows.tolist()]
-
-    @classmethod
-    def chain(cls, parts: Sequence[Sequence[Any] | NDArray[Any]]) -> LazyItems:
-        """Join several sequences, still unread."""
-        ends = np.cumsum([len(part) for part in parts])
-        return cls(_Chained(parts, ends), np.arange(int(ends[-1])))
+        return self._keys.tolist() if self._keys.dtype == object else None
 
     def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
+        return len(self._keys)
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return [self._fetch(row) for row in self._rows[index].tolist()]
-        return self._fetch(int(self._rows[index]))
+            return [self._fetch(key) for key in self._keys[index].tolist()]
+        # As a list of one, whose entry is Python's own number.
+        return self._fetch(*self._keys[[index]].tolist())
 
     def take(self, rows: NDArray[np.int64]) -> LazyItems:
         """Return the items at these positions, still unread."""
-        return LazyItems(self._fetch, self._rows[rows], self._files)
-
-
-@dataclass(frozen=True)
-class _Chained:
-    """Reader of several sequences in turn; `ends` are their cumulative lengths."""
-
-    parts: Sequence[Sequence[Any] | NDArray[Any]]
-    ends: NDArray[np.int64]
-
-    def __call__(self, row: int) -> Any:
-        part = int(np.searchsorted(self.ends, row, side="right"))
-        start = 0 if part == 0 else int(self.ends[part - 1])
-        return self.parts[part][row - start]
+        return LazyItems(self._fetch, self._keys[rows])
 
 
 CHANNELS = (1, 3, 4)

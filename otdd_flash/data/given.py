@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from multiprocessing import get_all_start_methods
 from pathlib import Path
@@ -59,12 +61,12 @@ from otdd_flash.data.dataset import (
     take_inputs,
 )
 from otdd_flash.data.hugging_face import labeled_table
+from otdd_flash.data.image_datasets import known_labels, stored_images
 from otdd_flash.data.images import plain_item
 from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
-from otdd_flash.data.torchvision_class import known_labels, stored_images
 from otdd_flash.distributed.ranks import Progress
-from otdd_flash.errors import DataNotice, InputError, UserCodeError, prefixed, warn
+from otdd_flash.errors import DataNotice, InputError, UserCodeError, placed, prefixed, warn
 from otdd_flash.importing import user_code
 from otdd_flash.raw_labels import names_of_columns, raw_values, without_fractions
 from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
@@ -121,24 +123,8 @@ def opened(
             not fit in memory.
     """
     if is_a(given, HF_DATASET_CLASS, HF_STREAM_CLASS):
-        table, where = given, f"otdd.embed({name})"
-        if is_a(given, HF_STREAM_CLASS):
-            table = _first_rows(given, where, max_samples)
-        elif given.format["type"] == "custom":
-            raise InputError(
-                f"{name} has a transform of its own, and columns are read as they are stored; read "
-                f"{name}.with_format(None), or give a PyTorch dataset of pairs (input, label)"
-            )
-        elif set(shown_columns := given.format["columns"]) != set(given.column_names):
-            table = given.select_columns(shown_columns)
-        _check_length(len(table), name)
-        request = Request("huggingface", "all", weights=weights)
-        title, info = name, given.info
-        # Otherwise its name is the format of its files.
-        if info.dataset_name and info.dataset_name != info.builder_name:
-            title = f"{info.dataset_name} {given.split or ''}".strip()
-        dataset = labeled_table(table, title, where, request, input=input, label=label)
-        return subset(dataset, None, max_samples, seed)
+        found = _of_hugging_face(given, name, max_samples, weights, input=input, label=label)
+        return subset(found, None, max_samples, seed)
     for option, column in (("input", input), ("label", label), ("weights", weights)):
         if column is not None:
             raise InputError(
@@ -197,18 +183,9 @@ def as_samples(given: Samples, name: str) -> LabeledSamples:
     if not isinstance(inputs, np.ndarray):
         inputs = [inputs[row] for row in range(len(inputs))]
         _check_lengths(inputs, name)
-    try:
-        return LabeledSamples(
-            real_tensor("features", inputs),
-            None if dataset.labels is None else torch.from_numpy(dataset.labels),
-            dataset.class_names,
-            None if dataset.weights is None else torch.from_numpy(dataset.weights),
-            name=dataset.name,
-            subset_hash=dataset.subset_hash,
-            feature_names=dataset.feature_names,
-        ).detached()
-    except InputError as error:
-        raise prefixed(name, error) from error
+    with placed(name):
+        features = real_tensor("features", inputs)
+        return dataset.with_features(features, dataset.feature_names).detached()
 
 
 def check_vectors(dataset: LabeledDataset, way_out: str, name: str) -> None:
@@ -322,14 +299,13 @@ def _known(given: Any, name: str) -> tuple[Any, list[Any]] | None:
     if _changes_labels(given) or (labels := known_labels(given)) is None:
         return None
     labels = _label_list(labels, name)
-    with user_code(f"row 0 of {name}"):
-        first = given[0] if labels else None
+    _, first = _item_at(given, name, 0) if labels else ("", None)
     # Some datasets store labels of another kind than their items have.
     if not isinstance(first, tuple) or np.ndim(first[-1]) > 0 or not bool(first[-1] == labels[0]):
         return None
     if getattr(given, "transform", None) is None and getattr(given, "transforms", None) is None:
         return stored_images(given), labels
-    return LazyItems(_Inputs(given, name), np.arange(len(given))), labels
+    return LazyItems(partial(_input_at, given, name), np.arange(len(given))), labels
 
 
 def _rows_of(indices: Any, count: int, name: str) -> NDArray[np.int64]:
@@ -347,18 +323,16 @@ def _rows_of(indices: Any, count: int, name: str) -> NDArray[np.int64]:
     return rows.astype(np.int64)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Reader of a dataset's inputs; a class, so that it can be pickled for other processes."""
+def _input_at(dataset: Any, name: str, row: int) -> Any:
+    place, item = _item_at(dataset, name, row)
+    return _input(_pair(item, place)[0], place)
 
-    dataset: Any
-    name: str
 
-    def __call__(self, row: int) -> Any:
-        place = f"row {row} of {self.name}"
-        with user_code(place):
-            item = self.dataset[row]
-        return _input(_pair(item, place)[0], place)
+def _item_at(dataset: Any, name: str, row: int) -> tuple[str, Any]:
+    """Read an item of a user's dataset; return it after its place, such as `row 3 of NAME`."""
+    place = f"row {row} of {name}"
+    with user_code(place):
+        return place, dataset[row]
 
 
 def _labelled(
@@ -480,12 +454,8 @@ class ReadOnce:
             inputs = _stacked(chunk, self.name)
             given = LabeledDataset(inputs, None, (), None, _modality(chunk[0]), self.name)
             first = len(labels) - len(chunk)
-            try:
+            with placed(f"{self.name} from row {first} on") if first else nullcontext():
                 parts.append(extract(given))
-            except InputError as error:
-                if first == 0:
-                    raise
-                raise prefixed(f"{self.name} from row {first} on", error) from error
             if parts[-1].shape[1:] != parts[0].shape[1:]:
                 raise InputError(
                     f"inputs of {self.name} have no common feature dimension: "
@@ -580,11 +550,7 @@ def _at(
 ) -> Iterator[tuple[str, Any]]:
     """Read the items of some rows; yield each with its place."""
     if num_workers == 0:
-        for row in rows.tolist():
-            place = f"row {row} of {name}"
-            with user_code(place):
-                item = given[row]
-            yield place, item
+        yield from (_item_at(given, name, row) for row in rows.tolist())
         return
     loader = DataLoader(
         Subset(given, rows.tolist()),
@@ -603,35 +569,54 @@ def _at(
 
 def _of_loader(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Read a `DataLoader` with batches (inputs, labels); yield each item with its place."""
-    for place, batch in _collated(loader, name):
-        inputs, labels = _pair(batch, place)
-        if loader.batch_size is None and loader.batch_sampler is None and np.ndim(labels) == 0:
-            # Without batching the loader yields the items of its dataset.
-            yield place, batch
-            continue
-        if isinstance(inputs, Mapping | str) or not hasattr(inputs, "__len__"):
-            raise InputError(
-                f"{place} has {_described(inputs)} for inputs, and a tensor, an array or a list of "
-                f"them is needed; {HOW_TO_PAIR}"
-            )
-        if not hasattr(labels, "__len__") or len(inputs) != len(labels):
-            raise InputError(
-                f"{place} has {len(inputs)} inputs, and its labels are {_described(labels)}; give "
-                "one for each"
-            )
-        for row, pair in enumerate(zip(inputs, labels, strict=True)):
-            yield f"item {row} of {place}", pair
-
-
-def _collated(loader: Any, name: str) -> Iterator[tuple[str, Any]]:
     try:
-        yield from _each(loader, "batch", name)
+        for place, batch in _each(loader, "batch", name):
+            inputs, labels = _pair(batch, place)
+            if loader.batch_size is None and loader.batch_sampler is None and np.ndim(labels) == 0:
+                # Without batching the loader yields the items of its dataset.
+                yield place, batch
+                continue
+            if isinstance(inputs, Mapping | str) or not hasattr(inputs, "__len__"):
+                raise InputError(
+                    f"{place} has {_described(inputs)} for inputs, and a tensor, an array or a "
+                    f"list of them is needed; {HOW_TO_PAIR}"
+                )
+            if not hasattr(labels, "__len__") or len(inputs) != len(labels):
+                raise InputError(
+                    f"{place} has {len(inputs)} inputs, and its labels are {_described(labels)}; "
+                    "give one for each"
+                )
+            for row, pair in enumerate(zip(inputs, labels, strict=True)):
+                yield f"item {row} of {place}", pair
     except UserCodeError as error:
         if "PIL" not in str(error):
             raise
         raise InputError(
             f"{error}; give its dataset itself, or one whose transform makes tensors"
         ) from error
+
+
+def _of_hugging_face(
+    given: Any, name: str, max_samples: int | None, weights: str | None, **columns: Any
+) -> LabeledDataset:
+    """Convert a `datasets.Dataset`, or the first rows of a `datasets.IterableDataset`."""
+    table, where = given, f"otdd.embed({name})"
+    if is_a(given, HF_STREAM_CLASS):
+        table = _first_rows(given, where, max_samples)
+    elif given.format["type"] == "custom":
+        raise InputError(
+            f"{name} has a transform of its own, and columns are read as they are stored; read "
+            f"{name}.with_format(None), or give a PyTorch dataset of pairs (input, label)"
+        )
+    elif set(shown_columns := given.format["columns"]) != set(given.column_names):
+        table = given.select_columns(shown_columns)
+    _check_length(len(table), name)
+    title, info = name, given.info
+    # Otherwise its name is the format of its files.
+    if info.dataset_name and info.dataset_name != info.builder_name:
+        title = f"{info.dataset_name} {given.split or ''}".strip()
+    request = Request("huggingface", "all", weights=weights)
+    return labeled_table(table, title, where, request, **columns)
 
 
 def _first_rows(stream: Any, name: str, most: int | None) -> Any:
@@ -694,13 +679,13 @@ def _input(value: Any, place: str) -> Any:
     if isinstance(value, Image.Image):
         return plain_item(value, place)
     what = f"the input of {place}"
+    vector = isinstance(value, list | tuple) and all(isinstance(x, numbers.Real) for x in value)
     if isinstance(value, Tensor):
-        tensor = real_tensor(what, dense(what, value.detach())).cpu()
-        tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        tensor = _on_host(what, value)
         # A copy, as a dataset may reuse the memory for its next item.
         if tensor.ndim > 0 and tensor.numel() > 0:
             return tensor.clone() if tensor.ndim > 1 else np.array(tensor.numpy())
-    elif hasattr(value, "__array__") or _is_vector(value):
+    elif vector or hasattr(value, "__array__"):
         array = exact_array(what, value)
         if array.dtype.kind in "fiub" and array.ndim > 0 and array.size > 0:
             return np.array(array)
@@ -708,10 +693,6 @@ def _input(value: Any, place: str) -> Any:
         f"{what} must be a vector, an image or a text, got {_described(value)}; give an array, a "
         "tensor, an image of PIL or a string"
     )
-
-
-def _is_vector(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(x, numbers.Real) for x in value)
 
 
 def _label(value: Any, place: str) -> Any:
@@ -741,14 +722,18 @@ def _array_inputs(values: Any, name: str) -> Any:
     what = f"{name}: inputs"
     if isinstance(values, list):
         return [_input(item, f"row {row} of {name}") for row, item in enumerate(values)]
-    values = dense(what, values)
     if isinstance(values, Tensor):
-        tensor = real_tensor(what, values).detach().cpu()
-        tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        tensor = _on_host(what, values)
         if tensor.ndim > 2:
             return list(tensor.unbind(0))
         return as_inputs(tensor.numpy(), name)[0]
-    array = exact_array(what, values)
+    array = exact_array(what, dense(what, values))
     if array.dtype.kind not in "fiub" and array.ndim == 1:
         return _array_inputs(array.tolist(), name)
     return as_inputs(array, name)[0]
+
+
+def _on_host(what: str, values: Tensor) -> Tensor:
+    """Return a dense tensor on the CPU, in a type that NumPy has."""
+    tensor = real_tensor(what, dense(what, values.detach())).cpu()
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

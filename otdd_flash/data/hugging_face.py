@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,22 @@ from numpy.typing import NDArray
 
 from otdd_flash.arguments import Word
 from otdd_flash.checks import shown
-from otdd_flash.data.dataset import LabeledDataset, LazyItems, as_inputs
+from otdd_flash.data.arrays import (
+    check_columns,
+    check_rounded_text,
+    check_spelled,
+    find_label,
+    find_weights,
+    listed,
+)
+from otdd_flash.data.dataset import LabeledDataset, LazyItems, Modality, as_inputs
 from otdd_flash.data.images import open_image, plain_image, rgb_image
-from otdd_flash.data.request import Request, reading
-from otdd_flash.data.table import check_rounded_text, check_spelled, choose_columns
+from otdd_flash.data.request import Request, chosen, reading
 from otdd_flash.errors import InputError
 from otdd_flash.offline import ALLOW, is_address, network
-from otdd_flash.raw_labels import columns_of
-from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, doubles_of_columns, side_by_side
+from otdd_flash.raw_labels import Column, columns_of
+from otdd_flash.real_numbers import LARGEST_IN_DOUBLE, side_by_side
+from otdd_flash.shown import listing
 
 FILE_FORMATS = {
     ".parquet": "parquet",
@@ -127,49 +135,49 @@ def labeled_table(
     Warns:
         DataNotice: which columns were chosen, if they are not named.
     """
-    columns = choose_columns(table.features, input, label, request.weights, path)
-    labels = None if columns.label is None else _values(table, columns.label)
-    if labels is not None and any(text.lower().endswith(".csv") for text in texts):
-        # pandas reads integers beyond 64 bits as text, and missing values beside them as "".
-        labels = [None if label == "" else label for label in labels]
-    _check_single_labels(labels, columns.label, path)
-    label_feature = None if columns.label is None else table.features[columns.label]
+    columns, label, weights, modality, choices = _choose_columns(
+        table.features, input, label, request.weights, path
+    )
+    labels, class_names = None, None
+    if label is not None:
+        labels = _labels(table, label, texts, path)
+        class_names = getattr(table.features[label], "names", None)
+    feature_names = None
+    numbers = columns if modality == "array" else []
+    if texts and (numeric := [*numbers, *([] if weights is None else [weights])]):
+        _check_rounded(table, numeric, texts)
     inputs: NDArray[Any] | LazyItems
-    feature_names: tuple[str, ...] | None = None
-    if texts and (columns.modality == "array" or columns.weights):
-        numbers = columns.inputs if columns.modality == "array" else ()
-        _check_rounded(table, [*numbers, *([columns.weights] if columns.weights else [])], texts)
-    if columns.modality == "array":
-        inputs, modality = as_inputs(_numbers(table, columns.inputs, path), path)
+    if modality == "array":
+        inputs, modality = as_inputs(_numbers(table, columns, path), path)
         # A column of lists has several features, which have no names.
-        if inputs.shape[1:] == (len(columns.inputs),):
-            feature_names = columns.inputs
+        if inputs.shape[1:] == (len(columns),):
+            feature_names = tuple(columns)
     else:
-        column = columns.inputs[0]
         # In Arrow format: the library would decode images, and fetch them, by itself.
-        stored = table.select_columns([column]).with_format("arrow")
-        items = _Items(stored, column, path, table.features[column], request.download)
-        inputs, modality = LazyItems(items, np.arange(len(table))), columns.modality
+        stored = table.select_columns(columns).with_format("arrow")
+        fetch = partial(_item, stored, table.features[columns[0]], request.download, path)
+        inputs = LazyItems(fetch, np.arange(len(table)))
     return LabeledDataset.from_raw(
         inputs,
         labels,
-        class_names=getattr(label_feature, "names", None),
-        weights=request.masses() if columns.weights is None else _values(table, columns.weights),
+        class_names=class_names,
+        weights=request.masses() if weights is None else _values(table, weights),
         modality=modality,
         name=title,
         drop_unlabelled=drop_unlabelled,
-        choices=columns.choices,
+        choices=choices,
         feature_names=feature_names,
     )
 
 
 def _open(request: Request, path: str, config: str | None) -> tuple[Any, list[str]]:
-    """Return the dataset or its splits, and the local text files that were read for it."""
+    """Return the dataset or its splits, and the text files that were read for it."""
     import datasets
 
     suffix = Path(path).suffix.lower()
     if is_address(path):
-        return _from_hub(request, path, config), []
+        texts = [path] if FILE_FORMATS.get(suffix) in TEXT_FORMATS else []
+        return _from_hub(request, path, config), texts
     local = suffix in FILE_FORMATS or path.startswith(("/", "."))
     places = (Path(path), request.root / path)
     if not local and not any(place.exists() for place in places):
@@ -293,18 +301,30 @@ def _values(table: Any, column: str) -> list[Any]:
     return values
 
 
-def _check_single_labels(labels: list[Any] | None, column: str | None, path: str) -> None:
-    """Refuse labels that are lists, arrays or records.
+def _columns(table: Any, columns: Sequence[str]) -> list[Column]:
+    # The library itself reads float64 as float32, and wraps the largest integers.
+    found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
+    assert found is not None
+    return found
+
+
+def _labels(table: Any, column: str, texts: Sequence[str], path: str) -> list[Any]:
+    """Return the labels of a column.
 
     Raises:
-        InputError: a row has such a label; the message names the first.
+        InputError: a row has a list, an array or a record for a label; the message names the first.
     """
-    for row, label in enumerate(labels or ()):
+    labels = _values(table, column)
+    for row, label in enumerate(labels):
         if isinstance(label, list | tuple | dict) or getattr(label, "ndim", 0) > 0:
             raise InputError(
                 f"label={column} of {path} has several values in a row, {shown(label)} in row "
                 f"{row}, and a row is of one class; name a column of single labels, or make one"
             )
+    if any(text.lower().endswith(".csv") for text in texts):
+        # pandas reads integers beyond 64 bits as text, and missing values beside them as "".
+        return [None if label == "" else label for label in labels]
+    return labels
 
 
 def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> None:
@@ -313,33 +333,35 @@ def _check_rounded(table: Any, columns: Sequence[str], texts: Sequence[str]) -> 
     Raises:
         InputError: a number was rounded; the message names the file and its row.
     """
-    found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
-    assert found is not None
-    floats = [column.values for column in found if column.values.dtype.kind == "f"]
+    floats = [c.values for c in _columns(table, columns) if c.values.dtype.kind == "f"]
     if not any(bool((np.abs(values) >= LARGEST_IN_DOUBLE).any()) for values in floats):
         return
     for file in texts:
         with reading(Path(file)):
-            if file.lower().endswith(".csv"):
-                import pandas as pd
+            match Path(file).suffix.lower():
+                case ".csv":
+                    import pandas as pd
 
-                rows = pd.read_csv(file)
-                check_rounded_text(Path(file), rows, [c for c in columns if c in rows.columns])
-            elif file.lower().endswith((".json", ".jsonl")):
-                for row, record in enumerate(_records(Path(file))):
-                    for column in columns:
-                        for number in _decimals(record.get(column)):
-                            check_spelled(f"column {column!r} of {file}", number, row)
-            else:
-                raise InputError(
-                    f"{file} holds numbers beyond 2^53 and is not read again to see whether they "
-                    "were rounded; save it as parquet"
-                )
+                    rows = pd.read_csv(file)
+                    check_rounded_text(file, rows, [c for c in columns if c in rows.columns])
+                case ".json" | ".jsonl":
+                    for row, record in enumerate(_records(file)):
+                        for column in columns:
+                            for number in _decimals(record.get(column)):
+                                check_spelled(f"column {column!r} of {file}", number, row)
+                case _:
+                    raise InputError(
+                        f"{file} holds numbers beyond 2^53 and is not read again to see whether "
+                        "they were rounded; save it as parquet"
+                    )
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def _records(file: str) -> list[dict[str, Any]]:
     """Return the rows of a json file (an array, or one row a line), with numbers as Decimal."""
-    text = path.read_text(encoding="utf-8")
+    import fsspec
+
+    with fsspec.open(file, "rt", encoding="utf-8") as stream:
+        text = stream.read()
     decoder = json.JSONDecoder(parse_int=Decimal, parse_float=Decimal)
     try:
         found = decoder.decode(text)
@@ -358,57 +380,134 @@ def _decimals(value: Any) -> Iterator[Decimal]:
 
 def _numbers(table: Any, columns: Sequence[str], path: str) -> NDArray[Any]:
     """Return one column in its own shape, or several side by side as a matrix."""
-    # The library itself reads float64 as float32, and wraps the largest integers.
-    found = columns_of(table.select_columns(list(columns)).with_format("arrow")[:])
-    assert found is not None
+    found = _columns(table, columns)
     for column in found:
         if any(isinstance(value, list) for value in column.values[:1].flat):
             raise InputError(
                 f"{path}: rows of its column {column.name!r} have different numbers of entries; "
                 "pad or cut them to one length"
             )
-    # With gaps all become float64. Without, one column keeps its type, several take a common one.
-    gaps = any(column.missing.any() for column in found)
-    return (doubles_of_columns if gaps else side_by_side)(f"{path}: inputs", found)
+    return side_by_side(f"{path}: inputs", found)
 
 
-@dataclass(frozen=True)
-class _Items:
-    """Reader of a column's items; a class, so that it can be pickled for other processes."""
-
-    table: Any
-    column: str
-    path: str
-    feature: Any
-    download: bool
-
-    def __call__(self, row: int) -> Any:
-        place = f"row {row} of {self.path}"
+def _item(table: Any, feature: Any, download: bool, path: str, row: int) -> Any:
+    """Read one row of a table with one column, an image or a text."""
+    place = f"row {row} of {path}"
+    (column,) = table.column_names
+    with reading(Path(place)):
+        value = table[row][column][0].as_py()
+    if value is None:
+        raise InputError(f"{place} has nothing in its column {column!r}")
+    if not isinstance(value, dict):
+        return value
+    content, source = value.get("bytes"), value.get("path")
+    if content is not None:
+        image = open_image(content, place)
+    elif not source:
+        raise InputError(f"{place} has neither bytes nor a path in its column {column!r}")
+    elif not is_address(source):
+        image = open_image(source, place)
+    elif not download:
+        raise InputError(
+            f"{place} is the address {source} of an image, and {ALLOW} it, where otdd.load or a "
+            "command reads the dataset"
+        )
+    else:
         with reading(Path(place)):
-            value = self.table[row][self.column][0].as_py()
-        if value is None:
-            raise InputError(f"{place} has nothing in its column {self.column!r}")
-        return self._image(value, place) if isinstance(value, dict) else value
+            image = plain_image(feature.decode_example({"bytes": None, "path": source}))
+    match feature.mode:
+        case "RGB":
+            return rgb_image(image)
+        case "L":
+            return rgb_image(image).convert("L")
+    return image
 
-    def _image(self, value: dict[str, Any], place: str) -> Any:
-        content, path = value.get("bytes"), value.get("path")
-        if content is not None:
-            image = open_image(content, place)
-        elif not path:
-            raise InputError(f"{place} has neither bytes nor a path in its column {self.column!r}")
-        elif not is_address(path):
-            image = open_image(path, place)
-        elif not self.download:
-            raise InputError(
-                f"{place} is the address {path} of an image, and {ALLOW} it, where otdd.load or a "
-                "command reads the dataset"
-            )
-        else:
-            with reading(Path(place)):
-                image = plain_image(self.feature.decode_example({"bytes": None, "path": path}))
-        match self.feature.mode:
-            case "RGB":
-                return rgb_image(image)
-            case "L":
-                return rgb_image(image).convert("L")
-        return image
+
+MODALITIES: Mapping[str, Modality] = {"image": "image", "text": "text", "number": "array"}
+
+
+def _choose_columns(
+    features: Mapping[str, Any],
+    inputs: str | Sequence[str] | None,
+    label: str | None,
+    weights: str | None,
+    where: str,
+) -> tuple[list[str], str | None, str | None, Modality, tuple[str, ...]]:
+    """Find the columns by their types, or check the ones that the user named.
+
+    Without names, the label is the only ClassLabel; among several ClassLabels, and without any, it
+    is the column with a usual name. The input is the only image column, whatever else there is.
+    Otherwise it is the only text column or all columns of numbers, if the other of these two kinds
+    and images are missing.
+
+    Returns:
+        The input columns, of which there are several only if they hold numbers; the label and the
+        weight column, or None; the kind of an input; the choices that were reported.
+
+    Raises:
+        InputError: no such column, or no single reading is possible; the message lists the columns.
+
+    Warns:
+        DataNotice: which columns were chosen, if they are not named.
+    """
+    kinds = {column: _kind(feature) for column, feature in features.items()}
+    named = [inputs] if isinstance(inputs, str) else list(inputs or ())
+    check_columns([*named, label], tuple(kinds), where)
+    weight_column = find_weights(tuple(kinds), weights, where)
+    choices: list[str] = []
+    free = [column for column in kinds if column not in (weight_column, *named)]
+    if label is None:
+        classes = [column for column in free if kinds[column] == "class"]
+        label, choices = find_label(classes or free, classes, where, kind="class labels")
+    taken = named or _find_inputs({c: kinds[c] for c in free if c != label}, where)
+    if not named:
+        others = "column" if len(taken) == 1 else f"{len(taken)} columns"
+        choices.append(f"inputs are its {others} of kind {kinds[taken[0]]}: {listing(taken, 10)}")
+    modality = _modality(taken, kinds, where)
+    reported = chosen(where, choices, "label=COLUMN and input=COLUMN")
+    return taken, label, weight_column, modality, reported
+
+
+def _find_inputs(kinds: Mapping[str, str], where: str) -> list[str]:
+    by_kind = {kind: [column for column in kinds if kinds[column] == kind] for kind in MODALITIES}
+    if len(by_kind["image"]) == 1:
+        return by_kind["image"]
+    readings = [columns for columns in by_kind.values() if columns]
+    # Several columns are one input only if they are numbers.
+    if len(readings) == 1 and (by_kind["number"] or len(readings[0]) == 1):
+        return readings[0]
+    raise InputError(
+        f"{where}: cannot tell which column is the input; choose with input=COLUMN; "
+        f"{listed(tuple(kinds))}"
+    )
+
+
+def _modality(inputs: Sequence[str], kinds: Mapping[str, str], where: str) -> Modality:
+    kind, *others = {kinds[column] for column in inputs}
+    if kind in MODALITIES and not others and (len(inputs) == 1 or kind == "number"):
+        return MODALITIES[kind]
+    described = ", ".join(f"{column} ({kinds[column]})" for column in inputs)
+    raise InputError(
+        f"{where}: the input must be one image column, one text column or columns of numbers, "
+        f"got {described}"
+    )
+
+
+def _kind(feature: Any) -> str:
+    """Return what a column of this type holds: class, other or one of MODALITIES.
+
+    Lists count as their innermost values.
+    """
+    import datasets
+
+    if isinstance(feature, datasets.ClassLabel):
+        return "class"
+    if isinstance(feature, datasets.Image):
+        return "image"
+    nested = getattr(feature, "feature", None)
+    if nested is not None:
+        return "number" if _kind(nested) == "number" else "other"
+    dtype = str(getattr(feature, "dtype", ""))
+    if isinstance(feature, datasets.Value) and "string" in dtype:
+        return "text"
+    return "number" if dtype.startswith(("int", "uint", "float", "bool", "decimal")) else "other"

@@ -10,9 +10,8 @@ left out.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,9 @@ from otdd_flash.data.dataset import LabeledDataset, LazyItems
 from otdd_flash.data.images import extensions, open_image
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import DataNotice, InputError, warn
+
+# Paths in a folder by kind: images, folders, links and others, each in the order of names.
+_Found = dict[str, list[str]]
 
 # Names of folders that are splits and hold class folders.
 SPLITS = ("train", "training", "test", "testing", "val", "valid", "validation", "dev")
@@ -55,22 +57,12 @@ def read_image_folder(request: Request, *, path: str | Path | None = None) -> La
     files = [file for members in classes.values() for file in members]
     counts = [len(members) for members in classes.values()]
     return LabeledDataset.from_raw(
-        LazyItems(_Images(files), np.arange(len(files)), files),
+        LazyItems(open_image, np.array(files, dtype=object)),
         np.repeat(np.arange(len(counts)), counts),
         class_names=list(classes),
         modality="image",
         name=folder.name if chosen == [folder] else f"{folder.name} {request.split}",
     )
-
-
-@dataclass(frozen=True)
-class _Images:
-    """Decoder of image files; a class, so that it can be pickled for other processes."""
-
-    files: list[str]
-
-    def __call__(self, row: int) -> Any:
-        return open_image(self.files[row])
 
 
 def _split_folders(folder: Path, split: str) -> list[Path]:
@@ -91,29 +83,24 @@ def _split_folders(folder: Path, split: str) -> list[Path]:
     raise InputError(f"unknown split {split!r}: {folder} has the folders {names}")
 
 
-@dataclass
-class _Scan:
-    """The content of a folder by kind: images, folders, links and other files, in name order."""
+def _scan(folder: str, ends: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """List a folder and its subfolders in the order of names; links are listed, not followed.
 
-    images: list[str] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)
-    links: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-
-    def add(self, folder: str, ends: tuple[str, ...]) -> None:
-        """Add the content of a folder and of its subfolders; links inside are only listed."""
-        self.folders.append(folder)
-        with os.scandir(folder) as entries:
-            shown = [entry for entry in entries if not entry.name.startswith(".")]
-        for entry in sorted(shown, key=lambda entry: entry.name):
-            if entry.is_symlink():
-                self.links.append(entry.path)
-            elif entry.is_dir():
-                self.add(entry.path, ends)
-            elif entry.is_file() and entry.name.lower().endswith(ends):
-                self.images.append(entry.path)
-            else:
-                self.others.append(entry.path)
+    Yields:
+        The kind (image, folder, link or other) and the path.
+    """
+    yield "folder", folder
+    with os.scandir(folder) as entries:
+        shown = [entry for entry in entries if not entry.name.startswith(".")]
+    for entry in sorted(shown, key=lambda entry: entry.name):
+        if entry.is_symlink():
+            yield "link", entry.path
+        elif entry.is_dir():
+            yield from _scan(entry.path, ends)
+        elif entry.is_file() and entry.name.lower().endswith(ends):
+            yield "image", entry.path
+        else:
+            yield "other", entry.path
 
 
 def _classes(folder: Path) -> dict[str, list[str]]:
@@ -125,16 +112,15 @@ def _classes(folder: Path) -> dict[str, list[str]]:
             f"image_folder: {folder} has no class folder; put the images of each class into a "
             "folder of its name"
         )
-    ends, scans = extensions(), {}
+    ends, found = extensions(), dict[str, _Found]()
     for entry in sorted(shown, key=lambda entry: entry.name):
-        scans[entry.name] = _Scan(links=[entry.path] if entry.is_symlink() else [])
-        if not entry.is_symlink():
-            scans[entry.name].add(entry.path, ends)
+        listed = [("link", entry.path)] if entry.is_symlink() else _scan(entry.path, ends)
+        found[entry.name] = _by_kind(listed)
     repeated: list[str] = []
     outside: list[str] = []
-    if any(scan.links for scan in scans.values()):
-        repeated, outside = _follow(folder, scans, ends)
-    others = [path for scan in scans.values() for path in scan.others]
+    if any(paths["link"] for paths in found.values()):
+        repeated, outside = _follow(folder, [*found.values()], ends)
+    others = [path for paths in found.values() for path in paths["other"]]
     for paths, what in (
         (repeated, "links lead to what is counted where it lies, or around it, and are left out"),
         (outside, "links lead out of the folder and are followed"),
@@ -144,11 +130,18 @@ def _classes(folder: Path) -> dict[str, list[str]]:
             message = f"{folder.name}: {len(paths)} {what}, such as "
             message += os.path.relpath(paths[0], folder)
             warn(message, DataNotice)
-    return {name: sorted(scan.images, key=os.path.split) for name, scan in scans.items()}
+    return {name: sorted(paths["image"], key=os.path.split) for name, paths in found.items()}
+
+
+def _by_kind(listed: Iterable[tuple[str, str]]) -> _Found:
+    found: _Found = {"image": [], "folder": [], "link": [], "other": []}
+    for kind, path in listed:
+        found[kind].append(path)
+    return found
 
 
 def _follow(
-    folder: Path, scans: dict[str, _Scan], ends: tuple[str, ...]
+    folder: Path, classes: Sequence[_Found], ends: tuple[str, ...]
 ) -> tuple[list[str], list[str]]:
     """Add to each class the images that its links lead to.
 
@@ -159,32 +152,30 @@ def _follow(
     """
     root = folder.resolve()
     lying = {
-        os.path.realpath(path) for scan in scans.values() for path in (*scan.images, *scan.folders)
+        os.path.realpath(path) for found in classes for path in (*found["image"], *found["folder"])
     } | {str(around) for around in (root, *root.parents)}
     repeated, outside = [], []
-    for scan in scans.values():
+    for found in classes:
         taken = set(lying)
         # The list grows during the loop: links inside linked folders are appended.
-        for link in scan.links:
+        for link in found["link"]:
             real = os.path.realpath(link)
             if real in taken:
                 repeated.append(link)
                 continue
-            reached = _Scan()
-            if os.path.isdir(link):
-                reached.add(link, ends)
-            elif link.lower().endswith(ends) and (os.path.isfile(link) or not os.path.exists(link)):
-                # A broken link is reported with its name when its image is read.
-                reached.images.append(link)
-            else:
-                reached.others.append(link)
+            # A broken link is reported with its name when its image is read.
+            image = link.lower().endswith(ends) and (
+                os.path.isfile(link) or not os.path.exists(link)
+            )
+            listed = [("image" if image else "other", link)]
+            reached = _by_kind(_scan(link, ends) if os.path.isdir(link) else listed)
             if not Path(real).is_relative_to(root):
                 outside.append(link)
-            for image in reached.images:
-                place = os.path.realpath(image)
-                (repeated if place in taken else scan.images).append(image)
+            for path in reached["image"]:
+                place = os.path.realpath(path)
+                (repeated if place in taken else found["image"]).append(path)
                 taken.add(place)
-            taken.update(map(os.path.realpath, reached.folders))
-            scan.links += reached.links
-            scan.others += reached.others
+            taken.update(map(os.path.realpath, reached["folder"]))
+            found["link"] += reached["link"]
+            found["other"] += reached["other"]
     return repeated, outside

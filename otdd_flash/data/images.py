@@ -18,7 +18,7 @@ a notice reports. Colour profiles are not applied. An array has the shape (h, w)
 uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
 shape (h, w) or (c, h, w), as torchvision makes them.
 
-`data.given`, `data.hugging_face`, `data.image_folder` and `data.torchvision_class` call it, and of
+`data.given`, `data.hugging_face`, `data.image_folder` and `data.image_datasets` call it, and of
 `extractors` `embedding`, `network`, `plain` and `vision_models`. A change of what an image
 decodes to must raise DECODING, or features of the old decoding are taken from the cache.
 """
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from PIL import ExifTags, Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from otdd_flash.data.request import reading
-from otdd_flash.errors import DataNotice, InputError, prefixed, warn
+from otdd_flash.errors import DataNotice, InputError, placed, warn
 
 # Part of the key of cached features: a change of what an image decodes to must raise it. Another
 # entry in NO_PICTURES or FIRST_IS_PICTURE need not: it only refuses or admits files.
@@ -51,6 +51,8 @@ FIRST_IS_PICTURE = ("MPO", "PSD", "ICO", "ICNS")
 MODE_IN_HEADER = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "PPM", "WEBP")
 TRANSPARENT_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
 EIGHT_BIT_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")
+# Values of white by kind and bytes of a type.
+WHITE = {"u1": 255.0, "u2": 65535.0, "b1": 1.0}
 GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")
 
 
@@ -72,25 +74,22 @@ def open_image(source: str | Path | bytes, where: str | Path | None = None) -> I
     Raises:
         InputError: it is unreadable, or its pixels cannot be used (see `plain_image`).
     """
-    place = "an image in memory" if isinstance(source, bytes) else source
-    place = place if where is None else where
+    place = str(where or ("an image in memory" if isinstance(source, bytes) else source))
     # `reading` turns any error of PIL's into an `InputError` with this place.
-    with reading(Path(str(place))):
+    with reading(Path(place)):
         try:
             # As a stream: if PIL opens a file by its name, it may map it into memory, and then
             # swaps the sides of a TIFF that is to be turned.
-            with _file(source) as file, Image.open(file) as opened:
+            with (
+                BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file,
+                Image.open(file) as opened,
+                placed(place),
+            ):
                 return plain_image(opened)
         except UnidentifiedImageError as error:
             raise InputError(
                 f"cannot read {place}: it is damaged, empty or no image; leave it out"
             ) from error
-        except InputError as error:
-            raise prefixed(str(place), error) from error
-
-
-def _file(source: str | Path | bytes) -> BinaryIO:
-    return BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb")
 
 
 def plain_item(item: Any, place: str) -> Any:
@@ -101,11 +100,8 @@ def plain_item(item: Any, place: str) -> Any:
     """
     if not isinstance(item, Image.Image):
         return item
-    with reading(Path(place)):
-        try:
-            return plain_image(item)
-        except InputError as error:
-            raise prefixed(place, error) from error
+    with reading(Path(place)), placed(place):
+        return plain_image(item)
 
 
 def plain_image(image: Image.Image) -> Image.Image:
@@ -275,14 +271,9 @@ def _full_scale(values: NDArray[Any]) -> float:
     Raises:
         InputError: there is none, or floats are outside [0, 1].
     """
-    # By kind and size, so for either byte order.
-    match values.dtype.kind, values.dtype.itemsize:
-        case "u", 1:
-            return 255.0
-        case "u", 2:
-            return 65535.0
-        case "b", _:
-            return 1.0
+    # Without the byte order, the first character.
+    if (white := WHITE.get(values.dtype.str[1:])) is not None:
+        return white
     if values.dtype.kind != "f":
         raise InputError(
             f"images must be uint8, uint16, or float in [0, 1], got {values.dtype}; convert them"

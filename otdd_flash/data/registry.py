@@ -18,11 +18,16 @@ from otdd_flash.data.arrays import read_arrays
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.digits import read_blobs, read_digits
 from otdd_flash.data.hugging_face import read_hugging_face
-from otdd_flash.data.idx import read_idx_pair, read_usps
+from otdd_flash.data.image_datasets import (
+    read_fashion_mnist,
+    read_idx_pair,
+    read_mnist,
+    read_torchvision,
+    read_usps,
+)
 from otdd_flash.data.image_folder import read_image_folder
 from otdd_flash.data.request import DEFAULT_ROOT, Request
 from otdd_flash.data.subset import subset
-from otdd_flash.data.torchvision_class import read_fashion_mnist, read_mnist, read_torchvision
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, choose
 from otdd_flash.plugins import Registry, blamed_on
@@ -118,10 +123,10 @@ def known_options(name: str) -> tuple[str, ...]:
 
 def _checked(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a source, after checking their names and types."""
-    found, known = {}, known_options(name)
     checks = checks_of(inspect.signature(SOURCES[name]))
-    for option, value in options.items():
-        choose(f"option of {name}", option, known)
-        check = checks.get(option)
-        found[option] = value if check is None else check(f"{option} of {name}", value)
-    return found
+    for option in options:
+        choose(f"option of {name}", option, known_options(name))
+    return {
+        option: checks[option](f"{option} of {name}", value) if option in checks else value
+        for option, value in options.items()
+    }

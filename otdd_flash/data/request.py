@@ -98,13 +98,6 @@ class Request:
             values: NDArray[Any] = np.load(path, allow_pickle=False)
         return values
 
-    def missing(self, looked: str) -> InputError:
-        """Return the error for a named dataset whose files are not on disk."""
-        return InputError(
-            f"{self.name} is not on disk: no {looked}; set data_root=DIR to the folder that holds "
-            "it, or allow fetching it with download=true"
-        )
-
 
 def chosen(where: str, choices: Sequence[str], way_out: str) -> tuple[str, ...]:
     """Report the choices that a reader made for the user, and return them as a tuple.

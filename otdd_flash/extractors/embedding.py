@@ -226,15 +226,8 @@ def embed(
                 f"the features of {dataset.name} overflow {autocast}; use mixed_precision=false"
             )
         cache.put(key, {"features": features}, {"dataset": dataset.name})
-    return LabeledSamples(
-        features,
-        None if dataset.labels is None else torch.from_numpy(dataset.labels),
-        dataset.class_names,
-        None if dataset.weights is None else torch.from_numpy(dataset.weights),
-        name=dataset.name,
-        subset_hash=dataset.subset_hash,
-        feature_names=dataset.feature_names if isinstance(extractor, RawVectors) else None,
-    )
+    names = dataset.feature_names if isinstance(extractor, RawVectors) else None
+    return dataset.with_features(features, names)
 
 
 def _written(

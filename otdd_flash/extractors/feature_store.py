@@ -8,7 +8,7 @@ file.
 A change must keep the rule that existing rows are read again and compared with that sum before they
 are used: damaged or foreign rows are never continued. Rows reach the disk before the record says
 so, because the machine may stop in between. The record carries the version of its format
-(`files.written_by`), which a change that an earlier version would misread must raise.
+(`files.tensor_file`), which a change that an earlier version would misread must raise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.extractors.plain import require_same_shape
 from otdd_flash.features.file_features import features_file
 from otdd_flash.files.atomic import lock, unlock, write_json
-from otdd_flash.files.written_by import (
+from otdd_flash.files.tensor_file import (
     STAMP,
     LaterFormatError,
     check_format,

@@ -1,8 +1,8 @@
 """A column of Arrow files, such as those of a Hugging Face dataset, as a matrix of features.
 
 Record batches store the numbers of lists of one length contiguously and uncompressed. Each batch is
-a `Piece` of the matrix: this module finds its byte offset, and `features.feature_file`, the only
-caller, reads it. pyarrow takes long to import, so `feature_file` imports this module only when it
+a `Piece` of the matrix: this module finds its byte offset, and `features.file_features`, the only
+caller, reads it. pyarrow takes long to import, so `file_features` imports this module only when it
 is needed. A dataset is taken only if its rows and columns are those of its files, in order, because
 the file is read by position.
 """
@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from otdd_flash.errors import InputError
-from otdd_flash.features.feature_file import Matrix, Piece
+from otdd_flash.features.file_features import Matrix, Piece, Stamp, named, stamp_of
 
 TYPES = {pa.float16(): torch.float16, pa.float32(): torch.float32, pa.float64(): torch.float64}
 
@@ -100,9 +100,11 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _of_files(files: list[Path], key: str | None) -> Matrix:
     pieces: list[Piece] = []
+    stamps: dict[Path, Stamp] = {}
     kind: tuple[int, torch.dtype] | None = None
     for path in files:
         try:
+            stamps[path] = stamp_of(path)
             for place, found, piece in _pieces(path, key):
                 if kind not in (None, found):
                     raise InputError(
@@ -122,7 +124,7 @@ def _of_files(files: list[Path], key: str | None) -> Matrix:
             raise InputError(f"{path} is no Arrow file, or a damaged one ({says})") from None
     if kind is None or kind[0] == 0:
         raise InputError(f"{files[0]} holds no rows of features")
-    return Matrix(*kind, tuple(pieces))
+    return Matrix(*kind, tuple(pieces), stamps)
 
 
 def _pieces(path: Path, key: str | None) -> Iterator[tuple[int, tuple[int, torch.dtype], Piece]]:
@@ -181,15 +183,8 @@ def _batches(path: Path, content: Any) -> Iterator[Any]:
 
 def _column(holder: Path | str, schema: Any, key: str | None) -> str:
     """Return the column asked for, or the only column of lists."""
-    if key is not None:
-        if key not in schema.names:
-            raise InputError(f"{holder} has no {key!r}; it holds {', '.join(schema.names)}")
-        return key
     lists = [field.name for field in schema if _is_list(field.type)]
-    if len(lists) != 1:
-        names = ", ".join(schema.names) or "nothing"
-        raise InputError(f"{holder} holds {names}; say which column with key=")
-    return str(lists[0])
+    return named(holder, key, schema.names, lists, "column")
 
 
 def _values(where: str, row: int, array: Any) -> tuple[int, Any]:

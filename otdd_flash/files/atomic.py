@@ -158,11 +158,9 @@ def _taken(descriptor: int) -> bool:
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        # A file system without locks.
-        return True
+    except OSError as error:
+        # Any other error: a file system without locks.
+        return not isinstance(error, BlockingIOError)
     return True
 
 

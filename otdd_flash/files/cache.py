@@ -18,15 +18,20 @@ import hashlib
 import logging
 import os
 import stat
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from otdd_flash.checks import path
-from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
-from otdd_flash.files.written_by import LaterFormatError
+from otdd_flash.errors import InputError
+from otdd_flash.files.atomic import replacing
+from otdd_flash.files.tensor_file import (
+    DamagedFileError,
+    LaterFormatError,
+    read_tensors,
+    save_tensors,
+)
 from otdd_flash.version import __version__
 
 # The folder of the commands' caches by default.
@@ -60,7 +65,10 @@ class TensorCache:
         path = self._folder / _file_name(key, ENTRY_FORMAT)
         try:
             check_owner(path)
-            return _read(path, key)
+            stored = read_tensors(path)
+            if stored.texts.get("key") != key:
+                raise DamagedFileError("it is not what its name says")
+            return stored.tensors
         except FileNotFoundError:
             for earlier in range(1, ENTRY_FORMAT):
                 if (other := self._folder / _file_name(key, earlier)).exists():
@@ -89,19 +97,19 @@ class TensorCache:
         if self._folder is None:
             return
         path = self._folder / _file_name(key, ENTRY_FORMAT)
-        partial = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.partial")
         try:
             make_folder(self._folder)
             check_owner(path)
-            save_tensors(partial, tensors, {**(metadata or {}), "key": key})
-            share_as_folder(partial)
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                save_tensors(partial, tensors, {**(metadata or {}), "key": key})
+                share_as_folder(partial)
         except OSError as error:
             self._step_aside("write", error)
-        finally:
-            _remove(partial)
+        except InputError as error:
+            # Raised by `replacing` from the error of the system.
+            self._step_aside("write", error.__cause__)
 
-    def _step_aside(self, action: str, error: OSError) -> None:
+    def _step_aside(self, action: str, error: BaseException | None) -> None:
         logger.warning(
             "cannot %s the cache in %s (%s); going on without it. Correct that, or choose "
             "another folder with cache_dir=DIR (cache_dir=null turns the cache off)",
@@ -167,17 +175,3 @@ def check_owner(path: Path) -> None:
 
 def _file_name(key: str, entry_format: int) -> str:
     return f"{hashlib.sha256(f'{entry_format} {key}'.encode()).hexdigest()[:40]}.safetensors"
-
-
-def _read(path: Path, key: str) -> dict[str, Tensor]:
-    stored = read_tensors(path)
-    if not stored.checked or stored.texts.get("key") != key:
-        raise DamagedFileError("it is not what its name says")
-    return stored.tensors
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.debug("could not remove %s: %s", path, error)

@@ -21,11 +21,10 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import write_json
 from otdd_flash.files.tensor_file import (
     DamagedFileError,
+    other_version,
     read_tensors,
-    warn_unchecked,
     write_tensors,
 )
-from otdd_flash.files.written_by import other_version
 
 SUMMARY_FILE = "result.json"
 TENSOR_FILE = "result.safetensors"
@@ -75,9 +74,6 @@ def read_result(
     Raises:
         InputError: the directory holds no complete result of this kind, a damaged one, or one of a
             later version.
-
-    Warns:
-        DataNotice: an earlier version wrote it, without a checksum.
     """
     file = path / TENSOR_FILE
     try:
@@ -87,13 +83,10 @@ def read_result(
     except OSError as error:
         raise _no_result(path, f"{error}", kind) from error
     try:
-        result = restore(json.loads(stored.texts["summary"]), stored.tensors)
+        return restore(json.loads(stored.texts["summary"]), stored.tensors)
     except Exception as error:
         # Of any kind: the content of a file of an earlier version is not checked otherwise.
         raise _no_result(path, f"{error}{other_version(stored.texts)}", kind) from error
-    if not stored.checked:
-        warn_unchecked(file)
-    return result
 
 
 def _no_result(path: Path, reason: str, kind: str) -> InputError:

@@ -8,8 +8,14 @@ them; `pairwise` uses the checksum for files of its own. `load_torch_file` reads
 handle npz files: tables of class distances (`labels.table`) and samples
 (`data.writing`, `report.flow.writing`).
 
-A change must keep three things. Files appear whole or not at all (`files.atomic`). Their format is
-numbered (`files.written_by`), so that a later one is refused instead of misread. `content_hash` is
+Every saved file carries the version and a format number (STAMP), which `check_format` compares when
+it is read, here and in `flows.checkpoint`, `pairwise` and `extractors.feature_store`;
+`labels.table` writes STAMP, and `study.folder` names another version. FORMAT must
+rise with a change that an earlier version would misread, so that a later file is refused instead.
+Renamed keys and classes, which a reader can translate, do not need it. Caches have numbers of their
+own, in the names of their files.
+
+A change must also keep that files appear whole or not at all (`files.atomic`). `content_hash` is
 part of cache keys (`extractors.content_digest`, `extractors.network`, `labels.classes`) and of the
 settings in checkpoints (`flows.divergence`, `flows.flow`), so its value for given tensors may not
 change: cached numbers would be lost, and checkpoints refused.
@@ -19,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,9 +34,48 @@ import numpy as np
 import torch
 from torch import Tensor, uint8
 
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import replacing
-from otdd_flash.files.written_by import STAMP, VERSION_KEY, check_format
+from otdd_flash.version import __version__
+
+FORMAT = 1
+
+VERSION_KEY, FORMAT_KEY = "otdd_flash", "format"
+# Written into every file, beside its content.
+STAMP = {VERSION_KEY: __version__, FORMAT_KEY: str(FORMAT)}
+
+
+class LaterFormatError(InputError):
+    """A file has a format of a later version, unknown to this one."""
+
+
+def check_format(what: object, written: Mapping[str, Any]) -> None:
+    """Refuse a file of a later format.
+
+    Args:
+        what: the file, for the message.
+        written: its STAMP fields; files of earlier versions have none.
+
+    Raises:
+        LaterFormatError: the format is later than `FORMAT`.
+    """
+    given = str(written.get(FORMAT_KEY, FORMAT))
+    if not given.isdecimal() or int(given) > FORMAT:
+        raise LaterFormatError(
+            f"{what} has format {given}, which otdd_flash {written.get(VERSION_KEY)} wrote and "
+            f"otdd_flash {__version__} does not know (it reads up to format {FORMAT}); read it "
+            "with that version or a later one"
+        )
+
+
+def other_version(written: Mapping[str, Any]) -> str:
+    """Return an error's ending that names the version that wrote a file; "" if this one did."""
+    version = written.get(VERSION_KEY)
+    if version == __version__:
+        return ""
+    named = "an earlier version" if version is None else f"otdd_flash {version}"
+    return f"; {named} wrote it, and this is otdd_flash {__version__}"
+
 
 CHECKSUM = "checksum"
 
@@ -46,17 +90,12 @@ class Stored(NamedTuple):
     Attributes:
         tensors: tensors by name, on the CPU.
         texts: texts by name, with the version and the format, without the checksum.
-        checksum: the checksum that was written, which matches; None in files of earlier versions.
+        checksum: the checksum that was written, which matches.
     """
 
     tensors: dict[str, Tensor]
     texts: dict[str, str]
-    checksum: str | None
-
-    @property
-    def checked(self) -> bool:
-        """Whether the file has a checksum."""
-        return self.checksum is not None
+    checksum: str
 
 
 def write_tensors(
@@ -96,7 +135,7 @@ def read_tensors(path: Path) -> Stored:
     """Read a file that `write_tensors` wrote.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: there is no such file, it cannot be read, or another program wrote it.
         DamagedFileError: it is no such file, or its content does not match its checksum.
         LaterFormatError: a later version wrote it.
     """
@@ -109,23 +148,15 @@ def read_tensors(path: Path) -> Stored:
     try:
         tensors: dict[str, Tensor] = load(content)
         texts = _texts(content)
+        written = texts.pop(CHECKSUM, "")
     except (SafetensorError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise DamagedFileError(str(error)) from error
-    written = texts.pop(CHECKSUM, None)
-    if written is not None and written != checksum(tensors, texts):
+    if not written:
+        raise OSError("another program wrote it: it has no checksum")
+    if written != checksum(tensors, texts):
         raise DamagedFileError("its checksum does not match")
     check_format(path, texts)
     return Stored(tensors, texts, written)
-
-
-def warn_unchecked(path: Path) -> None:
-    """Warn that a file has no checksum, so that damage would not be detected."""
-    warnings.warn(
-        f"{path} was written by an earlier version, without a checksum: damage to it would go "
-        "unseen; save it again to have one",
-        DataNotice,
-        stacklevel=3,
-    )
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:

@@ -33,8 +33,15 @@ from torch import Tensor
 from otdd_flash.arguments import check_fields
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.files.atomic import cannot_write, lock, reach_disk, unlock
-from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
-from otdd_flash.files.written_by import FORMAT, FORMAT_KEY, check_format, other_version
+from otdd_flash.files.tensor_file import (
+    FORMAT,
+    FORMAT_KEY,
+    DamagedFileError,
+    check_format,
+    other_version,
+    read_tensors,
+    save_tensors,
+)
 from otdd_flash.fingerprint import VERSION
 from otdd_flash.flows.history import Moment, StepRecord
 from otdd_flash.labels import ClassDistances

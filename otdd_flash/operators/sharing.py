@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
-from otdd_flash.features.feature_file import FeatureFile
-from otdd_flash.features.file_features import FileFeatures, features_of
+from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.block_tiles import BlockOperator

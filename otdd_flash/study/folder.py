@@ -20,7 +20,7 @@ from typing import Any
 
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import lock, unlock, write_json
-from otdd_flash.files.written_by import other_version
+from otdd_flash.files.tensor_file import other_version
 from otdd_flash.solver.term.epsilon import once_default
 
 STUDY_FILE = "study.json"

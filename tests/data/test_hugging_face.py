@@ -240,8 +240,9 @@ def test_integers_that_float64_rounds_are_refused(tmp_path):
     ):
         path = tmp_path / f"{place}.{suffix}"
         path.write_text(text.replace("%d", str(ODD)))
-        with pytest.raises(InputError, match=message):
-            load("huggingface", path=str(path))
+        for given, download in ((str(path), False), (path.as_uri(), True)):
+            with pytest.raises(InputError, match=message):
+                load("huggingface", path=given, download=download)
 
 
 def test_files_are_read_without_the_bars_of_the_library(tmp_path, capfd):

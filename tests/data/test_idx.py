@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from otdd_flash.data import load
-from otdd_flash.data.idx import ELEMENT_TYPES, read_idx
+from otdd_flash.data.image_datasets import ELEMENT_TYPES, read_idx
 from otdd_flash.errors import DataNotice, InputError
 
 

@@ -113,7 +113,7 @@ def test_classes_that_unpickle_are_refused_or_compare_sums():
     """A class of a newer torchvision that runs what files hold is to be looked at."""
     from torchvision import datasets
 
-    from otdd_flash.data.torchvision_class import UNPICKLING
+    from otdd_flash.data.image_datasets import UNPICKLING
 
     kinds = {name: getattr(datasets, name) for name in datasets.__all__}
     assert len(kinds) > 60

@@ -11,7 +11,7 @@ from refusals import naming
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.features import feature_file
+from otdd_flash.features import file_features
 from otdd_flash.features.file_features import FileFeatures, ScatteredFeatures
 from otdd_flash.operators import blocked, request
 
@@ -107,10 +107,10 @@ def test_pieces_answer_as_a_tensor_does_and_cannot_be_changed(tmp_path):
 
 
 def test_rows_are_read_in_blocks_and_what_is_no_number_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_file, "BLOCK_BYTES", 200)
-    rows, read = feature_file.FeatureFile.rows, []
+    monkeypatch.setattr(file_features, "BLOCK_BYTES", 200)
+    rows, read = file_features.FeatureFile.rows, []
     monkeypatch.setattr(
-        feature_file.FeatureFile,
+        file_features.FeatureFile,
         "rows",
         lambda file, some: read.append(some.stop - some.start) or rows(file, some),
     )

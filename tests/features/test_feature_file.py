@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.features import file_features
 from otdd_flash.features.file_features import FileFeatures
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,6 +88,19 @@ def test_a_file_that_changes_while_rows_are_read_is_refused(tmp_path, monkeypatc
         with naming(way), pytest.raises(InputError, match="changed while it was in use"):
             getattr(file, way)(rows, torch.empty(count, 3))
         path.unlink()
+
+
+def test_a_file_that_another_replaces_while_it_is_opened_is_refused(tmp_path, monkeypatch):
+    path, located = written(tmp_path, "npy"), file_features._of_npy
+
+    def replaced(*args):
+        found = located(*args)
+        np.save(path, points(torch.float64).numpy())
+        return found
+
+    monkeypatch.setattr(file_features, "_of_npy", replaced)
+    with pytest.raises(InputError, match="changed while it was in use"):
+        otdd.LabeledSamples(otdd.features_file(path), None, ())
 
 
 def test_classes_without_samples_leave_features_in_their_file(tmp_path):
@@ -178,6 +192,7 @@ def test_damaged_and_other_files_are_refused_in_a_sentence(tmp_path):
         (headed(dtype="F16"), None, "gives 84 bytes to numbers of shape"),
         (path, None, "holds features, labels; say which matrix with key="),
         (path, "x", "has no 'x'; it holds features, labels"),
+        (npy, "features", "holds one matrix, without a name; leave key=features out"),
         (path, "labels", "holds I64; features are read from"),
         (file(b"\x05\0\0\0\0\0\0\0{{{{{"), None, "no .safetensors file, or a damaged one"),
         (file(b"no array", "npy"), None, "no .npy file, or a damaged one"),

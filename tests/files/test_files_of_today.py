@@ -11,7 +11,7 @@ writes them anew. They depend on these names, which a change of the code has to 
   have the fields of `otdd_flash.flows.stepping.Stepping`, `otdd_flash.operators.ground.GroundCost`,
   `otdd_flash.solver.schedules.converged.Converged` and of the metric in `otdd_flash.labels`.
 - Results: keys of `to_dict` of `otdd_flash.result.DistanceResult`, `.flows.result.FlowResult`,
-  `.pairwise_result.PairwiseResult`, `.solver.matrix.result.MatrixTransport` and of
+  `.pairwise.PairwiseResult`, `.solver.matrix.result.MatrixTransport` and of
   `.solver.divergence.Divergence`; fields of `TransportTerm`, `StepRecord`, `Moment`, `GroundCost`,
   `otdd_flash.operators.build.ComputeOptions` and `otdd_flash.operators.sharing.Shared`.
 - Maps: layers of `otdd_flash.flows.maps.residual.build_network` by their places.

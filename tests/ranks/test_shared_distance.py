@@ -199,6 +199,13 @@ def refused(given: str) -> Any:
     match given:
         case "names" if rank == 1:
             one = replace(one, class_names=("a", "b", "c", "e"))
+        case "columns":
+            names = ("x", "y", "z") if rank == 0 else ("x", "z", "y")
+            one = replace(one, feature_names=names)
+        case "columns of others":
+            # Those of one rank alone count for the whole.
+            one = replace(one, feature_names=("x", "y", "z") if rank == 1 else None)
+            other = replace(other, feature_names=("x", "z", "y"))
         case "dimension" if rank == 1:
             one = replace(one, features=one.features[:, :2])
         case "labels" if rank == 1:
@@ -226,6 +233,8 @@ REFUSALS = {
     "massless": "source: weights must not all be zero, as they are in all shards",
     "type": "rank 1: target: features must be real numbers, got list of 3 items",
     "names": "ranks disagree on class names of source",
+    "columns": "ranks disagree on names of features of source",
+    "columns of others": "the column 'y' is number 2 of samples and number 3 of samples",
     "dimension": "ranks disagree on the number of features of source",
     "labels": "ranks disagree on whether there are labels of source",
     "epsilon": "ranks disagree on settings",

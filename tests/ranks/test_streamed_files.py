@@ -15,7 +15,7 @@ from test_shared_distance import EPSILON, datasets
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
-from otdd_flash.features.feature_file import FeatureFile
+from otdd_flash.features.file_features import FeatureFile
 from otdd_flash.operators import blocked, request
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -100,8 +100,8 @@ def without_file(folder: str) -> Any:
     reopened = FeatureFile.reopened
 
     def missing(file: FeatureFile) -> FeatureFile:
-        path = next(iter(file._stamps))
-        file._stamps = {path.with_suffix(".gone"): file._stamps[path]}
+        ((path, stamp),) = file.matrix.stamps.items()
+        file.matrix = file.matrix._replace(stamps={path.with_suffix(".gone"): stamp})
         return reopened(file)
 
     with pytest.MonkeyPatch.context() as patched:

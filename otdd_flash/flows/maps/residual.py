@@ -28,11 +28,11 @@ from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import (
     DamagedFileError,
+    LaterFormatError,
+    other_version,
     read_tensors,
-    warn_unchecked,
     write_tensors,
 )
-from otdd_flash.files.written_by import LaterFormatError, other_version
 from otdd_flash.flows.maps.nearest import check_dimension, check_same_particles, class_indices
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
@@ -161,14 +161,11 @@ class ResidualMap:
         Raises:
             InputError: the file holds no residual map, a damaged one or one of a later version, or
                 the device does not exist.
-
-        Warns:
-            DataNotice: an earlier version wrote it, without a checksum.
         """
         where = resolve_device(device)
         texts: dict[str, str] = {}
         try:
-            tensors, texts, checked = read_tensors(Path(path))
+            tensors, texts, _ = read_tensors(Path(path))
             layout = json.loads(texts["residual_map"])
             centre = tensors.pop("centre")
             state = {name.removeprefix("network."): value for name, value in tensors.items()}
@@ -186,8 +183,6 @@ class ResidualMap:
             raise InputError(
                 f"no residual map in {path} ({error}{by}); ResidualMap.save writes one"
             ) from error
-        if not checked:
-            warn_unchecked(Path(path))
         return loaded
 
     def _inputs(self, samples: LabeledSamples) -> Tensor:

@@ -1,20 +1,26 @@
-"""Image datasets of torchvision.datasets by class name, MNIST and Fashion-MNIST included.
+"""Image datasets by name: classes of torchvision.datasets, MNIST, Fashion-MNIST, USPS; IDX files.
 
-`data.registry` calls `read_torchvision`, `read_mnist` and `read_fashion_mnist`, `data.idx` calls
-`read_class`; `data.given` uses `known_labels` and `stored_images` for torchvision datasets that a
-user holds. torchvision takes long to import, so it is imported in the functions that use it.
+`data.registry` calls the readers: `read_torchvision`, `read_mnist`, `read_fashion_mnist`,
+`read_usps`, and `read_idx_pair` for the source `idx`, the format of MNIST, gzipped or not.
+`data.given` uses `known_labels` and `stored_images` for torchvision datasets that a user holds.
+torchvision takes long to import, so it is imported in the functions that use it.
 
 A change must respect that reading runs no code found in files (UNPICKLING) and opens no network
-connection without `download`, because files may come from others. Images stay unread until they are
-needed, since they may exceed the memory.
+connection without `download`, because files may come from others. Images of torchvision stay unread
+until they are needed, since they may exceed the memory. An IDX file whose length differs from its
+header is refused, because it is damaged; its array is returned in native byte order, which torch
+requires.
 """
 
 from __future__ import annotations
 
+import gzip
 import inspect
+import math
 import os
+import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otdd_flash.arguments import Word
-from otdd_flash.data.dataset import CHANNELS, LabeledDataset, LazyItems, concatenate
+from otdd_flash.data.dataset import CHANNELS, LabeledDataset, LazyItems, as_inputs, concatenate
 from otdd_flash.data.images import open_image, plain_item
 from otdd_flash.data.request import Request, reading
 from otdd_flash.errors import InputError, choose
@@ -227,16 +233,10 @@ def known_labels(opened: Any) -> Any | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Reader of a dataset's inputs; a class, so that it can be pickled for other processes."""
-
-    opened: Any
-
-    def __call__(self, row: int) -> Any:
-        place = f"row {row} of torchvision.datasets.{type(self.opened).__name__}"
-        with reading(Path(place)):
-            return plain_item(self.opened[row][0], place)
+def _image(opened: Any, row: int) -> Any:
+    place = f"row {row} of torchvision.datasets.{type(opened).__name__}"
+    with reading(Path(place)):
+        return plain_item(opened[row][0], place)
 
 
 def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
@@ -245,7 +245,7 @@ def stored_images(opened: Any) -> NDArray[Any] | LazyItems:
     values = None if data is None or isinstance(data, list) else np.asarray(data)
     if values is None or values.dtype != np.uint8 or len(values) != len(opened):
         # `data` is no array of one uint8 image per item.
-        return LazyItems(_Inputs(opened), np.arange(len(opened)))
+        return LazyItems(partial(_image, opened), np.arange(len(opened)))
     if values.ndim == 4 and values.shape[3] not in CHANNELS:
         # Channels come first, as in SVHN and STL10.
         return np.ascontiguousarray(values.transpose(0, 2, 3, 1))
@@ -260,3 +260,100 @@ def read_mnist(request: Request) -> LabeledDataset:
 def read_fashion_mnist(request: Request) -> LabeledDataset:
     """Read clothing from `root/FashionMNIST/raw` as uint8 images (n, 28, 28)."""
     return read_class(request, "FashionMNIST")
+
+
+# The third byte of the magic number is the element type; all are stored big-endian.
+ELEMENT_TYPES = {8: ">u1", 9: ">i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+
+
+def read_idx_pair(
+    request: Request, *, images: str | Path | None = None, labels: str | Path | None = None
+) -> LabeledDataset:
+    """Read a pair of IDX files.
+
+    Args:
+        request: the shared options.
+        images: file of inputs (n, h, w), (n, h, w, c) or (n, d).
+        labels: file of labels (n,); None for unlabelled data.
+
+    Raises:
+        InputError: a file is missing or damaged, or the lengths disagree.
+    """
+    request.one_part()
+    path = request.locate("images", images)
+    targets = None if labels is None else read_idx(request.locate("labels", labels))
+    inputs, modality = as_inputs(read_idx(path), str(path))
+    return LabeledDataset.from_raw(inputs, targets, modality=modality, name=path.name)
+
+
+def read_idx(path: Path) -> NDArray[Any]:
+    """Read the array in one IDX file, in native byte order.
+
+    Raises:
+        InputError: the file is unreadable, not IDX, or shorter or longer than its header says.
+    """
+    with reading(path):
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        return _decode(content, path)
+
+
+def _decode(content: bytes, path: Path) -> NDArray[Any]:
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in ELEMENT_TYPES:
+        raise InputError(f"{path} is not an IDX file: it starts with {content[:4].hex(' ')!r}")
+    rank = content[3]
+    header = 4 + 4 * rank
+    shape = struct.unpack(f">{rank}i", content[4:header])
+    dtype = np.dtype(ELEMENT_TYPES[content[2]])
+    expected = header + dtype.itemsize * math.prod(shape)
+    if len(content) != expected:
+        raise InputError(
+            f"{path} is damaged: {len(content)} bytes, but its header {shape} needs {expected}"
+        )
+    values = np.frombuffer(content, dtype, offset=header).reshape(shape)
+    return values.astype(dtype.newbyteorder("="))
+
+
+ARCHIVES = {"train": "usps.bz2", "test": "usps.t.bz2"}
+
+STEMS = {"train": "train", "test": "t10k"}
+
+
+def read_usps(request: Request) -> LabeledDataset:
+    """Read USPS, postal digits, as uint8 images (n, 16, 16).
+
+    torchvision reads `root/usps.bz2` (and usps.t.bz2 for the test part) if these files exist.
+    Otherwise the IDX files in `root/USPS/raw` are read, gzipped or not.
+
+    Raises:
+        InputError: neither exists and downloading is not allowed, or a file is damaged.
+    """
+    parts = request.parts()
+    names = [str(digit) for digit in range(10)]
+    archives = all((request.root / ARCHIVES[part]).exists() for part in parts)
+    files = [[_idx_file(request, part, kind) for kind in ("images", "labels")] for part in parts]
+    missing = [path for pair in files for path in pair if not path.exists()]
+    if archives or (request.download and missing):
+        return read_class(request, "USPS", class_names=names)
+    if missing:
+        raise InputError(
+            f"{request.name} is not on disk: no {request.root.absolute() / ARCHIVES['train']}, and "
+            f"no {missing[0]}; set data_root=DIR to the folder that holds it, or allow fetching it "
+            "with download=true"
+        )
+    title = request.title
+    splits = [
+        LabeledDataset.from_raw(
+            read_idx(images), read_idx(labels), class_names=names, modality="image", name=title
+        )
+        for images, labels in files
+    ]
+    return concatenate(splits, title)
+
+
+def _idx_file(request: Request, part: str, kind: str) -> Path:
+    rank = 3 if kind == "images" else 1
+    plain = request.root.absolute() / "USPS" / "raw" / f"{STEMS[part]}-{kind}-idx{rank}-ubyte"
+    packed = plain.with_name(f"{plain.name}.gz")
+    return packed if packed.exists() and not plain.exists() else plain
