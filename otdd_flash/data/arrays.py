@@ -1,6 +1,6 @@
 """Arrays of the user's own files: npz archives, .npy files, csv and parquet tables.
 
-`data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals.potentials` calls
+`data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals` calls
 `read_npy`. Tables are read by `data.table`. A change must respect that pickled objects are never
 loaded, because loading them runs code that a file may hold; that .npy files are mapped rather than
 copied, because they may exceed the memory; and that any choice that the user did not make is

@@ -11,7 +11,7 @@ Reading runs no code: of classes, only those of `TYPES` are made. The names in `
 their fields and the form of file names are a file format; a change breaks earlier checkpoints.
 
 `flows.flow` holds `Checkpoints` among its options, `commands.adapt` makes them, `flows.run` loads a
-checkpoint and `flows.loop` saves it, and `flows.stepping` writes the rows of each rank.
+checkpoint and `flows.run` saves it, and `flows.stepping` writes the rows of each rank.
 """
 
 from __future__ import annotations

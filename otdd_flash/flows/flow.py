@@ -1,8 +1,8 @@
 """The options of a flow: what moves, how far, what it descends, and the callbacks.
 
 `Flow` and `Callbacks` are what users and `commands.adapt` pass to `gradient_flow`;
-`integrations.sklearn` builds a `Flow` too. `LoopOptions` is what `flows.run` passes to `flows.loop`
-and `flows.evaluation`.
+`integrations.sklearn` builds a `Flow` too. `LoopOptions` is what `flows.run` passes to
+`flows.objective`.
 
 `Flow.settings` is stored in checkpoints and compared when a flow is resumed. It must contain each
 option that changes the path or the result, because a resumed flow must take the same steps, and no

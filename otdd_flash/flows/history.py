@@ -1,6 +1,6 @@
 """The records of a flow's steps, the trajectory of its particles, and the moments for its maps.
 
-`flows.evaluation` and `flows.loop` make the records, `Recorder` thins the trajectory, and
+`flows.objective` and `flows.run` make the records, `Recorder` thins the trajectory, and
 `flows.checkpoint` stores both. `flows.result`, `commands.progress` and the modules of `report.flow`
 read them. The fields of `StepRecord` and `Moment` are part of the checkpoint format, and those of
 `StepRecord` are the columns of metrics.csv, so their names must stay.

@@ -23,8 +23,8 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
-from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
-from otdd_flash.flows.maps.entropic import VelocityField
+from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, VelocityField
+from otdd_flash.flows.residual_map import ResidualMap
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.many import class_names
 from otdd_flash.operators.build import ComputeOptions

@@ -4,14 +4,14 @@ Velocities v are gradients divided by masses, so plain descent, the default, is 
 Euler step x <- x - tau v of the flow, for any number of particles.
 
 `Stepping` holds the options, which users, `commands.adapt` and `integrations.sklearn` set and
-`flows.flow` stores. `flows.loop` takes steps through `Stepper`, whose `Rows` hold the rows that a
+`flows.flow` stores. `flows.run` takes steps through `Stepper`, whose `Rows` hold the rows that a
 process owns and their optimiser. The optimisers allowed here move each number by its own gradients
 alone, so rows can be moved on different ranks: rank r has the rows `share(n)` of a variable of n
 rows, with their optimiser state. A rank receives the velocities of its rows, and rank 0 gathers the
 moved rows. If an evaluation has copied the points to all ranks, all gather them and update their
 copies.
 
-Random numbers (`Draw`, `generator`; `flows.evaluation` and `flows.loop` draw by them too) depend
+Random numbers (`Draw`, `generator`; `flows.objective` and `flows.run` draw by them too) depend
 only on seed, step and purpose, so a flow is the same when it is resumed, and on any device.
 Functions that ranks run (`_own`, `_call`, `_moved`, `_clamped`) must stay at module level, where
 other processes find them by name.
@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import Dealt, Ranks
 from otdd_flash.errors import InputError, choose
 from otdd_flash.flows.checkpoint import VALUE, Parts, Shard, write_shard
-from otdd_flash.flows.divergence import Batch
 
 # The step size at step k of T, as a multiple of the first.
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
@@ -164,6 +163,17 @@ def generator(seed: int, step: int, purpose: int) -> torch.Generator:
     # A large odd factor separates neighbouring seeds, steps and purposes.
     mixed = (seed * 1_000_003 + step) * 1_000_003 + purpose
     return torch.Generator().manual_seed(mixed % 2**63)
+
+
+class Batch(NamedTuple):
+    """A minibatch of both sides: row indices (b,) of the particles and of the target."""
+
+    particles: Tensor
+    target: Tensor
+
+    def only(self, rows: Tensor) -> Tensor:
+        """Set to 0 the rows (n, d), one per particle, that are outside the batch."""
+        return torch.zeros_like(rows).index_copy_(0, self.particles, rows[self.particles])
 
 
 class Stepper:

@@ -1,7 +1,7 @@
 """Pairs of classes, the distances measured on them, and the symmetric table that they fill.
 
-The modules of `labels` that measure, `contributions`, `flows.gaussians` and
-`flows.modes.feature_driven` call it; `otdd`, `pairwise`, `flows.flow` and `flows.divergence` only
+The modules of `labels` that measure, `contributions`, `flows.modes.jointly_driven` and
+`flows.modes.feature_driven` call it; `otdd`, `pairwise`, `flows.flow` and `flows.objective` only
 take the type `Progress`.
 
 In `all_pairs` the larger index comes first, and pairs are measured in that direction. The other

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.modes import Mode, build_mode
+from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.labels import LabelMetric, measure_classes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples

@@ -11,8 +11,7 @@ from small_flows import assert_same_flow, blobs, flow, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows.functionals import WeightedFunctional
-from otdd_flash.flows.functionals.potentials import Norm
+from otdd_flash.flows.functionals import Norm, WeightedFunctional
 from otdd_flash.flows.stepping import Stepping
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.errors import InputError
+from otdd_flash.flows import functionals
 from otdd_flash.flows.functionals import (
+    ClassRepulsion,
+    Entropy,
+    Norm,
     WeightedFunctional,
     build_functionals,
-    potentials,
     value_and_velocity,
 )
-from otdd_flash.flows.functionals.build import Entropy
-from otdd_flash.flows.functionals.potentials import ClassRepulsion, Norm
 from otdd_flash.samples import LabeledSamples
 
 MATRIX = torch.linspace(-1, 2, 10, dtype=torch.float64).reshape(2, 5)
@@ -161,7 +162,7 @@ def test_repulsion_in_tiles_of_any_size_and_place_never_holds_all_pairs(monkeypa
         cloud = cloud_of(max(n, 3), 3).take(torch.arange(n))
         whole = evaluated(term, cloud)
         with naming((n, tile)), monkeypatch.context() as patched, LargestTensor() as largest:
-            patched.setattr(potentials, "TILE", tile)
+            patched.setattr(functionals, "TILE", tile)
             tiled = evaluated(term, cloud)
             assert tiled[0] == pytest.approx(whole[0], rel=1e-13)
             torch.testing.assert_close(tiled[1], whole[1])

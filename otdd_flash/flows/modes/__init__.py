@@ -5,7 +5,7 @@
 classes (`jointly_driven`). Both modules give their equations.
 
 `flows.flow` calls `check_mode`, `flows.run` calls `build_mode` and reads `STREAMING_MODES`;
-`flows.loop` and `flows.evaluation` name `Mode` and `Evaluation` in annotations. A new mode is a
+`flows.run` and `flows.objective` name `Mode` and `Evaluation` in annotations. A new mode is a
 class, or a function that makes one, and an entry in `MODES`. A change must keep the names, which
 are values of `flow.mode` in users' settings and in saved results. A mode belongs in
 `STREAMING_MODES` only if it uses the target's points in class distances and in passes (which go
@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from otdd_flash.errors import choose
-from otdd_flash.flows.divergence import FlowSetting
 from otdd_flash.flows.modes.base import Evaluation, Mode
 from otdd_flash.flows.modes.feature_driven import AttachedMode, FeaturesMode
 from otdd_flash.flows.modes.jointly_driven import JointMode, augmented_mode
+from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.labels import ClassDistances
 
 __all__ = ["MODES", "STREAMING_MODES", "Evaluation", "Mode", "build_mode", "check_mode"]

@@ -1,7 +1,7 @@
 """The base class of a flow's modes: which variables move besides the features, and how fast.
 
-`flows.modes.feature_driven` and `flows.modes.jointly_driven` derive from `Mode`; `flows.loop` and
-`flows.evaluation` only use its interface. `flows.stepping` changes `variables` in place, so a mode
+`flows.modes.feature_driven` and `flows.modes.jointly_driven` derive from `Mode`; `flows.run` and
+`flows.objective` only use its interface. `flows.stepping` changes `variables` in place, so a mode
 must not replace these tensors. What the next evaluation needs besides them must be in `state`,
 which checkpoints store, so that a resumed flow takes the same steps.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.divergence import Batch, FlowSetting, TargetDivergence
+from otdd_flash.flows.objective import FlowSetting, TargetDivergence
+from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian, Means
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
@@ -148,6 +149,11 @@ def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
 def inverse(masses: Tensor) -> Tensor:
     """Return 1 / a_i, and 0 where a_i is 0."""
     return torch.where(masses > 0, 1 / masses, 0)
+
+
+def beside(own: int, within_target: Tensor) -> Tensor:
+    """Return W (own + L, own + L) with the fixed block (L, L) and 0 elsewhere."""
+    return torch.nn.functional.pad(within_target, (own, 0, own, 0))
 
 
 def require_moments(mode: str, setting: FlowSetting) -> None:

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.flows.divergence import Batch, FlowSetting
-from otdd_flash.flows.gaussians import beside
-from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
+from otdd_flash.flows.modes.base import Evaluation, Mode, beside, per_mass, require_moments
+from otdd_flash.flows.objective import FlowSetting
+from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
 from otdd_flash.labels.classes import ClassCloud, merge_identical, pool
 from otdd_flash.labels.gaussian import (

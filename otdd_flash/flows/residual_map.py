@@ -1,8 +1,8 @@
 """A map by a residual network, trained on where the particles of a flow began and ended.
 
 `ResidualMap` holds the network with its scales, and saves and loads it as one safetensors file. The
-second part is the regression: weighted least squares with early stopping. `flows.result` uses the
-map through `flows.maps`.
+second part is the regression: weighted least squares with early stopping. `flows.result` makes the
+map, which `flows.maps` describes beside the others.
 
 Training is deterministic on one device: weights are drawn and batches shuffled by a generator on
 the CPU, and the global generator is neither read nor changed. The last layer starts at 0, so an
@@ -33,7 +33,7 @@ from otdd_flash.files.tensor_file import (
     write_tensors,
 )
 from otdd_flash.files.written_by import LaterFormatError, other_version
-from otdd_flash.flows.maps.nearest import check_dimension, check_same_particles, class_indices
+from otdd_flash.flows.maps import check_dimension, check_same_particles, class_indices
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 
