@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,6 +45,10 @@ from otdd_flash.importing import import_callable, user_code
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 from otdd_flash.solver.known_gradient import KnownGradient
+
+# function(points (n, d), labels (n,) int64 or None, masses (n,) float64, of sum 1): a 0-dim tensor,
+# differentiable in the points by autograd.
+Functional = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def build_functionals(
@@ -65,16 +69,17 @@ def build_functionals(
             weight that is not finite; the message names the functional.
     """
     built: list[WeightedFunctional] = []
-    described = [spec for spec in specs if not isinstance(spec, WeightedFunctional)]
-    for spec in described:
+    for spec in specs:
+        if isinstance(spec, WeightedFunctional):
+            continue
         label = _label(spec)
         try:
             function = _build(spec, start)
         except InputError as error:
             raise prefixed(f"functional {label}", error) from error
         taken = {term.name for term in built}
-        numbered = (f"{label}_{count}" for count in range(2, len(described) + 2))
-        name = label if label not in taken else next(n for n in numbered if n not in taken)
+        numbered = (label, *(f"{label}_{count}" for count in range(2, len(specs) + 2)))
+        name = next(name for name in numbered if name not in taken)
         built.append(WeightedFunctional(name, spec["weight"], function))
     return (*built, *(spec for spec in specs if isinstance(spec, WeightedFunctional)))
 
@@ -110,7 +115,7 @@ def _imported(path: str, parameters: Mapping[str, Any]) -> Functional:
 
     Args:
         path: "package.module:function" or "package.module.function". It is called as
-            function(points, labels, masses, **parameters) and returns a 0-dim tensor; see
+            function(points, labels, masses, **parameters) and is a
             `Functional`.
         parameters: keyword arguments.
 
@@ -128,19 +133,6 @@ def _imported(path: str, parameters: Mapping[str, Any]) -> Functional:
             "configuration as a keyword"
         ) from None
     return cast(Functional, partial(function, **parameters))
-
-
-class Functional(Protocol):
-    """A function of the particles' positions, differentiable in `points` by autograd."""
-
-    def __call__(self, points: Tensor, labels: Tensor | None, masses: Tensor) -> Tensor:
-        """Return the value, a 0-dim tensor.
-
-        Args:
-            points: (n, d) particles.
-            labels: (n,) int64 class indices, or None for unlabelled particles.
-            masses: (n,) float64, summing to 1.
-        """
 
 
 @dataclass(frozen=True)
@@ -227,37 +219,33 @@ def value_and_velocity(
 def _differentiate(
     term: WeightedFunctional, particles: Tensor, labels: Tensor | None, masses: Tensor
 ) -> tuple[float, Tensor]:
-    """Return F_k and dF_k / dx (n, d)."""
+    """Return F_k and dF_k / dx (n, d), both finite."""
     assert not isinstance(term.function, Entropy)
+    name = term.name
     with torch.enable_grad():
-        with user_code(f"functional {term.name}"):
+        with user_code(f"functional {name}"):
             # A copy, because the function may modify its arguments.
-            value = term.function(particles, labels, masses.clone())
-        _check(term.name, value)
-        with user_code(f"the gradient of functional {term.name}"):
+            value: Any = term.function(particles, labels, masses.clone())
+        if not isinstance(value, Tensor) or value.ndim != 0:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"functional {name} must return a 0-dim tensor, got {got}")
+        if not bool(torch.isfinite(value)):
+            raise InputError(f"functional {name} is {float(value.detach())}; it must be finite")
+        if not value.requires_grad:
+            raise InputError(
+                f"functional {name} returns a tensor without gradient; compute it from points by "
+                "torch operations, without detach, item or numpy"
+            )
+        with user_code(f"the gradient of functional {name}"):
             (gradient,) = torch.autograd.grad(value, particles, allow_unused=True)
     if gradient is None:
-        raise InputError(f"functional {term.name} does not depend on points; autograd finds no way")
+        raise InputError(f"functional {name} does not depend on points; autograd finds no way")
     if not bool(torch.isfinite(gradient).all()):
         raise InputError(
-            f"the gradient of functional {term.name} is not finite at "
+            f"the gradient of functional {name} is not finite at "
             f"{int((~torch.isfinite(gradient)).any(1).sum())} of {len(gradient)} particles"
         )
     return float(value.detach()), gradient
-
-
-def _check(name: str, value: Any) -> None:
-    """Raise unless the value is a finite 0-dim tensor with a gradient, as `Functional` requires."""
-    if not isinstance(value, Tensor) or value.ndim != 0:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"functional {name} must return a 0-dim tensor, got {got}")
-    if not bool(torch.isfinite(value)):
-        raise InputError(f"functional {name} is {float(value.detach())}; it must be finite")
-    if not value.requires_grad:
-        raise InputError(
-            f"functional {name} returns a tensor without gradient; compute it from points by torch "
-            "operations, without detach, item or numpy"
-        )
 
 
 class Potential(ABC):
@@ -279,155 +267,109 @@ class Potential(ABC):
         return masses @ self.energies(points.double(), labels)
 
 
-@dataclass(frozen=True, eq=False)
 class Norm(Potential):
     """V(x) = 1/2 ||x - c||^2.
 
-    Attributes:
-        centre: c (d,); None is the origin.
+    Args:
+        start: the particles before the first step, in d dimensions.
+        centre: c, d numbers or a file of them; None is the origin.
+
+    Raises:
+        InputError: the centre has another shape or is not finite.
     """
 
-    centre: Tensor | None = None
-
-    @classmethod
-    def configured(cls, start: LabeledSamples, centre: Any = None) -> Norm:
-        """Build it in `start`'s dimension d; `centre` is d numbers or a file of them.
-
-        Raises:
-            InputError: the centre has another shape or is not finite.
-        """
-        return cls(None if centre is None else as_tensor("centre", centre, (start.dim,)))
+    def __init__(self, start: LabeledSamples, centre: Any = None) -> None:
+        given = torch.zeros(start.dim) if centre is None else centre
+        self.centre = as_tensor("centre", given, (start.dim,))
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
-        offsets = points if self.centre is None else points - self.centre.to(points)
-        return offsets.square().sum(1) / 2
+        return (points - self.centre.to(points)).square().sum(1) / 2
 
 
-@dataclass(frozen=True, eq=False)
 class AffineNorm(Potential):
     """V(x) = 1/2 ||A x - b||^2.
 
-    Attributes:
-        matrix: A (k, d).
-        offset: b (k,); None is 0.
+    Args:
+        start: the particles before the first step, in d dimensions.
+        matrix: A (k, d), as numbers or a file of them.
+        offset: b (k,), likewise; None is 0.
+
+    Raises:
+        InputError: the shapes do not fit, or a value is not finite.
     """
 
-    matrix: Tensor
-    offset: Tensor | None = None
-
-    @classmethod
-    def configured(cls, start: LabeledSamples, matrix: Any, offset: Any = None) -> AffineNorm:
-        """Build it in `start`'s dimension d; A and b are numbers or files of them.
-
-        Raises:
-            InputError: the shapes do not fit, or a value is not finite.
-        """
-        a = as_tensor("matrix", matrix, (None, start.dim))
-        return cls(a, None if offset is None else as_tensor("offset", offset, (len(a),)))
+    def __init__(self, start: LabeledSamples, matrix: Any, offset: Any = None) -> None:
+        self.matrix = as_tensor("matrix", matrix, (None, start.dim))
+        rows = len(self.matrix)
+        self.offset = as_tensor("offset", torch.zeros(rows) if offset is None else offset, (rows,))
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
-        residuals = points @ self.matrix.to(points).T
-        if self.offset is not None:
-            residuals = residuals - self.offset.to(points)
+        residuals = points @ self.matrix.to(points).T - self.offset.to(points)
         return residuals.square().sum(1) / 2
 
 
-@dataclass(frozen=True, eq=False)
 class CoordinateCollapse(Potential):
     """V(x) = 1/2 sum_(k in K) (x_k - value)^2.
 
-    Attributes:
+    Args:
+        start: the particles before the first step, in d dimensions.
         coordinates: K, distinct indices into [0, d).
         value: the value to which the coordinates of K are drawn.
+
+    Raises:
+        InputError: an index is not an integer, is outside [0, d) or is repeated; or there is none.
     """
 
-    coordinates: Tensor
-    value: float = 0.0
-
-    @classmethod
-    def configured(
-        cls, start: LabeledSamples, coordinates: Sequence[int], value: float = 0.0
-    ) -> CoordinateCollapse:
-        """Build it for `start`'s dimension d.
-
-        Raises:
-            InputError: an index is not an integer, is outside [0, d) or is repeated; or there is
-                none.
-        """
-        return cls(_indices(coordinates, start.dim), as_number("value", value))
+    def __init__(
+        self, start: LabeledSamples, coordinates: Sequence[int], value: float = 0.0
+    ) -> None:
+        given, dim = coordinates, start.dim
+        whole = isinstance(given, list | tuple | range) and all(type(k) is int for k in given)
+        if not whole or not given or not all(0 <= k < dim for k in given):
+            raise InputError(f"coordinates must be a list of indices in [0, {dim}), got {given!r}")
+        if len(set(given)) < len(given):
+            raise InputError(f"coordinates must be distinct, got {given!r}")
+        self.coordinates, self.value = torch.tensor(list(given)), as_number("value", value)
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
         chosen = points.index_select(1, self.coordinates.to(points.device))
         return (chosen - self.value).square().sum(1) / 2
 
 
-@dataclass(frozen=True, eq=False)
 class HyperplaneMargin(Potential):
     """V(x, l) = max(0, margin - s_l (<w, x> - b)), the hinge loss of a linear classifier.
 
     Particles stop at distance margin / ||w|| from the plane <w, x> = b, on the side of their class.
 
-    Attributes:
-        normal: w (d,).
-        signs: s (V,), the side of each class: 1, -1, or 0 for classes without a side (V = 0).
+    Args:
+        start: the labelled particles before the first step, in d dimensions.
+        normal: w as d numbers or a file of them.
+        signs: s, the side of a class by its name: 1 or -1; other classes have no side, V = 0.
         offset: b.
-        margin: in units of <w, x>.
+        margin: in units of <w, x>, not negative.
+
+    Raises:
+        InputError: unlabelled particles, an unknown class, a sign other than 1 and -1, or numbers
+            that do not fit.
     """
 
-    normal: Tensor
-    signs: Tensor
-    offset: float = 0.0
-    margin: float = 1.0
-
-    @classmethod
-    def configured(
-        cls,
+    def __init__(
+        self,
         start: LabeledSamples,
         normal: Any,
         signs: Mapping[str, int],
         offset: float = 0.0,
         margin: float = 1.0,
-    ) -> HyperplaneMargin:
-        """Build it for `start`'s dimension d and classes.
-
-        Args:
-            start: the particles before the first step.
-            normal: w as d numbers or a file of them.
-            signs: 1 or -1 by class name; other classes have energy 0.
-            offset: b.
-            margin: not negative.
-
-        Raises:
-            InputError: unlabelled particles, an unknown class, a sign other than 1 and -1, or
-                numbers that do not fit.
-        """
-        return cls(
-            as_tensor("normal", normal, (start.dim,)),
-            _signs(signs, start),
-            as_number("offset", offset),
-            as_number("margin", margin, least=0.0),
-        )
+    ) -> None:
+        self.normal = as_tensor("normal", normal, (start.dim,))
+        self.signs = _signs(signs, start)
+        self.offset = as_number("offset", offset)
+        self.margin = as_number("margin", margin, least=0.0)
 
     def energies(self, points: Tensor, labels: Tensor | None) -> Tensor:
-        """Return V (n,).
-
-        Raises:
-            InputError: the particles have no labels.
-        """
-        if labels is None:
-            raise InputError("hyperplane_margin needs labelled particles: classes have sides")
         sides = self.signs.to(points)[labels]
         distances = points @ self.normal.to(points) - self.offset
         return sides.abs() * torch.relu(self.margin - sides * distances)
-
-
-def _indices(given: Sequence[int], dim: int) -> Tensor:
-    whole = isinstance(given, list | tuple | range) and all(type(k) is int for k in given)
-    if not whole or not given or not all(0 <= k < dim for k in given):
-        raise InputError(f"coordinates must be a list of indices in [0, {dim}), got {given!r}")
-    if len(set(given)) < len(given):
-        raise InputError(f"coordinates must be distinct, got {given!r}")
-    return torch.tensor(list(given))
 
 
 def _signs(given: Any, start: LabeledSamples) -> Tensor:
@@ -453,12 +395,9 @@ def _signs(given: Any, start: LabeledSamples) -> Tensor:
 TILE = 2**24
 
 # The number of points behind the automatic radius, and the seed that draws them.
-SAMPLED = 1024
-
-SEED = 0
+SAMPLED, SEED = 1024, 0
 
 
-@dataclass(frozen=True)
 class ClassRepulsion:
     """F(x) = sum_ij a_i a_j k_ij with k_ij = 1[l_i != l_j] exp(-||x_i - x_j||^2 / (2 s^2)).
 
@@ -468,35 +407,25 @@ class ClassRepulsion:
 
     is computed together with the value, so autograd stores no pairs either.
 
-    Attributes:
-        radius: s, in units of the points. Pairs far beyond it have no effect on each other.
+    Args:
+        start: the labelled particles before the first step.
+        radius: s, in units of the points. Pairs far beyond it have no effect on each other. None is
+            `median_radius` of the start.
+
+    Raises:
+        InputError: unlabelled particles, a radius that is not positive, or no automatic radius.
     """
 
-    radius: float
-
-    @classmethod
-    def configured(cls, start: LabeledSamples, radius: float | None = None) -> ClassRepulsion:
-        """Build it with the given radius, or `median_radius` of the starting points.
-
-        Raises:
-            InputError: unlabelled particles, a radius that is not positive, or no automatic radius.
-        """
+    def __init__(self, start: LabeledSamples, radius: float | None = None) -> None:
         if start.labels is None:
             raise InputError("needs labelled particles: only different classes repel each other")
-        if radius is None:
-            return cls(median_radius(start))
-        if as_number("radius", radius) <= 0:
+        self.radius = median_radius(start) if radius is None else as_number("radius", radius)
+        if self.radius <= 0:
             raise InputError(f"radius must be positive, got {radius}")
-        return cls(float(radius))
 
     def __call__(self, points: Tensor, labels: Tensor | None, masses: Tensor) -> Tensor:
-        """Return the energy, 0-dim float64.
-
-        Raises:
-            InputError: the particles have no labels.
-        """
-        if labels is None:
-            raise InputError("class_repulsion needs labelled particles")
+        """Return the energy, 0-dim float64."""
+        assert labels is not None
         with torch.no_grad():
             value, gradient = _value_and_gradient(points, labels, masses, self.radius)
         return cast(Tensor, KnownGradient.apply(value, (gradient,), None, points))
@@ -504,11 +433,11 @@ class ClassRepulsion:
 
 # Each is called with the starting particles and the parameters by name.
 FACTORIES: dict[str, Callable[..., Functional | Entropy]] = {
-    "norm": Norm.configured,
-    "affine_norm": AffineNorm.configured,
-    "hyperplane_margin": HyperplaneMargin.configured,
-    "coordinate_collapse": CoordinateCollapse.configured,
-    "class_repulsion": ClassRepulsion.configured,
+    "norm": Norm,
+    "affine_norm": AffineNorm,
+    "hyperplane_margin": HyperplaneMargin,
+    "coordinate_collapse": CoordinateCollapse,
+    "class_repulsion": ClassRepulsion,
     "entropy": lambda start: Entropy(),
 }
 
@@ -611,15 +540,12 @@ def _read(name: str, file: Path) -> NDArray[Any]:
         case ".npy":
             return np.array(read_npy(file))
         case ".npz":
-            return _read_npz(name, file)
+            with reading(file), np.load(file, allow_pickle=False) as archive:
+                keys = archive.files
+                key = keys[0] if len(keys) == 1 else name
+                if key not in keys:
+                    raise InputError(
+                        f"{file} has no key {name!r} for {name}; its keys are: {', '.join(keys)}"
+                    )
+                return np.asarray(archive[key])
     raise InputError(f"{name} must be numbers or a .npy or .npz file, got {str(file)!r}")
-
-
-def _read_npz(name: str, file: Path) -> NDArray[Any]:
-    with reading(file), np.load(file, allow_pickle=False) as archive:
-        key = archive.files[0] if len(archive.files) == 1 else name
-        if key not in archive.files:
-            raise InputError(
-                f"{file} has no key {name!r} for {name}; its keys are: {', '.join(archive.files)}"
-            )
-        return np.asarray(archive[key])

@@ -48,7 +48,7 @@ def test_there_is_one_record_per_step_and_one_of_the_end():
 @pytest.mark.slow
 def test_an_objective_has_its_functionals_with_their_weights():
     norm = {"name": "norm", "weight": 0.3}
-    twice = WeightedFunctional("twice", 2.0, Norm(None))
+    twice = WeightedFunctional("twice", 2.0, Norm(SOURCE))
     result = rough_flow(SOURCE, TARGET, functionals=[norm, twice], steps=1)
     for record in result.history:
         assert record.functionals["twice"] == pytest.approx(2 / 0.3 * record.functionals["norm"])

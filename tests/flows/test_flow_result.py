@@ -19,7 +19,7 @@ SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 
 AUTO = otdd.ComputeOptions(precision="double")
 NORM = {"name": "norm", "weight": 0.1, "centre": torch.ones(3)}
-MINE = WeightedFunctional("mine", 0.1, Norm(None))
+MINE = WeightedFunctional("mine", 0.1, Norm(SOURCE))
 KINDS = {
     "functionals": {"functionals": [NORM, MINE], "keep_moments": True},
     "augmented in a box": {"mode": "augmented", "stepping": Stepping(0.3, box=(-1.0, 1.0))},
