@@ -31,8 +31,6 @@ from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
-from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.problem import Problem
 
 
 class FlowMap(Protocol):
@@ -166,19 +164,34 @@ def nearest_particles(samples: LabeledSamples, particles: LabeledSamples) -> Ten
     device = particles.features.device
     points, carriers = samples.features.to(device), particles.masses > 0
     if samples.labels is None or particles.labels is None:
-        return _nearest_among(carriers, points, particles)
-    labels = class_indices(samples, particles.class_names).to(device)
-    rows = torch.empty_like(labels)
-    for index in torch.unique(labels).tolist():
-        same = carriers & (particles.labels == index)
-        if not bool(same.any()):
+        # Place alone decides: all are of one class.
+        own, theirs = (
+            torch.zeros(len(side), device=device).long() for side in (samples, particles)
+        )
+    else:
+        own, theirs = class_indices(samples, particles.class_names).to(device), particles.labels
+    rows = torch.empty_like(own)
+    for index in torch.unique(own).tolist():
+        same = torch.nonzero(carriers & (theirs == index)).squeeze(1)
+        if not len(same):
             raise InputError(
                 f"no particle of class {particles.class_names[index]!r} has mass, so none tells "
                 f"where {samples.name} would go; leave the class out"
             )
-        mine = labels == index
-        rows[mine] = _nearest_among(same, points[mine], particles)
+        mine = own == index
+        rows[mine] = same[_nearest(points[mine], particles.features[same])]
     return rows
+
+
+def _nearest(points: Tensor, known: Tensor) -> Tensor:
+    """Return for each point (k, d) the index of the nearest of the known ones (n, d)."""
+    dtype = torch.promote_types(points.dtype, known.dtype)
+    known = known.to(dtype)
+    blocks = torch.split(points, max(1, BLOCK_ELEMENTS // len(known)))
+    # A matrix product would cancel squared norms, and float32 would confuse near neighbours.
+    mode = "donot_use_mm_for_euclid_dist"
+    found = [torch.cdist(block.to(dtype), known, compute_mode=mode).argmin(1) for block in blocks]
+    return torch.cat(found)
 
 
 def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> LabeledSamples:
@@ -197,21 +210,6 @@ def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> Labeled
     else:
         labels = class_indices(samples, particles.class_names)
     return replace(samples, labels=labels, class_names=particles.class_names)
-
-
-def _nearest_among(candidates: Tensor, points: Tensor, particles: LabeledSamples) -> Tensor:
-    """Return the rows of the nearest particles among those of the mask `candidates` (n,)."""
-    rows = torch.nonzero(candidates).squeeze(1)
-    dtype = torch.promote_types(points.dtype, particles.features.dtype)
-    known = particles.features[rows].to(dtype)
-    height = max(1, BLOCK_ELEMENTS // len(rows))
-    # A matrix product would cancel squared norms, and float32 would confuse near neighbours.
-    mode = "donot_use_mm_for_euclid_dist"
-    found = [
-        torch.cdist(block.to(dtype), known, compute_mode=mode).argmin(1)
-        for block in torch.split(points, height)
-    ]
-    return rows[torch.cat(found)]
 
 
 # Places in a request of (points, particles, target): points against particles, and against the
@@ -243,28 +241,6 @@ class VelocityField:
     epsilon: float
     cost: GroundCost
     compute: ComputeOptions
-
-    @classmethod
-    def of(cls, problem: Problem, divergence: Divergence) -> VelocityField:
-        """Return the field of a solved step, whose particles are the problem's source.
-
-        Raises:
-            InputError: the divergence was solved without debiasing, which a flow needs.
-        """
-        if divergence.xx is None:
-            raise InputError("a velocity field needs the self term of the particles: debias=True")
-        request = problem.request
-        particles, target = request.seen
-        return cls(
-            particles,
-            target,
-            problem.table,
-            divergence.xy.g,
-            divergence.xx.f,
-            problem.epsilon,
-            request.cost.squared,
-            request.compute,
-        )
 
     def velocity(self, samples: LabeledSamples, *, mass: float = 0.0) -> Tensor:
         """Compute the velocities (k, d) of k labelled points, in the points' type.
@@ -374,7 +350,9 @@ class EntropicMap:
             if step == 0:
                 check_dimension(samples, field.particles.dim)
                 moving = in_classes_of(samples, field.particles)
-            mass = _one_more(field.particles) if self.mass is None else self.mass
+            mass = self.mass
+            if mass is None:
+                mass = 1 / (int((field.particles.masses > 0).sum()) + 1)
             features = moving.features - size * field.velocity(moving, mass=mass)
             if self.box is not None:
                 features.clamp_(*self.box)
@@ -398,7 +376,3 @@ def _own_share(softmin: Tensor, epsilon: float, mass: float) -> Tensor:
     slope = (1 - mass) / math.sqrt(mass) * (-softmin.double() / epsilon).exp()
     # The positive root without cancellation; an infinite slope correctly gives 0.
     return (2 / (slope + (slope.square() + 4).sqrt())).square()
-
-
-def _one_more(particles: LabeledSamples) -> float:
-    return 1 / (int((particles.masses > 0).sum()) + 1)

@@ -81,7 +81,9 @@ def test_the_class_of_an_unlabelled_point_is_chosen_before_the_first_step():
     target = replace(before, features=5 * before.features)
     table = torch.tensor([[0, 100.0], [100.0, 0]], dtype=torch.float64).repeat(2, 2)
     problem = Problem.between(before, target, 0.1, table, None, DOUBLE)
-    first = VelocityField.of(problem, problem.solve(otdd.Converged(1e-8)))
+    solved = problem.solve(otdd.Converged(1e-8))
+    potentials = solved.xy.g, solved.xx.f
+    first = VelocityField(before, target, table, *potentials, 0.1, otdd.GroundCost(), DOUBLE)
     second = replace(first, particles=replace(before, features=-before.features))
     entropic = EntropicMap([first, second], [0.1, 0.1])
     point = LabeledSamples(torch.tensor([[-0.5]]), None, ())
