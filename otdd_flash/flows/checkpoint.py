@@ -53,9 +53,6 @@ TYPES: dict[str, Any] = {
 
 MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
 
-# The file of earlier versions.
-EARLIER = "checkpoint.pt"
-
 # A manifest before it replaces the last one. It is beside it, as FOLDER may be on another disk.
 NEXT = "checkpoint.json.partial"
 
@@ -73,16 +70,6 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _check_seen(folder: Path, shard: Shard) -> None:
-    """Raise unless rank 0 sees the file, as it must in a folder that all ranks share."""
-    path = folder / shard.file
-    if not path.exists() or path.stat().st_size != shard.bytes:
-        raise InputError(
-            f"{path}, which another process wrote, is not seen by rank 0; give a hydra.run.dir "
-            "that all machines share"
-        )
 
 
 # The tensor that holds the JSON: texts of a safetensors file are bounded in length.
@@ -191,8 +178,8 @@ def write_shard(
     folder: Path,
     name: str,
     tensors: Mapping[str, Tensor],
-    rows: Mapping[str, slice] | None = None,
-    parts: Parts | None = None,
+    rows: Mapping[str, slice],
+    parts: Parts,
 ) -> Shard:
     """Write some tensors and the rows that a process owns, and flush them to the disk.
 
@@ -211,12 +198,12 @@ def write_shard(
             f"{folder}, which rank 0 has made, is not there; give a hydra.run.dir that all "
             "machines share"
         )
-    owned = {variable: [part.start, part.stop] for variable, part in (rows or {}).items()}
+    owned = {variable: [part.start, part.stop] for variable, part in rows.items()}
     first, last = owned.get("points", (0, 0))
     path = folder / f"{name}.rows-{first}-{last}.safetensors"
     of_rows = {
         f"{ROWS}.{variable}.{key}": tensor
-        for variable, held in (parts or {}).items()
+        for variable, held in parts.items()
         for key, tensor in held.items()
     }
     try:
@@ -225,11 +212,6 @@ def write_shard(
         return Shard(path.name, owned, path.stat().st_size, checksum)
     except OSError as error:
         raise cannot_write(path, error) from error
-
-
-def write_alone(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
-    """Write the tensors that belong to no row, for a state without rows."""
-    return [write_shard(folder, stem, tensors)]
 
 
 @dataclass(frozen=True)
@@ -283,8 +265,8 @@ class Checkpoints:
         self,
         state: Mapping[str, Any],
         settings: Mapping[str, Any],
-        may_change: Sequence[str] = (),
-        write: Write = write_alone,
+        may_change: Sequence[str],
+        write: Write,
     ) -> None:
         """Write a state, the settings that it belongs to, and which of them may change.
 
@@ -303,7 +285,12 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
             shards = write(folder, stem, taken_apart(state))
             for shard in shards:
-                _check_seen(folder, shard)
+                path = folder / shard.file
+                if not path.exists() or path.stat().st_size != shard.bytes:
+                    raise InputError(
+                        f"{path}, which another process wrote, is not seen by rank 0; give a "
+                        "hydra.run.dir that all machines share"
+                    )
             reach_disk(folder)
             manifest = {
                 "versions": {"otdd_flash": __version__, "torch": torch.__version__},
@@ -335,11 +322,6 @@ class Checkpoints:
         """
         path = self.folder / MANIFEST
         if not path.exists():
-            if (earlier := self.folder / EARLIER).exists():
-                raise InputError(
-                    f"flow.resume=true, but {earlier} is of an earlier version of otdd_flash and "
-                    f"can only be gone on from by that, not by {__version__}; {START_AGAIN}"
-                )
             raise InputError(
                 f"flow.resume=true, but there is no {path}; give the folder of the run to go on "
                 "with as hydra.run.dir=FOLDER, or leave flow.resume out"
@@ -413,11 +395,8 @@ class Checkpoints:
         manifest = self._manifest()
         if manifest is None and (self.folder / MANIFEST).exists():
             return
-        named = {
-            shard["file"]
-            for each in (manifest, (manifest or {}).get("before"))
-            for shard in (each["shards"] if each else ())
-        }
+        kept = [each for each in (manifest, manifest and manifest["before"]) if each]
+        named = {shard["file"] for each in kept for shard in each["shards"]}
         for path in (self.folder / NEXT, *(self.folder / FOLDER).glob(NAMES)):
             if path.name not in named:
                 # Someone else's folder may have such a name.
@@ -449,7 +428,17 @@ def read_shards(folder: Path, shards: Sequence[Shard]) -> tuple[dict[str, Tensor
         path = folder / shard.file
         if path.parent != folder:
             raise ValueError(f"{shard.file} is of another folder")
-        for name, tensor in _read(path, shard).items():
+        try:
+            stored = read_tensors(path)
+        except FileNotFoundError:
+            raise DamagedFileError(f"{path} is missing") from None
+        except OSError as error:
+            raise DamagedFileError(f"{path} cannot be read ({error.strerror or error})") from error
+        except DamagedFileError as error:
+            raise DamagedFileError(f"{path} is damaged") from error
+        if stored.checksum != shard.checksum:
+            raise DamagedFileError(f"{path} is damaged")
+        for name, tensor in stored.tensors.items():
             if not name.startswith(f"{ROWS}."):
                 tensors[name] = tensor
                 continue
@@ -460,20 +449,6 @@ def read_shards(folder: Path, shards: Sequence[Shard]) -> tuple[dict[str, Tensor
         variable: {key: _joined(found) for key, found in held.items()}
         for variable, held in parts.items()
     }
-
-
-def _read(path: Path, shard: Shard) -> dict[str, Tensor]:
-    try:
-        stored = read_tensors(path)
-    except FileNotFoundError:
-        raise DamagedFileError(f"{path} is missing") from None
-    except OSError as error:
-        raise DamagedFileError(f"{path} cannot be read ({error.strerror or error})") from error
-    except DamagedFileError as error:
-        raise DamagedFileError(f"{path} is damaged") from error
-    if stored.checksum != shard.checksum:
-        raise DamagedFileError(f"{path} is damaged")
-    return stored.tensors
 
 
 def _joined(found: list[tuple[list[int], Tensor]]) -> Tensor:
