@@ -150,8 +150,8 @@ ROWS = "rows"
 # The key of a variable's values, beside the keys of the optimiser's state.
 VALUE = "value"
 
-# Tensors by variable and key.
-Parts = Mapping[str, Mapping[str, Tensor]]
+# Tensors by VARIABLE.KEY.
+Parts = Mapping[str, Tensor]
 
 
 class Shard(NamedTuple):
@@ -188,7 +188,7 @@ def write_shard(
         name: the beginning of the file's name.
         tensors: tensors that belong to no row, by name.
         rows: for each variable, the rows that this process owns.
-        parts: what is stored for them, (rows, ...).
+        parts: what is stored for them, (rows, ...), by VARIABLE.KEY.
 
     Raises:
         InputError: the file cannot be written, or this process does not see the folder.
@@ -201,11 +201,7 @@ def write_shard(
     owned = {variable: [part.start, part.stop] for variable, part in rows.items()}
     first, last = owned.get("points", (0, 0))
     path = folder / f"{name}.rows-{first}-{last}.safetensors"
-    of_rows = {
-        f"{ROWS}.{variable}.{key}": tensor
-        for variable, held in parts.items()
-        for key, tensor in held.items()
-    }
+    of_rows = {f"{ROWS}.{name}": tensor for name, tensor in parts.items()}
     try:
         checksum = save_tensors(path, {**tensors, **of_rows}, {})
         reach_disk(path)
@@ -423,7 +419,7 @@ def read_shards(folder: Path, shards: Sequence[Shard]) -> tuple[dict[str, Tensor
         LookupError, ValueError: the files are not those of one checkpoint.
     """
     tensors: dict[str, Tensor] = {}
-    parts: dict[str, dict[str, list[tuple[list[int], Tensor]]]] = {}
+    parts: dict[str, list[tuple[list[int], Tensor]]] = {}
     for shard in shards:
         path = folder / shard.file
         if path.parent != folder:
@@ -439,16 +435,13 @@ def read_shards(folder: Path, shards: Sequence[Shard]) -> tuple[dict[str, Tensor
         if stored.checksum != shard.checksum:
             raise DamagedFileError(f"{path} is damaged")
         for name, tensor in stored.tensors.items():
-            if not name.startswith(f"{ROWS}."):
+            kind, _, part = name.partition(".")
+            if kind == ROWS:
+                rows = shard.rows[part.split(".")[0]]
+                parts.setdefault(part, []).append((rows, tensor))
+            else:
                 tensors[name] = tensor
-                continue
-            _, variable, key = name.split(".", 2)
-            found = parts.setdefault(variable, {}).setdefault(key, [])
-            found.append((shard.rows[variable], tensor))
-    return tensors, {
-        variable: {key: _joined(found) for key, found in held.items()}
-        for variable, held in parts.items()
-    }
+    return tensors, {part: _joined(found) for part, found in parts.items()}
 
 
 def _joined(found: list[tuple[list[int], Tensor]]) -> Tensor:

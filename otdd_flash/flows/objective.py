@@ -20,7 +20,7 @@ their purpose, so that a resumed flow repeats them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,11 +30,10 @@ from torch import Tensor
 
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.flows.functionals import value_and_velocity
+from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
-from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import class_indices
 from otdd_flash.operators.cloud import mass_per_class
 from otdd_flash.operators.float64_rows import squared_distances, squared_norms, weighted_mean
@@ -45,12 +44,12 @@ from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import Gradient, Needs
 
 if TYPE_CHECKING:
-    from otdd_flash.flows.flow import LoopOptions
-    from otdd_flash.flows.modes import Evaluation, Mode
+    from otdd_flash.flows.flow import Callbacks, Flow
+    from otdd_flash.flows.modes import Mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +62,18 @@ class FlowSetting:
         metric: the metric between classes.
         epsilon: regularisation, in units of the cost.
         solver: how to solve and when to stop.
-        progress: called for each iteration of each solve.
-        class_progress: called with the number of pairs of classes compared.
+        flow: the options of the flow.
+        functionals: those of the flow, built.
+        callbacks: those of the user; modes call `class_progress`.
     """
 
     request: Request
     metric: LabelMetric
     epsilon: float
     solver: Schedule
-    progress: Progress | None = None
-    class_progress: PairProgress | None = None
+    flow: Flow
+    functionals: Sequence[WeightedFunctional]
+    callbacks: Callbacks
 
     @property
     def source(self) -> LabeledSamples:
@@ -84,24 +85,13 @@ class FlowSetting:
         """The dataset that the particles move towards."""
         return self.request.seen[1]
 
-    def blocks(self, table: Tensor) -> ClassBlocks:
-        """Cut W (V_x + V_y, V_x + V_y) into the blocks that several evaluations use."""
-        sizes = self.source.class_total, self.target.class_total
-        return ClassBlocks(table, sizes, self.request.device)
-
     @cached_property
     def masses(self) -> Tensor:
         """The masses of the particles (n,), float64."""
         return self.source.masses
 
     def at(self, features: Tensor) -> LabeledSamples:
-        """Return the particles with new features (n, d), which must be finite."""
-        start = self.source.features
-        as_before = all(
-            getattr(features, what) == getattr(start, what) for what in ("shape", "dtype", "device")
-        )
-        if not as_before:
-            return replace(self.source, features=features, subset_hash=None)
+        """Return the particles with new features (n, d), finite and of the type of the first."""
         return displaced(self.source, features)
 
     def mean_cost(self, features: Tensor, class_distances: ClassDistances) -> float:
@@ -120,11 +110,11 @@ class FlowSetting:
     def settings(
         self, points: LabeledSamples, goal: LabeledSamples, table: ClassDistances
     ) -> dict[str, Any]:
-        """Return the settings by command-line keys, for both sides before the cost sees them.
+        """Return what a resumed flow must find again, by command-line keys.
 
         Args:
-            points: the particles at the start.
-            goal: the target.
+            points: the particles at the start, before the cost sees them.
+            goal: the target, likewise.
             table: W at the start.
         """
         metric, compute = self.metric, self.request.compute
@@ -132,14 +122,15 @@ class FlowSetting:
         if isinstance(metric, Given | PairFunction):
             # These metrics are identified by their values alone.
             labels = {"given": content_hash({"W": table.full})}
+        types = [torch.promote_types(s.features.dtype, torch.float32) for s in (points, goal)]
         solver = asdict(self.solver)
         del solver["require_convergence"]
         return {
             "source": points.fingerprint,
             "target": goal.fingerprint,
             # Fingerprints depend on values only, but steps also on the type.
-            "source.type": _type_of(points),
-            "target.type": _type_of(goal),
+            "source.type": str(types[0]).removeprefix("torch."),
+            "target.type": str(types[1]).removeprefix("torch."),
             "labels.method": metric.name,
             **{f"labels.{key}": value for key, value in labels.items()},
             "epsilon": self.epsilon,
@@ -148,6 +139,7 @@ class FlowSetting:
             **{f"solver.{key}": value for key, value in solver.items()},
             "backend": compute.backend,
             "precision": compute.precision,
+            **self.flow.settings,
         }
 
     @cached_property
@@ -159,19 +151,25 @@ class FlowSetting:
 
     @cached_property
     def _class_masses(self) -> tuple[Tensor, Tensor]:
-        """The class masses of particles (V_x,) and target (V_y,), float64, on the CPU."""
-        own, theirs = (_class_masses(side).cpu() for side in (self.source, self.target))
+        """The class masses of particles (V_x,) and target (V_y,), float64, on the CPU.
+
+        Unlabelled samples are one class.
+        """
+        own, theirs = (
+            mass_per_class(side.masses, class_indices(side), side.class_total).cpu()
+            for side in (self.source, self.target)
+        )
         return own, theirs
 
-    @cached_property
-    def target_square(self) -> float:
-        """The target's mean squared norm."""
-        masses = self.target.masses.to(self.request.device)
-        return float(masses @ squared_norms(self.request.points(1)))
-
-
-def _type_of(samples: LabeledSamples) -> str:
-    return str(torch.promote_types(samples.features.dtype, torch.float32)).removeprefix("torch.")
+    @property
+    def movers(self) -> str:
+        """The settings to lower if particles move too far, as text with their keys."""
+        stepping = self.flow.stepping
+        movers = [f"flow.step_size={stepping.step_size:g}"]
+        if stepping.noise:
+            movers.append(f"flow.noise={stepping.noise:g}")
+        movers += [f"the weight {part.weight:g} of {part.name}" for part in self.functionals]
+        return " or ".join(movers)
 
 
 class TargetDivergence:
@@ -193,7 +191,7 @@ class TargetDivergence:
     def __call__(
         self,
         particles: LabeledSamples,
-        table: Tensor | ClassBlocks,
+        table: Tensor | ClassBlocks | None,
         needs: Needs,
         batch: Batch | None = None,
     ) -> tuple[Divergence, Gradient]:
@@ -202,7 +200,7 @@ class TargetDivergence:
         Args:
             particles: n points.
             table: W (V_x + V_y, V_x + V_y), of which only the rows of the particles' classes may
-                change from call to call; or its blocks.
+                change from call to call; or its blocks; None is 0.
             needs: inputs of the divergence, as in `DivergenceGradient`.
             batch: solve between these rows only, without a warm start; the gradient then is (b, d).
 
@@ -214,12 +212,14 @@ class TargetDivergence:
             particles, target = particles.take(batch.particles), target.take(batch.target)
         problem = Problem(self._request.at(particles, target), setting.epsilon, table)
         gradient = DivergenceGradient(problem, needs)
+        yy = self._self_term
+        known = {"yy": yy} if batch is None and yy is not None and yy.converged else {}
         with torch.no_grad():
             solved = problem.solve(
                 setting.solver,
-                start=None if batch is not None else self._start(),
-                known=None if batch is not None else self._known(),
-                progress=setting.progress,
+                start=self._start() if batch is None else None,
+                known=known,
+                progress=setting.callbacks.solver_progress,
                 solved=gradient if needs else None,
             )
         if setting.solver.require_convergence:
@@ -255,15 +255,6 @@ class TargetDivergence:
         start = {key: 2 * u - earlier[key] if earlier else u for key, u in last.items()}
         return start if self._self_term is None else start | {"yy": self._self_term.g}
 
-    def _known(self) -> dict[str, TransportTerm]:
-        term = self._self_term
-        return {"yy": term} if term is not None and term.converged else {}
-
-
-def _class_masses(samples: LabeledSamples) -> Tensor:
-    """Return (V,) class masses, float64; unlabelled samples are one class."""
-    return mass_per_class(samples.masses, class_indices(samples), samples.class_total)
-
 
 # Steps overshoot if the mean cost is this many times that of the start. A converging flow ends at
 # about twice the start at most, if particles began as one point and spread over the target.
@@ -296,28 +287,28 @@ class Evaluator:
     Args:
         setting: the problem.
         mode: the mode of the flow, at its start.
-        options: of the loop.
     """
 
-    def __init__(self, setting: FlowSetting, mode: Mode, options: LoopOptions) -> None:
-        self._setting, self._mode, self._options = setting, mode, options
-        self._space = options.flow.space
+    def __init__(self, setting: FlowSetting, mode: Mode) -> None:
+        self._setting, self._mode, self._stepping = setting, mode, setting.flow.stepping
+        self._space = setting.flow.space
         # The mean cost at the start: the scale on which particles count as run away.
         self._mean_cost = setting.mean_cost(setting.source.features, mode.class_distances)
         # Clouds that start at distance 0 move only by rounding, so the limit must not be 0.
-        resolved = RESOLUTION * setting.request.cost.squared.lambda_x * setting.target_square
+        request, target = setting.request, setting.target
+        square = float(target.masses.to(request.device) @ squared_norms(request.points(1)))
+        resolved = RESOLUTION * request.cost.squared.lambda_x * square
         self._far = max(DIVERGED * self._mean_cost, resolved)
-        sides = (setting.source, setting.target)
-        self._massive = tuple(side.masses.nonzero().squeeze(1) for side in sides)
+        self._massive = [side.masses.nonzero().squeeze(1) for side in (setting.source, target)]
         # The rows of each side that a step uses; None if these are all.
-        self._size = options.flow.stepping.minibatch
+        self._size = self._stepping.minibatch
         if self._size is not None and all(self._size >= len(rows) for rows in self._massive):
             self._size = None
 
     @property
     def estimates(self) -> bool:
         """Whether steps use a minibatch or displaced points instead of all points."""
-        return self._size is not None or self._options.flow.stepping.noise > 0
+        return self._size is not None or self._stepping.noise > 0
 
     def __call__(self, points: Tensor, step: int, *, whole: bool = False) -> Found:
         """Evaluate the objective at points (n, p), and the velocities along which it grows.
@@ -331,23 +322,32 @@ class Evaluator:
             Overshot: a value is not finite, or particles have run away.
             InputError: no solve is possible.
         """
-        options, mode = self._options, self._mode
-        noise, given = 0.0 if whole else options.flow.stepping.noise, points
+        setting, mode = self._setting, self._mode
+        noise, given = 0.0 if whole else self._stepping.noise, points
         if noise > 0:
             points = points + noise * normal_like(points, self._draw(step, Draw.PERTURBATION))
         features = self._space.features(points)
-        cost = self._setting.mean_cost(features, mode.class_distances)
+        cost = setting.mean_cost(features, mode.class_distances)
         if not math.isfinite(cost):
             # The sum may overflow for finite points that are far away.
-            self._check_finite(given, features)
-        self._check_nearness(cost, *([f"moved by flow.noise={noise:g}"] if noise else []))
+            if not all_finite(given):
+                raise Overshot(NOT_FINITE)
+            if features is not given and not all_finite(features):
+                raise Overshot("particles have features that are not finite")
+        self._check_nearness(cost, f" moved by flow.noise={noise:g}" if noise else "")
         if step > 0 and (whole or self.measured_at(step)):
             mode.measure(features)
         batch = None if whole else self._batch(step)
-        solved, by_features, by_variables = self._solved(features, batch, cost)
+        try:
+            solved, by_features, by_variables = mode.evaluate(features, batch)
+        except InputError as error:
+            # If particles are far away, the steps are to blame for an impossible solve.
+            if not cost <= self._far:
+                raise Overshot(str(error)) from error
+            raise
         velocity = self._space.pull_back(points, by_features)
         values: dict[str, float] = {}
-        if options.functionals:
+        if setting.functionals:
             values, extra = self._functionals(points)
             velocity = velocity + (extra if batch is None else batch.only(extra))
         finite = math.isfinite(solved.value + sum(values.values()))
@@ -356,12 +356,14 @@ class Evaluator:
         if not finite or not math.isfinite(largest):
             raise Overshot("the objective or its gradient is not finite")
         self._check_nearness(solved.value)
-        record = self._record(step, solved, values, norm, batch, noise)
+        seen = len(setting.source) if batch is None else len(batch.particles)
+        whole_seen = batch is None and noise == 0
+        record = self._record(step, solved, values, norm, None if whole_seen else seen)
         return Found(record, {"points": velocity, **by_variables}, features, solved, batch)
 
     def measured_at(self, step: int) -> bool:
         """Return whether the flow recomputes class distances after `step` steps."""
-        return step % self._options.flow.refresh == 0
+        return step % self._setting.flow.refresh == 0
 
     def expected_seconds(self, points: Tensor, step: int) -> float:
         """Estimate the seconds that class distances take for the rest of a flow, points (n, p)."""
@@ -369,7 +371,7 @@ class Evaluator:
         whole = part = self._mode.expected_seconds(features)
         if self.estimates:
             part = self._mode.expected_seconds(features, self._batch(step))
-        return part * (self._options.flow.steps - step) + whole * (1 + self.estimates)
+        return part * (self._setting.flow.steps - step) + whole * (1 + self.estimates)
 
     def check_box(self, points: Tensor) -> None:
         """Refuse a box that excludes the particles (n, p) of the start.
@@ -377,8 +379,8 @@ class Evaluator:
         Raises:
             InputError: clamping to the box alone moves them as far as steps that overshoot.
         """
-        box = self._options.flow.stepping.box
-        if box is None or self._options.functionals:
+        box = self._stepping.box
+        if box is None or self._setting.functionals:
             return
         inside = points.clamp(*box)
         if torch.equal(inside, points):
@@ -398,13 +400,13 @@ class Evaluator:
         Raises:
             Overshot: under the same condition as without a box.
         """
-        box = self._options.flow.stepping.box
+        box = self._stepping.box
         assert box is not None
         width = box[1] - box[0]
         # Within a box's width around the box nothing has run away; features may be expensive.
         if bool(((points > box[0] - width) & (points < box[1] + width)).all()):
             return
-        how = f"that a step took out of flow.box=[{box[0]:g}, {box[1]:g}]"
+        how = f" that a step took out of flow.box=[{box[0]:g}, {box[1]:g}]"
         self._check_nearness(self._mean_cost_of(points), how)
 
     def beginning(self, points: Tensor) -> dict[str, float]:
@@ -418,48 +420,33 @@ class Evaluator:
             of each functional there.
         """
         source = self._setting.source
-        named = self._options.functionals
-        values, _ = value_and_velocity(named, points, source.labels, source.masses)
+        functionals = self._setting.functionals
+        values, _ = value_and_velocity(functionals, points, source.labels, source.masses)
         found = {f"functional {name}": value for name, value in values.items()}
         return {MEAN_COST: self._mean_cost, **found}
-
-    def _check_finite(self, points: Tensor, features: Tensor) -> None:
-        if not all_finite(points):
-            raise Overshot(NOT_FINITE)
-        if features is not points and not all_finite(features):
-            raise Overshot("particles have features that are not finite")
 
     def _mean_cost_of(self, points: Tensor) -> float:
         return self._setting.mean_cost(self._space.features(points), self._mode.class_distances)
 
-    def _solved(self, features: Tensor, batch: Batch | None, cost: float) -> Evaluation:
-        try:
-            return self._mode.evaluate(features, batch)
-        except InputError as error:
-            # If particles are far away, the steps are to blame for an impossible solve.
-            if not cost <= self._far:
-                raise Overshot(str(error)) from error
-            raise
-
     def _functionals(self, points: Tensor) -> tuple[dict[str, float], Tensor]:
         masses, labels = self._setting.masses, self._mode.labels()
         try:
-            return value_and_velocity(self._options.functionals, points, labels, masses)
+            return value_and_velocity(self._setting.functionals, points, labels, masses)
         except UserCodeError:
             raise
         except InputError as error:
             # At the start a functional's error is its own; later the points have gone too far.
             raise Overshot(str(error)) from error
 
-    def _check_nearness(self, cost: float, *how: str) -> None:
+    def _check_nearness(self, cost: float, how: str = "") -> None:
         """Refuse a cost far above that of the start, unless functionals may lead that far.
 
         `how` describes what moved the particles there.
         """
-        if not self._options.functionals and not cost <= self._far:
+        if not self._setting.functionals and not cost <= self._far:
             raise Overshot(
-                f"{' '.join(['particles', *how])} are at a mean cost of {cost:.4g} from the "
-                f"target, and began at {self._mean_cost:.4g}"
+                f"particles{how} are at a mean cost of {cost:.4g} from the target, and began at "
+                f"{self._mean_cost:.4g}"
             )
 
     def _record(
@@ -468,20 +455,18 @@ class Evaluator:
         solved: Divergence,
         values: dict[str, float],
         gradient_norm: float,
-        batch: Batch | None,
-        noise: float,
+        estimated_on: int | None,
     ) -> StepRecord:
-        whole = batch is None and noise == 0
-        seen = len(self._setting.source) if batch is None else len(batch.particles)
+        whole, (lower, upper) = estimated_on is None, solved.bounds
         return StepRecord(
             step=step,
             objective=solved.value + sum(values.values()) if whole else None,
             divergence=solved.value if whole else None,
-            lower=solved.bounds[0] if whole else None,
-            upper=solved.bounds[1] if whole else None,
+            lower=lower if whole else None,
+            upper=upper if whole else None,
             functionals=values,
             gradient_norm=gradient_norm,
-            step_size=self._options.flow.stepping.step_size_at(step, self._options.flow.steps),
+            step_size=self._stepping.step_size_at(step, self._setting.flow.steps),
             iterations=solved.xy.iterations,
             marginal_error=solved.marginal_error,
             tolerance=solved.tolerance,
@@ -489,7 +474,7 @@ class Evaluator:
             stopped_by=solved.stopped_by,
             seconds=0.0,
             estimate=None if whole else solved.value,
-            estimated_on=None if whole else seen,
+            estimated_on=estimated_on,
             bound_width=solved.bound_width if math.isfinite(solved.bound_width) else None,
         )
 
@@ -510,7 +495,7 @@ class Evaluator:
         return Batch(*(_some(rows, self._size, draw) for rows in self._massive))
 
     def _draw(self, step: int, purpose: Draw) -> torch.Generator:
-        return generator(self._options.flow.seed, step, purpose)
+        return generator(self._setting.flow.seed, step, purpose)
 
 
 def _some(rows: Tensor, size: int, draw: torch.Generator) -> Tensor:

@@ -3,7 +3,7 @@
 `gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.tracked` and
 `report.flow.writing` read it. The module also saves and loads it, and makes maps of new points from
 it. result.json comes from `to_dict`, and result.safetensors from the tensors that `PARTS` lists:
-keys and names are the format, and `_restored` must still read files of earlier versions.
+keys and names are the format.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class FlowResult:
         seconds: wall time of the preparation and of the flow.
         unchanged: fingerprints of source and target; methods raise once one of them was modified in
             place. None if nothing else shares their memory.
-        mean_cost: at the start, to which `epsilon_relative` refers; None in files of earlier
-            versions.
+        mean_cost: at the start, to which `epsilon_relative` refers.
     """
 
     source: LabeledSamples
@@ -260,21 +259,20 @@ class FlowResult:
 
     def _check_entropic(self) -> None:
         """Refuse flows whose steps did not follow the velocity field alone."""
-        settings, reasons = self.settings, []
-        if not self.moments:
-            reasons.append("keep_moments=true keeps what it needs, and was not set")
-        if settings["flow.mode"] != "features":
-            reasons.append(f"flow.mode={settings['flow.mode']} moves more than points")
-        if not settings["flow.plain"]:
-            reasons.append("only flow.optimizer=sgd without options, noise or minibatches")
-        if settings["flow.functionals"]:
-            reasons.append("flow.functionals move particles too")
-        if settings["flow.space"] != "features":
-            reasons.append("points moved in another space than that of features")
-        if reasons:
+        settings = self.settings
+        plain, space = settings["flow.plain"], settings["flow.space"]
+        reasons = {
+            "keep_moments=true keeps what it needs, and was not set": not self.moments,
+            f"flow.mode={self.mode} moves more than points": self.mode != "features",
+            "only flow.optimizer=sgd without options, noise or minibatches": not plain,
+            "flow.functionals move particles too": settings["flow.functionals"],
+            "points moved in another space than that of features": space != "features",
+        }
+        met = "; ".join(reason for reason, holds in reasons.items() if holds)
+        if met:
             raise InputError(
-                f"an entropic map cannot follow this flow: {'; '.join(reasons)}. The maps nearest "
-                "and residual take any flow"
+                f"an entropic map cannot follow this flow: {met}. The maps nearest and residual "
+                "take any flow"
             )
 
     def _field(self, moment: Moment) -> VelocityField:
@@ -285,7 +283,7 @@ class FlowResult:
             moment.g,
             moment.f,
             self.settings["epsilon"],
-            GroundCost(**{key: self.settings[key] for key in COST if key in self.settings}).squared,
+            GroundCost(**{key: self.settings[key] for key in COST}).squared,
             self.compute,
         )
 
@@ -303,7 +301,7 @@ class FlowResult:
         return {key: part for key, part in parts.items() if part is not None}
 
 
-# Settings of the ground cost; files of earlier versions have no `ground`.
+# Settings of the ground cost.
 COST = ("lambda_x", "lambda_y", "ground")
 # Tensors of a result by their owners; labels and weights may be missing.
 SAMPLES = ("features", "labels", "weights")
@@ -341,8 +339,7 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         source=sides["source"],
         target=sides["target"],
         samples=sides["samples"],
-        # Earlier versions had no separate record of the start.
-        before=StepRecord(**summary.get("before", summary["history"][0])),
+        before=StepRecord(**summary["before"]),
         history=tuple(StepRecord(**record) for record in summary["history"]),
         trajectory=Trajectory(**NO_LABELS | stored["trajectory"]),
         class_distances=ClassDistances(
@@ -353,6 +350,5 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         settings=settings,
         moments=tuple(moments),
         compute=ComputeOptions(**{**summary["compute"], "device": "auto"}),
-        **{key: summary[key] for key in ("ran_on", "stopped_by", "seconds")},
-        mean_cost=summary.get("mean_cost"),
+        **{key: summary[key] for key in ("ran_on", "stopped_by", "seconds", "mean_cost")},
     )

@@ -253,10 +253,9 @@ class Stepper:
 
     def restore(self, rows: Parts, others: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: rows of all variables, and what `others` returned."""
-        names = [(variable, key) for variable, held in rows.items() for key in held]
-        tensors = (rows[variable][key].to(self._variables[variable]) for variable, key in names)
-        self._all("restore", names, others, *self._of_own(*tensors))
-        self._take({variable: held[VALUE] for variable, held in rows.items()})
+        tensors = (rows[name].to(self._variables[name.split(".")[0]]) for name in rows)
+        self._all("restore", [*rows], others, *self._of_own(*tensors))
+        self._take({name: rows[f"{name}.{VALUE}"] for name in self._variables})
 
     def _all(self, method: str, *arguments: Any) -> Any:
         """Call a method of the rows on every rank."""
@@ -371,23 +370,26 @@ class Rows:
         }
 
         def own() -> Shard:
-            parts = self.kept(of_rows=True)
+            parts = {
+                f"{name}.{key}": part
+                for name, held in self.kept(of_rows=True).items()
+                for key, part in held.items()
+            }
             return write_shard(folder, f"{stem}.rank-{rank}", self.beside, shares, parts)
 
         return [own()] if ranks is None else ranks.all_gathered_objects(ranks.together(own))
 
-    def restore(
-        self, names: Sequence[tuple[str, str]], others: Mapping[str, Any], *tensors: Tensor
-    ) -> None:
+    def restore(self, names: Sequence[str], others: Mapping[str, Any], *tensors: Tensor) -> None:
         """Continue from a checkpoint.
 
         Args:
-            names: variable and key of each stored tensor of rows.
+            names: VARIABLE.KEY of each stored tensor of rows.
             others: the optimiser's state that belongs to no row, by variable.
             *tensors: the own rows of each of `names`.
         """
         kept = {name: dict(others.get(name, {})) for name in self._parameters}
-        for (variable, key), tensor in zip(names, tensors, strict=True):
+        for name, tensor in zip(names, tensors, strict=True):
+            variable, key = name.split(".", 1)
             if key == VALUE:
                 self._parameters[variable].data.copy_(tensor)
             else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -131,14 +130,8 @@ class Mode(ABC):
         if batch is not None:
             rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
             gradient = rows.index_copy_(0, batch.particles, gradient)
-            return per_mass(gradient, self._masses(batch))
         # In place: nothing else uses the gradient, and it is as large as the features.
-        return gradient.mul_(self._inverse_masses.unsqueeze(1))
-
-    @cached_property
-    def _inverse_masses(self) -> Tensor:
-        """1 / a_i (n,) of the particles, in the type of their features."""
-        return inverse(self._setting.masses).to(self._setting.source.features.dtype)
+        return gradient.mul_(inverse(self._masses(batch)).to(gradient).unsqueeze(1))
 
 
 def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
@@ -156,10 +149,10 @@ def beside(own: int, within_target: Tensor) -> Tensor:
     return torch.nn.functional.pad(within_target, (own, 0, own, 0))
 
 
-def require_moments(mode: str, setting: FlowSetting) -> None:
+def require_moments(setting: FlowSetting) -> None:
     """Raise an `InputError` unless class distances are functions of moments, with gradients."""
     if not isinstance(setting.metric, Gaussian | Means):
         raise InputError(
-            f"flow.mode={mode} works with labels=gaussian and labels=means, got "
+            f"flow.mode={setting.flow.mode} works with labels=gaussian and labels=means, got "
             f"labels={setting.metric.name}; flow.mode=features takes any method"
         )

@@ -28,7 +28,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,7 +46,6 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.class_blocks import ClassBlocks
 
 # Of a pair of particles that can carry at most this share of a mass no distance is computed
 # (`_needed`). n such shares are n * 1e-18: the rounding of float64 for a hundred of them, and 1e-12
@@ -70,10 +68,8 @@ class JointlyDrivenMode(Mode):
         InputError: the metric between classes is not `gaussian` or `means`.
     """
 
-    name: ClassVar[str]
-
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
-        require_moments(self.name, setting)
+        require_moments(setting)
         super().__init__(setting, table)
         # The target's Gaussians do not move.
         self._target = Gaussians.of(setting.target, setting.metric)
@@ -114,25 +110,19 @@ class JointMode(JointlyDrivenMode):
     W_kl = ||m_k - m_l||^2 + Bures^2(F_k^T F_k, F_l^T F_l)
     """
 
-    name = "joint"
-
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """Evaluate the divergence at the distances of the moving Gaussians."""
         particles, moving = self._setting.at(features), self._moving()
-        table = Gaussians.from_variables(moving).table(self._target, self.class_distances.yy)
+        table = Gaussians(**moving).table(self._target, self.class_distances.yy)
         # For the result. Mode `augmented` keeps W of its start: its later tables are of particles.
         self._keep(table)
-        return self._evaluated(particles, table, moving, self._class_masses(batch), batch)
-
-    def _class_masses(self, batch: Batch | None) -> Tensor:
-        """Return the mass A_k (V,) of each class, including particles outside the batch.
-
-        Those do not move, and a class moves by the mean over all its particles.
-        """
-        labels = self._setting.source.labels
-        assert labels is not None
-        classes = len(self.variables["means"])
-        return torch.bincount(labels, weights=self._masses(batch), minlength=classes)
+        assert particles.labels is not None
+        # Also of particles outside the batch: those do not move, and a class moves by the mean over
+        # all its particles.
+        masses = torch.bincount(
+            particles.labels, weights=self._masses(batch), minlength=len(moving["means"])
+        )
+        return self._evaluated(particles, table, moving, masses, batch)
 
 
 class AugmentedMode(JointlyDrivenMode):
@@ -147,12 +137,10 @@ class AugmentedMode(JointlyDrivenMode):
     starts at the centres of the original classes, so that a class keeps its name.
     """
 
-    name = "augmented"
-
     def labels(self) -> Tensor:
         """Return the clusters of the particles' Gaussians, numbered as the original classes."""
-        gaussians = Gaussians.from_variables(self.variables)
-        return recluster(gaussians, self._started_as, self._setting.source.masses)
+        started_as, masses = self._started_as, self._setting.source.masses
+        return recluster(Gaussians(**self.variables), started_as, masses)
 
     def _start(self, classes: Gaussians) -> None:
         labels = self._setting.source.labels
@@ -181,15 +169,14 @@ class EuclideanAugmentedMode(AugmentedMode):
         # The particles at the start stand for all later ones, which need as much memory.
         request = Request.prepare((particles, target), cost, compute, resident=True)
         self._divergence = TargetDivergence(setting, request)
-        # The vectors are unlabelled: one class on each side, at distance 0.
-        self._blocks = ClassBlocks(None, (1, 1), request.device)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """Evaluate the divergence of the vectors, with the gradient of each part."""
         points, moving = features.detach().requires_grad_(), self._moving()
         vectors = self._vectors(points, moving)
         particles = self._particles(vectors.detach())
-        solved, gradient = self._divergence(particles, self._blocks, frozenset({"x"}), batch)
+        # The vectors are unlabelled, so there are no class distances.
+        solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
         velocity = self._feature_velocity(gradient["x"], batch)
         # Row i of the vectors depends on particle i alone, so the factor 1 / a_i passes through.
         by_features, *parts = torch.autograd.grad(vectors, [points, *moving.values()], velocity)
@@ -229,11 +216,11 @@ class FullAugmentedMode(AugmentedMode):
         weights = self._setting.source.weights
         particles = LabeledSamples(features, self._own_classes, self._own_names, weights)
         moving = self._moving()
-        table = Gaussians.from_variables(moving).table(
+        table = Gaussians(**moving).table(
             self._target,
             self.class_distances.yy,
             self._needed(features, batch),
-            self._setting.class_progress,
+            self._setting.callbacks.class_progress,
         )
         return self._evaluated(particles, table, moving, self._masses(batch), batch)
 
@@ -271,7 +258,7 @@ class FullAugmentedMode(AugmentedMode):
         """
         setting, points = self._setting, features.double()
         cost = setting.request.cost.squared.lambda_x * torch.cdist(points, points).square()
-        gaussians = Gaussians.from_variables(self.variables)
+        gaussians = Gaussians(**self.variables)
         cost += setting.request.cost.lambda_y * gaussians.lower_bounds()
         near = cost < -math.log(NO_MASS) * setting.epsilon
         # A particle with itself is no pair. Every Gaussian of the target is compared with each.
@@ -322,7 +309,7 @@ class Gaussians:
     """
 
     means: Tensor
-    spreads: Tensor | None
+    spreads: Tensor | None = None
 
     @classmethod
     @torch.no_grad()
@@ -335,7 +322,7 @@ class Gaussians:
         clouds, _ = pool([samples])
         means = class_means(clouds)
         if not isinstance(metric, Gaussian):
-            return cls(means, None)
+            return cls(means)
         if metric.diagonal:
             return cls(means, standard_deviations(clouds, metric.unbiased))
         factors, _ = reduced_factors(clouds, metric.unbiased)
@@ -346,10 +333,6 @@ class Gaussians:
         stack = torch.stack(padded)
         # Rows that are 0 for all classes would be decomposed with every pair.
         return cls(means, stack[:, stack.any(2).any(0)])
-
-    @classmethod
-    def from_variables(cls, variables: Mapping[str, Tensor]) -> Gaussians:
-        return cls(variables["means"], variables.get("spreads"))
 
     @property
     def variables(self) -> dict[str, Tensor]:
