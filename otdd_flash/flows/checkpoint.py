@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import check_fields
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.atomic import cannot_write, lock, reach_disk, unlock
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, save_tensors
 from otdd_flash.files.written_by import FORMAT, FORMAT_KEY, check_format, other_version
@@ -338,11 +337,8 @@ class Checkpoints:
                 raise InputError(
                     f"{error}, and the checkpoint before it does not help; {START_AGAIN}"
                 ) from error
-            warnings.warn(
-                f"{error}; going on from the checkpoint before it, of step {before['step']}",
-                DataNotice,
-                stacklevel=2,
-            )
+            step = before["step"]
+            warn(f"{error}; going on from the checkpoint before it, of step {step}", DataNotice)
             return state
 
     def _state(self, manifest: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from otdd_flash.arguments import takes
+from otdd_flash.arguments import Count, Index, takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -62,14 +62,15 @@ class ResidualMap:
     class_names: tuple[str, ...]
 
     @classmethod
+    @takes()
     def fit(
         cls,
         before: LabeledSamples,
         after: LabeledSamples,
         *,
-        hidden: int = 256,
-        layers: int = 2,
-        epochs: int = 200,
+        hidden: Count = 256,
+        layers: Count = 2,
+        epochs: Index = 200,
         seed: int = 0,
         device: str = "auto",
     ) -> ResidualMap:
@@ -92,13 +93,6 @@ class ResidualMap:
                 not exist.
         """
         check_same_particles(before, after)
-        for name, value, least in (
-            ("hidden", hidden, 1),
-            ("layers", layers, 1),
-            ("epochs", epochs, 0),
-        ):
-            if value < least:
-                raise InputError(f"{name} must be at least {least}, got {value}")
         where = resolve_device(device)
         carriers = torch.nonzero(before.masses > 0).squeeze(1)
         displacement = (after.features.to(before.features) - before.features)[carriers].double()

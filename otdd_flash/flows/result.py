@@ -310,18 +310,16 @@ PARTS = {
     "trajectory": ("rows", "steps", "points", "labels"),
     "W": ("xx", "xy", "yy"),
 }
-NO_LABELS = {"labels": None}
 
 
 def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult:
-    def parts(name: str, keys: tuple[str, ...]) -> dict[str, Any]:
-        return {key: tensors[f"{name}.{key}"] for key in keys if f"{name}.{key}" in tensors}
-
-    stored = {name: parts(name, keys) for name, keys in PARTS.items()}
+    stored: dict[str, dict[str, Any]] = {
+        name: {key: tensors.get(f"{name}.{key}") for key in keys} for name, keys in PARTS.items()
+    }
     names, hashes = summary["classes"], summary["subset_hash"]
     sides = {
         key: LabeledSamples(
-            **NO_LABELS | stored[key],
+            **stored[key],
             class_names=tuple(names[side]),
             name=summary[side],
             subset_hash=hashes[side],
@@ -329,9 +327,9 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         for key, side in (("source", "source"), ("target", "target"), ("samples", "source"))
     }
     moments: list[Moment] = []
-    while stored_moment := parts(f"moment.{len(moments)}", Moment._fields):
-        step_size = float(stored_moment.pop("step_size"))
-        moments.append(Moment(step_size, **stored_moment))
+    while (place := f"moment.{len(moments)}") + ".f" in tensors:
+        step_size, *parts = (tensors[f"{place}.{key}"] for key in Moment._fields)
+        moments.append(Moment(float(step_size), *parts))
     settings = dict(summary["settings"])
     if settings["flow.box"] is not None:
         settings["flow.box"] = tuple(settings["flow.box"])
@@ -341,7 +339,7 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         samples=sides["samples"],
         before=StepRecord(**summary["before"]),
         history=tuple(StepRecord(**record) for record in summary["history"]),
-        trajectory=Trajectory(**NO_LABELS | stored["trajectory"]),
+        trajectory=Trajectory(**stored["trajectory"]),
         class_distances=ClassDistances(
             **stored["W"],
             names_x=class_names(sides["source"]),
