@@ -101,7 +101,7 @@ COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
 RANKS_CLASS = "otdd_flash.distributed.ranks.Ranks"
 GROUP_CLASSES = ("torch.distributed.distributed_c10d.ProcessGroup", RANKS_CLASS)
 COST_BLOCKS_CLASS = "otdd_flash.operators.cost_blocks.CostBlocks"
-FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.build.WeightedFunctional"
+FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.WeightedFunctional"
 # Other classes of arguments: the words of messages, and the full name of each.
 OBJECTS = {
     "LabeledSamples": ("be LabeledSamples", SAMPLES_CLASS),

@@ -17,7 +17,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.extractors.checkpoint import load_checkpoint
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.flows.maps.residual import ResidualMap
+from otdd_flash.flows.residual_map import ResidualMap
 from otdd_flash.samples import LabeledSamples
 
 FLIPS = 40

@@ -19,7 +19,7 @@ import torch
 
 import otdd_flash as otdd
 from experiments.fuzzing.verdict import Attempt
-from otdd_flash.flows.maps import ResidualMap
+from otdd_flash.flows.residual_map import ResidualMap
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Arrays of the user's own files: npz archives, .npy files, csv and parquet tables.
 
-`data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals.potentials` calls
+`data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals` calls
 `read_npy`. `data.hugging_face` chooses its columns by `check_columns`, `find_label` and
 `find_weights`, and checks text files by `check_rounded_text` and `check_spelled`.
 

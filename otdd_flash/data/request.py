@@ -2,7 +2,7 @@
 
 `data.registry` builds a `Request` for every source, and `data.given` one for a Hugging Face dataset
 in memory; it is the first argument of the readers in `data`. `reading` turns any error of a file
-reader into an `InputError`; `data.images` and `flows.functionals.potentials` use it too. Readers of
+reader into an `InputError`; `data.images` and `flows.functionals` use it too. Readers of
 other packages also receive a `Request`, so its fields must stay.
 """
 

@@ -2,7 +2,7 @@
 
 `write_tensors` and `read_tensors` handle named tensors and texts in one safetensors file, with a
 checksum over all of them, so that a flipped bit is found instead of computed with.
-`files.result_files`, `files.cache`, `flows.checkpoint`, `flows.maps.residual` and `study.units` use
+`files.result_files`, `files.cache`, `flows.checkpoint`, `flows.residual_map` and `study.units` use
 them; `pairwise` uses the checksum for files of its own. `load_torch_file` reads files of
 `torch.save` without running code, for `extractors.checkpoint`. `write_arrays` and `read_arrays`
 handle npz files: tables of class distances (`labels.table`) and samples
@@ -17,7 +17,7 @@ own, in the names of their files.
 
 A change must also keep that files appear whole or not at all (`files.atomic`). `content_hash` is
 part of cache keys (`extractors.content_digest`, `extractors.network`, `labels.classes`) and of the
-settings in checkpoints (`flows.divergence`, `flows.flow`), so its value for given tensors may not
+settings in checkpoints (`flows.objective`, `flows.flow`), so its value for given tensors may not
 change: cached numbers would be lost, and checkpoints refused.
 """
 

@@ -11,7 +11,7 @@ Reading runs no code: of classes, only those of `TYPES` are made. The names in `
 their fields and the form of file names are a file format; a change breaks earlier checkpoints.
 
 `flows.flow` holds `Checkpoints` among its options, `commands.adapt` makes them, `flows.run` loads a
-checkpoint and `flows.loop` saves it, and `flows.stepping` writes the rows of each rank.
+checkpoint and `flows.run` saves it, and `flows.stepping` writes the rows of each rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import check_fields
-from otdd_flash.errors import DataNotice, InputError
+from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.files.atomic import cannot_write, lock, reach_disk, unlock
 from otdd_flash.files.tensor_file import (
     FORMAT,
@@ -60,9 +59,6 @@ TYPES: dict[str, Any] = {
 
 MANIFEST, FOLDER, LOCK_FILE = "checkpoint.json", "checkpoint", ".lock"
 
-# The file of earlier versions.
-EARLIER = "checkpoint.pt"
-
 # A manifest before it replaces the last one. It is beside it, as FOLDER may be on another disk.
 NEXT = "checkpoint.json.partial"
 
@@ -80,16 +76,6 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _check_seen(folder: Path, shard: Shard) -> None:
-    """Raise unless rank 0 sees the file, as it must in a folder that all ranks share."""
-    path = folder / shard.file
-    if not path.exists() or path.stat().st_size != shard.bytes:
-        raise InputError(
-            f"{path}, which another process wrote, is not seen by rank 0; give a hydra.run.dir "
-            "that all machines share"
-        )
 
 
 # The tensor that holds the JSON: texts of a safetensors file are bounded in length.
@@ -170,8 +156,8 @@ ROWS = "rows"
 # The key of a variable's values, beside the keys of the optimiser's state.
 VALUE = "value"
 
-# Tensors by variable and key.
-Parts = Mapping[str, Mapping[str, Tensor]]
+# Tensors by VARIABLE.KEY.
+Parts = Mapping[str, Tensor]
 
 
 class Shard(NamedTuple):
@@ -198,8 +184,8 @@ def write_shard(
     folder: Path,
     name: str,
     tensors: Mapping[str, Tensor],
-    rows: Mapping[str, slice] | None = None,
-    parts: Parts | None = None,
+    rows: Mapping[str, slice],
+    parts: Parts,
 ) -> Shard:
     """Write some tensors and the rows that a process owns, and flush them to the disk.
 
@@ -208,7 +194,7 @@ def write_shard(
         name: the beginning of the file's name.
         tensors: tensors that belong to no row, by name.
         rows: for each variable, the rows that this process owns.
-        parts: what is stored for them, (rows, ...).
+        parts: what is stored for them, (rows, ...), by VARIABLE.KEY.
 
     Raises:
         InputError: the file cannot be written, or this process does not see the folder.
@@ -218,25 +204,16 @@ def write_shard(
             f"{folder}, which rank 0 has made, is not there; give a hydra.run.dir that all "
             "machines share"
         )
-    owned = {variable: [part.start, part.stop] for variable, part in (rows or {}).items()}
+    owned = {variable: [part.start, part.stop] for variable, part in rows.items()}
     first, last = owned.get("points", (0, 0))
     path = folder / f"{name}.rows-{first}-{last}.safetensors"
-    of_rows = {
-        f"{ROWS}.{variable}.{key}": tensor
-        for variable, held in (parts or {}).items()
-        for key, tensor in held.items()
-    }
+    of_rows = {f"{ROWS}.{name}": tensor for name, tensor in parts.items()}
     try:
         checksum = save_tensors(path, {**tensors, **of_rows}, {})
         reach_disk(path)
         return Shard(path.name, owned, path.stat().st_size, checksum)
     except OSError as error:
         raise cannot_write(path, error) from error
-
-
-def write_alone(folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
-    """Write the tensors that belong to no row, for a state without rows."""
-    return [write_shard(folder, stem, tensors)]
 
 
 @dataclass(frozen=True)
@@ -290,8 +267,8 @@ class Checkpoints:
         self,
         state: Mapping[str, Any],
         settings: Mapping[str, Any],
-        may_change: Sequence[str] = (),
-        write: Write = write_alone,
+        may_change: Sequence[str],
+        write: Write,
     ) -> None:
         """Write a state, the settings that it belongs to, and which of them may change.
 
@@ -310,7 +287,12 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
             shards = write(folder, stem, taken_apart(state))
             for shard in shards:
-                _check_seen(folder, shard)
+                path = folder / shard.file
+                if not path.exists() or path.stat().st_size != shard.bytes:
+                    raise InputError(
+                        f"{path}, which another process wrote, is not seen by rank 0; give a "
+                        "hydra.run.dir that all machines share"
+                    )
             reach_disk(folder)
             manifest = {
                 "versions": {"otdd_flash": __version__, "torch": torch.__version__},
@@ -342,11 +324,6 @@ class Checkpoints:
         """
         path = self.folder / MANIFEST
         if not path.exists():
-            if (earlier := self.folder / EARLIER).exists():
-                raise InputError(
-                    f"flow.resume=true, but {earlier} is of an earlier version of otdd_flash and "
-                    f"can only be gone on from by that, not by {__version__}; {START_AGAIN}"
-                )
             raise InputError(
                 f"flow.resume=true, but there is no {path}; give the folder of the run to go on "
                 "with as hydra.run.dir=FOLDER, or leave flow.resume out"
@@ -367,11 +344,8 @@ class Checkpoints:
                 raise InputError(
                     f"{error}, and the checkpoint before it does not help; {START_AGAIN}"
                 ) from error
-            warnings.warn(
-                f"{error}; going on from the checkpoint before it, of step {before['step']}",
-                DataNotice,
-                stacklevel=2,
-            )
+            step = before["step"]
+            warn(f"{error}; going on from the checkpoint before it, of step {step}", DataNotice)
             return state
 
     def _state(self, manifest: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -420,11 +394,8 @@ class Checkpoints:
         manifest = self._manifest()
         if manifest is None and (self.folder / MANIFEST).exists():
             return
-        named = {
-            shard["file"]
-            for each in (manifest, (manifest or {}).get("before"))
-            for shard in (each["shards"] if each else ())
-        }
+        kept = [each for each in (manifest, manifest and manifest["before"]) if each]
+        named = {shard["file"] for each in kept for shard in each["shards"]}
         for path in (self.folder / NEXT, *(self.folder / FOLDER).glob(NAMES)):
             if path.name not in named:
                 # Someone else's folder may have such a name.
@@ -451,36 +422,29 @@ def read_shards(folder: Path, shards: Sequence[Shard]) -> tuple[dict[str, Tensor
         LookupError, ValueError: the files are not those of one checkpoint.
     """
     tensors: dict[str, Tensor] = {}
-    parts: dict[str, dict[str, list[tuple[list[int], Tensor]]]] = {}
+    parts: dict[str, list[tuple[list[int], Tensor]]] = {}
     for shard in shards:
         path = folder / shard.file
         if path.parent != folder:
             raise ValueError(f"{shard.file} is of another folder")
-        for name, tensor in _read(path, shard).items():
-            if not name.startswith(f"{ROWS}."):
+        try:
+            stored = read_tensors(path)
+        except FileNotFoundError:
+            raise DamagedFileError(f"{path} is missing") from None
+        except OSError as error:
+            raise DamagedFileError(f"{path} cannot be read ({error.strerror or error})") from error
+        except DamagedFileError as error:
+            raise DamagedFileError(f"{path} is damaged") from error
+        if stored.checksum != shard.checksum:
+            raise DamagedFileError(f"{path} is damaged")
+        for name, tensor in stored.tensors.items():
+            kind, _, part = name.partition(".")
+            if kind == ROWS:
+                rows = shard.rows[part.split(".")[0]]
+                parts.setdefault(part, []).append((rows, tensor))
+            else:
                 tensors[name] = tensor
-                continue
-            _, variable, key = name.split(".", 2)
-            found = parts.setdefault(variable, {}).setdefault(key, [])
-            found.append((shard.rows[variable], tensor))
-    return tensors, {
-        variable: {key: _joined(found) for key, found in held.items()}
-        for variable, held in parts.items()
-    }
-
-
-def _read(path: Path, shard: Shard) -> dict[str, Tensor]:
-    try:
-        stored = read_tensors(path)
-    except FileNotFoundError:
-        raise DamagedFileError(f"{path} is missing") from None
-    except OSError as error:
-        raise DamagedFileError(f"{path} cannot be read ({error.strerror or error})") from error
-    except DamagedFileError as error:
-        raise DamagedFileError(f"{path} is damaged") from error
-    if stored.checksum != shard.checksum:
-        raise DamagedFileError(f"{path} is damaged")
-    return stored.tensors
+    return tensors, {part: _joined(found) for part, found in parts.items()}
 
 
 def _joined(found: list[tuple[list[int], Tensor]]) -> Tensor:

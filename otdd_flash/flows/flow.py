@@ -1,8 +1,7 @@
 """The options of a flow: what moves, how far, what it descends, and the callbacks.
 
 `Flow` and `Callbacks` are what users and `commands.adapt` pass to `gradient_flow`;
-`integrations.sklearn` builds a `Flow` too. `LoopOptions` is what `flows.run` passes to `flows.loop`
-and `flows.evaluation`.
+`integrations.sklearn` builds a `Flow` too. `flows.run` and `flows.objective` read them.
 
 `Flow.settings` is stored in checkpoints and compared when a flow is resumed. It must contain each
 option that changes the path or the result, because a resumed flow must take the same steps, and no
@@ -22,12 +21,12 @@ from torch import Tensor
 
 from otdd_flash.arguments import check_fields, functional, seed
 from otdd_flash.checks import called, sequence
-from otdd_flash.errors import InputError
+from otdd_flash.errors import InputError, choose
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.functionals import WeightedFunctional
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.flows.modes import check_mode
+from otdd_flash.flows.modes import MODES
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
 from otdd_flash.labels.pairs import Progress as PairProgress
@@ -77,7 +76,7 @@ class Flow:
             functionals=sequence(called("a functional", functional)),
             seed=called("seed", seed),
         )
-        check_mode(self.mode)
+        choose("flow.mode", self.mode, tuple(MODES))
         if self.steps < 1:
             raise InputError(f"flow.steps must be positive, got {self.steps}")
         if self.refresh < 1:
@@ -134,44 +133,6 @@ class Callbacks:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-@dataclass(frozen=True, eq=False)
-class LoopOptions:
-    """The options of the loop.
-
-    Attributes:
-        flow: the options of the flow.
-        functionals: those of the flow, built.
-        settings: the settings stored in checkpoints.
-        callbacks: `progress` gets every record, `stop` is called after every evaluation.
-    """
-
-    flow: Flow
-    functionals: Sequence[WeightedFunctional]
-    settings: Mapping[str, Any]
-    callbacks: Callbacks
-
-    @property
-    def movers(self) -> str:
-        """The settings to lower if particles move too far, as text with their keys."""
-        movers = [f"flow.step_size={self.flow.stepping.step_size:g}"]
-        if self.flow.stepping.noise:
-            movers.append(f"flow.noise={self.flow.stepping.noise:g}")
-        movers += [f"the weight {part.weight:g} of {part.name}" for part in self.functionals]
-        return " or ".join(movers)
-
-    @property
-    def what_to_lower(self) -> str:
-        """Advice for a flow whose steps overshoot."""
-        advice = f"lower {self.movers} and start again"
-        checkpoints = self.flow.checkpoints
-        if checkpoints is None:
-            return advice
-        return (
-            f"{advice}, or go on from before that step, which {checkpoints.folder} holds, by "
-            "flow.resume=true with a lower flow.step_size"
-        )
 
 
 def _plain(parameter: Any) -> Any:

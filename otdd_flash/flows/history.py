@@ -1,6 +1,6 @@
 """The records of a flow's steps, the trajectory of its particles, and the moments for its maps.
 
-`flows.evaluation` and `flows.loop` make the records, `Recorder` thins the trajectory, and
+`flows.objective` and `flows.run` make the records, `Recorder` thins the trajectory, and
 `flows.checkpoint` stores both. `flows.result`, `commands.progress` and the modules of `report.flow`
 read them. The fields of `StepRecord` and `Moment` are part of the checkpoint format, and those of
 `StepRecord` are the columns of metrics.csv, so their names must stay.
@@ -137,12 +137,8 @@ class Recorder:
     """
 
     def __init__(self, rows: Tensor, most: int) -> None:
-        self.rows, self._most = rows, most
-        self.every = 1
+        self.rows, self._most, self.every = rows, most, 1
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
-        # The rows on the device of the points; the last labels, and those of the rows.
-        self._there = rows
-        self._seen: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def wants(self, step: int) -> bool:
         """Return whether the particles after `step` steps are to be stored."""
@@ -156,6 +152,7 @@ class Recorder:
             self._kept = {k: seen for k, seen in self._kept.items() if k % self.every == 0}
 
     def trajectory(self, step: int, points: Tensor, labels: Tensor | None) -> Trajectory:
+        """Return what is stored, with the points and labels after `step` steps as the end."""
         kept = {**self._kept, step: self._followed(points, labels)}
         steps = sorted(kept)
         seen = [kept[k][1] for k in steps]
@@ -171,11 +168,7 @@ class Recorder:
 
     def restore(self, state: dict[str, Any]) -> None:
         self.rows, self.every, self._kept = state["rows"], state["every"], dict(state["kept"])
-        self._there, self._seen = self.rows, (None, None)
 
     def _followed(self, points: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        # Copies synchronise with a GPU, so rows and unchanged labels are sent only once.
-        rows = self._there = self._there.to(points.device)
-        if labels is not self._seen[0]:
-            self._seen = labels, None if labels is None else labels[rows].cpu()
-        return points[rows].cpu(), self._seen[1]
+        rows = self.rows.to(points.device)
+        return points[rows].cpu(), None if labels is None else labels[rows].cpu()

@@ -3,7 +3,7 @@
 `gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.tracked` and
 `report.flow.writing` read it. The module also saves and loads it, and makes maps of new points from
 it. result.json comes from `to_dict`, and result.safetensors from the tensors that `PARTS` lists:
-keys and names are the format, and `_restored` must still read files of earlier versions.
+keys and names are the format.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.flows.history import Moment, StepRecord, Trajectory
-from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, ResidualMap
-from otdd_flash.flows.maps.entropic import VelocityField
+from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, VelocityField
+from otdd_flash.flows.residual_map import ResidualMap
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.table import class_names
 from otdd_flash.operators.build import ComputeOptions
@@ -62,8 +62,7 @@ class FlowResult:
         seconds: wall time of the preparation and of the flow.
         unchanged: fingerprints of source and target; methods raise once one of them was modified in
             place. None if nothing else shares their memory.
-        mean_cost: at the start, to which `epsilon_relative` refers; None in files of earlier
-            versions.
+        mean_cost: at the start, to which `epsilon_relative` refers.
     """
 
     source: LabeledSamples
@@ -260,21 +259,20 @@ class FlowResult:
 
     def _check_entropic(self) -> None:
         """Refuse flows whose steps did not follow the velocity field alone."""
-        settings, reasons = self.settings, []
-        if not self.moments:
-            reasons.append("keep_moments=true keeps what it needs, and was not set")
-        if settings["flow.mode"] != "features":
-            reasons.append(f"flow.mode={settings['flow.mode']} moves more than points")
-        if not settings["flow.plain"]:
-            reasons.append("only flow.optimizer=sgd without options, noise or minibatches")
-        if settings["flow.functionals"]:
-            reasons.append("flow.functionals move particles too")
-        if settings["flow.space"] != "features":
-            reasons.append("points moved in another space than that of features")
-        if reasons:
+        settings = self.settings
+        plain, space = settings["flow.plain"], settings["flow.space"]
+        reasons = {
+            "keep_moments=true keeps what it needs, and was not set": not self.moments,
+            f"flow.mode={self.mode} moves more than points": self.mode != "features",
+            "only flow.optimizer=sgd without options, noise or minibatches": not plain,
+            "flow.functionals move particles too": settings["flow.functionals"],
+            "points moved in another space than that of features": space != "features",
+        }
+        met = "; ".join(reason for reason, holds in reasons.items() if holds)
+        if met:
             raise InputError(
-                f"an entropic map cannot follow this flow: {'; '.join(reasons)}. The maps nearest "
-                "and residual take any flow"
+                f"an entropic map cannot follow this flow: {met}. The maps nearest and residual "
+                "take any flow"
             )
 
     def _field(self, moment: Moment) -> VelocityField:
@@ -285,7 +283,7 @@ class FlowResult:
             moment.g,
             moment.f,
             self.settings["epsilon"],
-            GroundCost(**{key: self.settings[key] for key in COST if key in self.settings}).squared,
+            GroundCost(**{key: self.settings[key] for key in COST}).squared,
             self.compute,
         )
 
@@ -303,7 +301,7 @@ class FlowResult:
         return {key: part for key, part in parts.items() if part is not None}
 
 
-# Settings of the ground cost; files of earlier versions have no `ground`.
+# Settings of the ground cost.
 COST = ("lambda_x", "lambda_y", "ground")
 # Tensors of a result by their owners; labels and weights may be missing.
 SAMPLES = ("features", "labels", "weights")
@@ -312,18 +310,16 @@ PARTS = {
     "trajectory": ("rows", "steps", "points", "labels"),
     "W": ("xx", "xy", "yy"),
 }
-NO_LABELS = {"labels": None}
 
 
 def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult:
-    def parts(name: str, keys: tuple[str, ...]) -> dict[str, Any]:
-        return {key: tensors[f"{name}.{key}"] for key in keys if f"{name}.{key}" in tensors}
-
-    stored = {name: parts(name, keys) for name, keys in PARTS.items()}
+    stored: dict[str, dict[str, Any]] = {
+        name: {key: tensors.get(f"{name}.{key}") for key in keys} for name, keys in PARTS.items()
+    }
     names, hashes = summary["classes"], summary["subset_hash"]
     sides = {
         key: LabeledSamples(
-            **NO_LABELS | stored[key],
+            **stored[key],
             class_names=tuple(names[side]),
             name=summary[side],
             subset_hash=hashes[side],
@@ -331,9 +327,9 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         for key, side in (("source", "source"), ("target", "target"), ("samples", "source"))
     }
     moments: list[Moment] = []
-    while stored_moment := parts(f"moment.{len(moments)}", Moment._fields):
-        step_size = float(stored_moment.pop("step_size"))
-        moments.append(Moment(step_size, **stored_moment))
+    while (place := f"moment.{len(moments)}") + ".f" in tensors:
+        step_size, *parts = (tensors[f"{place}.{key}"] for key in Moment._fields)
+        moments.append(Moment(float(step_size), *parts))
     settings = dict(summary["settings"])
     if settings["flow.box"] is not None:
         settings["flow.box"] = tuple(settings["flow.box"])
@@ -341,10 +337,9 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         source=sides["source"],
         target=sides["target"],
         samples=sides["samples"],
-        # Earlier versions had no separate record of the start.
-        before=StepRecord(**summary.get("before", summary["history"][0])),
+        before=StepRecord(**summary["before"]),
         history=tuple(StepRecord(**record) for record in summary["history"]),
-        trajectory=Trajectory(**NO_LABELS | stored["trajectory"]),
+        trajectory=Trajectory(**stored["trajectory"]),
         class_distances=ClassDistances(
             **stored["W"],
             names_x=class_names(sides["source"]),
@@ -353,6 +348,5 @@ def _restored(summary: dict[str, Any], tensors: dict[str, Tensor]) -> FlowResult
         settings=settings,
         moments=tuple(moments),
         compute=ComputeOptions(**{**summary["compute"], "device": "auto"}),
-        **{key: summary[key] for key in ("ran_on", "stopped_by", "seconds")},
-        mean_cost=summary.get("mean_cost"),
+        **{key: summary[key] for key in ("ran_on", "stopped_by", "seconds", "mean_cost")},
     )

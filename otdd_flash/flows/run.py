@@ -8,6 +8,12 @@ The function reads and checks both datasets, computes class distances and epsilo
 makes the loop or resumes it, and gathers the result. A thread copies both sides from a GPU to the
 CPU while the steps run. Users, `commands.adapt` and `integrations.sklearn` call it. The settings
 are complete before the loop starts, because a checkpoint holds them and is refused if they differ.
+
+`Loop` owns the state of a running flow: it evaluates the particles, tests whether to stop, writes
+checkpoints and takes steps. If no evaluation is possible after a step, it restores and saves the
+last good state before it raises. All that later steps depend on must be in `state` or in the rows
+of `flows.stepping`, so that a resumed flow takes the same steps. On several ranks only rank 0 runs
+this loop, and the others follow its orders.
 """
 
 from __future__ import annotations
@@ -16,11 +22,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
-from typing import NamedTuple
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,19 +38,27 @@ from otdd_flash.arguments import Count, Positive, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
+from otdd_flash.distributed.copies import Copied
+from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.eager import computes
-from otdd_flash.errors import InputError, NotConvergedWarning, warn
+from otdd_flash.errors import InputError, LostRankError, NotConvergedWarning, prefixed, warn
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Unchanged
-from otdd_flash.flows.checkpoint import Checkpoints
-from otdd_flash.flows.divergence import FlowSetting
-from otdd_flash.flows.flow import Callbacks, Flow, LoopOptions
-from otdd_flash.flows.functionals import build_functionals
-from otdd_flash.flows.history import Recorder, StepRecord
-from otdd_flash.flows.loop import Loop
-from otdd_flash.flows.modes import STREAMING_MODES, build_mode
+from otdd_flash.flows.flow import Callbacks, Flow
+from otdd_flash.flows.functionals import build_functionals, noise_temperature
+from otdd_flash.flows.history import Moment, Recorder, StepRecord
+from otdd_flash.flows.modes import MODES, STREAMING_MODES, Mode
+from otdd_flash.flows.objective import (
+    MEAN_COST,
+    NOT_FINITE,
+    Evaluator,
+    FlowSetting,
+    Found,
+    Overshot,
+)
 from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.space import DirectionSpace, FeatureSpace
+from otdd_flash.flows.stepping import Draw, Stepper, generator
 from otdd_flash.labels import (
     Labels,
     drop_small_classes,
@@ -55,7 +71,7 @@ from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
-from otdd_flash.samples import LabeledSamples
+from otdd_flash.samples import LabeledSamples, all_finite
 from otdd_flash.solver.problem import SIDES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -144,7 +160,8 @@ def gradient_flow(
         points = replace(points, features=points.points_of(slice(None)))
     goal = drop_small_classes(target, min_class_size)
     # The target may stay on the CPU or in its file if its points are used only in passes.
-    streams = isinstance(flow.space, FeatureSpace) and flow.mode in STREAMING_MODES
+    in_features = isinstance(flow.space, FeatureSpace)
+    streams = in_features and flow.mode in STREAMING_MODES
     if not streams:
         goal = goal.to(device)
     notice_single_samples((points, goal), metric)
@@ -154,76 +171,78 @@ def gradient_flow(
     # Class distances are computed where the target is: on the device, or on the CPU if the target
     # stays there to be streamed.
     start, end = request.given[0].to(request.home), request.given[1]
-    told = callbacks.class_progress
     metric = settled_metric(metric, epsilon, (start, end), request.streaming)
     shared = measured_by_ranks(metric, compute.group)
+    told = callbacks.class_progress
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     mean = mean_cost(request.inputs(SIDES["xy"], table.xy))
     key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
-    # The advice to standardise features is left out (infinite `scale`) where points move in another
-    # space than that of their features.
-    in_features = isinstance(flow.space, FeatureSpace)
-    scale = cost.standardized(points.dim) if in_features else math.inf
-    setting = FlowSetting(request, metric, used, solver, callbacks.solver_progress, told)
-    settings = {**setting.settings(points, goal, table), **flow.settings}
-    options = LoopOptions(flow, build_functionals(flow.functionals, points), settings, callbacks)
-    loop = Loop(
-        points.features,
-        setting,
-        build_mode(flow.mode, setting, table),
-        Recorder(_followed(points, flow.seed), MOMENTS),
-        options,
-    )
+    functionals = build_functionals(flow.functionals, points)
+    setting = FlowSetting(request, metric, used, solver, flow, functionals, callbacks)
+    settings = setting.settings(points, goal, table)
+    loop = Loop(points, setting, MODES[flow.mode](setting, table), settings)
     checkpoints = flow.checkpoints
     if checkpoints is not None and checkpoints.resume:
-        _go_on(loop, checkpoints, options, device)
+        loop.restore(checkpoints.load(settings, device))
     prepared = time.perf_counter()
+    # The advice to standardise features is left out (infinite `scale`) where points move in another
+    # space than that of their features.
+    scale = cost.standardized(points.dim) if in_features else math.inf
     with ThreadPoolExecutor(1) as beside:
-        coming = beside.submit(on_host, points, goal, ready(device))
+        issued = None
+        if device.type == "cuda":
+            issued = torch.cuda.current_stream(device).record_event()
+        coming = beside.submit(on_host, points, goal, issued)
         # An error about epsilon in a step names the setting that the user gave.
         named = epsilon_of_datasets(key, given, used, lambda: mean, scale)
         with nullcontext() if checkpoints is None else checkpoints.held(), named:
             loop.run()
     began, aim, room = coming.result()
+    features = loop.points if room is None else room.copy_(loop.points)
+    classes = None if began.labels is None else loop.mode.labels()
     result = FlowResult(
-        began,
-        aim,
-        _moved(began, loop, room),
-        loop.before,
-        tuple(loop.history),
-        loop.trajectory(),
-        loop.mode.class_distances,
-        settings,
-        tuple(loop.moments),
-        compute.alone,
-        loop.ran_on,
-        loop.stopped_by,
-        {"prepare": prepared - started, "flow": time.perf_counter() - prepared},
+        source=began,
+        target=aim,
+        samples=replace(began, features=features.cpu(), labels=classes),
+        before=loop.before,
+        history=tuple(loop.history),
+        trajectory=loop.recorder.trajectory(loop.step, loop.points, classes),
+        class_distances=loop.mode.class_distances,
+        settings=settings,
+        moments=tuple(loop.moments),
+        compute=compute.alone,
+        ran_on=loop.ran_on,
+        stopped_by=loop.stopped_by,
+        seconds={"prepare": prepared - started, "flow": time.perf_counter() - prepared},
         unchanged=unchanged,
         mean_cost=mean,
     )
     report_convergence(result.evaluations, solver, compute)
-    report_growth(result, options)
+    report_growth(result, setting)
     return result
 
 
-def _go_on(
-    loop: Loop, checkpoints: Checkpoints, options: LoopOptions, device: torch.device
-) -> None:
-    """Restore a loop from its last checkpoint."""
-    loop.restore(checkpoints.load(options.settings, device))
-    if loop.step > options.flow.steps:
-        raise InputError(
-            f"the run in {checkpoints.folder} has taken {loop.step} steps already; give a "
-            f"flow.steps of that or more, got {options.flow.steps}"
-        )
+def on_host(
+    points: LabeledSamples, goal: LabeledSamples, issued: torch.cuda.Event | None
+) -> tuple[LabeledSamples, LabeledSamples, Tensor | None]:
+    """Copy both sides to the CPU, in a thread beside the steps.
 
+    Args:
+        points: the particles at the start, which no step changes.
+        goal: the target.
+        issued: an event after the work that put both on a GPU; None on a CPU.
 
-def _moved(began: LabeledSamples, loop: Loop, room: Tensor | None) -> LabeledSamples:
-    """Return the particles after the last step, on the CPU."""
-    features = loop.points if room is None else room.copy_(loop.points)
-    labels = None if began.labels is None else loop.labels()
-    return replace(began, features=features.cpu(), labels=labels)
+    Returns:
+        Both sides, and (n, p) memory for the particles at the end; None if they are on the CPU.
+    """
+    if issued is None:
+        return points.to("cpu"), goal.to("cpu"), None
+    stream = torch.cuda.Stream(points.features.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        stream.wait_event(issued)
+        began, aim = points.to("cpu"), goal.to("cpu")
+    # A copy rather than `empty`, so that the memory is really allocated here, beside the steps.
+    return began, aim, began.features.detach().clone()
 
 
 def _followed(points: LabeledSamples, seed: int) -> Tensor:
@@ -237,18 +256,18 @@ def _followed(points: LabeledSamples, seed: int) -> Tensor:
     return torch.from_numpy(stratified_rows(points.labels.cpu().numpy(), FOLLOWED, draw))
 
 
-def report_growth(result: FlowResult, options: LoopOptions) -> None:
+def report_growth(result: FlowResult, setting: FlowSetting) -> None:
     """Warn if a flow without functionals ended farther from its target than it began."""
     before, after = result.before, result.after
     assert before.upper is not None
     assert after.lower is not None
-    if not options.functionals and after.lower > before.upper:
-        box = options.flow.stepping.box
+    if not setting.functionals and after.lower > before.upper:
+        box = setting.flow.stepping.box
         logger.warning(
             "the flow ended farther from its target than it began, at %.5g after %.5g; lower %s%s",
             after.divergence,
             before.divergence,
-            options.movers,
+            setting.movers,
             "" if box is None else f", or widen flow.box=[{box[0]:g}, {box[1]:g}]",
         )
 
@@ -268,38 +287,244 @@ def report_convergence(
         warn(message, NotConvergedWarning)
 
 
-class OnHost(NamedTuple):
-    """Both sides on the CPU, for the result.
-
-    Attributes:
-        points: the particles at the start.
-        goal: the target.
-        room: (n, p) memory for the particles at the end; None if they are on the CPU.
-    """
-
-    points: LabeledSamples
-    goal: LabeledSamples
-    room: Tensor | None
+# Longer waits, in seconds, are announced.
+LONG = 1.0
+# The relative difference that another device may cause in a number of the start.
+ROUNDING = 1e-3
 
 
-def ready(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event after all work issued to a GPU so far; None on a CPU."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def on_host(points: LabeledSamples, goal: LabeledSamples, begin: torch.cuda.Event | None) -> OnHost:
-    """Copy both sides to the CPU, in a thread beside the steps.
+class Loop:
+    """A running flow.
 
     Args:
-        points: the particles at the start, which no step changes.
-        goal: the target.
-        begin: an event of `ready`, recorded when both were on the device.
+        start: the particles at the start, in the space in which they move; not modified.
+        setting: the problem.
+        mode: what moves.
+        settings: the settings stored in checkpoints.
+
+    Attributes:
+        points: (n, p) the current particles.
+        step: the number of steps taken.
+        history: a record of each step, and of the end.
+        moments: the state of each step, if these are kept.
+        recorder: stores the trajectory.
+        stopped_by: why the loop ended.
+        ran_on: the device and backend of the last solve.
     """
-    if begin is None:
-        return OnHost(points.to("cpu"), goal.to("cpu"), None)
-    stream = torch.cuda.Stream(points.features.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        stream.wait_event(begin)
-        began, aim = points.to("cpu"), goal.to("cpu")
-    # A copy rather than `empty`, so that the memory is really allocated here, beside the steps.
-    return OnHost(began, aim, began.features.detach().clone())
+
+    def __init__(
+        self, start: LabeledSamples, setting: FlowSetting, mode: Mode, settings: Mapping[str, Any]
+    ) -> None:
+        self.points, self.mode, self._first_points = start.features.clone(), mode, start.features
+        self.step, self.stopped_by, self.ran_on = 0, "steps", ""
+        self.history: list[StepRecord] = []
+        self.moments: list[Moment] = []
+        self._flow, self._setting, self._settings = setting.flow, setting, settings
+        self.recorder = Recorder(_followed(start, self._flow.seed), MOMENTS)
+        self._evaluator = Evaluator(setting, mode)
+        # The start is evaluated separately only if the first step does not use all points.
+        self._start: StepRecord | None = None
+        # The step of the last checkpoint.
+        self._saved: int | None = None
+        # If points are features, the evaluation itself checks that they are finite.
+        in_features = isinstance(self._flow.space, FeatureSpace)
+        self._unchecked = [*mode.variables.values(), *([] if in_features else [self.points])]
+        ranks = ranks_of(setting.request.compute.group)
+        if ranks is not None:
+            # Tensors that do not change are sent to the ranks once.
+            for fixed in (setting.source.labels, setting.source.weights):
+                if fixed is not None:
+                    Copied(ranks, fixed, self, given=True)
+        self._stepper = Stepper(
+            {"points": self.points, **mode.variables},
+            self._flow.stepping,
+            self._flow.steps,
+            noise_temperature(setting.functionals),
+            self._evaluator.check_reach,
+            ranks,
+        )
+
+    def run(self) -> None:
+        """Run to the end of the flow.
+
+        Raises:
+            InputError: the box excludes the particles; or no evaluation is possible after a
+                step, and the loop has returned to the last good state and saved it.
+        """
+        self._evaluator.check_box(self.points)
+        self._say_how_long()
+        started = time.perf_counter()
+        if self._evaluator.estimates and self._start is None:
+            record = self._evaluator(self.points, 0, whole=True).record
+            seconds = time.perf_counter() - started
+            self._start = replace(record, step_size=0.0, seconds=seconds)
+        good: dict[str, Any] | None = None
+        while True:
+            started = time.perf_counter()
+            if self.recorder.wants(self.step):
+                self.recorder.keep(self.step, self.points, self.mode.labels())
+            state = self.state()
+            with self._going_back_to(good):
+                found, stopped_by = self._evaluate()
+            self.ran_on = f"{found.divergence.xy.f.device}, {found.divergence.backend}"
+            if stopped_by is not None:
+                self.stopped_by = stopped_by
+                self._tell(replace(found.record, step_size=0.0), started)
+                if self._saved != self.step:
+                    self._save(state)
+                return
+            good = state
+            with self._going_back_to(good):
+                self._take_step(found)
+            self._tell(found.record, started)
+            # Free the memory for the next evaluation.
+            del found
+            checkpoints = self._flow.checkpoints
+            if checkpoints is not None and self.step % checkpoints.every == 0:
+                self._save(self.state())
+
+    @property
+    def before(self) -> StepRecord:
+        """The record of the start, evaluated on all points."""
+        return self.history[0] if self._start is None else self._start
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the rest of the flow depends on, except the stepper's variables."""
+        return {
+            "step": self.step,
+            "mode": self.mode.state(),
+            "recorder": self.recorder.state(),
+            "history": tuple(self.history),
+            "moments": tuple(self.moments),
+            "start": self._start,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a stored state: that of `state`, and rows.
+
+        Raises:
+            InputError: the objective is not that of the run that stored the state, or that run has
+                taken more steps than this one is to take.
+        """
+        then = state["beginning"]
+        for what, now in self._beginning.items():
+            # A number near 0 is a sum of larger ones, so its rounding is relative to these.
+            size = max(abs(then[what]), ROUNDING * then[MEAN_COST])
+            if not abs(now - then[what]) <= ROUNDING * size:
+                raise InputError(
+                    f"flow.resume=true, but {what} at the start was {then[what]:.6g} in the run "
+                    f"that wrote the checkpoint and is {now:.6g} now: a function or a network of "
+                    "yours computes something else; set it as it was, or start again without "
+                    "flow.resume"
+                )
+        self._stepper.restore(state["rows"], state["optimizer"])
+        self._restore(state)
+        checkpoints, steps = self._flow.checkpoints, self._flow.steps
+        if checkpoints is not None and self.step > steps:
+            raise InputError(
+                f"the run in {checkpoints.folder} has taken {self.step} steps already; give a "
+                f"flow.steps of that or more, got {steps}"
+            )
+
+    @cached_property
+    def _beginning(self) -> dict[str, float]:
+        return self._evaluator.beginning(self._first_points)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.step, self._start = state["step"], state["start"]
+        self.mode.restore(state["mode"])
+        self.recorder.restore(state["recorder"])
+        self.history, self.moments = list(state["history"]), list(state["moments"])
+
+    def _evaluate(self) -> tuple[Found, str | None]:
+        """Return the evaluation for the next step, or that of the end and why it is the end."""
+        if self._unchecked and not all_finite(*self._unchecked):
+            raise Overshot(NOT_FINITE)
+        last = self.step >= self._flow.steps
+        found = self._evaluator(self.points, self.step, whole=last)
+        stopped_by = "steps" if last else self._reason_to_stop(found.record)
+        seen_whole = last or (
+            not self._evaluator.estimates and self._evaluator.measured_at(self.step)
+        )
+        if stopped_by is not None and not seen_whole:
+            found = self._evaluator(self.points, self.step, whole=True)
+        return found, stopped_by
+
+    def _say_how_long(self) -> None:
+        seconds = self._evaluator.expected_seconds(self.points, self.step)
+        if seconds > LONG:
+            logger.warning(
+                "steps to come, %d, will take about %s: with full covariances every particle is "
+                "compared with those around it by a Gaussian of its own; labels.diagonal=true is a "
+                "fraction of that",
+                self._flow.steps - self.step,
+                timedelta(seconds=round(seconds)),
+            )
+
+    @contextmanager
+    def _going_back_to(self, good: dict[str, Any] | None) -> Iterator[None]:
+        """If no evaluation is possible, restore and save the last good state, and raise."""
+        try:
+            yield
+        except InputError as error:
+            if good is None:
+                raise
+            # Ranks that are stuck in a pass cannot write: the last checkpoint remains.
+            with suppress(LostRankError):
+                # Variables return to their values before the last step.
+                self._stepper.undo()
+                self._restore(good)
+                self._save(good, may_change=("flow.step_size",))
+            where = f"the flow cannot go on after step {self.step}"
+            if not isinstance(error, Overshot):
+                raise prefixed(where, error) from error
+            advice, checkpoints = (
+                f"lower {self._setting.movers} and start again",
+                self._flow.checkpoints,
+            )
+            if checkpoints is not None:
+                advice += (
+                    f", or go on from before that step, which {checkpoints.folder} holds, by "
+                    "flow.resume=true with a lower flow.step_size"
+                )
+            raise InputError(f"{where}: {error}; {advice}") from error
+
+    def _reason_to_stop(self, record: StepRecord) -> str | None:
+        stop, tolerance = self._setting.callbacks.stop, self._flow.tolerance
+        if stop is not None and stop():
+            return "interrupted"
+        if tolerance is not None and self.history:
+            change = abs(record.seen - self.history[-1].seen)
+            if change <= tolerance * abs(self.history[0].seen):
+                return "tolerance"
+        return None
+
+    def _take_step(self, found: Found) -> None:
+        solved = found.divergence
+        if self._flow.keep_moments:
+            assert solved.xx is not None
+            moment = Moment(
+                found.record.step_size,
+                found.features.cpu().clone(),
+                self.mode.class_distances.full,
+                solved.xy.g.cpu(),
+                solved.xx.f.cpu(),
+            )
+            self.moments.append(moment)
+        draw = generator(self._flow.seed, self.step, Draw.LANGEVIN)
+        self._stepper.step(found.velocities, self.step, draw, found.batch)
+        self.step += 1
+
+    def _tell(self, record: StepRecord, started: float) -> None:
+        record = replace(record, seconds=time.perf_counter() - started)
+        self.history.append(record)
+        if self._setting.callbacks.progress is not None:
+            self._setting.callbacks.progress(record)
+
+    def _save(self, state: Mapping[str, Any], may_change: Sequence[str] = ()) -> None:
+        if self._flow.checkpoints is not None:
+            others = {"optimizer": self._stepper.others(), "beginning": self._beginning}
+            self._flow.checkpoints.save(
+                {**state, **others}, self._settings, may_change, self._stepper.write
+            )
+            self._saved = self.step

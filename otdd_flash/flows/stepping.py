@@ -4,17 +4,16 @@ Velocities v are gradients divided by masses, so plain descent, the default, is 
 Euler step x <- x - tau v of the flow, for any number of particles.
 
 `Stepping` holds the options, which users, `commands.adapt` and `integrations.sklearn` set and
-`flows.flow` stores. `flows.loop` takes steps through `Stepper`, whose `Rows` hold the rows that a
+`flows.flow` stores. `flows.run` takes steps through `Stepper`, whose `Rows` hold the rows that a
 process owns and their optimiser. The optimisers allowed here move each number by its own gradients
 alone, so rows can be moved on different ranks: rank r has the rows `share(n)` of a variable of n
 rows, with their optimiser state. A rank receives the velocities of its rows, and rank 0 gathers the
-moved rows. If an evaluation has copied the points to all ranks, all gather them and update their
-copies.
+moved rows. If an evaluation has copied the points to all ranks, all update their copies.
 
-Random numbers (`Draw`, `generator`; `flows.evaluation` and `flows.loop` draw by them too) depend
+Random numbers (`Draw`, `generator`; `flows.objective` and `flows.run` draw by them too) depend
 only on seed, step and purpose, so a flow is the same when it is resumed, and on any device.
-Functions that ranks run (`_own`, `_call`, `_moved`, `_clamped`) must stay at module level, where
-other processes find them by name.
+Functions that ranks run (`_own`, `_call`) must stay at module level, where other processes find
+them by name.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +35,6 @@ from otdd_flash.distributed.copies import Copied
 from otdd_flash.distributed.ranks import Dealt, Ranks
 from otdd_flash.errors import InputError, choose
 from otdd_flash.flows.checkpoint import VALUE, Parts, Shard, write_shard
-from otdd_flash.flows.divergence import Batch
 
 # The step size at step k of T, as a multiple of the first.
 SCHEDULES: dict[str, Callable[[int, int], float]] = {
@@ -166,6 +163,17 @@ def generator(seed: int, step: int, purpose: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed % 2**63)
 
 
+class Batch(NamedTuple):
+    """A minibatch of both sides: row indices (b,) of the particles and of the target."""
+
+    particles: Tensor
+    target: Tensor
+
+    def only(self, rows: Tensor) -> Tensor:
+        """Set to 0 the rows (n, d), one per particle, that are outside the batch."""
+        return torch.zeros_like(rows).index_copy_(0, self.particles, rows[self.particles])
+
+
 class Stepper:
     """Moves the variables of a flow, in place.
 
@@ -192,14 +200,13 @@ class Stepper:
         counts = {name: len(tensor) for name, tensor in variables.items()}
         self._copied: Copied | None = None
         if ranks is None:
-            self._own = Rows(None, stepping, variables, counts)
+            self._own = Rows(None, stepping, counts, *variables.values())
             return
         self._number = ranks.number()
         weakref.finalize(self, ranks.drop, self._number)
         self._copied = Copied(ranks, variables["points"], self)
-        self._own = ranks.order(
-            _own, self._number, stepping, counts, *self._of_own(*variables.values())
-        )
+        dealt = self._of_own(*variables.values())
+        self._own = ranks.order(_own, self._number, stepping, counts, *dealt)
 
     def step(
         self,
@@ -209,7 +216,7 @@ class Stepper:
         batch: Batch | None = None,
     ) -> None:
         """Move along -velocities, add the noise of entropy, and clamp to the box."""
-        size = self._stepping.step_size_at(step, self._total)
+        size, box = self._stepping.step_size_at(step, self._total), self._stepping.box
         points, noise, spread = self._variables["points"], None, 0.0
         if self._temperature > 0:
             spread = math.sqrt(2 * self._temperature * size)
@@ -217,17 +224,22 @@ class Stepper:
             noise = noise if batch is None else batch.only(noise)
             (noise,) = self._of_own(noise)
         against = (velocities[name].to(part) for name, part in self._variables.items())
-        self._moved("step", size, spread, noise, *self._of_own(*against))
-        if (box := self._stepping.box) is not None:
+        # Copies of the points on other ranks change alike, if there are any.
+        copy = None if self._copied is None else self._copied.number
+        self._take(self._all("step", copy, size, spread, noise, *self._of_own(*against)))
+        if box is not None:
             if self._before_box is not None:
                 self._before_box(points)
-            self._clamp(*box)
+            points.clamp_(*box)
+        if self._copied is not None and copy is not None:
+            self._copied.mark_equal()
 
     def undo(self) -> None:
-        self._moved("undo")
+        self._take(self._all("undo"))
 
     def others(self) -> dict[str, dict[str, Any]]:
-        return self._own.others()
+        """Return the optimiser's state that belongs to no row, such as its count of steps."""
+        return self._own.kept(of_rows=False)
 
     def write(self, folder: Path, stem: str, tensors: Mapping[str, Tensor]) -> list[Shard]:
         """Write a shard on every rank, with these tensors in that of rank 0.
@@ -236,19 +248,14 @@ class Stepper:
             InputError: a shard cannot be written.
         """
         self._own.beside = tensors
-        try:
-            found: list[Shard] = self._all("write", folder.resolve(), stem)
-        finally:
-            self._own.beside = {}
+        found: list[Shard] = self._all("write", folder.resolve(), stem)
         return found
 
     def restore(self, rows: Parts, others: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: rows of all variables, and what `others` returned."""
-        names = [(variable, key) for variable, held in rows.items() for key in held]
-        tensors = (rows[variable][key].to(self._variables[variable]) for variable, key in names)
-        self._all("restore", names, others, *self._of_own(*tensors))
-        for variable, tensor in self._variables.items():
-            tensor.copy_(rows[variable][VALUE])
+        tensors = (rows[name].to(self._variables[name.split(".")[0]]) for name in rows)
+        self._all("restore", [*rows], others, *self._of_own(*tensors))
+        self._take({name: rows[f"{name}.{VALUE}"] for name in self._variables})
 
     def _all(self, method: str, *arguments: Any) -> Any:
         """Call a method of the rows on every rank."""
@@ -256,32 +263,9 @@ class Stepper:
             return getattr(self._own, method)(*arguments)
         return self._ranks.order(_call, self._number, method, *arguments)
 
-    def _moved(self, method: str, *arguments: Any) -> None:
-        """Call a method that moves rows on every rank, and take over the moved rows."""
-        if self._ranks is None:
-            getattr(self._own, method)(*arguments)
-            return
-        with self._copies_follow() as copy:
-            whole = self._ranks.order(_moved, self._number, copy, method, *arguments)
-            for name, tensor in whole.items():
-                self._variables[name].copy_(tensor)
-
-    def _clamp(self, low: float, high: float) -> None:
-        if self._ranks is None:
-            self._own.clamp(low, high)
-            return
-        with self._copies_follow() as copy:
-            self._ranks.order(_clamped, self._number, copy, low, high)
-            self._variables["points"].clamp_(low, high)
-
-    @contextmanager
-    def _copies_follow(self) -> Iterator[int | None]:
-        """Yield the number of the points' copies on other ranks, to be changed alike; or None."""
-        assert self._copied is not None
-        copy = self._copied.number
-        yield copy
-        if copy is not None:
-            self._copied.mark_equal()
+    def _take(self, whole: Mapping[str, Tensor]) -> None:
+        for name, tensor in whole.items():
+            self._variables[name].copy_(tensor)
 
     def _of_own(self, *whole: Tensor) -> tuple[Any, ...]:
         """Mark tensors of all rows as arguments of which each rank receives its own rows."""
@@ -291,32 +275,12 @@ class Stepper:
 def _own(
     ranks: Ranks, number: int, stepping: Stepping, counts: Mapping[str, int], *own: Tensor
 ) -> Rows:
-    rows = Rows(ranks, stepping, dict(zip(counts, own, strict=True)), counts)
-    ranks.held[number] = rows
+    rows = ranks.held[number] = Rows(ranks, stepping, counts, *own)
     return rows
 
 
 def _call(ranks: Ranks, number: int, method: str, *arguments: Any) -> Any:
     return getattr(ranks.held[number], method)(*arguments)
-
-
-def _moved(
-    ranks: Ranks, number: int, copy: int | None, method: str, *arguments: Any
-) -> dict[str, Tensor]:
-    """Return all rows after a method has moved them, and update a copy of the points."""
-    rows: Rows = ranks.held[number]
-    getattr(rows, method)(*arguments)
-    whole = rows.whole()
-    if copy is not None and ranks.rank > 0:
-        ranks.held[copy].copy_(whole["points"])
-    return whole
-
-
-def _clamped(ranks: Ranks, number: int, copy: int | None, low: float, high: float) -> None:
-    """Clamp points to a box, and a copy of all points."""
-    ranks.held[number].clamp(low, high)
-    if copy is not None and ranks.rank > 0:
-        ranks.held[copy].clamp_(low, high)
 
 
 class Rows:
@@ -325,67 +289,73 @@ class Rows:
     Args:
         ranks: the ranks, of which this process is one; None for one process.
         stepping: the options of steps.
-        own: by name, the rows of each variable that this process owns; they are moved in place.
         counts: numbers of all rows, by name.
+        *own: for each name, the rows that this process owns; they are moved in place.
 
     Attributes:
         beside: tensors by name that `write` adds to the rows.
     """
 
     def __init__(
-        self,
-        ranks: Ranks | None,
-        stepping: Stepping,
-        own: Mapping[str, Tensor],
-        counts: Mapping[str, int],
+        self, ranks: Ranks | None, stepping: Stepping, counts: Mapping[str, int], *own: Tensor
     ) -> None:
-        self._ranks, self._counts = ranks, dict(counts)
+        self._ranks, self._counts, self._box = ranks, dict(counts), stepping.box
         self._parameters = {
-            name: torch.nn.Parameter(rows, requires_grad=False) for name, rows in own.items()
+            name: torch.nn.Parameter(rows, requires_grad=False)
+            for name, rows in zip(counts, own, strict=True)
         }
         self._optimizer = stepping.build([*self._parameters.values()])
         self._good: Any = None
         self.beside: Mapping[str, Tensor] = {}
 
-    def step(self, size: float, spread: float, noise: Tensor | None, *against: Tensor) -> None:
+    def step(
+        self, copy: int | None, size: float, spread: float, noise: Tensor | None, *against: Tensor
+    ) -> dict[str, Tensor]:
         """Move against velocities, after storing the current rows for `undo`.
 
         Args:
+            copy: the number of the points' copies on other ranks, which are moved too; or None.
             size: time tau of the step.
             spread: the factor of the noise that is added to the points.
             noise: of the own points, or None.
             *against: velocities of the own rows of each variable.
+
+        Returns:
+            All rows of each variable, before they are clamped to the box; those of one process
+            have been moved where they are, and none are returned.
         """
-        self._good = copied(self._state(), self._good)
+        variables = {name: parameter.data for name, parameter in self._parameters.items()}
+        state = {"variables": variables, "optimizer": self._optimizer.state_dict()}
+        self._good = copied(state, self._good)
         for group in self._optimizer.param_groups:
             group["lr"] = size
         for parameter, velocity in zip(self._parameters.values(), against, strict=True):
             parameter.grad = velocity
         self._optimizer.step()
         self._optimizer.zero_grad()
+        points = variables["points"]
         if noise is not None:
-            self._parameters["points"].data.add_(noise, alpha=spread)
+            points.add_(noise, alpha=spread)
+        if self._ranks is None:
+            return {}
+        whole = self._whole()
+        followers = [points]
+        if copy is not None and self._ranks.rank > 0:
+            followers.append(self._ranks.held[copy].copy_(whole["points"]))
+        if self._box is not None:
+            for follower in followers:
+                follower.clamp_(*self._box)
+        return whole
 
-    def clamp(self, low: float, high: float) -> None:
-        self._parameters["points"].data.clamp_(low, high)
-
-    def undo(self) -> None:
-        for parameter in self._parameters.values():
+    def undo(self) -> dict[str, Tensor]:
+        """Return to the rows before the last step; return all of them as `step` does."""
+        for name, parameter in self._parameters.items():
             if parameter.is_cuda:
                 # Wait for the copies to arrive.
                 torch.cuda.current_stream(parameter.device).synchronize()
-        for name, parameter in self._parameters.items():
             parameter.data.copy_(self._good["variables"][name])
         self._optimizer.load_state_dict(self._good["optimizer"])
-
-    def whole(self) -> dict[str, Tensor]:
-        """Gather all rows of each variable; all ranks call this together."""
-        ranks = self._ranks
-        assert ranks is not None
-        return {
-            name: ranks.gathered(parameter.data, self._counts[name])
-            for name, parameter in self._parameters.items()
-        }
+        return {} if self._ranks is None else self._whole()
 
     def write(self, folder: Path, stem: str) -> list[Shard]:
         """Write a shard on every rank, and return all shards.
@@ -393,27 +363,33 @@ class Rows:
         Raises:
             InputError: a shard cannot be written.
         """
-        ranks = self._ranks
-        name = f"{stem}.rank-{0 if ranks is None else ranks.rank}"
-        shares = {variable: self._share(variable) for variable in self._parameters}
+        ranks, rank = self._ranks, 0 if self._ranks is None else self._ranks.rank
+        shares = {
+            name: slice(0, count) if ranks is None else ranks.share(count)
+            for name, count in self._counts.items()
+        }
 
         def own() -> Shard:
-            return write_shard(folder, name, self.beside, shares, self._kept(of_rows=True))
+            parts = {
+                f"{name}.{key}": part
+                for name, held in self.kept(of_rows=True).items()
+                for key, part in held.items()
+            }
+            return write_shard(folder, f"{stem}.rank-{rank}", self.beside, shares, parts)
 
         return [own()] if ranks is None else ranks.all_gathered_objects(ranks.together(own))
 
-    def restore(
-        self, names: Sequence[tuple[str, str]], others: Mapping[str, Any], *tensors: Tensor
-    ) -> None:
+    def restore(self, names: Sequence[str], others: Mapping[str, Any], *tensors: Tensor) -> None:
         """Continue from a checkpoint.
 
         Args:
-            names: variable and key of each stored tensor of rows.
+            names: VARIABLE.KEY of each stored tensor of rows.
             others: the optimiser's state that belongs to no row, by variable.
             *tensors: the own rows of each of `names`.
         """
         kept = {name: dict(others.get(name, {})) for name in self._parameters}
-        for (variable, key), tensor in zip(names, tensors, strict=True):
+        for name, tensor in zip(names, tensors, strict=True):
+            variable, key = name.split(".", 1)
             if key == VALUE:
                 self._parameters[variable].data.copy_(tensor)
             else:
@@ -430,11 +406,8 @@ class Rows:
                 if isinstance(part, Tensor)
             }
 
-    def others(self) -> dict[str, dict[str, Any]]:
-        """Return the optimiser's state that belongs to no row, such as its count of steps."""
-        return self._kept(of_rows=False)
-
-    def _kept(self, *, of_rows: bool) -> dict[str, dict[str, Any]]:
+    def kept(self, *, of_rows: bool) -> dict[str, dict[str, Any]]:
+        """Return values and optimiser's state by variable, of the rows or what belongs to none."""
         found: dict[str, dict[str, Any]] = {}
         for name, parameter in self._parameters.items():
             held = {VALUE: parameter.data, **self._optimizer.state.get(parameter, {})}
@@ -445,34 +418,27 @@ class Rows:
             }
         return found
 
-    def _state(self) -> dict[str, Any]:
-        variables = {name: parameter.data for name, parameter in self._parameters.items()}
-        return {"variables": variables, "optimizer": self._optimizer.state_dict()}
-
-    def _share(self, name: str) -> slice:
-        count = self._counts[name]
-        return slice(0, count) if self._ranks is None else self._ranks.share(count)
+    def _whole(self) -> dict[str, Tensor]:
+        """Gather all rows of each variable; all ranks call this together."""
+        assert self._ranks is not None
+        gathered, counts = self._ranks.gathered, self._counts
+        return {name: gathered(own.data, counts[name]) for name, own in self._parameters.items()}
 
 
 def copied(state: Any, into: Any = None) -> Any:
-    """Return a nested container with CPU copies of its tensors, made in stream order.
+    """Return a nested dictionary with CPU copies of its tensors, made in stream order.
 
     Args:
-        state: the container.
+        state: the dictionary, or a part of it.
         into: an earlier copy, whose memory is reused if it fits: pinned memory, to which a GPU
             writes at full speed, is slow to allocate.
     """
-    match state:
-        case Tensor():
-            fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (
-                state.shape,
-                state.dtype,
-            )
-            if not fits:
-                into = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
-            # The next step waits for the copy on the device, so the CPU need not wait.
-            return into.copy_(state.detach(), non_blocking=True)
-        case dict():
-            known = into if isinstance(into, dict) else {}
-            return {key: copied(part, known.get(key)) for key, part in state.items()}
-    return state
+    if isinstance(state, dict):
+        known = into or {}
+        return {key: copied(part, known.get(key)) for key, part in state.items()}
+    if not isinstance(state, Tensor):
+        return state
+    if into is None or (into.shape, into.dtype) != (state.shape, state.dtype):
+        into = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
+    # The next step waits for the copy on the device, so the CPU need not wait.
+    return into.copy_(state.detach(), non_blocking=True)

@@ -7,8 +7,8 @@ F^T F = S as the nuclear norm of F_i F_j^T: with polar decompositions F = U S^1/
 U_i (S_i^1/2 S_j^1/2) U_j^T, whose singular values are those of S_i^1/2 S_j^1/2. No matrix square
 root is taken, and rank-deficient classes need no special case.
 
-`labels.metrics` (`labels=gaussian`), `contributions`, `flows.gaussians`,
-`flows.modes.feature_driven`, `flows.modes.jointly_driven` and `study.measures.distances` call it.
+`labels.metrics` (`labels=gaussian`), `contributions`, `flows.modes.feature_driven`,
+`flows.modes.jointly_driven` and `study.measures.distances` call it.
 
 A change must keep two things. The distance of a pair has the same bits whatever other pairs and
 classes are measured beside it (`equal_chunks`, `padded_rows`), because distances are cached.

@@ -2,8 +2,8 @@
 
 A covariance S is kept as a factor A with A^T A = S. `mean_table` and `upper_bound_table`
 are the methods `labels=means` and `labels=upper_bound`. `labels.gaussian`,
-`labels.metrics`, `contributions`, `flows.gaussians` and `flows.modes.feature_driven` call
-this module.
+`labels.metrics`, `contributions`, `flows.modes.jointly_driven` and `flows.modes.feature_driven`
+call this module.
 
 A change must keep everything differentiable in the points, for flows that move them, and in weights
 that keep their sum, for `contributions`.

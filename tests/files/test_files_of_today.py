@@ -5,8 +5,8 @@ writes them anew. They depend on these names, which a change of the code has to 
 
 - Checkpoints (`otdd_flash.flows.checkpoint`): the names in its `TYPES` and the fields of
   `otdd_flash.labels.ClassDistances`, `otdd_flash.flows.history.Moment` and `StepRecord`, and
-  `otdd_flash.solver.term.result.TransportTerm`; the keys of `state` of `otdd_flash.flows.loop`,
-  `.evaluation`, `.stepper`, `.modes` and of its recorder; the state names of torch's optimizers;
+  `otdd_flash.solver.term.result.TransportTerm`; the keys of `state` of `otdd_flash.flows.run`,
+  `.stepping`, `.modes` and of its recorder; the state names of torch's optimizers;
   the fields of `otdd_flash.flows.checkpoint.Shard`. Their settings, which must be those of now,
   have the fields of `otdd_flash.flows.stepping.Stepping`, `otdd_flash.operators.ground.GroundCost`,
   `otdd_flash.solver.schedules.converged.Converged` and of the metric in `otdd_flash.labels`.
@@ -14,7 +14,7 @@ writes them anew. They depend on these names, which a change of the code has to 
   `.pairwise.PairwiseResult`, `.solver.matrix.result.MatrixTransport` and of
   `.solver.divergence.Divergence`; fields of `TransportTerm`, `StepRecord`, `Moment`, `GroundCost`,
   `otdd_flash.operators.build.ComputeOptions` and `otdd_flash.operators.sharing.Shared`.
-- Maps: layers of `otdd_flash.flows.maps.residual.build_network` by their places.
+- Maps: layers of `otdd_flash.flows.residual_map.build_network` by their places.
 - Class distances: fields of `otdd_flash.labels.ClassDistances` and `JointClassDistances`.
 - Caches of class distances: the name of the file, and the text that `recipe` of a metric in
   `otdd_flash.labels.metrics` returns. Numbers are found whatever the version of torch or Python is.

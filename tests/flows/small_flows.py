@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.flows.divergence import FlowSetting
-from otdd_flash.flows.modes import Mode, build_mode
+from otdd_flash.flows.modes import MODES, Mode
+from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.labels import LabelMetric, measure_classes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
@@ -80,21 +80,16 @@ def taken(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {part.name: options.pop(part.name) for part in fields(kind) if part.name in options}
 
 
-def setting_of(
-    source: LabeledSamples, target: LabeledSamples, metric: LabelMetric, **options: Any
-) -> FlowSetting:
+def setting_of(source: LabeledSamples, target: LabeledSamples, metric: LabelMetric) -> FlowSetting:
     """The problem of a flow as `flow` solves it."""
-    cost = options.pop("cost", otdd.GroundCost())
-    request = Request.prepare((source, target), cost, DOUBLE)
-    return FlowSetting(request, metric, EPSILON, TIGHT, **options)
+    request = Request.prepare((source, target), otdd.GroundCost(), DOUBLE)
+    return FlowSetting(request, metric, EPSILON, TIGHT, otdd.Flow(), (), otdd.Callbacks())
 
 
-def mode_of(
-    name: str, source: LabeledSamples, target: LabeledSamples, metric: LabelMetric, **options: Any
-) -> Mode:
+def mode_of(name: str, source: LabeledSamples, target: LabeledSamples, metric: LabelMetric) -> Mode:
     """A mode at the start of its flow."""
     table = measure_classes(source, target, metric)
-    return build_mode(name, setting_of(source, target, metric, **options), table)
+    return MODES[name](setting_of(source, target, metric), table)
 
 
 def assert_same_flow(

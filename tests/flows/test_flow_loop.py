@@ -9,11 +9,10 @@ from small_flows import CPU, DOUBLE, TIGHT, blobs, flow, rough_flow, setting_of
 
 import otdd_flash as otdd
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.flows.divergence import TargetDivergence
-from otdd_flash.flows.functionals import WeightedFunctional
-from otdd_flash.flows.functionals.potentials import Norm
+from otdd_flash.flows.functionals import Norm, WeightedFunctional
 from otdd_flash.flows.history import Recorder, StepRecord
 from otdd_flash.flows.modes.feature_driven import FeaturesMode
+from otdd_flash.flows.objective import TargetDivergence
 from otdd_flash.flows.run import report_convergence
 from otdd_flash.operators import build
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -49,7 +48,7 @@ def test_there_is_one_record_per_step_and_one_of_the_end():
 @pytest.mark.slow
 def test_an_objective_has_its_functionals_with_their_weights():
     norm = {"name": "norm", "weight": 0.3}
-    twice = WeightedFunctional("twice", 2.0, Norm(None))
+    twice = WeightedFunctional("twice", 2.0, Norm(SOURCE))
     result = rough_flow(SOURCE, TARGET, functionals=[norm, twice], steps=1)
     for record in result.history:
         assert record.functionals["twice"] == pytest.approx(2 / 0.3 * record.functionals["norm"])

@@ -8,10 +8,9 @@ from small_flows import CASES, blobs, flow, mode_of, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows import gaussians as gaussians_file
-from otdd_flash.flows import loop
-from otdd_flash.flows.gaussians import Gaussians, recluster
+from otdd_flash.flows import run
 from otdd_flash.flows.modes import jointly_driven
+from otdd_flash.flows.modes.jointly_driven import Gaussians, recluster
 from otdd_flash.labels import gaussian as fidelity
 from otdd_flash.labels.gaussian import fidelities
 from otdd_flash.labels.pairs import all_pairs
@@ -182,7 +181,7 @@ def test_pairs_that_no_mass_moves_between_are_not_measured(monkeypatch):
         measured.append(len(pairs))
         return fidelities(factors, pairs, *rest)
 
-    monkeypatch.setattr(gaussians_file, "fidelities", counted)
+    monkeypatch.setattr(jointly_driven, "fidelities", counted)
     source, target = apart(20), apart(22, shift=0.5)
     some = mode_of("augmented", source, target, otdd.labels.Gaussian()).evaluate(source.features)
     monkeypatch.setattr(jointly_driven, "NO_MASS", 5e-324)
@@ -223,7 +222,7 @@ def test_polar_factors_are_computed_for_what_shows_in_a_gradient(monkeypatch):
 
 @pytest.mark.slow
 def test_progress_and_the_expected_time_are_said(caplog, monkeypatch):
-    monkeypatch.setattr(loop, "LONG", 0.0)
+    monkeypatch.setattr(run, "LONG", 0.0)
     said, told = [], []
     options = {"mode": "augmented", "stepping": otdd.Stepping(0.1)}
     options |= {"class_progress": lambda *done: told.append(done)}

@@ -11,8 +11,7 @@ from small_flows import assert_same_flow, blobs, flow, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows.functionals import WeightedFunctional
-from otdd_flash.flows.functionals.potentials import Norm
+from otdd_flash.flows.functionals import Norm, WeightedFunctional
 from otdd_flash.flows.stepping import Stepping
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
@@ -20,7 +19,7 @@ SOURCE, TARGET = blobs(9), blobs(11, seed=1)
 
 AUTO = otdd.ComputeOptions(precision="double")
 NORM = {"name": "norm", "weight": 0.1, "centre": torch.ones(3)}
-MINE = WeightedFunctional("mine", 0.1, Norm(None))
+MINE = WeightedFunctional("mine", 0.1, Norm(SOURCE))
 KINDS = {
     "functionals": {"functionals": [NORM, MINE], "keep_moments": True},
     "augmented in a box": {"mode": "augmented", "stepping": Stepping(0.3, box=(-1.0, 1.0))},

@@ -10,8 +10,7 @@ from small_flows import blobs, flow, mode_of, rough_flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows.divergence import Batch
-from otdd_flash.flows.stepping import Stepper, Stepping, generator, optimizers
+from otdd_flash.flows.stepping import Batch, Stepper, Stepping, generator, optimizers
 
 ZEROS = torch.zeros(4, 3, dtype=torch.float64)
 ONES = torch.ones(4, 3, dtype=torch.float64)

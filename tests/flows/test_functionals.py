@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.errors import InputError
+from otdd_flash.flows import functionals
 from otdd_flash.flows.functionals import (
+    ClassRepulsion,
+    Entropy,
+    Norm,
     WeightedFunctional,
     build_functionals,
-    potentials,
     value_and_velocity,
 )
-from otdd_flash.flows.functionals.build import Entropy
-from otdd_flash.flows.functionals.potentials import ClassRepulsion, Norm
 from otdd_flash.samples import LabeledSamples
 
 MATRIX = torch.linspace(-1, 2, 10, dtype=torch.float64).reshape(2, 5)
@@ -156,12 +157,12 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_repulsion_in_tiles_of_any_size_and_place_never_holds_all_pairs(monkeypatch):
-    term = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(0.8)),)
+    term = (WeightedFunctional("repulsion", 1.0, ClassRepulsion(CLOUD, 0.8)),)
     for n, tile in ((33, 1), (33, 100), (1, 4), (500, 5000)):
         cloud = cloud_of(max(n, 3), 3).take(torch.arange(n))
         whole = evaluated(term, cloud)
         with naming((n, tile)), monkeypatch.context() as patched, LargestTensor() as largest:
-            patched.setattr(potentials, "TILE", tile)
+            patched.setattr(functionals, "TILE", tile)
             tiled = evaluated(term, cloud)
             assert tiled[0] == pytest.approx(whole[0], rel=1e-13)
             torch.testing.assert_close(tiled[1], whole[1])
@@ -174,7 +175,8 @@ def test_repulsion_in_tiles_of_any_size_and_place_never_holds_all_pairs(monkeypa
 
 
 def test_a_functional_may_change_masses_and_nothing_is_left_in_autograd():
-    cloud, norm = cloud_of(), Norm()
+    cloud = cloud_of()
+    norm = Norm(cloud)
     masses, points = cloud.masses, cloud.features.clone().requires_grad_()
 
     def relative(points, labels, a):
@@ -299,11 +301,11 @@ def test_what_is_no_functional_or_no_weight_is_refused():
         with naming(message), pytest.raises(InputError, match=f"functional mine.*{message}"):
             evaluated((term,), CLOUD)
     with pytest.raises(InputError, match="distinct names"):
-        evaluated((WeightedFunctional("norm", 1.0, Norm()),) * 2, CLOUD)
+        evaluated((WeightedFunctional("norm", 1.0, Norm(CLOUD)),) * 2, CLOUD)
     for weight, function, message in (
-        (math.nan, Norm(), "finite number, got nan"),
-        ("1", Norm(), "finite number, got '1'"),
-        (True, Norm(), "finite number, got True"),
+        (math.nan, Norm(CLOUD), "finite number, got nan"),
+        ("1", Norm(CLOUD), "finite number, got '1'"),
+        (True, Norm(CLOUD), "finite number, got True"),
         (-0.1, Entropy(), "must not be negative, got -0.1"),
     ):
         with naming(message), pytest.raises(InputError, match=message):

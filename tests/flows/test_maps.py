@@ -9,15 +9,14 @@ from small_flows import DOUBLE, blobs, digits, flow
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
-from otdd_flash.flows import maps
+from otdd_flash.flows import maps, residual_map
 from otdd_flash.flows.maps import (
     EntropicMap,
     NearestParticleMap,
-    ResidualMap,
     VelocityField,
     relative_error,
 )
-from otdd_flash.flows.maps import nearest as search
+from otdd_flash.flows.residual_map import ResidualMap
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
 
@@ -40,13 +39,13 @@ def test_held_out_points_go_where_the_flow_takes_them():
     full = flow(everything, target, epsilon=None, epsilon_relative=0.05, **options)
     result = flow(everything.take(inside), target, epsilon=full.settings["epsilon"], **options)
     samples, truth = everything.take(outside), full.samples.take(outside)
-    maps = {
+    followed = {
         "entropic": result.map("entropic"),
         "unfelt": result.map("entropic", mass=0.0),
         "nearest": result.map("nearest"),
         "residual": result.map("residual", device="cpu"),
     }
-    errors = {name: relative_error(one, samples, truth) for name, one in maps.items()}
+    errors = {name: relative_error(one, samples, truth) for name, one in followed.items()}
     assert errors["entropic"] < 0.05
     assert errors["unfelt"] < 0.25
     assert errors["nearest"] < 0.4
@@ -54,7 +53,7 @@ def test_held_out_points_go_where_the_flow_takes_them():
     assert 2 * errors["entropic"] < min(errors[name] for name in ("unfelt", "nearest", "residual"))
     # Particles go where they ended, and nearly so by what a network has learned.
     for name, most in (("unfelt", 1e-5), ("nearest", 1e-6), ("residual", 0.12)):
-        assert relative_error(maps[name], result.source, result.samples) < most, name
+        assert relative_error(followed[name], result.source, result.samples) < most, name
 
 
 def test_all_but_the_features_stays_and_unlabelled_points_are_of_their_nearest_class(small):
@@ -82,7 +81,9 @@ def test_the_class_of_an_unlabelled_point_is_chosen_before_the_first_step():
     target = replace(before, features=5 * before.features)
     table = torch.tensor([[0, 100.0], [100.0, 0]], dtype=torch.float64).repeat(2, 2)
     problem = Problem.between(before, target, 0.1, table, None, DOUBLE)
-    first = VelocityField.of(problem, problem.solve(otdd.Converged(1e-8)))
+    solved = problem.solve(otdd.Converged(1e-8))
+    potentials = solved.xy.g, solved.xx.f
+    first = VelocityField(before, target, table, *potentials, 0.1, otdd.GroundCost(), DOUBLE)
     second = replace(first, particles=replace(before, features=-before.features))
     entropic = EntropicMap([first, second], [0.1, 0.1])
     point = LabeledSamples(torch.tensor([[-0.5]]), None, ())
@@ -162,17 +163,17 @@ def line(*places, labels=None):
 
 @pytest.mark.parametrize("block", [1, 1000, 1 << 24])
 def test_the_search_is_exact_in_any_chunks_and_far_from_the_origin(block, monkeypatch):
-    monkeypatch.setattr(search, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(maps, "BLOCK_ELEMENTS", block)
     draw = torch.Generator().manual_seed(0)
     particles, samples = (
         LabeledSamples(torch.randn(count, 5, generator=draw), None, ()) for count in (70, 33)
     )
     expected = torch.cdist(samples.features.double(), particles.features.double()).argmin(1)
-    assert torch.equal(search.nearest_particles(samples, particles), expected)
+    assert torch.equal(maps.nearest_particles(samples, particles), expected)
     offset = 1000.0 + torch.arange(64) / 64
     particles = LabeledSamples(torch.stack((offset, offset), 1), None, ())
     samples = replace(particles, features=particles.features + 0.002)
-    assert torch.equal(search.nearest_particles(samples, particles), torch.arange(64))
+    assert torch.equal(maps.nearest_particles(samples, particles), torch.arange(64))
 
 
 def test_particles_with_mass_of_the_same_class_lead():
@@ -322,10 +323,10 @@ def test_training_ends_thirty_epochs_after_the_best(monkeypatch):
         errors.append(1.0 if len(errors) == 20 else 2.0)
         return errors[-1]
 
-    monkeypatch.setattr(maps.residual, "_error_of", error)
+    monkeypatch.setattr(residual_map, "_error_of", error)
     ResidualMap.fit(*turned(20), hidden=4, device="cpu")
     # Before training, and after every epoch.
-    assert len(errors) == 1 + 20 + maps.residual.PATIENCE
+    assert len(errors) == 1 + 20 + residual_map.PATIENCE
 
 
 @pytest.mark.parametrize("labels", [False, True])
@@ -343,7 +344,7 @@ def test_saved_and_loaded_it_is_the_same_bit_for_bit(tmp_path, labels, monkeypat
     assert (moved.name, moved.class_names) == ("new", before.class_names)
     assert moved.features.dtype == torch.float64
     # Row by row: what else is in the batch does not matter, nor how the rows are chunked.
-    monkeypatch.setattr(maps.residual, "ROWS_AT_ONCE", 50)
+    monkeypatch.setattr(residual_map, "ROWS_AT_ONCE", 50)
     torch.testing.assert_close(residual(samples).features, moved.features)
     rows = torch.arange(7).flip(0)
     torch.testing.assert_close(residual(samples.take(rows)).features, moved.features[rows])

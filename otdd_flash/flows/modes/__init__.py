@@ -4,9 +4,9 @@
 (`feature_driven`). `joint` and `augmented` also move the Gaussians that stand for the particles'
 classes (`jointly_driven`). Both modules give their equations.
 
-`flows.flow` calls `check_mode`, `flows.run` calls `build_mode` and reads `STREAMING_MODES`;
-`flows.loop` and `flows.evaluation` name `Mode` and `Evaluation` in annotations. A new mode is a
-class, or a function that makes one, and an entry in `MODES`. A change must keep the names, which
+`flows.flow` checks a name by `MODES`, and `flows.run` makes the mode and reads `STREAMING_MODES`;
+`flows.run` and `flows.objective` name `Mode` in annotations. A new mode is a class, or a function
+that makes one, and an entry in `MODES`. A change must keep the names, which
 are values of `flow.mode` in users' settings and in saved results. A mode belongs in
 `STREAMING_MODES` only if it uses the target's points in class distances and in passes (which go
 over all pairs of points, block by block) and nowhere else: `flows.run` may leave the target of such
@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from otdd_flash.errors import choose
-from otdd_flash.flows.divergence import FlowSetting
-from otdd_flash.flows.modes.base import Evaluation, Mode
+from otdd_flash.flows.modes.base import Mode
 from otdd_flash.flows.modes.feature_driven import AttachedMode, FeaturesMode
 from otdd_flash.flows.modes.jointly_driven import JointMode, augmented_mode
+from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.labels import ClassDistances
 
-__all__ = ["MODES", "STREAMING_MODES", "Evaluation", "Mode", "build_mode", "check_mode"]
+__all__ = ["MODES", "STREAMING_MODES", "Mode"]
 
 MODES: dict[str, Callable[[FlowSetting, ClassDistances], Mode]] = {
     "features": FeaturesMode,
@@ -35,23 +34,3 @@ MODES: dict[str, Callable[[FlowSetting, ClassDistances], Mode]] = {
 
 # Modes whose target may stay on the CPU or in its file; see above.
 STREAMING_MODES = ("features", "attached")
-
-
-def check_mode(name: str) -> None:
-    """Raise an `InputError` that lists the modes unless the name is one of them."""
-    choose("flow.mode", name, tuple(MODES))
-
-
-def build_mode(name: str, setting: FlowSetting, table: ClassDistances) -> Mode:
-    """Return the mode of a name, at the start of its flow.
-
-    Args:
-        name: a key of `MODES`.
-        setting: the problem.
-        table: W between the classes of the particles and of the target at the start.
-
-    Raises:
-        InputError: an unknown mode, or one that does not work with this metric between classes.
-    """
-    check_mode(name)
-    return MODES[name](setting, table)

@@ -1,7 +1,7 @@
 """The base class of a flow's modes: which variables move besides the features, and how fast.
 
-`flows.modes.feature_driven` and `flows.modes.jointly_driven` derive from `Mode`; `flows.loop` and
-`flows.evaluation` only use its interface. `flows.stepping` changes `variables` in place, so a mode
+`flows.modes.feature_driven` and `flows.modes.jointly_driven` derive from `Mode`; `flows.run` and
+`flows.objective` only use its interface. `flows.stepping` changes `variables` in place, so a mode
 must not replace these tensors. What the next evaluation needs besides them must be in `state`,
 which checkpoints store, so that a resumed flow takes the same steps.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.divergence import Batch, FlowSetting, TargetDivergence
+from otdd_flash.flows.objective import FlowSetting, TargetDivergence
+from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian, Means
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
@@ -130,14 +130,8 @@ class Mode(ABC):
         if batch is not None:
             rows = gradient.new_zeros(len(self._setting.source), gradient.shape[1])
             gradient = rows.index_copy_(0, batch.particles, gradient)
-            return per_mass(gradient, self._masses(batch))
         # In place: nothing else uses the gradient, and it is as large as the features.
-        return gradient.mul_(self._inverse_masses.unsqueeze(1))
-
-    @cached_property
-    def _inverse_masses(self) -> Tensor:
-        """1 / a_i (n,) of the particles, in the type of their features."""
-        return inverse(self._setting.masses).to(self._setting.source.features.dtype)
+        return gradient.mul_(inverse(self._masses(batch)).to(gradient).unsqueeze(1))
 
 
 def per_mass(gradient: Tensor, masses: Tensor) -> Tensor:
@@ -150,10 +144,15 @@ def inverse(masses: Tensor) -> Tensor:
     return torch.where(masses > 0, 1 / masses, 0)
 
 
-def require_moments(mode: str, setting: FlowSetting) -> None:
+def beside(own: int, within_target: Tensor) -> Tensor:
+    """Return W (own + L, own + L) with the fixed block (L, L) and 0 elsewhere."""
+    return torch.nn.functional.pad(within_target, (own, 0, own, 0))
+
+
+def require_moments(setting: FlowSetting) -> None:
     """Raise an `InputError` unless class distances are functions of moments, with gradients."""
     if not isinstance(setting.metric, Gaussian | Means):
         raise InputError(
-            f"flow.mode={mode} works with labels=gaussian and labels=means, got "
+            f"flow.mode={setting.flow.mode} works with labels=gaussian and labels=means, got "
             f"labels={setting.metric.name}; flow.mode=features takes any method"
         )

@@ -4,17 +4,22 @@ dx_i / dt = -(1 / a_i) dS/dx_i,   dm_k / dt = -(1 / A_k) dS/dm_k,   dF_k / dt = 
 
 They are the jointly driven flows of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient
 Flows in Probability Space: each particle is a pair of a point and a Gaussian of mean m_k and
-covariance F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is that of
-F^T F in the Bures metric. With `labels.diagonal`, F_k is a vector of standard deviations; with
-labels=means there is none.
+covariance S_k = F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is
+that of F^T F in the Bures metric. Gaussians are compared by
+
+    W_kl = ||m_k - m_l||^2 + tr S_k + tr S_l - 2 tr (S_k^1/2 S_l S_k^1/2)^1/2
+
+With `labels.diagonal`, F_k is the vector s_k of standard deviations and the last three terms are
+|| |s_k| - |s_l| ||^2; with labels=means there is no F_k.
 
 In mode `joint`, with fixed labels (jd-fl), the particles of a class share their Gaussian. In mode
 `augmented`, with variable labels (jd-vl), each particle has its own Gaussian.
 
-`flows.modes` builds both by name; `flows.loop` and `flows.evaluation` use them as a `Mode`. A
-change must respect that `flows.stepping` changes the tensors of `variables` in place: a mode may
-not replace them, and computes what depends on them anew, as mode `augmented` its labels when loop
-and evaluation ask for them.
+`flows.modes` builds both by name; `flows.run` and `flows.objective` use them as a `Mode`. A change
+must respect that `flows.stepping` changes the tensors of `variables` in place: a mode may not
+replace them, and computes what depends on them anew, as mode `augmented` its labels when they are
+asked for. Gaussians are float64, because small distances are differences of large traces, and
+their tables must stay differentiable by means and spreads, which are moved along their gradients.
 """
 
 from __future__ import annotations
@@ -22,23 +27,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.flows.divergence import Batch, FlowSetting, TargetDivergence
-from otdd_flash.flows.gaussians import Gaussians, recluster
-from otdd_flash.flows.modes.base import Evaluation, Mode, per_mass, require_moments
-from otdd_flash.labels import ClassDistances, Gaussian
-from otdd_flash.labels.gaussian import fidelities
-from otdd_flash.labels.pairs import chunk_size
+from otdd_flash.flows.modes.base import Evaluation, Mode, beside, per_mass, require_moments
+from otdd_flash.flows.objective import FlowSetting, TargetDivergence
+from otdd_flash.flows.stepping import Batch
+from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
+from otdd_flash.labels.classes import pool
+from otdd_flash.labels.gaussian import fidelities, reduced_factors
+from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
+from otdd_flash.labels.pairs import Progress, all_pairs, chunk_size, symmetric_table
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.class_blocks import ClassBlocks
 
 # Of a pair of particles that can carry at most this share of a mass no distance is computed
 # (`_needed`). n such shares are n * 1e-18: the rounding of float64 for a hundred of them, and 1e-12
@@ -61,10 +67,8 @@ class JointlyDrivenMode(Mode):
         InputError: the metric between classes is not `gaussian` or `means`.
     """
 
-    name: ClassVar[str]
-
     def __init__(self, setting: FlowSetting, table: ClassDistances) -> None:
-        require_moments(self.name, setting)
+        require_moments(setting)
         super().__init__(setting, table)
         # The target's Gaussians do not move.
         self._target = Gaussians.of(setting.target, setting.metric)
@@ -105,25 +109,19 @@ class JointMode(JointlyDrivenMode):
     W_kl = ||m_k - m_l||^2 + Bures^2(F_k^T F_k, F_l^T F_l)
     """
 
-    name = "joint"
-
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """Evaluate the divergence at the distances of the moving Gaussians."""
         particles, moving = self._setting.at(features), self._moving()
-        table = Gaussians.from_variables(moving).table(self._target, self.class_distances.yy)
+        table = Gaussians(**moving).table(self._target, self.class_distances.yy)
         # For the result. Mode `augmented` keeps W of its start: its later tables are of particles.
         self._keep(table)
-        return self._evaluated(particles, table, moving, self._class_masses(batch), batch)
-
-    def _class_masses(self, batch: Batch | None) -> Tensor:
-        """Return the mass A_k (V,) of each class, including particles outside the batch.
-
-        Those do not move, and a class moves by the mean over all its particles.
-        """
-        labels = self._setting.source.labels
-        assert labels is not None
-        classes = len(self.variables["means"])
-        return torch.bincount(labels, weights=self._masses(batch), minlength=classes)
+        assert particles.labels is not None
+        # Also of particles outside the batch: those do not move, and a class moves by the mean over
+        # all its particles.
+        masses = torch.bincount(
+            particles.labels, weights=self._masses(batch), minlength=len(moving["means"])
+        )
+        return self._evaluated(particles, table, moving, masses, batch)
 
 
 class AugmentedMode(JointlyDrivenMode):
@@ -138,12 +136,10 @@ class AugmentedMode(JointlyDrivenMode):
     starts at the centres of the original classes, so that a class keeps its name.
     """
 
-    name = "augmented"
-
     def labels(self) -> Tensor:
         """Return the clusters of the particles' Gaussians, numbered as the original classes."""
-        gaussians = Gaussians.from_variables(self.variables)
-        return recluster(gaussians, self._started_as, self._setting.source.masses)
+        started_as, masses = self._started_as, self._setting.source.masses
+        return recluster(Gaussians(**self.variables), started_as, masses)
 
     def _start(self, classes: Gaussians) -> None:
         labels = self._setting.source.labels
@@ -172,15 +168,14 @@ class EuclideanAugmentedMode(AugmentedMode):
         # The particles at the start stand for all later ones, which need as much memory.
         request = Request.prepare((particles, target), cost, compute, resident=True)
         self._divergence = TargetDivergence(setting, request)
-        # The vectors are unlabelled: one class on each side, at distance 0.
-        self._blocks = ClassBlocks(None, (1, 1), request.device)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """Evaluate the divergence of the vectors, with the gradient of each part."""
         points, moving = features.detach().requires_grad_(), self._moving()
         vectors = self._vectors(points, moving)
         particles = self._particles(vectors.detach())
-        solved, gradient = self._divergence(particles, self._blocks, frozenset({"x"}), batch)
+        # The vectors are unlabelled, so there are no class distances.
+        solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
         velocity = self._feature_velocity(gradient["x"], batch)
         # Row i of the vectors depends on particle i alone, so the factor 1 / a_i passes through.
         by_features, *parts = torch.autograd.grad(vectors, [points, *moving.values()], velocity)
@@ -220,11 +215,11 @@ class FullAugmentedMode(AugmentedMode):
         weights = self._setting.source.weights
         particles = LabeledSamples(features, self._own_classes, self._own_names, weights)
         moving = self._moving()
-        table = Gaussians.from_variables(moving).table(
+        table = Gaussians(**moving).table(
             self._target,
             self.class_distances.yy,
             self._needed(features, batch),
-            self._setting.class_progress,
+            self._setting.callbacks.class_progress,
         )
         return self._evaluated(particles, table, moving, self._masses(batch), batch)
 
@@ -262,7 +257,7 @@ class FullAugmentedMode(AugmentedMode):
         """
         setting, points = self._setting, features.double()
         cost = setting.request.cost.squared.lambda_x * torch.cdist(points, points).square()
-        gaussians = Gaussians.from_variables(self.variables)
+        gaussians = Gaussians(**self.variables)
         cost += setting.request.cost.lambda_y * gaussians.lower_bounds()
         near = cost < -math.log(NO_MASS) * setting.epsilon
         # A particle with itself is no pair. Every Gaussian of the target is compared with each.
@@ -301,3 +296,152 @@ def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
             f"{readable_bytes(free)} are free on {device}. Use labels.diagonal=true, "
             "labels=means, fewer samples (max_samples) or fewer dimensions (extractor.pca)"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussians:
+    """K Gaussians in d dimensions, float64.
+
+    Attributes:
+        means: (K, d).
+        spreads: factors F (K, r, d) of the covariances, standard deviations (K, d), or None.
+    """
+
+    means: Tensor
+    spreads: Tensor | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, samples: LabeledSamples, metric: LabelMetric) -> Gaussians:
+        """Compute the Gaussians of the classes of `samples`, for the metric `Gaussian` or `Means`.
+
+        Raises:
+            InputError: a class is empty, or has one sample where covariances divide by n - 1.
+        """
+        clouds, _ = pool([samples])
+        means = class_means(clouds)
+        if not isinstance(metric, Gaussian):
+            return cls(means)
+        if metric.diagonal:
+            return cls(means, standard_deviations(clouds, metric.unbiased))
+        factors, _ = reduced_factors(clouds, metric.unbiased)
+        most = max(factor.shape[0] for factor in factors)
+        padded = [
+            torch.nn.functional.pad(factor, (0, 0, 0, most - factor.shape[0])) for factor in factors
+        ]
+        stack = torch.stack(padded)
+        # Rows that are 0 for all classes would be decomposed with every pair.
+        return cls(means, stack[:, stack.any(2).any(0)])
+
+    @property
+    def variables(self) -> dict[str, Tensor]:
+        """The means and, if there are any, spreads by name."""
+        named = {"means": self.means, "spreads": self.spreads}
+        return {name: part for name, part in named.items() if part is not None}
+
+    def __len__(self) -> int:
+        return len(self.means)
+
+    def take(self, which: Tensor) -> Gaussians:
+        """Return the Gaussians with these indices, which may repeat."""
+        return Gaussians(self.means[which], None if self.spreads is None else self.spreads[which])
+
+    def table(
+        self,
+        target: Gaussians,
+        within_target: Tensor,
+        needed: Tensor | None = None,
+        progress: Progress | None = None,
+    ) -> Tensor:
+        """Return W (K + L, K + L) of these and L of a target, differentiable by means and spreads.
+
+        Args:
+            target: L fixed Gaussians.
+            within_target: the block (L, L).
+            needed: (K, K + L) bool, symmetric in its first K columns: the pairs whose spreads are
+                compared; the others get lower bounds as in `lower_bounds`. None: all.
+            progress: called with the number of pairs compared and their total.
+        """
+        own, total = len(self), len(self) + len(target)
+        pairs = all_pairs(total)
+        pairs = pairs[(pairs < own).any(1)]
+        values = squared_gaps(torch.cat((self.means, target.means)), pairs)
+        if self.spreads is not None and target.spreads is not None:
+            chosen = torch.ones(len(pairs), dtype=torch.bool)
+            if needed is not None:
+                # In each pair the larger index comes first, and the smaller one is below K.
+                chosen = needed.cpu()[pairs[:, 1], pairs[:, 0]]
+            values = values + _spread_gaps(self.spreads, target.spreads, pairs, chosen, progress)
+        return symmetric_table(values, pairs, total) + beside(own, within_target.to(values))
+
+    @torch.no_grad()
+    def lower_bounds(self) -> Tensor:
+        """Return lower bounds (K, K) of the distances between these, with full covariances.
+
+        They are ||m_k - m_l||^2 + (||F_k|| - ||F_l||)^2, because the trace of (S_k^1/2 S_l
+        S_k^1/2)^1/2 is at most ||F_k|| ||F_l||.
+        """
+        assert self.spreads is not None
+        norms = torch.linalg.matrix_norm(self.spreads)
+        bounds: Tensor = (norms.unsqueeze(1) - norms).square()
+        return bounds.add_(torch.cdist(self.means, self.means).square())
+
+
+def _spread_gaps(
+    own: Tensor,
+    target: Tensor,
+    pairs: Tensor,
+    chosen: Tensor,
+    progress: Progress | None,
+) -> Tensor:
+    """Return squared Bures distances (P,) of the chosen pairs, and lower bounds for the others."""
+    if own.ndim == 2:
+        return squared_gaps(torch.cat((own, target)).abs(), pairs)
+    factors = [*own.unbind(), *target.unbind()]
+    traces = torch.cat((own.square().sum((1, 2)), target.square().sum((1, 2))))
+    first, second = pairs.to(traces.device).unbind(1)
+    most = (traces[first] * traces[second]).detach().sqrt()
+    places = chosen.nonzero().squeeze(1).to(traces.device)
+    fidelity = most.index_put((places,), fidelities(factors, pairs[chosen], progress))
+    gaps = traces[first] + traces[second] - 2 * fidelity
+    # A squared distance is negative only by rounding.
+    return gaps.clamp_min(0)
+
+
+def recluster(gaussians: Gaussians, labels: Tensor, masses: Tensor) -> Tensor:
+    """Return class indices (n,) of particles, by k-means over their Gaussians.
+
+    k-means starts at the centres of the classes `labels`, so that a cluster keeps the index of the
+    class it started from. Gaussians are compared by ||m_i - m_j||^2 + ||S_i^1/2 - S_j^1/2||^2,
+    which for diagonal covariances is their squared 2-Wasserstein distance and otherwise an upper
+    bound of it.
+
+    Args:
+        gaussians: of n particles.
+        labels: (n,) the classes at the start; each of them has mass.
+        masses: (n,) of the particles; one without mass joins the nearest cluster.
+    """
+    from sklearn.cluster import KMeans
+
+    vectors, masses = _vectors(gaussians).cpu(), masses.cpu()
+    classes, places = torch.unique(labels.cpu(), return_inverse=True)
+    members = torch.nn.functional.one_hot(places).to(masses) * masses[:, None]
+    centres = (members / members.sum(0)).T @ vectors
+    kmeans = KMeans(len(classes), init=centres.numpy(), n_init=1)
+    found = kmeans.fit_predict(vectors.numpy(), sample_weight=masses.numpy())
+    new: Tensor = classes[torch.from_numpy(found).long()]
+    return new.to(labels.device)
+
+
+def _vectors(gaussians: Gaussians) -> Tensor:
+    """Return (n, d) means, with deviations (n, d) or roots of covariances (n, d d) beside them."""
+    means, spreads = gaussians.means.detach(), gaussians.spreads
+    if spreads is None:
+        return means
+    spreads = spreads.detach()
+    if spreads.ndim == 2:
+        return torch.cat((means, spreads.abs()), 1)
+    # S^1/2 = V diag(s) V^T for F = U diag(s) V^T.
+    _, values, rows = torch.linalg.svd(spreads, full_matrices=False)
+    roots = rows.mT @ (values.unsqueeze(2) * rows)
+    return torch.cat((means, roots.flatten(1)), 1)

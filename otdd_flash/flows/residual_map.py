@@ -1,8 +1,8 @@
 """A map by a residual network, trained on where the particles of a flow began and ended.
 
 `ResidualMap` holds the network with its scales, and saves and loads it as one safetensors file. The
-second part is the regression: weighted least squares with early stopping. `flows.result` uses the
-map through `flows.maps`.
+second part is the regression: weighted least squares with early stopping. `flows.result` makes the
+map, which `flows.maps` describes beside the others.
 
 Training is deterministic on one device: weights are drawn and batches shuffled by a generator on
 the CPU, and the global generator is neither read nor changed. The last layer starts at 0, so an
@@ -17,12 +17,12 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from otdd_flash.arguments import takes
+from otdd_flash.arguments import Count, Index, takes
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -33,7 +33,7 @@ from otdd_flash.files.tensor_file import (
     read_tensors,
     write_tensors,
 )
-from otdd_flash.flows.maps.nearest import check_dimension, check_same_particles, class_indices
+from otdd_flash.flows.maps import check_dimension, check_same_particles, class_indices
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 
@@ -63,14 +63,15 @@ class ResidualMap:
     class_names: tuple[str, ...]
 
     @classmethod
+    @takes()
     def fit(
         cls,
         before: LabeledSamples,
         after: LabeledSamples,
         *,
-        hidden: int = 256,
-        layers: int = 2,
-        epochs: int = 200,
+        hidden: Count = 256,
+        layers: Count = 2,
+        epochs: Index = 200,
         seed: int = 0,
         device: str = "auto",
     ) -> ResidualMap:
@@ -93,17 +94,12 @@ class ResidualMap:
                 not exist.
         """
         check_same_particles(before, after)
-        for name, value, least in (
-            ("hidden", hidden, 1),
-            ("layers", layers, 1),
-            ("epochs", epochs, 0),
-        ):
-            if value < least:
-                raise InputError(f"{name} must be at least {least}, got {value}")
         where = resolve_device(device)
         carriers = torch.nonzero(before.masses > 0).squeeze(1)
         displacement = (after.features.to(before.features) - before.features)[carriers].double()
-        before = _without_empty_classes(before.take(carriers))
+        before = before.take(carriers)
+        if before.labels is not None:
+            before = before.keep_classes(torch.unique(before.labels).tolist())
         start, masses = before.features.double(), before.masses
         centre = masses @ start
         spread, reach = (
@@ -115,7 +111,7 @@ class ResidualMap:
         network = build_network(sizes)
         draw_weights(network, generator)
         fitted = cls(network.to(where), centre.to(where), spread, reach, before.class_names)
-        examples = Examples(
+        examples = TensorDataset(
             fitted._inputs(before),
             (displacement / reach).to(where, torch.float32),
             (masses * len(before)).to(where, torch.float32),
@@ -169,11 +165,15 @@ class ResidualMap:
             layout = json.loads(texts["residual_map"])
             centre = tensors.pop("centre")
             state = {name.removeprefix("network."): value for name, value in tensors.items()}
-            network = build_network(_sizes(state))
+            # The weights in the order of the layers.
+            names = sorted(state, key=lambda name: int(name.split(".")[0]))
+            matrices = [state[name] for name in names if name.endswith("weight")]
+            sizes = (matrices[0].shape[1], *[matrix.shape[0] for matrix in matrices])
+            network = build_network(sizes)
             network.load_state_dict(state)
-            names = tuple(layout["class_names"])
+            classes = tuple(layout["class_names"])
             moved = network.to(where), centre.to(where)
-            loaded = cls(*moved, layout["spread"], layout["reach"], names)
+            return cls(*moved, layout["spread"], layout["reach"], classes)
         except DamagedFileError as error:
             raise InputError(f"{path} is damaged ({error}); fit the map again") from error
         except LaterFormatError:
@@ -183,7 +183,6 @@ class ResidualMap:
             raise InputError(
                 f"no residual map in {path} ({error}{by}); ResidualMap.save writes one"
             ) from error
-        return loaded
 
     def _inputs(self, samples: LabeledSamples) -> Tensor:
         """Return the network's inputs for k samples, (k, d + classes) float32 on its device."""
@@ -201,22 +200,6 @@ class ResidualMap:
         return torch.cat((centred, one_hot), 1).float()
 
 
-def _without_empty_classes(particles: LabeledSamples) -> LabeledSamples:
-    if particles.labels is None:
-        return particles
-    return particles.keep_classes(torch.unique(particles.labels).tolist())
-
-
-def _sizes(state: dict[str, Tensor]) -> tuple[int, ...]:
-    """Return widths of inputs, layers and outputs, from the weights in the order of the layers."""
-    matrices = [state[name] for name in sorted(state, key=_position) if name.endswith("weight")]
-    return (matrices[0].shape[1], *[matrix.shape[0] for matrix in matrices])
-
-
-def _position(name: str) -> int:
-    return int(name.split(".")[0])
-
-
 # One in HELD_OUT examples is held out to choose the epoch.
 HELD_OUT = 10
 
@@ -229,17 +212,6 @@ WEIGHT_DECAY = 1.0
 
 # Training stops after this many epochs without improvement.
 PATIENCE = 30
-
-
-class Examples(NamedTuple):
-    """Regression examples: inputs (n, p), answers (n, d), weights (n,) of mean 1."""
-
-    inputs: Tensor
-    answers: Tensor
-    weights: Tensor
-
-    def take(self, rows: Tensor) -> Examples:
-        return Examples(*(part[rows] for part in self))
 
 
 def build_network(sizes: tuple[int, ...]) -> nn.Sequential:
@@ -262,7 +234,7 @@ def draw_weights(network: nn.Sequential, generator: torch.Generator) -> None:
 
 
 def train(
-    network: nn.Sequential, examples: Examples, epochs: int, generator: torch.Generator
+    network: nn.Sequential, examples: TensorDataset, epochs: int, generator: torch.Generator
 ) -> None:
     """Fit by weighted least squares with AdamW and a cosine schedule; keep the best epoch.
 
@@ -271,23 +243,25 @@ def train(
 
     Args:
         network: changed in place.
-        examples: on the device of the network.
+        examples: inputs (n, p), answers (n, d) and weights (n,) of mean 1, on the network's device.
         epochs: at most; 0 changes nothing.
         generator: on the CPU; chooses what is held out and shuffles the batches.
     """
-    count, device = len(examples.inputs), examples.inputs.device
+    count, device = len(examples), examples.tensors[0].device
     order = torch.randperm(count, generator=generator).to(device)
     held_out, kept = order[: count // HELD_OUT], order[count // HELD_OUT :]
-    watched = examples.take(held_out if len(held_out) else kept)
+    watched = examples[held_out if len(held_out) else kept]
     optimiser = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(epochs, 1))
-    best, best_epoch, state = _error_of(network, watched), 0, deepcopy(network.state_dict())
+    best, best_epoch, state = _error_of(network, *watched), 0, deepcopy(network.state_dict())
     for epoch in range(1, epochs + 1):
         shuffled = kept[torch.randperm(len(kept), generator=generator).to(device)]
         for rows in torch.split(shuffled, BATCH):
-            _descend(network, optimiser, examples.take(rows))
+            optimiser.zero_grad()
+            _loss(network, *examples[rows]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
         schedule.step()
-        error = _error_of(network, watched)
+        error = _error_of(network, *watched)
         if error < best:
             best, best_epoch, state = error, epoch, deepcopy(network.state_dict())
         elif epoch - best_epoch >= PATIENCE:
@@ -295,17 +269,11 @@ def train(
     network.load_state_dict(state)
 
 
-def _descend(network: nn.Sequential, optimiser: torch.optim.Optimizer, examples: Examples) -> None:
-    optimiser.zero_grad()
-    _loss(network, examples).backward()  # type: ignore[no-untyped-call]
-    optimiser.step()
-
-
-def _loss(network: nn.Sequential, examples: Examples) -> Tensor:
-    errors: Tensor = network(examples.inputs) - examples.answers
-    return (examples.weights * errors.square().sum(1)).mean()
+def _loss(network: nn.Sequential, inputs: Tensor, answers: Tensor, weights: Tensor) -> Tensor:
+    errors: Tensor = network(inputs) - answers
+    return (weights * errors.square().sum(1)).mean()
 
 
 @torch.no_grad()
-def _error_of(network: nn.Sequential, examples: Examples) -> float:
-    return float(_loss(network, examples))
+def _error_of(network: nn.Sequential, *examples: Tensor) -> float:
+    return float(_loss(network, *examples))

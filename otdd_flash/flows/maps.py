@@ -1,28 +1,14 @@
-"""The velocity field of a flow's step at any point, and the map that follows it step by step.
+"""Maps that carry a finished flow over to points that were not in it.
 
-A flow moves its particles x (n, d) by the first variation of S_epsilon(x, y) in their masses. This
-variation is a function F - H on the whole space, where two softmins extend the potentials of the
-cross term and of the self term (Feydy et al. 2019, Interpolating between optimal transport and MMD
-using Sinkhorn divergences):
+`FlowMap` is their interface, and `relative_error` the distance of a map from a flow that contained
+the points. `NearestParticleMap` copies the displacement of the nearest particle, found by an exact
+search. `EntropicMap` follows the velocity field of each step. `flows.residual_map` has a third map,
+a network, and shares the checks and the matching of classes by name. `FlowResult`
+(`flows.result`) makes the maps; `experiments.flow_maps` compares them.
 
-    F(z) = -epsilon log sum_j b_j exp((g_j - C(z, y_j)) / epsilon)        of the cross term
-    H(z) = -epsilon log sum_i a_i exp((f_i - C(z, x_i)) / epsilon)        of the self term
-
-    v(z) = grad F(z) - grad H(z) = 2 lambda_x (sum_i q_i(z) x_i - sum_j p_j(z) y_j)
-
-with p (m,) and q (n,) the conditional plans at z, whose sums are 1, so that z itself cancels.
-z - grad F / (2 lambda_x) is the entropic map of Pooladian & Niles-Weed 2021, Entropic estimation of
-optimal transport maps. A step moves z to z - tau v(z).
-
-At a particle, v(x_i) is the flow's own velocity (1 / a_i) dS/dx_i up to rounding, except for one
-factor: the row sums r of the self plan are not exact after a solve, and the derivative of its dual
-value has (r_i / a_i) (x_i - sum_j q_j x_j) in place of x_i - sum_j q_j x_j. The mean of
-|r_i / a_i - 1| under a is the self term's marginal error. Other points get the factor 1: what a
-solve leaves over are the modes that the plan averages out, so no extension of r is better.
-
-`FlowResult` (`flows.result`) builds the map from the stored moments. Particles, potentials and
-table of a field must be those of one step: with those of another step, v is not the velocity at
-which that step moved.
+Particles without mass are never nearest, because the objective of the flow did not move them. The
+particles, potentials and table of a `VelocityField` must be those of one step: with those of
+another step, it is not the velocity at which that step moved.
 """
 
 from __future__ import annotations
@@ -30,13 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.flows.maps.nearest import check_dimension, in_classes_of
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import GroundCost
@@ -44,8 +31,186 @@ from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
-from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.problem import Problem
+
+
+class FlowMap(Protocol):
+    """A map to where a flow would have taken points that were not in it."""
+
+    def __call__(self, samples: LabeledSamples) -> LabeledSamples:
+        """Return the samples, row by row, at new features (k, d), otherwise unchanged.
+
+        Raises:
+            InputError: another dimension than that of the particles, or a class that the flow did
+                not move.
+        """
+        ...
+
+
+def check_dimension(samples: LabeledSamples, dim: int) -> None:
+    """Raise an `InputError` unless samples have the dimension of the particles."""
+    if samples.dim != dim:
+        raise InputError(
+            f"{samples.name} has {samples.dim} features, but the particles of the flow had {dim}; "
+            "use the extractor that the flow's source came from"
+        )
+
+
+def check_same_particles(before: LabeledSamples, after: LabeledSamples) -> None:
+    """Raise an `InputError` unless two clouds have the same shape, as the same particles must."""
+    if before.features.shape != after.features.shape:
+        raise InputError(
+            f"before has shape {tuple(before.features.shape)} and after "
+            f"{tuple(after.features.shape)}; row i of both must be the same particle"
+        )
+
+
+def class_indices(samples: LabeledSamples, names: tuple[str, ...]) -> Tensor:
+    """Return the labels (k,) of labelled samples as indices into `names`, matched by class name.
+
+    Raises:
+        InputError: a class of the samples is not among the names, or two classes share a name.
+    """
+    assert samples.labels is not None
+    if samples.class_names == names:
+        return samples.labels
+    known = {name: index for index, name in enumerate(names)}
+    used = [samples.class_names[index] for index in torch.unique(samples.labels).tolist()]
+    unknown = [name for name in used if name not in known]
+    if unknown:
+        raise InputError(
+            f"{samples.name} has classes that the flow did not move: {', '.join(unknown)}; it "
+            f"moved {', '.join(names)}. Leave them out with keep_classes, or rename them"
+        )
+    if len(known) < len(names):
+        raise InputError(
+            f"classes of the flow share names, so new points cannot be matched: {', '.join(names)}"
+        )
+    indices = [known.get(name, -1) for name in samples.class_names]
+    return torch.tensor(indices, device=samples.labels.device)[samples.labels]
+
+
+def relative_error(flow_map: FlowMap, samples: LabeledSamples, truth: LabeledSamples) -> float:
+    """Return (sum_i a_i |map(z_i) - t_i|^2 / sum_i a_i |t_i - z_i|^2)^1/2 for samples z, masses a.
+
+    A perfect map has 0, and the identity has 1.
+
+    Args:
+        flow_map: of a flow without the samples.
+        samples: k points z at the start.
+        truth: the same points, row by row, at the end of a flow that contained them.
+
+    Raises:
+        InputError: the two have different shapes, the truth did not move, or the map refuses the
+            samples.
+    """
+    check_same_particles(samples, truth)
+    moved = flow_map(samples).features.double()
+    masses, start = samples.masses, samples.features.double()
+    end = truth.features.to(start)
+    distance = masses @ (end - start).square().sum(1)
+    if not float(distance) > 0:
+        raise InputError("the truth is where the samples began, so no error is relative to it")
+    return float((masses @ (moved - end).square().sum(1) / distance).sqrt())
+
+
+# The most distances in memory at once.
+BLOCK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class NearestParticleMap:
+    """z + (x_T - x_0)[i], with i the particle nearest to z at the start, of z's class if labelled.
+
+    It is valid for any flow, also with momentum. Particles without mass are skipped.
+
+    Args:
+        before: the n particles before the first step.
+        after: the same particles, row by row, after the last.
+
+    Raises:
+        InputError: the two have different shapes.
+    """
+
+    before: LabeledSamples
+    after: LabeledSamples
+
+    def __post_init__(self) -> None:
+        check_same_particles(self.before, self.after)
+
+    @computes
+    def __call__(self, samples: LabeledSamples) -> LabeledSamples:
+        """Return the moved samples; labels are matched by class name and ignored if missing.
+
+        Raises:
+            InputError: another dimension, or a class without particles that have mass.
+        """
+        check_dimension(samples, self.before.dim)
+        rows = nearest_particles(samples, self.before)
+        displacement = self.after.features[rows] - self.before.features[rows]
+        return replace(samples, features=samples.features + displacement.to(samples.features))
+
+
+def nearest_particles(samples: LabeledSamples, particles: LabeledSamples) -> Tensor:
+    """Return the row of the nearest particle for k samples, of the same class if both have labels.
+
+    Particles without mass are skipped: nothing in the flow's objective moved them.
+
+    Returns:
+        (k,) int64, on the device of the particles.
+
+    Raises:
+        InputError: a sample's class is not among the particles, or has no mass there.
+    """
+    device = particles.features.device
+    points, carriers = samples.features.to(device), particles.masses > 0
+    if samples.labels is None or particles.labels is None:
+        # Place alone decides: all are of one class.
+        own, theirs = (
+            torch.zeros(len(side), device=device).long() for side in (samples, particles)
+        )
+    else:
+        own, theirs = class_indices(samples, particles.class_names).to(device), particles.labels
+    rows = torch.empty_like(own)
+    for index in torch.unique(own).tolist():
+        same = torch.nonzero(carriers & (theirs == index)).squeeze(1)
+        if not len(same):
+            raise InputError(
+                f"no particle of class {particles.class_names[index]!r} has mass, so none tells "
+                f"where {samples.name} would go; leave the class out"
+            )
+        mine = own == index
+        rows[mine] = same[_nearest(points[mine], particles.features[same])]
+    return rows
+
+
+def _nearest(points: Tensor, known: Tensor) -> Tensor:
+    """Return for each point (k, d) the index of the nearest of the known ones (n, d)."""
+    dtype = torch.promote_types(points.dtype, known.dtype)
+    known = known.to(dtype)
+    blocks = torch.split(points, max(1, BLOCK_ELEMENTS // len(known)))
+    # A matrix product would cancel squared norms, and float32 would confuse near neighbours.
+    mode = "donot_use_mm_for_euclid_dist"
+    found = [torch.cdist(block.to(dtype), known, compute_mode=mode).argmin(1) for block in blocks]
+    return torch.cat(found)
+
+
+def in_classes_of(samples: LabeledSamples, particles: LabeledSamples) -> LabeledSamples:
+    """Return the samples with labels in the numbering of the particles.
+
+    Labels are matched by class name. Unlabelled samples get those of their nearest particles, or
+    none if the particles have none.
+
+    Raises:
+        InputError: a sample's class is not among the particles.
+    """
+    if particles.labels is None:
+        return replace(samples, labels=None)
+    if samples.labels is None:
+        labels = particles.labels[nearest_particles(samples, particles)]
+    else:
+        labels = class_indices(samples, particles.class_names)
+    return replace(samples, labels=labels, class_names=particles.class_names)
+
 
 # Places in a request of (points, particles, target): points against particles, and against the
 # target.
@@ -76,28 +241,6 @@ class VelocityField:
     epsilon: float
     cost: GroundCost
     compute: ComputeOptions
-
-    @classmethod
-    def of(cls, problem: Problem, divergence: Divergence) -> VelocityField:
-        """Return the field of a solved step, whose particles are the problem's source.
-
-        Raises:
-            InputError: the divergence was solved without debiasing, which a flow needs.
-        """
-        if divergence.xx is None:
-            raise InputError("a velocity field needs the self term of the particles: debias=True")
-        request = problem.request
-        particles, target = request.seen
-        return cls(
-            particles,
-            target,
-            problem.table,
-            divergence.xy.g,
-            divergence.xx.f,
-            problem.epsilon,
-            request.cost.squared,
-            request.compute,
-        )
 
     def velocity(self, samples: LabeledSamples, *, mass: float = 0.0) -> Tensor:
         """Compute the velocities (k, d) of k labelled points, in the points' type.
@@ -207,7 +350,9 @@ class EntropicMap:
             if step == 0:
                 check_dimension(samples, field.particles.dim)
                 moving = in_classes_of(samples, field.particles)
-            mass = _one_more(field.particles) if self.mass is None else self.mass
+            mass = self.mass
+            if mass is None:
+                mass = 1 / (int((field.particles.masses > 0).sum()) + 1)
             features = moving.features - size * field.velocity(moving, mass=mass)
             if self.box is not None:
                 features.clamp_(*self.box)
@@ -231,7 +376,3 @@ def _own_share(softmin: Tensor, epsilon: float, mass: float) -> Tensor:
     slope = (1 - mass) / math.sqrt(mass) * (-softmin.double() / epsilon).exp()
     # The positive root without cancellation; an infinite slope correctly gives 0.
     return (2 / (slope + (slope.square() + 4).sqrt())).square()
-
-
-def _one_more(particles: LabeledSamples) -> float:
-    return 1 / (int((particles.masses > 0).sum()) + 1)
