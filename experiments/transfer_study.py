@@ -43,7 +43,7 @@ from otdd_flash.report.figures.page import INK, SOURCE_COLOR, new_figure, save_p
 from otdd_flash.report.study.writing import write_study_report
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import StudyResult
-from otdd_flash.study.statistics.statistics import (
+from otdd_flash.study.statistics import (
     Mask,
     PairTable,
     correlation_interval,

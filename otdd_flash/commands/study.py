@@ -57,9 +57,9 @@ from otdd_flash.report.study.writing import FILES, study_table, write_study_repo
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
 from otdd_flash.study.folder import STUDY_FILE
+from otdd_flash.study.networks import Transfer
 from otdd_flash.study.result import StudyResult
 from otdd_flash.study.study import Study
-from otdd_flash.study.transfer.networks import Transfer
 from otdd_flash.study.units import FOLDER, Shard
 
 

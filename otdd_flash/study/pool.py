@@ -24,7 +24,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.plugins import blamed_on
 from otdd_flash.study.measures import measures_named
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.transfer.training import transfer_units
+from otdd_flash.study.training import transfer_units
 from otdd_flash.study.transport import Epsilon, Term
 from otdd_flash.study.units import (
     Content,

@@ -20,12 +20,12 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.plugins import blamed_on
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.shown import display, epsilon_shown, sentence
+from otdd_flash.study.findings import Choice, Finding, choices, findings
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
 from otdd_flash.study.pool import StoredBench
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.statistics.findings import Choice, Finding, choices, findings
-from otdd_flash.study.statistics.statistics import Numbers, PairTable, levelled
-from otdd_flash.study.transfer.training import (
+from otdd_flash.study.statistics import Numbers, PairTable, levelled
+from otdd_flash.study.training import (
     FEWEST_ERRORS,
     TargetRun,
     gain_errors,

@@ -2,7 +2,7 @@
 
 `as_tasks` makes tasks from what the user gave: it drops small classes, matches the classes of test
 rows by name and groups tasks that share rows into families. `Settings` holds what decides results
-and `Setup` joins both. `study.study` makes them; `study.transport`, `study.transfer.training`,
+and `Setup` joins both. `study.study` makes them; `study.transport`, `study.training`,
 `study.pool`, `study.result` and the modules of `study.measures` read them.
 
 The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes all
@@ -35,7 +35,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.study.folder import VERSION_KEY
-from otdd_flash.study.transfer.networks import Transfer
+from otdd_flash.study.networks import Transfer
 
 Given: TypeAlias = "Samples | tuple[Samples, Samples | None]"
 

@@ -46,10 +46,10 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE, refuse_both
 from otdd_flash.study.folder import enter
 from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
+from otdd_flash.study.networks import Transfer, build_body, build_head
 from otdd_flash.study.pool import StoredBench, study_units, work_in_processes
 from otdd_flash.study.result import StudyResult, gather
 from otdd_flash.study.setup import Given, Settings, Setup, Task, as_tasks, read_datasets
-from otdd_flash.study.transfer.networks import Transfer, build_body, build_head
 from otdd_flash.study.units import Progress, Shard, Stop, Store, work_through
 
 DEFAULT_TRANSFER = Transfer()

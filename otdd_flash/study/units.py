@@ -7,7 +7,7 @@ process computes a unit that is not done, whose needs are done and which no livi
 locked. With shards, the digest assigns each unit to one shard; a shard waits for units of others,
 and takes over those of a shard whose process has died.
 
-The modules of `study.measures`, `study.transport` and `study.transfer.training` derive their units
+The modules of `study.measures`, `study.transport` and `study.training` derive their units
 from `Unit`; `study.study` and `study.pool` run them, `study.result` reads them, and
 `commands.study` takes `Shard` and FOLDER. A stored unit is never computed again, so its key must
 hold everything that decides the result, and nothing else, so that no unit is computed without need.

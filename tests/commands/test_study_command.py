@@ -17,7 +17,7 @@ from otdd_flash.data.registry import known_options
 from otdd_flash.report.study import writing
 from otdd_flash.study.__main__ import main
 from otdd_flash.study.measures import MEASURES
-from otdd_flash.study.transfer.training import TrainedSource
+from otdd_flash.study.training import TrainedSource
 
 TASKS = ", ".join(
     f"{{name: blobs, samples: 60, num_classes: 3, spread: 1.5, seed: {k}, as: b{k}}}"

@@ -23,9 +23,9 @@ from otdd_flash.study import pool
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.measures.base import Reading
 from otdd_flash.study.measures.distances import conditional_entropy, frechet_distance
+from otdd_flash.study.networks import Network, build_body, build_head
 from otdd_flash.study.setup import as_tasks
-from otdd_flash.study.transfer.networks import Network, build_body, build_head
-from otdd_flash.study.transfer.training import TargetRun, TrainedSource, target_rows, train
+from otdd_flash.study.training import TargetRun, TrainedSource, target_rows, train
 
 DISTANCES = {"measures": ["frechet"], "transfer": None}
 

@@ -28,7 +28,7 @@ from otdd_flash.sampling.comparison import subsample_rows
 from otdd_flash.sampling.subsampling import deviation_interval, sampling_rate, subsample_sizes
 from otdd_flash.study.measures.base import Measure, NetworkView, Pair, Reading
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.transfer.training import (
+from otdd_flash.study.training import (
     TrainedSource,
     body_features,
     target_rows,

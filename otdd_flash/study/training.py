@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.study.networks import Network, Transfer, build_body, build_head
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.transfer.networks import Network, Transfer, build_body, build_head
 from otdd_flash.study.units import Bench, Content, Unit
 
 # Rows of one pass when a network is evaluated.

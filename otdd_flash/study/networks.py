@@ -2,7 +2,7 @@
 
 `Transfer` says how networks are trained. `build_body` and `build_head` make a network whose weights
 depend only on a seed; a user's function can replace the built-in bodies. `study.study`,
-`study.setup` and `commands.study` use the settings, `study.transfer.training` uses settings and
+`study.setup` and `commands.study` use the settings, `study.training` uses settings and
 networks.
 
 `Transfer.to_dict` is part of the keys of `TrainedSource` and `TargetRun`, the stored units of

@@ -2,7 +2,7 @@
 
 A measure says of each ordered pair of tasks how much training on the first, the source, should help
 on the second, the target. The gain is how much it did, in percent of errors
-(`study.transfer.training.gains`). `findings` makes the rows of correlations.csv and `choices` those
+(`study.training.gains`). `findings` makes the rows of correlations.csv and `choices` those
 of choices.csv.
 
 `study.result` calls both; `report.study.writing` and `report.study.page` read the rows. The fields
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from otdd_flash.study.statistics.statistics import (
+from otdd_flash.study.statistics import (
     FEWEST_PAIRS,
     FEWEST_UNITS,
     Interval,
