@@ -56,11 +56,10 @@ from otdd_flash.report.study.page import choice_sentences
 from otdd_flash.report.study.writing import FILES, study_table, write_study_report
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
-from otdd_flash.study.folder import STUDY_FILE
 from otdd_flash.study.networks import Transfer
 from otdd_flash.study.result import StudyResult
-from otdd_flash.study.study import Study
-from otdd_flash.study.units import FOLDER, Shard
+from otdd_flash.study.study import STUDY_FILE, Study
+from otdd_flash.study.units import FOLDER, Shard, part_of
 
 
 @dataclass
@@ -386,9 +385,7 @@ def _part(dataset: LabeledDataset, part: str | None, seed: int) -> LabeledDatase
     """Return one of N disjoint draws, with equal shares of every class."""
     if part is None:
         return dataset
-    number, _, count = str(part).partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise InputError(f"part must be I/N with 1 <= I <= N such as 1/5, got {part!r}")
+    number, count = part_of("part", part, "1/5")
     # Every row of the whole dataset gets a number, so draws stay disjoint for any classes.
     rank = np.random.default_rng(seed).random(int(dataset.rows.max()) + 1)[dataset.rows]
     labels = np.zeros(len(dataset), dtype=np.int64) if dataset.labels is None else dataset.labels
@@ -396,7 +393,7 @@ def _part(dataset: LabeledDataset, part: str | None, seed: int) -> LabeledDatase
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         place[members[np.argsort(rank[members])]] = np.arange(len(members))
-    return dataset.take(np.flatnonzero(place % int(count) == int(number) - 1))
+    return dataset.take(np.flatnonzero(place % count == number - 1))
 
 
 def _split_off(dataset: LabeledDataset, fraction: float, seed: int) -> list[LabeledDataset]:

@@ -156,14 +156,14 @@ KERNEL, CHANNELS, WIDTHS = 5, (6, 16), (120, 84)
 SMALLEST_SIDE = 4
 
 
-@dataclass(frozen=True, eq=False)
-class Network:
+class Network(nn.Module):
     """A body from features (n, d) to (n, k), and a linear head to one logit per class."""
 
-    body: nn.Module
-    head: nn.Linear
+    def __init__(self, body: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.body, self.head = body, head
 
-    def __call__(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """Return logits (n, V)."""
         logits: Tensor = self.head(self.body(features))
         return logits

@@ -22,7 +22,7 @@ from otdd_flash.raw_labels import frame_of
 from otdd_flash.shown import display, epsilon_shown, sentence
 from otdd_flash.study.findings import Choice, Finding, choices, findings
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
-from otdd_flash.study.pool import StoredBench
+from otdd_flash.study.measures.distances import Epsilon
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.statistics import Numbers, PairTable, levelled
 from otdd_flash.study.training import (
@@ -32,7 +32,6 @@ from otdd_flash.study.training import (
     gains,
     halved_gains,
 )
-from otdd_flash.study.transport import Epsilon, Term
 from otdd_flash.study.units import Store, Unit
 
 if TYPE_CHECKING:
@@ -393,30 +392,22 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     Warns:
         NotConvergedWarning: a term stopped before its tolerance.
     """
-    settings, bench = setup.settings, StoredBench(store, setup.settings.threads)
-    measures = measures_named(settings.measures, transfer=settings.transfer is not None)
-    readings = {}
-    for measure in measures:
+    settings, readings = setup.settings, {}
+    for measure in measures_named(settings.measures, transfer=settings.transfer is not None):
         with blamed_on(measure, f"measure {measure.name}"):
-            readings[measure.name] = dict(measure.read(setup, bench))
+            readings[measure.name] = dict(measure.read(setup, store))
     count = len(setup.tasks)
     seeds = 0 if settings.transfer is None else settings.transfer.seeds
     errors, alone = np.full((count, count, seeds), np.nan), np.full((count, seeds), np.nan)
-    if settings.transfer is not None:
-        for seed in range(seeds):
-            for j in range(count):
-                alone[j, seed] = _errors(bench, TargetRun(setup, None, j, seed))
-            for i, j in setup.transferred():
-                errors[i, j, seed] = _errors(bench, TargetRun(setup, i, j, seed))
+    for seed in range(seeds):
+        for j in range(count):
+            alone[j, seed] = _errors(store, TargetRun(setup, None, j, seed))
+        for i, j in setup.transferred():
+            errors[i, j, seed] = _errors(store, TargetRun(setup, i, j, seed))
     # Counted last, because reading may recompute damaged units.
     failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
     done = sum(store.done(unit) for unit in units)
-    shown = bench.known(Epsilon(setup)) if any(isinstance(unit, Term) for unit in units) else None
-    epsilon = None if shown is None else shown.facts["epsilon"]
-    mean_cost = None if shown is None else shown.facts.get("mean_cost")
-    if epsilon is not None and mean_cost is None and settings.epsilon_relative is not None:
-        # Units of an earlier version have no mean cost.
-        mean_cost = epsilon / settings.epsilon_relative
+    epsilon = store.known(Epsilon(setup))
     result = StudyResult(
         setup,
         readings,
@@ -426,15 +417,14 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
         len(units),
         tuple(failures),
         seconds,
-        epsilon,
-        mean_cost,
+        **({} if epsilon is None else epsilon.facts),
     )
     _warn_unconverged(result)
     return result
 
 
-def _errors(bench: StoredBench, unit: TargetRun) -> float:
-    content = bench.known(unit)
+def _errors(store: Store, unit: TargetRun) -> float:
+    content = store.known(unit)
     return np.nan if content is None else float(content.facts["errors"])
 
 

@@ -166,7 +166,7 @@ def test_ctrl_c_leaves_a_page_and_130(study, undrawn, monkeypatch) -> None:
 def test_work_that_fails_is_told_and_the_highest_code_wins(
     study, undrawn, monkeypatch, rows
 ) -> None:
-    def fails(self, bench):
+    def fails(self, store):
         raise ArithmeticError("a defect")
 
     monkeypatch.setattr(TrainedSource, "compute", fails)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.sampling.comparison import subsample_rows
-from otdd_flash.sampling.subsampling import deviation_interval, sampling_rate, subsample_sizes
-from otdd_flash.study.measures.base import Measure, NetworkView, Pair, Reading
+from otdd_flash.sampling.subsampling import subsample_sizes
+from otdd_flash.study.measures.base import MeasureUnit, Pair, PairwiseMeasure, interval_ends
 from otdd_flash.study.setup import Setup
 from otdd_flash.study.training import (
     TrainedSource,
@@ -34,10 +34,27 @@ from otdd_flash.study.training import (
     target_rows,
     transfer_of,
 )
-from otdd_flash.study.units import Bench, Content, Unit
+from otdd_flash.study.units import Content, Store, Unit
 
 
-class NetworkMeasure(Measure):
+class NetworkView(NamedTuple):
+    """The features and outputs of a trained source on the target's training rows, on the CPU.
+
+    Attributes:
+        features: (n, d) the input of the network's last layer.
+        outputs: (n, Z) logits of the source's classes.
+        labels: (n,) the target's class indices.
+    """
+
+    features: Tensor
+    outputs: Tensor
+    labels: Tensor
+
+    def take(self, rows: Tensor) -> NetworkView:
+        return NetworkView(*(part[rows] for part in self))
+
+
+class NetworkMeasure(PairwiseMeasure):
     """A score of all repetitions of a source's network, each on its own target rows."""
 
     # The sign of an improvement, and the size to which rounding is relative; see `Measure`.
@@ -49,25 +66,20 @@ class NetworkMeasure(Measure):
     def score(self, view: NetworkView) -> float:
         """Return the score of all rows of a view; the larger, the better."""
 
-    def units(self, setup: Setup) -> list[Unit]:
-        return [Score(setup, self, i, j) for i, j in setup.transferred()]
+    def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
+        return Score(setup, self, i, j)
 
-    # `transferred` gives the ordered pairs of tasks without shared rows.
-    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        for pair in setup.transferred():
-            found = bench.known(Score(setup, self, *pair))
-            if found is not None:
-                yield pair, Reading(**found.facts)
+    def pairs(self, setup: Setup) -> list[Pair]:
+        """Return the ordered pairs of tasks without shared rows."""
+        return setup.transferred()
 
 
-class Score(Unit):
+class Score(MeasureUnit):
     """The score of one source and one target: mean and deviation over repetitions."""
 
     kind = "score"
     one_thread = True
-
-    def __init__(self, setup: Setup, measure: NetworkMeasure, i: int, j: int) -> None:
-        self.setup, self.measure, self.i, self.j = setup, measure, i, j
+    measure: NetworkMeasure
 
     @property
     def key(self) -> Mapping[str, Any]:
@@ -84,19 +96,15 @@ class Score(Unit):
         }
 
     @property
-    def title(self) -> str:
-        names = self.setup.names
-        return f"{self.measure.name} of {names[self.i]} for {names[self.j]}"
+    def needs(self) -> tuple[TrainedSource, ...]:
+        repetitions = range(transfer_of(self.setup).seeds)
+        return tuple(TrainedSource(self.setup, self.i, repetition) for repetition in repetitions)
 
-    @property
-    def needs(self) -> tuple[Unit, ...]:
-        return tuple(self._sources())
-
-    def compute(self, bench: Bench) -> Content:
+    def compute(self, store: Store) -> Content:
         views, drawn = [], []
-        for source in self._sources():
+        for source in self.needs:
             rows = target_rows(self.setup, self.j, source.repetition)
-            network = source.network(bench)
+            network = source.network(store)
             # Networks have float32 weights.
             features = body_features(network.body, rows.features.float())
             assert rows.labels is not None
@@ -106,29 +114,22 @@ class Score(Unit):
         scores = np.array([self.measure.score(view) for view in views])
         deviation = float(scores.std(ddof=1)) if len(scores) > 1 else None
         facts: dict[str, Any] = {"value": float(scores.mean()), "deviation": deviation}
-        count = self.setup.settings.subsample
-        if count is not None:
+        if self.setup.settings.subsample is not None:
             # The target stands on both sides, as only its rows are drawn.
             (size, _) = subsample_sizes(drawn[0], drawn[0], None)
-            generator = np.random.default_rng(self.setup.settings.seed)
-            values = [
-                np.mean(
-                    [
-                        self.measure.score(view.take(subsample_rows(rows, size, generator)))
-                        for view, rows in zip(views, drawn, strict=True)
-                    ]
-                )
-                for _ in range(count)
-            ]
-            # The interval for the score of all rows: the deviation over subsamples, scaled.
-            rate = sampling_rate(size / len(drawn[0]))
-            ends = deviation_interval(facts["value"], np.array(values), rate)
-            facts |= dict(zip(("sample_lower", "sample_upper"), map(float, ends), strict=True))
-        return Content(facts)
 
-    def _sources(self) -> list[TrainedSource]:
-        repetitions = range(transfer_of(self.setup).seeds)
-        return [TrainedSource(self.setup, self.i, repetition) for repetition in repetitions]
+            def mean_score(generator: np.random.Generator) -> list[float]:
+                taken = (subsample_rows(rows, size, generator) for rows in drawn)
+                found = [
+                    self.measure.score(view.take(some))
+                    for view, some in zip(views, taken, strict=True)
+                ]
+                return [float(np.mean(found))]
+
+            fraction = size / len(drawn[0])
+            (ends,) = interval_ends(self.setup.settings, [facts["value"]], mean_score, fraction)
+            facts |= ends
+        return Content(facts)
 
 
 class HScore(NetworkMeasure):
