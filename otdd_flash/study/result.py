@@ -169,14 +169,8 @@ class StudyResult:
         """Return one row per ordered pair whose runs are all done, in the order of tasks."""
         rows = []
         for i, j in self.setup.ordered_pairs():
-            runs = self.errors[i, j]
-            test = self.setup.tasks[j].test
-            if (
-                not len(runs)
-                or test is None
-                or np.isnan(runs).any()
-                or np.isnan(self.alone[j]).any()
-            ):
+            runs, alone, test = self.errors[i, j], self.alone[j], self.setup.tasks[j].test
+            if test is None or not len(runs) or np.isnan([runs, alone]).any():
                 continue
             rate = 100 / len(test)
             rows.append(
@@ -185,7 +179,7 @@ class StudyResult:
                     self.names[j],
                     _known(self.gains[i, j]),
                     _known(self.gain_errors[i, j]),
-                    rate * float(self.alone[j].mean()),
+                    rate * float(alone.mean()),
                     rate * float(runs.mean()),
                     tuple(int(count) for count in runs),
                     len(test),
@@ -407,6 +401,7 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     # Counted last, because reading may recompute damaged units.
     failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
     done = sum(store.done(unit) for unit in units)
+    # Its facts are `epsilon` and `mean_cost`.
     epsilon = store.known(Epsilon(setup))
     result = StudyResult(
         setup,

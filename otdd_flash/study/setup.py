@@ -141,12 +141,6 @@ class Task:
     family: str | None = None
 
     @cached_property
-    def row_hashes(self) -> frozenset[bytes]:
-        """One hash for each different row of features, over both parts."""
-        trained, tested = self.part_hashes
-        return trained | tested
-
-    @cached_property
     def part_hashes(self) -> tuple[frozenset[bytes], frozenset[bytes]]:
         """One hash for each different row of features, for training and for test rows."""
         parts = (self.train, self.test)
@@ -213,7 +207,8 @@ def read_datasets(given: Mapping[str, Given]) -> dict[str, Given]:
 
 def shared_rows(one: Task, other: Task) -> int:
     """Return how many different rows two tasks have in common."""
-    return len(one.row_hashes & other.row_hashes)
+    rows = (frozenset[bytes]().union(*task.part_hashes) for task in (one, other))
+    return len(frozenset.intersection(*rows))
 
 
 def with_families(tasks: Sequence[Task], given: Mapping[str, str]) -> tuple[Task, ...]:

@@ -222,10 +222,7 @@ def _mean_of_largest(scores: Numbers, gains: Numbers, masks: Mask) -> Numbers:
 
 def _mean_of_known(numbers: Numbers) -> Numbers:
     """Return means along the last axis without NaN; NaN if all entries are."""
-    known = ~np.isnan(numbers)
-    count = known.sum(-1)
-    total = np.where(known, numbers, 0.0).sum(-1)
-    found: Numbers = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    found: Numbers = np.ma.masked_invalid(numbers).mean(-1).filled(np.nan)
     return found
 
 
@@ -314,6 +311,11 @@ class Replicates(NamedTuple):
     pairs: int
     left_pairs: Numbers
 
+    def fisher(self) -> Replicates:
+        """Return the correlations on Fisher's scale."""
+        z = fisher(np.array(self.value), np.array(self.pairs, dtype=np.float64))
+        return self._replace(value=float(z), left=fisher(self.left, self.left_pairs))
+
 
 def replicates(table: PairTable, statistic: Statistic) -> Replicates:
     """Return a statistic of a table, and of the table without each unit."""
@@ -326,37 +328,25 @@ def replicates(table: PairTable, statistic: Statistic) -> Replicates:
 
 def correlation_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interval:
     """Return the interval of a correlation, on Fisher's scale; none below `least` units."""
-    z = fisher(np.array(found.value), np.array(found.pairs, dtype=np.float64))
-    lower, upper = _ends(float(z), fisher(found.left, found.left_pairs), least)
-    if lower is None or upper is None:
-        return Interval(found.value, None, None)
-    return Interval(found.value, math.tanh(lower), math.tanh(upper))
+    z = found.fisher()
+    ends = _ends(z.value, z.left, least)
+    return Interval(found.value, *(None if end is None else math.tanh(end) for end in ends))
 
 
-def number_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interval:
-    """Return the interval of another statistic; none below `least` units."""
-    return Interval(found.value, *_ends(found.value, found.left, least))
+def number_interval(found: Replicates) -> Interval:
+    """Return the interval of another statistic; none below FEWEST_UNITS units."""
+    return Interval(found.value, *_ends(found.value, found.left))
 
 
-def difference_interval(
-    one: Replicates, other: Replicates, *, correlations: bool, least: int = FEWEST_UNITS
-) -> Interval:
+def difference_interval(one: Replicates, other: Replicates, *, correlations: bool) -> Interval:
     """Return the interval of a difference of two statistics, by the paired jackknife over units.
 
     For correlations the difference is of Fisher's z, whose sign is that of the difference.
     """
-    if not correlations:
-        difference = one.value - other.value
-        return Interval(difference, *_ends(difference, one.left - other.left, least))
-    sides = [
-        (
-            float(fisher(np.array(side.value), np.array(side.pairs, dtype=np.float64))),
-            fisher(side.left, side.left_pairs),
-        )
-        for side in (one, other)
-    ]
-    difference = sides[0][0] - sides[1][0]
-    return Interval(difference, *_ends(difference, sides[0][1] - sides[1][1], least))
+    if correlations:
+        one, other = one.fisher(), other.fisher()
+    difference = one.value - other.value
+    return Interval(difference, *_ends(difference, one.left - other.left))
 
 
 def fisher(rho: Numbers, pairs: Numbers) -> Numbers:
@@ -366,7 +356,9 @@ def fisher(rho: Numbers, pairs: Numbers) -> Numbers:
     return found
 
 
-def _ends(value: float, left: Numbers, least: int) -> tuple[float | None, float | None]:
+def _ends(
+    value: float, left: Numbers, least: int = FEWEST_UNITS
+) -> tuple[float | None, float | None]:
     """Return the ends of a jackknife interval, or None with too few units.
 
     Pairs share datasets, so they are not independent draws; datasets, or families of related tasks,
@@ -484,30 +476,22 @@ def p_value(table: PairTable, statistic: Statistic, seed: int, *, small: bool = 
     return hits / tried if exhaustive else (1 + hits) / (1 + tried)
 
 
-def orders_of(families: Sequence[str], seed: int) -> tuple[Iterator[Sequence[int]], bool]:
+def orders_of(families: Sequence[str], seed: int) -> tuple[Iterator[Orders], bool]:
     """Return permutations of the tasks within their families, and whether these are all."""
     places = [np.flatnonzero([one == family for one in families]) for family in Counter(families)]
     if all(len(group) == 1 for group in places):
         places = [np.arange(len(families))]
     total = math.prod(math.factorial(len(group)) for group in places)
     if total <= MOST_TRIED:
-        return _all(places, len(families)), True
-    return _random(places, len(families), np.random.default_rng(seed)), False
+        drawn = product(*(permutations(group) for group in places))
+        return (_order(places, chosen) for chosen in drawn), True
+    generator = np.random.default_rng(seed)
+    some = (list(map(generator.permutation, places)) for _ in range(RANDOM))
+    return (_order(places, chosen) for chosen in some), False
 
 
-def _all(places: list[Orders], count: int) -> Iterator[Sequence[int]]:
-    for chosen in product(*(permutations(group.tolist()) for group in places)):
-        order = np.empty(count, dtype=np.int64)
-        for group, permuted in zip(places, chosen, strict=True):
-            order[group] = permuted
-        yield order.tolist()
-
-
-def _random(
-    places: list[Orders], count: int, generator: np.random.Generator
-) -> Iterator[Sequence[int]]:
-    for _ in range(RANDOM):
-        order = np.empty(count, dtype=np.int64)
-        for group in places:
-            order[group] = generator.permutation(group)
-        yield order.tolist()
+def _order(places: list[Orders], chosen: Sequence[Sequence[int] | Orders]) -> Orders:
+    """Return the order of all tasks that puts the chosen ones at the places of their groups."""
+    order = np.empty(sum(map(len, places)), dtype=np.int64)
+    order[np.concatenate(places)] = np.concatenate(chosen)
+    return order

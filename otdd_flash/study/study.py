@@ -22,6 +22,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -158,9 +159,11 @@ class Study:
         )
         # Read only once: a shuffled loader gives other rows the next time.
         object.__setattr__(self, "tasks", read_datasets(self.tasks))
+        transfer = self.transfer is not None
         if self.measures is None:
-            object.__setattr__(self, "measures", _all_measures(transfer=self.transfer is not None))
-        measures_named(self.measures or (), transfer=self.transfer is not None)
+            able = (name for name, kind in MEASURES.items() if transfer or not kind.needs_transfer)
+            object.__setattr__(self, "measures", tuple(able))
+        measures_named(self.measures or (), transfer=transfer)
         measure_that_chooses(self.measure, self.measures or ())
         if self.subsample is not None:
             check_count(self.subsample, LEVEL)
@@ -232,7 +235,7 @@ class Study:
                 if part.owner(unit) == part.number:
                     store.forget_failure(unit)
             if workers > 1 and not all(map(store.done, units)):
-                _work_in_processes(setup, folder, units, workers, part, progress, stop)
+                _work_in_processes(setup, store, units, workers, part, progress, stop)
             else:
                 work_through(units, store, shard=part, progress=progress, stop=stop)
             return gather(setup, store, units, seconds=time.perf_counter() - started)
@@ -308,10 +311,6 @@ def study_units(setup: Setup) -> list[Unit]:
     if settings.transfer is not None:
         units += transfer_units(setup)
     return in_order(units)
-
-
-def _all_measures(*, transfer: bool) -> tuple[str, ...]:
-    return tuple(name for name, kind in MEASURES.items() if transfer or not kind.needs_transfer)
 
 
 def _check_solver(solver: Schedule | None) -> Converged:
@@ -415,7 +414,7 @@ def _different(one: Any, other: Any, where: str = "") -> Iterator[str]:
 
 def _work_in_processes(
     setup: Setup,
-    folder: Path,
+    store: Store,
     units: Sequence[Unit],
     workers: int,
     shard: Shard,
@@ -427,31 +426,43 @@ def _work_in_processes(
     Raises:
         InputError: a worker was killed.
     """
-    from joblib import Parallel, delayed
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
+    from joblib.externals.loky.process_executor import ProcessPoolExecutor, TerminatedWorkerError
 
-    store = Store(folder, setup.settings.threads)
     flag = store.folder / f".stop-{shard.number}"
     store.folder.mkdir(parents=True, exist_ok=True)
     flag.unlink(missing_ok=True)
-    calls = [delayed(_worker)(setup, folder, shard, flag, os.getpid()) for _ in range(workers)]
+    # Threads of torch are set for each unit; those of other libraries are few from the start.
+    libraries, threads = ("OMP", "OPENBLAS", "MKL"), str(store.threads)
+    environment = {f"{library}_NUM_THREADS": threads for library in libraries}
+    executor = ProcessPoolExecutor(workers, env=environment)
     try:
-        with _watched(units, store, flag, progress, stop):
-            Parallel(n_jobs=workers, backend="loky")(calls)
+        calls = [
+            executor.submit(_worker, setup, store, shard, flag, os.getpid()) for _ in range(workers)
+        ]
+        while wait(calls, SECONDS_APART).not_done:
+            if stop is not None and stop():
+                flag.touch()
+            if progress is not None:
+                progress(sum(map(store.done, units)), len(units))
+        for one in calls:
+            one.result()
     except TerminatedWorkerError as error:
         raise InputError(
             "a worker process was killed from outside, as systems do where memory runs out; "
             "finished work is kept: go on with study.resume=true (resume=True) and a smaller "
             f"study.workers (workers) than {workers}"
         ) from error
+    finally:
+        # Units are written completely or not at all, so workers may end at any moment.
+        executor.shutdown(kill_workers=True)
+        flag.unlink(missing_ok=True)
 
 
-def _worker(setup: Setup, folder: Path, shard: Shard, flag: Path, parent: int) -> None:
+def _worker(setup: Setup, store: Store, shard: Shard, flag: Path, parent: int) -> None:
     _end_with(parent)
     # Ctrl-C reaches all processes of a terminal; only the parent handles it and sets the flag.
     with suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    store = Store(folder, setup.settings.threads)
     work_through(study_units(setup), store, shard=shard, stop=flag.exists)
 
 
@@ -470,28 +481,3 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def _watched(
-    units: Sequence[Unit], store: Store, flag: Path, progress: Progress | None, stop: Stop | None
-) -> Iterator[None]:
-    """Report progress, and create the flag file when the work should stop."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(SECONDS_APART):
-            if stop is not None and stop():
-                flag.touch()
-            if progress is not None:
-                over = sum(store.done(unit) for unit in units)
-                progress(over, len(units))
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
-        flag.unlink(missing_ok=True)

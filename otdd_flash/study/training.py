@@ -317,14 +317,13 @@ def halved_gains(transferred: Numbers, alone: Numbers) -> tuple[Numbers, Numbers
         return whole, whole
     enough = alone.mean(-1) >= FEWEST_ERRORS
     base = np.where(enough, alone.mean(-1), np.nan)
-    sides: tuple[list[Numbers], list[Numbers]] = ([], [])
+    picking = []
     for first in range(count):
         turned = np.roll(transferred, -first, axis=-1)
-        halves = (turned[..., : count // 2], turned[..., count // 2 :])
-        one, other = (100 * (base - half.mean(-1)) / base for half in halves)
-        sides[0].extend((one, other))
-        sides[1].extend((other, one))
-    return np.stack(sides[0]), np.stack(sides[1])
+        for half in (turned[..., : count // 2], turned[..., count // 2 :]):
+            picking.append(100 * (base - half.mean(-1)) / base)
+    # Of the halves that stand side by side, each scores what the other picks.
+    return np.stack(picking), np.stack([picking[place ^ 1] for place in range(2 * count)])
 
 
 def gain_errors(transferred: Numbers, alone: Numbers) -> Numbers:

@@ -25,7 +25,7 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,7 @@ from torch import Tensor
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError
 from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, write_tensors
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.study.setup import Setup
 
 T = TypeVar("T")
@@ -117,7 +118,12 @@ class PairUnit(Unit):
 
     @property
     def fingerprints(self) -> list[str]:
-        return [self.setup.fingerprints[k] for k in (self.i, self.j)]
+        return [side.fingerprint for side in self.sides]
+
+    @property
+    def sides(self) -> tuple[LabeledSamples, LabeledSamples]:
+        """The training rows of both tasks."""
+        return self.setup.tasks[self.i].train, self.setup.tasks[self.j].train
 
 
 FOLDER = "units"
@@ -246,10 +252,6 @@ class Store:
     def forget_failure(self, unit: Unit) -> None:
         with suppress(OSError):
             self._error_path(unit).unlink(missing_ok=True)
-
-    def locked(self, unit: Unit) -> AbstractContextManager[bool]:
-        """Lock a unit, as `locked` locks a file."""
-        return locked(self.folder / f".{unit.digest}.lock")
 
     def _path(self, unit: Unit) -> Path:
         return self.folder / f"{unit.digest}.safetensors"
@@ -430,7 +432,7 @@ def _computed(unit: Unit, store: Store, shard: Shard, lost: set[str]) -> bool:
     ready = all(store.done(needed) for needed in unit.needs)
     if not ready or not shard.mine(unit, store):
         return False
-    with store.locked(unit) as free:
+    with locked(store.folder / f".{unit.digest}.lock") as free:
         if not free:
             return False
         # Another process may have finished it before this one got the lock.

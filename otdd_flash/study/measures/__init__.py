@@ -53,11 +53,15 @@ def measures_named(names: Sequence[str], *, transfer: bool) -> tuple[Measure, ..
     """
     if not names:
         raise InputError(f"measures must name at least one of: {', '.join(MEASURES)}")
-    found = tuple(map(_made, dict.fromkeys(names)))
+    found = []
+    for name in dict.fromkeys(names):
+        kind = MEASURES.named(name)
+        with blamed_on(kind, f"measure {name} of package {MEASURES.package(name)}"):
+            found.append(kind())
     blind = [measure.name for measure in found if measure.needs_transfer and not transfer]
     if blind:
         raise InputError(f"{', '.join(blind)} need trained sources: drop them or set transfer")
-    return found
+    return tuple(found)
 
 
 def measure_that_chooses(given: str | None, names: Sequence[str]) -> str:
@@ -75,9 +79,3 @@ def measure_that_chooses(given: str | None, names: Sequence[str]) -> str:
             f"{', '.join(names)}; add {given} to measures, or choose by one of these"
         )
     return given
-
-
-def _made(name: str) -> Measure:
-    kind = MEASURES.named(name)
-    with blamed_on(kind, f"measure {name} of package {MEASURES.package(name)}"):
-        return kind()

@@ -169,9 +169,8 @@ class PairValue(MeasureUnit):
         }
 
     def compute(self, store: Store) -> Content:
-        source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
         with blamed_on(self.measure, self.title):
-            value = self.measure.value(source, target)
+            value = self.measure.value(*self.sides)
         return Content({"value": finite(self.title, value)})
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ from otdd_flash.study.measures.base import (
     Reading,
     interval_ends,
 )
-from otdd_flash.study.setup import Setup
+from otdd_flash.study.setup import Settings, Setup
 from otdd_flash.study.units import Content, PairUnit, Store, Unit
 
 
@@ -139,7 +139,9 @@ class Term(PairUnit):
     @property
     def needs(self) -> tuple[Unit, ...]:
         pairs = dict.fromkeys(((self.i, self.i), (self.i, self.j), (self.j, self.j)))
-        return (*(ClassBlock(self.setup, *pair) for pair in pairs), *epsilon_units(self.setup))
+        blocks = tuple(ClassBlock(self.setup, *pair) for pair in pairs)
+        # A relative epsilon is read from its unit.
+        return blocks if self.setup.settings.epsilon is not None else (*blocks, Epsilon(self.setup))
 
     def compute(self, store: Store) -> Content:
         """Solve the term; a cross term also stores the class coupling of its plan."""
@@ -241,18 +243,11 @@ class Epsilon(Unit):
         return Content({"epsilon": epsilon, "mean_cost": mean})
 
 
-def epsilon_units(setup: Setup) -> tuple[Unit, ...]:
-    """Return the unit that a relative epsilon is read from; none if epsilon is absolute."""
-    return () if setup.settings.epsilon_relative is None else (Epsilon(setup),)
-
-
 def epsilon_of(setup: Setup, store: Store) -> float:
     """Return the regularisation of all pairs, in units of the cost."""
-    units = epsilon_units(setup)
-    if units:
-        return float(store.found(units[0]).facts["epsilon"])
-    assert setup.settings.epsilon is not None
-    return setup.settings.epsilon
+    if setup.settings.epsilon is not None:
+        return setup.settings.epsilon
+    return float(store.found(Epsilon(setup)).facts["epsilon"])
 
 
 def table_of(setup: Setup, store: Store, i: int, j: int) -> ClassDistances:
@@ -300,9 +295,6 @@ class PairSampling(PairUnit):
     def needs(self) -> tuple[Unit, ...]:
         return distance_units(self.setup, self.i, self.j)
 
-    def _sides(self) -> tuple[LabeledSamples, LabeledSamples]:
-        return self.setup.tasks[self.i].train, self.setup.tasks[self.j].train
-
     def _arguments(self, store: Store) -> dict[str, Any]:
         """Return the arguments of `dataset_distance`."""
         settings = self.setup.settings
@@ -329,7 +321,7 @@ class PairInterval(PairSampling):
             warnings.simplefilter("ignore", DataNotice)
             warnings.simplefilter("ignore", NotConvergedWarning)
             found = subsample_interval(
-                *self._sides(),
+                *self.sides,
                 whole.value,
                 count=settings.subsample,
                 size=settings.subsample_size,
@@ -349,7 +341,7 @@ class PairFloor(PairSampling):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotConvergedWarning)
             arguments = self._arguments(store)
-            found = noise_floor(*self._sides(), seed=self.setup.settings.seed, **arguments)
+            found = noise_floor(*self.sides, seed=self.setup.settings.seed, **arguments)
         return Content({"source": found.source.value, "target": found.target.value})
 
 
@@ -373,10 +365,10 @@ class Otce(Measure):
     unit = 1.0
 
     def units(self, setup: Setup) -> list[Unit]:
-        terms: list[Unit] = [Epsilon(setup), *(Term(setup, i, j) for i, j in setup.pairs())]
+        units: list[Unit] = [Epsilon(setup), *(Term(setup, i, j) for i, j in setup.pairs())]
         if setup.settings.subsample is not None:
-            terms += [CouplingSampling(setup, i, j) for i, j in setup.pairs()]
-        return terms
+            units += [CouplingSampling(setup, i, j) for i, j in setup.pairs()]
+        return units
 
     def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
         for i, j in setup.pairs():
@@ -386,10 +378,14 @@ class Otce(Measure):
             sampled = None
             if setup.settings.subsample is not None:
                 sampled = store.known(CouplingSampling(setup, i, j))
-            coupling, converged = term.tensors["coupling"], bool(term.facts["converged"])
-            for pair, masses, side in (((i, j), coupling, "to"), ((j, i), coupling.T, "from")):
+            values, converged = _both_ways(term.tensors["coupling"]), bool(term.facts["converged"])
+            for pair, value, side in zip(((i, j), (j, i)), values, ("to", "from"), strict=True):
                 ends = {} if sampled is None else sampled.facts[side]
-                yield pair, Reading(conditional_entropy(masses), converged=converged, **ends)
+                yield pair, Reading(value, converged=converged, **ends)
+
+
+def _both_ways(coupling: Tensor) -> list[float]:
+    return [conditional_entropy(coupling), conditional_entropy(coupling.T)]
 
 
 class CouplingSampling(PairSampling):
@@ -400,23 +396,33 @@ class CouplingSampling(PairSampling):
 
     def compute(self, store: Store) -> Content:
         whole = store.found(Term(self.setup, self.i, self.j)).tensors["coupling"]
-        comparison = Comparison(*self._sides(), self._arguments(store))
-        source, target = comparison.source, comparison.target
-        sizes = subsample_sizes(source, target, self.setup.settings.subsample_size)
-
-        def entropies(generator: np.random.Generator) -> list[float]:
-            x = subsample(source, sizes[0], generator)
-            y = subsample(target, sizes[1], generator)
-            coupling = comparison.between(x, y).class_coupling()
-            return [conditional_entropy(coupling), conditional_entropy(coupling.T)]
-
-        ends = interval_ends(
+        comparison = Comparison(*self.sides, self._arguments(store))
+        ends = _subsampled(
             self.setup.settings,
-            [conditional_entropy(whole), conditional_entropy(whole.T)],
-            entropies,
-            sum(sizes) / (len(source) + len(target)),
+            (comparison.source, comparison.target),
+            _both_ways(whole),
+            lambda x, y: _both_ways(comparison.between(x, y).class_coupling()),
         )
         return Content(dict(zip(("to", "from"), ends, strict=True)))
+
+
+def _subsampled(
+    settings: Settings,
+    sides: tuple[LabeledSamples, LabeledSamples],
+    values: Sequence[float],
+    statistics: Callable[[LabeledSamples, LabeledSamples], Sequence[float]],
+    excess: float = 0.0,
+) -> list[dict[str, float]]:
+    """Return `interval_ends` of statistics of two datasets, with the same fraction of both."""
+    source, target = sides
+    size, other_size = subsample_sizes(source, target, settings.subsample_size)
+
+    def draw(generator: np.random.Generator) -> Sequence[float]:
+        drawn = subsample(source, size, generator)
+        return statistics(drawn, subsample(target, other_size, generator))
+
+    fraction = (size + other_size) / (len(source) + len(target))
+    return interval_ends(settings, values, draw, fraction, excess)
 
 
 class Sliced(Measure):
@@ -437,17 +443,15 @@ class Sliced(Measure):
         if len(parts) < len(found):
             return
         result = SlicedResult.of_draws(torch.cat(parts, 1), setup.names, setup.settings.seed)
-        numbers = {
-            "value": result.values,
-            "lower": result.lower,
-            "upper": result.upper,
-            "root": result.roots,
-            "root_lower": result.lower.clamp_min(0).sqrt(),
-            "root_upper": result.upper.sqrt(),
-        }
+        matrices = {"value": result.values, "lower": result.lower, "upper": result.upper}
         for pair in setup.ordered_pairs():
-            known = {name: float(part[pair]) for name, part in numbers.items()}
-            yield pair, Reading(**{name: one for name, one in known.items() if not math.isnan(one)})
+            numbers: dict[str, float] = {}
+            for name, matrix in matrices.items():
+                number = float(matrix[pair])
+                if not math.isnan(number):
+                    root = "root" if name == "value" else f"root_{name}"
+                    numbers |= {name: number, root: math.sqrt(max(number, 0.0))}
+            yield pair, Reading(**numbers)
 
 
 class DrawChunk(Unit):
@@ -543,16 +547,12 @@ class WholeClouds(PairValue):
         """Compute the distance; subsamples give its interval if the settings ask for one."""
         facts, settings = dict(super().compute(store).facts), self.setup.settings
         if settings.subsample is not None:
-            source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
-            sizes = subsample_sizes(source, target, settings.subsample_size)
-
-            def distance(generator: np.random.Generator) -> list[float]:
-                x = subsample(source, sizes[0], generator)
-                y = subsample(target, sizes[1], generator)
-                return [frechet_distance(x, y)]
-
-            fraction = sum(sizes) / (len(source) + len(target))
-            excess = min(rows_excess(source, target), MOST_EXCESS)
-            (ends,) = interval_ends(settings, [facts["value"]], distance, fraction, excess)
+            (ends,) = _subsampled(
+                settings,
+                self.sides,
+                [facts["value"]],
+                lambda x, y: [frechet_distance(x, y)],
+                min(rows_excess(*self.sides), MOST_EXCESS),
+            )
             facts |= ends
         return Content(facts)

@@ -139,30 +139,28 @@ class HScore(NetworkMeasure):
     title = "H-score"
 
     def score(self, view: NetworkView) -> float:
-        return h_score(view.features, view.labels)
+        """Return how much of the features' variance lies between the classes.
+
+            H = tr(cov(F)^+ cov(E[F | class]))
+
+        (Bao et al. 2019, An information-theoretic approach to transferability in task transfer
+        learning). With centred features U S W^T and Q an orthonormal basis (n, number of classes
+        present) of functions of the class, it is the squared Frobenius norm of U^T Q, which needs
+        no inverse; columns of U with singular value 0 are left out.
+        """
+        centred = view.features.double() - view.features.double().mean(0)
+        left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
+        # Singular values up to this are rounding errors of the decomposition, as in `matrix_rank`.
+        least = max(centred.shape) * torch.finfo(torch.float64).eps * singular.max()
+        left = left[:, singular > least]
+        members = _members(view.labels)
+        basis = members / members.sum(0).sqrt()
+        return float((left.T @ basis).square().sum())
 
 
-def h_score(features: Tensor, labels: Tensor) -> float:
-    """Return the H-score of features (n, d) for labels (n,).
-
-    It says how much of the features' variance lies between the classes,
-
-        H = tr(cov(F)^+ cov(E[F | class]))
-
-    (Bao et al. 2019, An information-theoretic approach to transferability in task transfer
-    learning). With centred features U S W^T and Q an orthonormal basis (n, number of classes
-    present) of functions of the class, it is the squared Frobenius norm of U^T Q, which needs no
-    inverse; columns of U with singular value 0 are left out.
-    """
-    centred = features.double() - features.double().mean(0)
-    left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
-    # Singular values up to this are rounding errors of the decomposition, as in `matrix_rank`.
-    least = max(centred.shape) * torch.finfo(torch.float64).eps * singular.max()
-    left = left[:, singular > least]
-    present = torch.unique(labels)
-    members = (labels[:, None] == present).double()
-    basis = members / members.sum(0).sqrt()
-    return float((left.T @ basis).square().sum())
+def _members(labels: Tensor) -> Tensor:
+    """Return (n, number of classes present): 1 for a row of the class, otherwise 0."""
+    return (labels[:, None] == torch.unique(labels)).double()
 
 
 NEIGHBOURS = 5
@@ -175,34 +173,25 @@ class Knn(NetworkMeasure):
     title = "k-nearest-neighbour accuracy"
 
     def score(self, view: NetworkView) -> float:
-        return knn_accuracy(view.features, view.labels)
+        """Return the share of rows whose class has the most votes among the nearest other rows.
 
-
-def knn_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHBOURS) -> float:
-    """Return the share of rows whose class has the most votes among the k nearest other rows.
-
-    If classes have equally many votes, the class of the nearest row wins; of rows at the same
-    distance, the earlier counts as nearer. With fewer than k other rows, all of them vote.
-
-    Args:
-        features: (n, d), n >= 2.
-        labels: (n,) class indices.
-        k: how many rows vote.
-    """
-    n = len(features)
-    points = features.double()
-    # Not by a matrix product, whose cancellation would order near rows by rounding.
-    distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
-    distances.fill_diagonal_(torch.inf)
-    # A stable sort: rows at one distance keep their order.
-    order = torch.sort(distances, dim=1, stable=True).indices
-    nearest = labels[order[:, : min(k, n - 1)]]
-    votes = torch.nn.functional.one_hot(nearest, int(labels.max()) + 1)
-    # (n, k): the votes for the class of each neighbour.
-    counts = votes.sum(1).gather(1, nearest)
-    # The first of the highest counts, in the order of distance.
-    winner = nearest.gather(1, counts.argmax(1, keepdim=True)).squeeze(1)
-    return float((winner == labels).double().mean())
+        If classes have equally many votes, the class of the nearest row wins; of rows at the same
+        distance, the earlier counts as nearer. With fewer other rows, all of them vote.
+        """
+        n, labels = len(view.features), view.labels
+        points = view.features.double()
+        # Not by a matrix product, whose cancellation would order near rows by rounding.
+        distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+        distances.fill_diagonal_(torch.inf)
+        # A stable sort: rows at one distance keep their order.
+        order = torch.sort(distances, dim=1, stable=True).indices
+        nearest = labels[order[:, : min(NEIGHBOURS, n - 1)]]
+        votes = torch.nn.functional.one_hot(nearest, int(labels.max()) + 1)
+        # (n, k): the votes for the class of each neighbour.
+        counts = votes.sum(1).gather(1, nearest)
+        # The first of the highest counts, in the order of distance.
+        winner = nearest.gather(1, counts.argmax(1, keepdim=True)).squeeze(1)
+        return float((winner == labels).double().mean())
 
 
 class Leep(NetworkMeasure):
@@ -212,27 +201,21 @@ class Leep(NetworkMeasure):
     title = "LEEP"
 
     def score(self, view: NetworkView) -> float:
-        return leep(view.outputs.double().softmax(1), view.labels)
+        """Return the mean log-likelihood of the target's classes, given the predicted ones.
 
+            LEEP = mean_i log sum_z P(y_i | z) theta_z(x_i)
+            P(y, z) = mean_i [y_i = y] theta_z(x_i)
 
-def leep(probabilities: Tensor, labels: Tensor) -> float:
-    """Return LEEP of probabilities (n, Z), whose rows sum to 1, for labels (n,).
-
-    It is the mean log-likelihood of the target's classes, given the source classes that the network
-    predicts,
-
-        LEEP = mean_i log sum_z P(y_i | z) theta_z(x_i),    P(y, z) = mean_i [y_i = y] theta_z(x_i)
-
-    with theta(x) the source classes' probabilities (Nguyen et al. 2020, LEEP: a new measure to
-    evaluate transferability of learned representations).
-    """
-    theta = probabilities.double()
-    members = torch.nn.functional.one_hot(labels).double()
-    joint = members.T @ theta / len(theta)
-    # The clamp avoids 0 / 0 for a source class that no row is predicted to have.
-    given = joint / joint.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
-    expected = theta @ given.T
-    return float(expected.gather(1, labels.unsqueeze(1)).log().mean())
+        with theta(x) the source classes' probabilities (Nguyen et al. 2020, LEEP: a new measure to
+        evaluate transferability of learned representations).
+        """
+        theta = view.outputs.double().softmax(1)
+        members = torch.nn.functional.one_hot(view.labels).double()
+        joint = members.T @ theta / len(theta)
+        # The clamp avoids 0 / 0 for a source class that no row is predicted to have.
+        given = joint / joint.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+        expected = theta @ given.T
+        return float(expected.gather(1, view.labels.unsqueeze(1)).log().mean())
 
 
 # The grid of log t in units of the largest s^2, with t = alpha / beta of `_best_evidence`. It ends,
@@ -247,29 +230,23 @@ class LogMe(NetworkMeasure):
     title = "LogME"
 
     def score(self, view: NetworkView) -> float:
-        return log_maximum_evidence(view.features, view.labels)
+        """Return the mean over the classes that have rows of max over alpha, beta of log p(y) / n.
 
-
-def log_maximum_evidence(features: Tensor, labels: Tensor) -> float:
-    """Return LogME of features (n, d) for labels (n,), over the classes that have rows.
-
-    For the 0-1 vector y of a class and features F (n, d) the model is y = F w + noise with w from
-    N(0, I / alpha) and noise of precision beta, so that y is from N(0, I / beta + F F^T / alpha).
-    LogME is the mean over classes of max over alpha, beta of log p(y) / n (You et al. 2021, LogME:
-    practical assessment of pre-trained models for transfer learning).
-    """
-    left, singular, _ = torch.linalg.svd(features.double(), full_matrices=False)
-    squares = singular.square().numpy()
-    present = torch.unique(labels)
-    targets = (labels[:, None] == present).double()
-    projected = left.T @ targets
-    rest = (targets - left @ projected).square().sum(0).numpy()
-    parts = projected.square().numpy()
-    found = [
-        _best_evidence(squares, parts[:, place], float(rest[place]), len(labels))
-        for place in range(len(present))
-    ]
-    return float(np.mean(found))
+        For the 0-1 vector y of a class and features F (n, d) the model is y = F w + noise with w
+        from N(0, I / alpha) and noise of precision beta, so that y is from
+        N(0, I / beta + F F^T / alpha) (You et al. 2021, LogME: practical assessment of pre-trained
+        models for transfer learning).
+        """
+        left, singular, _ = torch.linalg.svd(view.features.double(), full_matrices=False)
+        targets = _members(view.labels)
+        projected = left.T @ targets
+        rest = (targets - left @ projected).square().sum(0).numpy()
+        squares, parts = singular.square().numpy(), projected.square().numpy()
+        found = [
+            _best_evidence(squares, part, float(one), len(targets))
+            for part, one in zip(parts.T, rest, strict=True)
+        ]
+        return float(np.mean(found))
 
 
 def _best_evidence(
