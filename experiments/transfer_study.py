@@ -77,7 +77,7 @@ def study(data_root: str, samples: int, *, features: bool) -> Study:
     with initialize_config_module("otdd_flash.conf", version_base="1.3"):
         settings = parse(compose("study", overrides=overrides), StudySettings)
     with Phases() as phases:
-        tasks = load_tasks(settings, settings.tasks, None, phases, test_fraction=None)
+        tasks = load_tasks(settings, phases)
     return study_of(settings, tasks)
 
 
