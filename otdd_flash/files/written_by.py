@@ -2,7 +2,7 @@
 
 `files.tensor_file`, `flows.checkpoint`, `pairwise_result`, `extractors.feature_store`,
 `labels.table` and `labels.many` write STAMP or FORMAT, and the first four call `check_format`.
-`files.result_files`, `files.cache`, `flows.maps.residual` and `study.folder` use the messages and
+`files.result_files`, `files.cache`, `flows.maps.residual` and `study.study` use the messages and
 errors. FORMAT must rise with a change that an earlier version would misread. Renamed keys and
 classes, which a reader can translate, do not need it. Caches have numbers of their own, in the
 names of their files.

@@ -5,7 +5,7 @@ V) table over all V classes. `measure_classes` returns the `ClassDistances` of t
 `class_block` one rectangular block of a table. `settled_metric`, `drop_small_classes` and
 `notice_single_samples` prepare metric and datasets before they are measured.
 
-`pairwise`, `sliced.distances`, `study.transport`, `flows.result` and `flows.modes.feature_driven`
+`pairwise`, `sliced.distances`, `study.measures`, `flows.result` and `flows.modes.feature_driven`
 call this module; `otdd`, `flows.run`, `sampling.comparison`, `study.study` and `study.setup` import
 its names through `otdd_flash.labels`.
 

@@ -2,7 +2,7 @@
 
 `ClassDistances` holds the blocks xx, xy and yy and is what the ground cost reads. `labels.many`
 builds it, `labels.metrics.given` reads it from a file, `report.distance` shows its `NearestClass`
-rows; `otdd`, `result`, `sampling.comparison`, `study.transport` and modules of `flows` import it
+rows; `otdd`, `result`, `sampling.comparison`, `study.measures` and modules of `flows` import it
 through `otdd_flash.labels`.
 
 A change must respect that any instance is valid: all checks run in the constructor, so a table of

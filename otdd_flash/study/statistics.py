@@ -257,7 +257,9 @@ def ceiling(gains_of: Callable[[Pair], Numbers], seeds: int, statistic: Statisti
     if seeds < FEWEST_SEEDS:
         return None
     found = []
-    for one, other in disjoint_pairs(seeds):
+    for one, other in combinations(combinations(range(seeds), 2), 2):
+        if {*one} & {*other}:
+            continue
         first, second = gains_of(one), gains_of(other)
         mask = np.isfinite(first) & np.isfinite(second) & ~np.eye(len(first), dtype=bool)
         found.append(float(statistic(first[None], second, mask[None])[0]))
@@ -266,14 +268,6 @@ def ceiling(gains_of: Callable[[Pair], Numbers], seeds: int, statistic: Statisti
         return None
     k = seeds / 2
     return math.sqrt(k * r / (1 + (k - 1) * r))
-
-
-def disjoint_pairs(seeds: int) -> Iterator[tuple[Pair, Pair]]:
-    """Yield all ways to draw two disjoint pairs of seeds, 15 for 5 seeds."""
-    pairs = list(combinations(range(seeds), 2))
-    for one, other in combinations(pairs, 2):
-        if not {*one} & {*other}:
-            yield one, other
 
 
 LEVEL = 0.95
@@ -490,7 +484,7 @@ def orders_of(families: Sequence[str], seed: int) -> tuple[Iterator[Orders], boo
     return (_order(places, chosen) for chosen in some), False
 
 
-def _order(places: list[Orders], chosen: Sequence[Sequence[int] | Orders]) -> Orders:
+def _order(places: list[Orders], chosen: Sequence[Any]) -> Orders:
     """Return the order of all tasks that puts the chosen ones at the places of their groups."""
     order = np.empty(sum(map(len, places)), dtype=np.int64)
     order[np.concatenate(places)] = np.concatenate(chosen)

@@ -218,9 +218,7 @@ class Study:
         metric = self._metric(tasks)
         with _alone(folder):
             known = _read(folder)
-            if known is None:
-                _check_empty(folder)
-            elif not resume and shard is None:
+            if known is not None and not resume and shard is None:
                 raise InputError(
                     f"{folder} holds a study already; give study.resume=true (resume=True) to go "
                     "on with it, or another folder"
@@ -352,22 +350,18 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """Return the content of study.json; None if there is no such file.
+    """Return the content of study.json; None for a folder in which a study may begin.
 
     Raises:
-        InputError: it is damaged.
+        InputError: the file is damaged, or the folder holds something else.
     """
     path = folder / STUDY_FILE
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read ({error}); choose another folder") from error
-    return content
-
-
-def _check_empty(folder: Path) -> None:
+    if path.exists():
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read ({error}); choose another folder") from error
+        return content
     found = sorted(path.name for path in folder.iterdir() if path.name not in NO_CONTENT)
     # A failed command leaves error.json; a new attempt may begin in its folder.
     if found and found != ["error.json"]:
@@ -375,6 +369,7 @@ def _check_empty(folder: Path) -> None:
             f"{folder} is not a study: it holds {found[0]} and no {STUDY_FILE}; choose an empty "
             "folder"
         )
+    return None
 
 
 def _note(folder: Path, known: Mapping[str, Any] | None, setup: Setup) -> None:

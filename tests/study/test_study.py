@@ -353,7 +353,7 @@ def test_sampling_gives_intervals_of_every_measure(tmp_path):
     assert not result.failures
     assert len(result.pairs()) == 6
     for row in result.pairs():
-        assert row.sample_lower < row.sample_upper, row.measure
+        assert row.sample_lower < row.value < row.sample_upper, row.measure
     rows = {(row.source, row.target): row for row in result.pairs() if row.measure == "otdd"}
     assert rows["0", "1"].floor_source == rows["1", "0"].floor_target
     one, other = (task.train for task in result.setup.tasks)

@@ -82,7 +82,10 @@ class Otdd(Measure):
                     facts = {f"{part}_{key}": value for key, value in content.facts.items()}
                     found = replace(found, **facts)
             yield (i, j), found
-            floors = {"floor_source": found.floor_target, "floor_target": found.floor_source}
+            floors: dict[str, Any] = {
+                "floor_source": found.floor_target,
+                "floor_target": found.floor_source,
+            }
             yield (j, i), replace(found, **floors)
 
 
@@ -107,9 +110,10 @@ def distance_units(setup: Setup, i: int, j: int) -> tuple[Term, ...]:
 def distance_of(setup: Setup, store: Store, i: int, j: int) -> Reading | None:
     """Return the distance between two tasks from its terms, or None if one is not done."""
     terms = [store.known(unit) for unit in distance_units(setup, i, j)]
-    xy, *selfs = (term.facts for term in terms if term is not None)
-    if len(selfs) < 2:
+    facts = [term.facts for term in terms if term is not None]
+    if len(facts) < len(terms):
         return None
+    xy, *selfs = facts
     converged = all(term["converged"] for term in (xy, *selfs))
     if xy["identical"]:
         return Reading(0.0, 0.0, 0.0, converged=converged)
@@ -445,7 +449,7 @@ class Sliced(Measure):
         result = SlicedResult.of_draws(torch.cat(parts, 1), setup.names, setup.settings.seed)
         matrices = {"value": result.values, "lower": result.lower, "upper": result.upper}
         for pair in setup.ordered_pairs():
-            numbers: dict[str, float] = {}
+            numbers: dict[str, Any] = {}
             for name, matrix in matrices.items():
                 number = float(matrix[pair])
                 if not math.isnan(number):

@@ -160,7 +160,8 @@ class HScore(NetworkMeasure):
 
 def _members(labels: Tensor) -> Tensor:
     """Return (n, number of classes present): 1 for a row of the class, otherwise 0."""
-    return (labels[:, None] == torch.unique(labels)).double()
+    members: Tensor = labels[:, None] == torch.unique(labels)
+    return members.double()
 
 
 NEIGHBOURS = 5
