@@ -48,7 +48,7 @@ from otdd_flash.sampling.subsampling import (
 )
 from otdd_flash.sliced.distances import DRAWS_PER_CHUNK, Draws, chunk_distances, draw_chunk, prepare
 from otdd_flash.sliced.result import LEAST_DRAWS, intervals, tail_excess
-from otdd_flash.study.statistics.statistics import (
+from otdd_flash.study.statistics import (
     LEVEL,
     PairTable,
     Replicates,

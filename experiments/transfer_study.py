@@ -43,7 +43,7 @@ from otdd_flash.report.figures.page import INK, SOURCE_COLOR, new_figure, save_p
 from otdd_flash.report.study.writing import write_study_report
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import StudyResult
-from otdd_flash.study.statistics.statistics import (
+from otdd_flash.study.statistics import (
     Mask,
     PairTable,
     correlation_interval,
@@ -77,7 +77,7 @@ def study(data_root: str, samples: int, *, features: bool) -> Study:
     with initialize_config_module("otdd_flash.conf", version_base="1.3"):
         settings = parse(compose("study", overrides=overrides), StudySettings)
     with Phases() as phases:
-        tasks = load_tasks(settings, settings.tasks, None, phases, test_fraction=None)
+        tasks = load_tasks(settings, phases)
     return study_of(settings, tasks)
 
 

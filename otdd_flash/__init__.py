@@ -92,9 +92,9 @@ if TYPE_CHECKING:
     from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
     from otdd_flash.solver.schur import CGOptions
     from otdd_flash.solver.transport_map import transport_map
+    from otdd_flash.study.networks import Transfer
     from otdd_flash.study.result import StudyResult
     from otdd_flash.study.study import Study
-    from otdd_flash.study.transfer.networks import Transfer
 
 __all__ = [
     "CGOptions",
@@ -183,7 +183,7 @@ _HOMES = {
     "Stepping": "otdd_flash.flows.stepping",
     "Study": "otdd_flash.study.study",
     "StudyResult": "otdd_flash.study.result",
-    "Transfer": "otdd_flash.study.transfer.networks",
+    "Transfer": "otdd_flash.study.networks",
     "SinkhornHessian": "otdd_flash.solver.hessian",
     "SlicedResult": "otdd_flash.sliced.result",
     "SmallPlans": "otdd_flash.batched.small_plans",

@@ -123,7 +123,7 @@ OBJECTS = {
     "Stepping": ("be a Stepping", "otdd_flash.flows.stepping.Stepping"),
     "Callbacks": ("be otdd.Callbacks", "otdd_flash.flows.flow.Callbacks"),
     "Checkpoints": ("be Checkpoints", "otdd_flash.flows.checkpoint.Checkpoints"),
-    "Transfer": ("be an otdd.Transfer", "otdd_flash.study.transfer.networks.Transfer"),
+    "Transfer": ("be an otdd.Transfer", "otdd_flash.study.networks.Transfer"),
     "Ranks": ("be what otdd.led gives", RANKS_CLASS),
 }
 

@@ -1,7 +1,7 @@
 """Users' own functions: import by path, and errors that they raise.
 
 `import_callable` imports a function for `extractors.plain`, `flows.functionals`
-and `study.transfer.networks`. `user_code` turns anything that user code raises into a
+and `study.networks`. `user_code` turns anything that user code raises into a
 `UserCodeError` of one sentence. Every place that calls a user's function must use it, so that no
 error of the user's looks like a defect of this package: these three, `data.given`,
 `extractors.embedding`, `extractors.module_features`, `labels.metrics`, and all that use

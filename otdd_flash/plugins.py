@@ -4,7 +4,7 @@
 `data.registry`, `extractors`, `labels.metrics` and `study.measures` each have one.
 `commands.choices` reads `folders` to find configurations, and `commands.hydra_errors` reads `parts`
 for its messages. Calls of foreign code are inside `blamed_on`, so that errors name the package: in
-these, in `labels.measuring`, `study.measures.base`, `study.pool` and `study.result`.
+these, in `labels.measuring`, `study.measures`, `study.study` and `study.result`.
 
 The groups `otdd_flash.KIND` are written in the metadata of other packages, so they must stay.
 Nothing of another package may be imported before one of its names is used, because an import runs

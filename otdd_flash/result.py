@@ -1,7 +1,7 @@
 """`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
 
 `otdd` returns it; `commands.compare` and `report.distance` show it, `commands.tracked` logs it;
-`sampling.comparison`, `sampling.halves` and `study.transport` work with many of them.
+`sampling.comparison`, `sampling.halves` and `study.measures` work with many of them.
 `pairwise`, `flows.result` and `study.setup` also use `versions`.
 
 A change must respect three things. Plans are evaluated again from potentials and the cost, never

@@ -14,12 +14,13 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from omegaconf import DictConfig
 
 from otdd_flash.arguments import count
@@ -56,11 +57,10 @@ from otdd_flash.report.study.page import choice_sentences
 from otdd_flash.report.study.writing import FILES, study_table, write_study_report
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import hidden
-from otdd_flash.study.folder import STUDY_FILE
+from otdd_flash.study.networks import Transfer
 from otdd_flash.study.result import StudyResult
-from otdd_flash.study.study import Study
-from otdd_flash.study.transfer.networks import Transfer
-from otdd_flash.study.units import FOLDER, Shard
+from otdd_flash.study.study import STUDY_FILE, Study
+from otdd_flash.study.units import FOLDER, Shard, part_of
 
 
 @dataclass
@@ -104,9 +104,8 @@ def study(config: DictConfig, directory: Path) -> None:
     kept = recorded(settings, config)
     _check(settings, directory)
     node = settings.study
-    fraction = None if settings.transfer is None else settings.transfer.test_fraction
     with Phases() as phases, interrupts_noted() as interrupted:
-        tasks = load_tasks(settings, settings.tasks, node.tasks, phases, test_fraction=fraction)
+        tasks = load_tasks(settings, phases)
         whole = study_of(settings, tasks)
         if settings.overwrite and not (node.resume or node.shard):
             _remove(directory)
@@ -193,7 +192,7 @@ def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
 def _transfer(node: TransferNode | None, image_shape: tuple[int, ...] | None) -> Transfer | None:
     if node is None:
         return None
-    given = {field.name: getattr(node, field.name) for field in fields(node)}
+    given = {**vars(node)}
     del given["test_fraction"]
     network = given.pop("network")
     if network is not None and set(network) != {"path"}:
@@ -258,16 +257,10 @@ NO_TASKS = LoadedTasks({}, {}, None)
 
 
 @dataclass
-class StudyInputs(RuntimeSettings):
-    """The settings of a study that loading reads."""
-
-    extractor: dict[str, Any]
-
-
-@dataclass
-class StudySettings(ComparisonSettings, SamplingSettings, StudyInputs):
+class StudySettings(ComparisonSettings, SamplingSettings, RuntimeSettings):
     """The settings of conf/study.yaml."""
 
+    extractor: dict[str, Any]
     tasks: TaskSettings
     study: StudyNode
     measures: list[str] | None
@@ -276,44 +269,35 @@ class StudySettings(ComparisonSettings, SamplingSettings, StudyInputs):
     report: ReportSettings
 
 
-def load_tasks(
-    settings: StudyInputs,
-    group: TaskSettings,
-    given: Sequence[Mapping[str, Any]] | None,
-    phases: Phases,
-    *,
-    test_fraction: float | None,
-) -> LoadedTasks:
-    """Load and embed all tasks.
+def load_tasks(settings: StudySettings, phases: Phases) -> LoadedTasks:
+    """Load and embed all tasks: those of `study.tasks`, or else of the choice of `tasks`.
 
     Features are standardised and projected over all embedded rows.
 
     Args:
         settings: of the run.
-        group: the tasks of a choice.
-        given: tasks that replace those of the choice.
         phases: shows the progress.
-        test_fraction: the share of rows to split off as test rows, for tasks without any; None
-            splits nothing off.
 
     Raises:
         InputError: two tasks have the same name, or a called function refuses; errors in the data
             of one task name it.
     """
-    if test_fraction is not None and not 0 < test_fraction < 1:
-        raise InputError(f"transfer.test_fraction must lie in (0, 1), got {test_fraction:g}")
+    fraction = None if settings.transfer is None else settings.transfer.test_fraction
+    if fraction is not None and not 0 < fraction < 1:
+        raise InputError(f"transfer.test_fraction must lie in (0, 1), got {fraction:g}")
     resolve_device(settings.device)
+    given, group = settings.study.tasks, settings.tasks
     nodes = _named(group.datasets if given is None else given)
     extractor_node = dict(settings.extractor)
     if given is None and extractor_node["name"] == "pixels" and extractor_node["size"] is None:
         extractor_node["size"] = group.size
     extractor, standardised = build(extractor_node, phases)
     embedded: list[LabeledSamples] = []
-    places: list[tuple[str, int, int | None]] = []
+    counts: dict[str, int] = {}
     shape: tuple[int, ...] | None = None
     for name, node in nodes.items():
         with blamed(f"task {name}"):
-            parts = _load(name, node, settings, phases, test_fraction)
+            parts = _load(name, node, settings, phases, fraction)
             shape = shape or image_shape_of(extractor, parts[0])
         found = [
             replace(
@@ -324,15 +308,15 @@ def load_tasks(
         ]
         with blamed(f"task {name}"):
             embedded += clustered(found, node, node.get("k"), int(node.get("seed", settings.seed)))
-        places.append((name, len(embedded) - len(parts), len(parts) - 1 or None))
+        counts[name] = len(parts)
     if standardised:
         embedded = _together(embedded, standardize)
     if (k := extractor_node.get("pca")) is not None:
         embedded = _together(embedded, lambda one, other: reduce_pca(one, other, k, settings.seed))
     as_they_are = not standardised and k is None
+    left = iter(embedded)
     samples = {
-        name: (embedded[first], None if more is None else embedded[first + more])
-        for name, first, more in places
+        name: (next(left), next(left) if count > 1 else None) for name, count in counts.items()
     }
     named = {name: node["family"] for name, node in nodes.items() if node.get("family")}
     families = {name: hidden(str(family)) for name, family in named.items()}
@@ -357,7 +341,7 @@ def _named(nodes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def _load(
     name: str,
     node: dict[str, Any],
-    settings: StudyInputs,
+    settings: StudySettings,
     phases: Phases,
     test_fraction: float | None,
 ) -> list[LabeledDataset]:
@@ -386,27 +370,37 @@ def _part(dataset: LabeledDataset, part: str | None, seed: int) -> LabeledDatase
     """Return one of N disjoint draws, with equal shares of every class."""
     if part is None:
         return dataset
-    number, _, count = str(part).partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise InputError(f"part must be I/N with 1 <= I <= N such as 1/5, got {part!r}")
+    number, count = part_of("part", part, "1/5")
     # Every row of the whole dataset gets a number, so draws stay disjoint for any classes.
     rank = np.random.default_rng(seed).random(int(dataset.rows.max()) + 1)[dataset.rows]
-    labels = np.zeros(len(dataset), dtype=np.int64) if dataset.labels is None else dataset.labels
+    labels = _labels(dataset)
     place = np.empty(len(dataset), dtype=np.int64)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         place[members[np.argsort(rank[members])]] = np.arange(len(members))
-    return dataset.take(np.flatnonzero(place % int(count) == int(number) - 1))
+    return dataset.take(np.flatnonzero(place % count == number - 1))
 
 
 def _split_off(dataset: LabeledDataset, fraction: float, seed: int) -> list[LabeledDataset]:
-    """Return training rows and stratified test rows; the dataset alone if it is too small."""
+    """Return training rows and test rows, with equal shares of every class if there are labels.
+
+    Raises:
+        InputError: a class would be left without test rows, or nothing to train on.
+    """
     count = round(fraction * len(dataset))
-    if dataset.labels is None or count < len(dataset.class_names):
-        return [dataset]
-    rows = stratified_rows(dataset.labels, count, np.random.default_rng(seed))
+    if not max(1, len(dataset.class_names)) <= count < len(dataset):
+        raise InputError(
+            f"transfer.test_fraction={fraction:g} of {len(dataset)} rows is {count}, which leaves "
+            "nothing to train on or some class without a test row; choose another fraction"
+        )
+    rows = stratified_rows(_labels(dataset), count, np.random.default_rng(seed))
     rest = np.setdiff1d(np.arange(len(dataset)), rows)
     return [dataset.take(rest), dataset.take(rows)]
+
+
+def _labels(dataset: LabeledDataset) -> NDArray[np.int64]:
+    """Return class indices; without labels all rows are of one class."""
+    return np.zeros(len(dataset), dtype=np.int64) if dataset.labels is None else dataset.labels
 
 
 def _together(parts: list[LabeledSamples], treat: Any) -> list[LabeledSamples]:

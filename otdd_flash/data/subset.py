@@ -1,7 +1,7 @@
 """The rows of a dataset that are used: chosen classes, then a seeded, stratified draw.
 
 `data.registry`, `data.given`, `data.digits`, `flows.run`, `sampling.comparison`,
-`study.transfer.training` and `commands.study` call it. A change must keep the draw a function of
+`study.training` and `commands.study` call it. A change must keep the draw a function of
 labels, count and seed alone, and the rows in their original order: results record the rows by a
 hash, and a later run with the same settings must compare the same rows.
 """

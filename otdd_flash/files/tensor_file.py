@@ -10,7 +10,7 @@ handle npz files: tables of class distances (`labels.table`) and samples
 
 Every saved file carries the version and a format number (STAMP), which `check_format` compares when
 it is read, here and in `flows.checkpoint`, `pairwise` and `extractors.feature_store`;
-`labels.table` writes STAMP, and `study.folder` names another version. FORMAT must
+`labels.table` writes STAMP, and `study.study` names another version. FORMAT must
 rise with a change that an earlier version would misread, so that a later file is refused instead.
 Renamed keys and classes, which a reader can translate, do not need it. Caches have numbers of their
 own, in the names of their files.

@@ -6,7 +6,7 @@ below them a list of pairs: it reads the cache, measures the missing pairs in pa
 at intervals, so that a killed run loses little. `settled_metric`, `drop_small_classes` and
 `notice_single_samples` prepare metric and datasets before they are measured.
 
-`pairwise`, `sliced.distances`, `study.transport` and `flows.modes.feature_driven` call this module;
+`pairwise`, `sliced.distances`, `study.measures` and `flows.modes.feature_driven` call this module;
 `otdd`, `flows.run`, `sampling.comparison`, `study.study` and `study.setup` import its names through
 `otdd_flash.labels`.
 

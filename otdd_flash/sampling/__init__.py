@@ -2,8 +2,8 @@
 
 `comparison` draws rows and computes the distance between them; `subsampling` repeats it on
 subsamples for an interval; `halves` compares disjoint halves of one dataset. `otdd_flash`,
-`commands.compare` and `study.transport` import their names from here; `study.measures` uses
-`comparison` and `subsampling` directly.
+`commands.compare` and `study.measures` import their names from here; `study.measures` uses
+`comparison` and `subsampling` directly too.
 """
 
 from otdd_flash.sampling.halves import NoiseFloor, noise_floor

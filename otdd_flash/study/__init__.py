@@ -7,9 +7,8 @@ The data pass through these stages:
 
 A task is a dataset with test rows. `setup` holds tasks and resolved settings. A unit is one piece
 of work, stored in the study's folder under a digest of all that its result depends on (`units`).
-`measures` name the units they need and read values of ordered pairs from them; `transport` holds
-the units of distances, `transfer` those of networks. `study.study` runs a study in a `folder`,
-alone or with a `pool` of processes. `result` gathers what is done, and `statistics` says how well
-measures predict gains. `commands.study` runs studies from the command line, and `report.study`
-writes their reports.
+`measures` name the units they need and read values of ordered pairs from them; `training` holds the
+units of transfer runs, on `networks`. `study.study` runs a study in a folder, alone or with worker
+processes. `result` gathers what is done; `statistics` and `findings` say how well measures predict
+gains. `commands.study` runs studies from the command line, and `report.study` writes their reports.
 """

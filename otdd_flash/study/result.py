@@ -20,19 +20,18 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.plugins import blamed_on
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.shown import display, epsilon_shown, sentence
+from otdd_flash.study.findings import Choice, Finding, choices, findings
 from otdd_flash.study.measures import MEASURES, Reading, measures_named
-from otdd_flash.study.pool import StoredBench
+from otdd_flash.study.measures.distances import Epsilon
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.statistics.findings import Choice, Finding, choices, findings
-from otdd_flash.study.statistics.statistics import Numbers, PairTable, levelled
-from otdd_flash.study.transfer.training import (
+from otdd_flash.study.statistics import Numbers, PairTable, levelled
+from otdd_flash.study.training import (
     FEWEST_ERRORS,
     TargetRun,
     gain_errors,
     gains,
     halved_gains,
 )
-from otdd_flash.study.transport import Epsilon, Term
 from otdd_flash.study.units import Store, Unit
 
 if TYPE_CHECKING:
@@ -170,14 +169,8 @@ class StudyResult:
         """Return one row per ordered pair whose runs are all done, in the order of tasks."""
         rows = []
         for i, j in self.setup.ordered_pairs():
-            runs = self.errors[i, j]
-            test = self.setup.tasks[j].test
-            if (
-                not len(runs)
-                or test is None
-                or np.isnan(runs).any()
-                or np.isnan(self.alone[j]).any()
-            ):
+            runs, alone, test = self.errors[i, j], self.alone[j], self.setup.tasks[j].test
+            if test is None or not len(runs) or np.isnan([runs, alone]).any():
                 continue
             rate = 100 / len(test)
             rows.append(
@@ -186,7 +179,7 @@ class StudyResult:
                     self.names[j],
                     _known(self.gains[i, j]),
                     _known(self.gain_errors[i, j]),
-                    rate * float(self.alone[j].mean()),
+                    rate * float(alone.mean()),
                     rate * float(runs.mean()),
                     tuple(int(count) for count in runs),
                     len(test),
@@ -393,30 +386,23 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
     Warns:
         NotConvergedWarning: a term stopped before its tolerance.
     """
-    settings, bench = setup.settings, StoredBench(store, setup.settings.threads)
-    measures = measures_named(settings.measures, transfer=settings.transfer is not None)
-    readings = {}
-    for measure in measures:
+    settings, readings = setup.settings, {}
+    for measure in measures_named(settings.measures, transfer=settings.transfer is not None):
         with blamed_on(measure, f"measure {measure.name}"):
-            readings[measure.name] = dict(measure.read(setup, bench))
+            readings[measure.name] = dict(measure.read(setup, store))
     count = len(setup.tasks)
     seeds = 0 if settings.transfer is None else settings.transfer.seeds
     errors, alone = np.full((count, count, seeds), np.nan), np.full((count, seeds), np.nan)
-    if settings.transfer is not None:
-        for seed in range(seeds):
-            for j in range(count):
-                alone[j, seed] = _errors(bench, TargetRun(setup, None, j, seed))
-            for i, j in setup.transferred():
-                errors[i, j, seed] = _errors(bench, TargetRun(setup, i, j, seed))
+    for seed in range(seeds):
+        for j in range(count):
+            alone[j, seed] = _errors(store, TargetRun(setup, None, j, seed))
+        for i, j in setup.transferred():
+            errors[i, j, seed] = _errors(store, TargetRun(setup, i, j, seed))
     # Counted last, because reading may recompute damaged units.
     failures = [failure for unit in units if (failure := store.failure(unit)) is not None]
     done = sum(store.done(unit) for unit in units)
-    shown = bench.known(Epsilon(setup)) if any(isinstance(unit, Term) for unit in units) else None
-    epsilon = None if shown is None else shown.facts["epsilon"]
-    mean_cost = None if shown is None else shown.facts.get("mean_cost")
-    if epsilon is not None and mean_cost is None and settings.epsilon_relative is not None:
-        # Units of an earlier version have no mean cost.
-        mean_cost = epsilon / settings.epsilon_relative
+    # Its facts are `epsilon` and `mean_cost`.
+    epsilon = store.known(Epsilon(setup))
     result = StudyResult(
         setup,
         readings,
@@ -426,15 +412,14 @@ def gather(setup: Setup, store: Store, units: Sequence[Unit], *, seconds: float)
         len(units),
         tuple(failures),
         seconds,
-        epsilon,
-        mean_cost,
+        **({} if epsilon is None else epsilon.facts),
     )
     _warn_unconverged(result)
     return result
 
 
-def _errors(bench: StoredBench, unit: TargetRun) -> float:
-    content = bench.known(unit)
+def _errors(store: Store, unit: TargetRun) -> float:
+    content = store.known(unit)
     return np.nan if content is None else float(content.facts["errors"])
 
 

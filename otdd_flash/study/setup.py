@@ -2,8 +2,8 @@
 
 `as_tasks` makes tasks from what the user gave: it drops small classes, matches the classes of test
 rows by name and groups tasks that share rows into families. `Settings` holds what decides results
-and `Setup` joins both. `study.study` makes them; `study.transport`, `study.transfer.training`,
-`study.pool`, `study.result` and the modules of `study.measures` read them.
+and `Setup` joins both. `study.study` makes them; `study.units`, `study.training`, `study.result`
+and the modules of `study.measures` read them.
 
 The dictionaries of `Settings` are parts of unit keys and of study.json. A new entry changes all
 digests, so that stored units are not found any more; a setting that decides no result, such as
@@ -34,8 +34,10 @@ from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.study.folder import VERSION_KEY
-from otdd_flash.study.transfer.networks import Transfer
+from otdd_flash.study.networks import Transfer
+
+# Key of study.json: the version of `otdd_flash.fingerprint` that digested the tasks.
+VERSION_KEY = "fingerprint_version"
 
 Given: TypeAlias = "Samples | tuple[Samples, Samples | None]"
 
@@ -139,12 +141,6 @@ class Task:
     family: str | None = None
 
     @cached_property
-    def row_hashes(self) -> frozenset[bytes]:
-        """One hash for each different row of features, over both parts."""
-        trained, tested = self.part_hashes
-        return trained | tested
-
-    @cached_property
     def part_hashes(self) -> tuple[frozenset[bytes], frozenset[bytes]]:
         """One hash for each different row of features, for training and for test rows."""
         parts = (self.train, self.test)
@@ -211,7 +207,8 @@ def read_datasets(given: Mapping[str, Given]) -> dict[str, Given]:
 
 def shared_rows(one: Task, other: Task) -> int:
     """Return how many different rows two tasks have in common."""
-    return len(one.row_hashes & other.row_hashes)
+    rows = (frozenset[bytes]().union(*task.part_hashes) for task in (one, other))
+    return len(frozenset.intersection(*rows))
 
 
 def with_families(tasks: Sequence[Task], given: Mapping[str, str]) -> tuple[Task, ...]:

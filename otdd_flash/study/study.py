@@ -1,21 +1,31 @@
-"""The entry point of dataset-transfer studies: `Study` and the run of its units.
+"""The entry point of dataset-transfer studies: `Study`, its folder and its processes.
 
-`Study` checks tasks and settings and resolves every `auto` once; `carry_out` computes the units
-that are not done and gathers the result. Users call `Study` from Python; `commands.study` makes one
-from a configuration, also for `experiments.transfer_study`.
+`Study` checks tasks and settings and resolves every `auto` once; `Study.run` computes the units
+that are not done, alone or with worker processes, and gathers the result. `study_units` lists the
+units in an order in which one process can compute them. Users call `Study` from Python;
+`commands.study` makes one from a configuration, also for `experiments.transfer_study`, and looks
+for STUDY_FILE.
 
-The units are stored in a folder, each file complete or absent, so a study that was killed at any
-moment can be resumed. A resumed study must have the settings of its folder, because its units would
+The units are stored in a folder, each file complete or absent, so a study or a worker that was
+killed at any moment can be resumed. study.json holds the tasks and resolved settings, also what
+`auto` was resolved to. Several processes may enter a folder at once, so study.json is checked and
+written under a lock. A resumed study must have the settings of its folder, because its units would
 not be comparable otherwise; so a change to `Setup.to_dict` or to a unit's key makes folders of
-earlier versions useless.
+earlier versions useless, and the names of both files must stay.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,6 +37,8 @@ from otdd_flash.checks import integer, mapping, optional
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
+from otdd_flash.files.atomic import write_json
+from otdd_flash.files.tensor_file import other_version
 from otdd_flash.labels import (
     LabelMetric,
     Labels,
@@ -40,19 +52,46 @@ from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.memory import budget_in_bytes
 from otdd_flash.operators.request import check_comparable
+from otdd_flash.plugins import blamed_on
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE, refuse_both
-from otdd_flash.study.folder import enter
+from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE, once_default, refuse_both
 from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
-from otdd_flash.study.pool import StoredBench, study_units, work_in_processes
+from otdd_flash.study.networks import Transfer, build_body, build_head
 from otdd_flash.study.result import StudyResult, gather
-from otdd_flash.study.setup import Given, Settings, Setup, Task, as_tasks, read_datasets
-from otdd_flash.study.transfer.networks import Transfer, build_body, build_head
-from otdd_flash.study.units import Progress, Shard, Stop, Store, work_through
+from otdd_flash.study.setup import (
+    VERSION_KEY,
+    Given,
+    Settings,
+    Setup,
+    Task,
+    as_tasks,
+    read_datasets,
+)
+from otdd_flash.study.training import transfer_units
+from otdd_flash.study.units import (
+    Progress,
+    Shard,
+    Stop,
+    Store,
+    Unit,
+    in_order,
+    locked,
+    work_through,
+)
 
 DEFAULT_TRANSFER = Transfer()
+
+STUDY_FILE = "study.json"
+LOCK_FILE = ".study.lock"
+# What is in a folder before a study begins: Hydra's folder, the lock of `commands.claims`, and the
+# lock of this module.
+NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
+# The pause between two tries to lock a folder.
+LOCK_SECONDS = 0.05
+# The pause between two checks of the workers' progress.
+SECONDS_APART = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +159,11 @@ class Study:
         )
         # Read only once: a shuffled loader gives other rows the next time.
         object.__setattr__(self, "tasks", read_datasets(self.tasks))
+        transfer = self.transfer is not None
         if self.measures is None:
-            object.__setattr__(self, "measures", _all_measures(transfer=self.transfer is not None))
-        measures_named(self.measures or (), transfer=self.transfer is not None)
+            able = (name for name, kind in MEASURES.items() if transfer or not kind.needs_transfer)
+            object.__setattr__(self, "measures", tuple(able))
+        measures_named(self.measures or (), transfer=transfer)
         measure_that_chooses(self.measure, self.measures or ())
         if self.subsample is not None:
             check_count(self.subsample, LEVEL)
@@ -174,21 +215,28 @@ class Study:
         """
         part, folder = Shard.parse(shard), Path(folder)
         tasks = self._tasks()
-        metric, setups = self._metric(tasks), list[Setup]()
-
-        def summarize(known: Mapping[str, Any] | None) -> dict[str, Any]:
-            setups[:] = [
-                Setup(tasks, self._settings(known, metric, workers, threads), self.cache_dir)
-            ]
-            content = setups[0].to_dict()
-            if known is not None and "measure" not in known and self.measure is None:
-                # Folders of versions without this setting used its default.
-                del content["measure"]
-            return content
-
-        enter(folder, summarize, shared=resume or shard is not None)
-        (setup,) = setups
-        return carry_out(setup, folder, part, workers, progress, stop)
+        metric = self._metric(tasks)
+        with _alone(folder):
+            known = _read(folder)
+            if known is not None and not resume and shard is None:
+                raise InputError(
+                    f"{folder} holds a study already; give study.resume=true (resume=True) to go "
+                    "on with it, or another folder"
+                )
+            settings = self._settings(known or {}, metric, workers, threads)
+            setup = Setup(tasks, settings, self.cache_dir)
+            _note(folder, known, setup)
+        started = time.perf_counter()
+        store, units = Store(folder, settings.threads), study_units(setup)
+        with part.alive(store):
+            for unit in units:
+                if part.owner(unit) == part.number:
+                    store.forget_failure(unit)
+            if workers > 1 and not all(map(store.done, units)):
+                _work_in_processes(setup, store, units, workers, part, progress, stop)
+            else:
+                work_through(units, store, shard=part, progress=progress, stop=stop)
+            return gather(setup, store, units, seconds=time.perf_counter() - started)
 
     def _tasks(self) -> tuple[Task, ...]:
         """Return the checked tasks, so that every error is raised before anything is computed."""
@@ -223,15 +271,13 @@ class Study:
 
     def _settings(
         self,
-        known: Mapping[str, Any] | None,
+        known: Mapping[str, Any],
         metric: LabelMetric,
         workers: int,
         threads: int | None,
     ) -> Settings:
         """Return settings without `auto`: the folder's values, or those resolved now."""
-        kept = {} if known is None else known.get("compute") or {}
-        if threads is None:
-            threads = None if known is None else known.get("threads")
+        threads = threads or known.get("threads")
         relative = self.epsilon_relative
         if self.epsilon is None and relative is None:
             relative = DEFAULT_RELATIVE
@@ -243,7 +289,7 @@ class Study:
             labels=metric,
             cost=self.cost or GroundCost(),
             solver=_check_solver(self.solver),
-            compute=_resolved(ComputeOptions.of(self.compute), kept),
+            compute=_resolved(ComputeOptions.of(self.compute), known.get("compute") or {}),
             projections=self.projections,
             subsample=self.subsample,
             subsample_size=self.subsample_size,
@@ -254,42 +300,15 @@ class Study:
         )
 
 
-def carry_out(
-    setup: Setup,
-    folder: Path,
-    shard: Shard,
-    workers: int,
-    progress: Progress | None,
-    stop: Stop | None,
-) -> StudyResult:
-    """Compute the units that are not done, and gather all that are."""
-    started = time.perf_counter()
-    store, threads = Store(folder), setup.settings.threads
-    units = study_units(setup)
-    with shard.alive(store):
-        for unit in units:
-            if shard.owner(unit) == shard.number:
-                store.forget_failure(unit)
-        if workers > 1 and not all(map(store.done, units)):
-            work_in_processes(
-                setup, folder, workers=workers, shard=shard, progress=progress, stop=stop
-            )
-        else:
-            bench = StoredBench(store, threads)
-            work_through(
-                units,
-                bench,
-                store,
-                shard=shard,
-                threads=threads,
-                progress=progress,
-                stop=stop,
-            )
-        return gather(setup, store, units, seconds=time.perf_counter() - started)
-
-
-def _all_measures(*, transfer: bool) -> tuple[str, ...]:
-    return tuple(name for name, kind in MEASURES.items() if transfer or not kind.needs_transfer)
+def study_units(setup: Setup) -> list[Unit]:
+    """Return the units of a study's measures and of its transfer runs, each after its needs."""
+    settings, units = setup.settings, list[Unit]()
+    for measure in measures_named(settings.measures, transfer=settings.transfer is not None):
+        with blamed_on(measure, f"measure {measure.name}"):
+            units += measure.units(setup)
+    if settings.transfer is not None:
+        units += transfer_units(setup)
+    return in_order(units)
 
 
 def _check_solver(solver: Schedule | None) -> Converged:
@@ -317,3 +336,143 @@ def _resolved(compute: ComputeOptions, kept: Mapping[str, Any]) -> ComputeOption
     budget = asked["memory_budget"]
     asked["memory_budget"] = budget_in_bytes(budget, device) // (2 if budget == "auto" else 1)
     return ComputeOptions(**asked)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process has locked the folder, and lock it."""
+    while True:
+        with locked(folder / LOCK_FILE) as free:
+            if free:
+                yield
+                return
+        time.sleep(LOCK_SECONDS)
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    """Return the content of study.json; None for a folder in which a study may begin.
+
+    Raises:
+        InputError: the file is damaged, or the folder holds something else.
+    """
+    path = folder / STUDY_FILE
+    if path.exists():
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read ({error}); choose another folder") from error
+        return content
+    found = sorted(path.name for path in folder.iterdir() if path.name not in NO_CONTENT)
+    # A failed command leaves error.json; a new attempt may begin in its folder.
+    if found and found != ["error.json"]:
+        raise InputError(
+            f"{folder} is not a study: it holds {found[0]} and no {STUDY_FILE}; choose an empty "
+            "folder"
+        )
+    return None
+
+
+def _note(folder: Path, known: Mapping[str, Any] | None, setup: Setup) -> None:
+    """Write study.json, or check that what is known of the folder's study is the same.
+
+    Raises:
+        InputError: the folder's study has other settings.
+    """
+    # In JSON's own types, with lists for tuples, so that it can equal what was read.
+    summary = json.loads(json.dumps(setup.to_dict()))
+    if known is None:
+        write_json(folder / STUDY_FILE, summary)
+    elif known.get(VERSION_KEY) != summary[VERSION_KEY]:
+        by = other_version(known.get("versions", {}))
+        raise InputError(
+            f"{folder} holds a study of another version of otdd_flash, whose fingerprints of "
+            f"datasets cannot be compared with today's{by}; choose another folder"
+        )
+    elif different := sorted(_different(known, summary)):
+        shown = ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
+        # If only the default of earlier versions differs, the message says how to give it.
+        earlier = once_default(known.get("epsilon")) if "epsilon" in different else ""
+        raise InputError(
+            f"{folder} holds a study with other settings: {shown} differ; give it the same, "
+            f"or another folder{earlier}"
+        )
+
+
+def _different(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    """Yield the dotted keys at which two summaries differ; for versions of software both values."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {*one, *other}:
+            yield from _different(one.get(key), other.get(key), f"{where}.{key}".strip("."))
+    elif one != other:
+        yield f"{where} ({one} then, {other} now)" if where.startswith("versions.") else where
+
+
+def _work_in_processes(
+    setup: Setup,
+    store: Store,
+    units: Sequence[Unit],
+    workers: int,
+    shard: Shard,
+    progress: Progress | None,
+    stop: Stop | None,
+) -> None:
+    """Compute all units with `workers` processes; other arguments are those of `work_through`.
+
+    Raises:
+        InputError: a worker was killed.
+    """
+    from joblib.externals.loky.process_executor import ProcessPoolExecutor, TerminatedWorkerError
+
+    flag = store.folder / f".stop-{shard.number}"
+    store.folder.mkdir(parents=True, exist_ok=True)
+    flag.unlink(missing_ok=True)
+    # Threads of torch are set for each unit; those of other libraries are few from the start.
+    libraries, threads = ("OMP", "OPENBLAS", "MKL"), str(store.threads)
+    environment = {f"{library}_NUM_THREADS": threads for library in libraries}
+    executor = ProcessPoolExecutor(workers, env=environment)
+    try:
+        calls = [
+            executor.submit(_worker, setup, store, shard, flag, os.getpid()) for _ in range(workers)
+        ]
+        while wait(calls, SECONDS_APART).not_done:
+            if stop is not None and stop():
+                flag.touch()
+            if progress is not None:
+                progress(sum(map(store.done, units)), len(units))
+        for one in calls:
+            one.result()
+    except TerminatedWorkerError as error:
+        raise InputError(
+            "a worker process was killed from outside, as systems do where memory runs out; "
+            "finished work is kept: go on with study.resume=true (resume=True) and a smaller "
+            f"study.workers (workers) than {workers}"
+        ) from error
+    finally:
+        # Units are written completely or not at all, so workers may end at any moment.
+        executor.shutdown(kill_workers=True)
+        flag.unlink(missing_ok=True)
+
+
+def _worker(setup: Setup, store: Store, shard: Shard, flag: Path, parent: int) -> None:
+    _end_with(parent)
+    # Ctrl-C reaches all processes of a terminal; only the parent handles it and sets the flag.
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    work_through(study_units(setup), store, shard=shard, stop=flag.exists)
+
+
+@cache
+def _end_with(parent: int) -> None:
+    """End this process, even during a unit, once its parent has been killed.
+
+    Otherwise it would hold the locks of its units and use cores unnoticed. Units are written
+    completely or not at all, so it may end at any moment.
+    """
+
+    def watch() -> None:
+        # If the parent ends, the process gets another parent.
+        while os.getppid() == parent:
+            time.sleep(SECONDS_APART)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

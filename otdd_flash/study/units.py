@@ -1,17 +1,18 @@
 """Units of a study: pieces of work with stored results, and the loop that computes them.
 
 A `Unit` states what its result depends on (`key`, `needs`) and how to compute it; its digest names
-its file. `Store` reads and writes these files, complete or not at all and with a checksum.
-`work_through` computes a list of units beside other processes that work through the same list: each
-process computes a unit that is not done, whose needs are done and which no living process has
-locked. With shards, the digest assigns each unit to one shard; a shard waits for units of others,
-and takes over those of a shard whose process has died.
+its file. `PairUnit` is the base of units on two tasks. `Store` computes units, and reads and writes
+their files, complete or not at all and with a checksum. `work_through` computes a list of units
+beside other processes that work through the same list: each process computes a unit that is not
+done, whose needs are done and which no living process has locked. With shards, the digest assigns
+each unit to one shard; a shard waits for units of others, and takes over those of a shard whose
+process has died.
 
-The modules of `study.measures`, `study.transport` and `study.transfer.training` derive their units
-from `Unit`; `study.study` and `study.pool` run them, `study.result` reads them, and
-`commands.study` takes `Shard` and FOLDER. A stored unit is never computed again, so its key must
-hold everything that decides the result, and nothing else, so that no unit is computed without need.
-The names of the files and the content of a unit are a format on disk.
+The modules of `study.measures` and `study.training` derive their units from `Unit`; `study.study`
+runs them, `study.result` reads them, and `commands.study` takes `Shard`, `part_of` and FOLDER. A
+stored unit is never computed again, so its key must hold everything that decides the result, and
+nothing else, so that no unit is computed without need. The names of the files and the content of a
+unit are a format on disk.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ from torch import Tensor
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError
 from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, write_tensors
+from otdd_flash.samples import LabeledSamples
+from otdd_flash.study.setup import Setup
 
 T = TypeVar("T")
 
@@ -83,7 +86,7 @@ class Unit(ABC):
         return ()
 
     @abstractmethod
-    def compute(self, bench: Bench) -> Content:
+    def compute(self, store: Store) -> Content:
         """Compute the content of the unit."""
 
     @cached_property
@@ -94,40 +97,97 @@ class Unit(ABC):
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
 
-class Bench(Protocol):
-    """Access to what units share while they are computed: contents and cached data."""
+class PairUnit(Unit):
+    """A unit on two tasks of a study, or on one task twice.
 
-    def found(self, unit: Unit) -> Content:
-        """Return the content of a unit that is done."""
+    Attributes:
+        about: what is computed, for the title.
+        setup: tasks and settings.
+        i: the place of the first task.
+        j: the place of the second task.
+    """
 
-    def known(self, unit: Unit) -> Content | None:
-        """Return the content of a unit, or None if it is not done."""
+    about: ClassVar[str]
 
-    def cached(self, name: str, make: Callable[[], T]) -> T:
-        """Return what `make` returned when any unit first asked for this name."""
+    def __init__(self, setup: Setup, i: int, j: int) -> None:
+        self.setup, self.i, self.j = setup, i, j
+
+    @property
+    def title(self) -> str:
+        return f"{self.about} of {self.setup.names[self.i]} and {self.setup.names[self.j]}"
+
+    @property
+    def fingerprints(self) -> list[str]:
+        return [side.fingerprint for side in self.sides]
+
+    @property
+    def sides(self) -> tuple[LabeledSamples, LabeledSamples]:
+        """The training rows of both tasks."""
+        return self.setup.tasks[self.i].train, self.setup.tasks[self.j].train
 
 
 FOLDER = "units"
 
-# Exit codes of failed units, equal to those of the commands.
-DEFECT, BAD_INPUT, NOT_CONVERGED = 1, 2, 3
+# The exit codes that a command has for these errors, and for any other (`commands.exit_codes`).
+EXIT_CODES: dict[type[Exception], int] = {InputError: 2, ConvergenceError: 3}
+DEFECT = 1
 
 
 class Store:
-    """The contents of units by their digests, in `folder`/units.
+    """The contents of units by their digests, in `folder`/units, and what units share.
 
     Args:
         folder: the study's folder; created on the first write.
+        threads: threads of units that are not `one_thread`.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder) / FOLDER
+    def __init__(self, folder: str | Path, threads: int) -> None:
+        self.folder, self.threads = Path(folder) / FOLDER, threads
+        self._cached: dict[str, Any] = {}
 
     def done(self, unit: Unit) -> bool:
         """Return whether the unit's file exists."""
         return self._path(unit).exists()
 
-    def get(self, unit: Unit) -> Content | None:
+    def known(self, unit: Unit) -> Content | None:
+        """Return the content of a unit, or None if it is not done."""
+        return self.found(unit) if self.done(unit) else None
+
+    def found(self, unit: Unit) -> Content:
+        """Return the content of a unit; it is computed again if its file is damaged or missing.
+
+        Raises:
+            InputError: the unit had to be computed again, and failed.
+        """
+        content = self._read(unit) or self.compute(unit)
+        if content is None:
+            failure = self.failure(unit) or {}
+            raise InputError(f"{unit.title} failed: {failure.get('error', 'for no known reason')}")
+        return content
+
+    def cached(self, name: str, make: Callable[[], T]) -> T:
+        """Return what `make` returned when any unit first asked for this name."""
+        if name not in self._cached:
+            self._cached[name] = make()
+        kept: T = self._cached[name]
+        return kept
+
+    def compute(self, unit: Unit) -> Content | None:
+        """Compute a unit and store its content, or store why it failed and return None."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if unit.one_thread else self.threads)
+        try:
+            content = unit.compute(self)
+        except Exception as error:
+            # Any exception: the other units continue.
+            self._fail(unit, error)
+            return None
+        finally:
+            torch.set_num_threads(before)
+        self.put(unit, content)
+        return content
+
+    def _read(self, unit: Unit) -> Content | None:
         """Return the content of a unit, or None if its file is missing or damaged.
 
         A damaged file is removed.
@@ -167,24 +227,17 @@ class Store:
             "facts": json.dumps(content.facts, sort_keys=True, allow_nan=False),
         }
         write_tensors(self._path(unit), content.tensors, texts)
-        with suppress(OSError):
-            self._error_path(unit).unlink(missing_ok=True)
+        self.forget_failure(unit)
 
-    def fail(self, unit: Unit, error: Exception) -> None:
-        match error:
-            case InputError():
-                code = BAD_INPUT
-            case ConvergenceError():
-                code = NOT_CONVERGED
-            case _:
-                code = DEFECT
+    def _fail(self, unit: Unit, error: Exception) -> None:
+        codes = [code for kind, code in EXIT_CODES.items() if isinstance(error, kind)]
         record = {
             "unit": unit.title,
             "error": str(error) or type(error).__name__,
             "type": type(error).__name__,
-            "exit_code": code,
+            "exit_code": codes[0] if codes else DEFECT,
         }
-        if code == DEFECT:
+        if not codes:
             record["traceback"] = "".join(traceback.format_exception(error))
         write_json(self._error_path(unit), record)
 
@@ -200,35 +253,41 @@ class Store:
         with suppress(OSError):
             self._error_path(unit).unlink(missing_ok=True)
 
-    @contextmanager
-    def locked(self, unit: Unit) -> Iterator[bool]:
-        """Lock a unit, and yield whether this process got the lock.
-
-        Until the context ends, no other process can lock the unit.
-
-        Raises:
-            InputError: the folder cannot be written.
-        """
-        path = self.folder / f".{unit.digest}.lock"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = lock(path)
-        except OSError as error:
-            raise InputError(
-                f"cannot write {path} ({error.strerror or error}); free space there or choose "
-                "another folder"
-            ) from error
-        try:
-            yield descriptor is not None
-        finally:
-            if descriptor is not None:
-                unlock(path, descriptor)
-
     def _path(self, unit: Unit) -> Path:
         return self.folder / f"{unit.digest}.safetensors"
 
     def _error_path(self, unit: Unit) -> Path:
         return self.folder / f"{unit.digest}.error.json"
+
+
+@contextmanager
+def locked(path: Path, *, remains: bool = False) -> Iterator[bool]:
+    """Lock a file, and yield whether this process got the lock.
+
+    Until the context ends, no other process can lock the file.
+
+    Args:
+        path: created with its folder if it does not exist.
+        remains: whether the file remains afterwards.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = lock(path)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path} ({error.strerror or error}); free space there or choose another "
+            "folder"
+        ) from error
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None and remains:
+            os.close(descriptor)
+        elif descriptor is not None:
+            unlock(path, descriptor)
 
 
 # The pause before units that other processes compute are checked again.
@@ -259,12 +318,7 @@ class Shard:
         Raises:
             InputError: the text has another form.
         """
-        if text is None:
-            return cls()
-        number, _, count = str(text).partition("/")
-        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-            raise InputError(f"study.shard must be I/N with 1 <= I <= N such as 2/4, got {text!r}")
-        return cls(int(number), int(count))
+        return cls() if text is None else cls(*part_of("study.shard", text, "2/4"))
 
     def owner(self, unit: Unit) -> int:
         """Return the number of the shard that a unit belongs to."""
@@ -282,16 +336,13 @@ class Shard:
         if self.count == 1:
             yield
             return
-        descriptor = self._locked(self.number, store)
-        if descriptor is None:
-            raise InputError(
-                f"study.shard={self.number}/{self.count} of this folder is in use by another run "
-                "that has not ended; give every run a shard of its own"
-            )
-        try:
+        with locked(self._path(self.number, store), remains=True) as free:
+            if not free:
+                raise InputError(
+                    f"study.shard={self.number}/{self.count} of this folder is in use by another "
+                    "run that has not ended; give every run a shard of its own"
+                )
             yield
-        finally:
-            os.close(descriptor)
 
     def mine(self, unit: Unit, store: Store) -> bool:
         """Return whether to compute a unit: it belongs to this shard, or to one that died."""
@@ -299,20 +350,26 @@ class Shard:
         return owner == self.number or self._is_dead(owner, store)
 
     def _is_dead(self, number: int, store: Store) -> bool:
-        if not self._path(number, store).exists():
+        path = self._path(number, store)
+        if not path.exists():
             return False
-        descriptor = self._locked(number, store)
-        if descriptor is None:
-            return False
-        os.close(descriptor)
-        return True
-
-    def _locked(self, number: int, store: Store) -> int | None:
-        store.folder.mkdir(parents=True, exist_ok=True)
-        return lock(self._path(number, store))
+        with locked(path, remains=True) as free:
+            return free
 
     def _path(self, number: int, store: Store) -> Path:
         return store.folder / f".shard-{number}-of-{self.count}.lock"
+
+
+def part_of(name: str, text: Any, example: str) -> tuple[int, int]:
+    """Read I and N of a text I/N.
+
+    Raises:
+        InputError: the text has another form.
+    """
+    number, _, count = str(text).partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise InputError(f"{name} must be I/N with 1 <= I <= N such as {example}, got {text!r}")
+    return int(number), int(count)
 
 
 def in_order(units: Iterable[Unit]) -> list[Unit]:
@@ -332,11 +389,9 @@ def in_order(units: Iterable[Unit]) -> list[Unit]:
 
 def work_through(
     units: Sequence[Unit],
-    bench: Bench,
     store: Store,
     *,
     shard: Shard,
-    threads: int,
     progress: Progress | None = None,
     stop: Stop | None = None,
 ) -> None:
@@ -344,10 +399,8 @@ def work_through(
 
     Args:
         units: in an order of `in_order`.
-        bench: access to contents and shared data.
         store: where contents are stored.
         shard: which units this process computes.
-        threads: threads of units that are not `one_thread`.
         progress: called as progress(units finished, their total).
         stop: called before each unit; if it returns True, the function returns.
     """
@@ -357,7 +410,7 @@ def work_through(
         for unit in list(left):
             if stop is not None and stop():
                 return
-            if _over(unit, store, lost) or _computed(unit, bench, store, shard, threads, lost):
+            if _over(unit, store, lost) or _computed(unit, store, shard, lost):
                 left.remove(unit)
                 if progress is not None:
                     progress(len(units) - len(left), len(units))
@@ -374,33 +427,15 @@ def _over(unit: Unit, store: Store, lost: set[str]) -> bool:
     return unit.digest in lost
 
 
-def _computed(
-    unit: Unit, bench: Bench, store: Store, shard: Shard, threads: int, lost: set[str]
-) -> bool:
+def _computed(unit: Unit, store: Store, shard: Shard, lost: set[str]) -> bool:
     """Compute a unit if this process may, and return whether the unit is finished."""
     ready = all(store.done(needed) for needed in unit.needs)
     if not ready or not shard.mine(unit, store):
         return False
-    with store.locked(unit) as free:
+    with locked(store.folder / f".{unit.digest}.lock") as free:
         if not free:
             return False
         # Another process may have finished it before this one got the lock.
         if not _over(unit, store, lost):
-            compute(unit, bench, store, threads)
+            store.compute(unit)
     return _over(unit, store, lost)
-
-
-def compute(unit: Unit, bench: Bench, store: Store, threads: int) -> Content | None:
-    """Compute a unit and store its content, or store why it failed and return None."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if unit.one_thread else threads)
-    try:
-        content = unit.compute(bench)
-    except Exception as error:
-        # Any exception: the other units continue.
-        store.fail(unit, error)
-        return None
-    finally:
-        torch.set_num_threads(before)
-    store.put(unit, content)
-    return content

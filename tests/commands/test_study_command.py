@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from otdd_flash.commands.progress import Phases
@@ -17,7 +18,7 @@ from otdd_flash.data.registry import known_options
 from otdd_flash.report.study import writing
 from otdd_flash.study.__main__ import main
 from otdd_flash.study.measures import MEASURES
-from otdd_flash.study.transfer.training import TrainedSource
+from otdd_flash.study.training import TrainedSource
 
 TASKS = ", ".join(
     f"{{name: blobs, samples: 60, num_classes: 3, spread: 1.5, seed: {k}, as: b{k}}}"
@@ -166,7 +167,7 @@ def test_ctrl_c_leaves_a_page_and_130(study, undrawn, monkeypatch) -> None:
 def test_work_that_fails_is_told_and_the_highest_code_wins(
     study, undrawn, monkeypatch, rows
 ) -> None:
-    def fails(self, bench):
+    def fails(self, store):
         raise ArithmeticError("a defect")
 
     monkeypatch.setattr(TrainedSource, "compute", fails)
@@ -190,6 +191,7 @@ REFUSED = r"""
     'study.tasks=[{name: blobs, part: 3/2}, {name: digits}]' -> task blobs: part must be I/N
     measures=[knn] transfer=null -> knn need trained sources: drop them or set transfer
     measures=[otdd,sliced] study.measure=knn -> measure=knn \(study.measure\) .* add knn to measures
+    'study.tasks=[{name: arrays, path: a.npz}]' transfer.test_fraction=0.03 -> 0.03 of 60 rows is 2,
     transfer.protocol=all -> unknown transfer.protocol 'all'; .* finetune, head
     transfer.target_samples=2 -> must lie between the 3 classes and the 60 training rows
     'transfer.network={file: x}' -> transfer.network must be \{path: module:function\}
@@ -227,6 +229,17 @@ def test_tasks_of_arrays_have_test_rows_split_off_where_asked_for(study, undrawn
     assert "transfer.test_fraction=0.2" in refused.error
     assert study(f"study.tasks=[{tasks}]", "transfer.test_fraction=0.3", *small).code == 0
     assert {row["test_rows"] for row in rows("run/transfer.csv")} == {"9"}
+    # Rows without labels have some split off too, before they are clustered.
+    np.savez("b.npz", x=np.load("b.npz")["x"])
+    clusters = ", pseudo_labels: kmeans, k: 2}"
+    tasks = ", ".join(
+        f"{{name: arrays, path: {name}.npz, as: {name}{k}, part: {k}/2{clusters}"
+        for name in "ab"
+        for k in (1, 2)
+    )
+    more = ("transfer.test_fraction=0.3", "overwrite=true")
+    assert study(f"study.tasks=[{tasks}]", *more, *small).code == 0
+    assert {row["test_rows"] for row in rows("run/transfer.csv")} == {"9"}
 
 
 @pytest.mark.parametrize("choice", ["digits", "images"])
@@ -253,7 +266,7 @@ def test_help_names_every_setting_measure_and_task(study, composed) -> None:
 def test_the_bundled_tasks_are_disjoint_draws(composed) -> None:
     settings = parse(composed(name="study"), StudySettings)
     with Phases() as phases:
-        loaded = load_tasks(settings, settings.tasks, None, phases, test_fraction=None)
+        loaded = load_tasks(settings, phases)
     assert list(loaded.samples) == [
         *("upright", "turned 15", "turned 30", "turned 60", "even", "odd")
     ]

@@ -15,7 +15,7 @@ from reference import (
 
 import otdd_flash as otdd
 from otdd_flash.study.measures.distances import conditional_entropy, frechet_distance
-from otdd_flash.study.measures.network import h_score, knn_accuracy, leep, log_maximum_evidence
+from otdd_flash.study.measures.network import HScore, Knn, Leep, LogMe, NetworkView
 
 
 def rows(n, d, classes, *, apart, seed=0):
@@ -24,6 +24,15 @@ def rows(n, d, classes, *, apart, seed=0):
     labels = torch.arange(n) % classes
     centres = apart * torch.randn(classes, d, generator=generator, dtype=torch.float64)
     return centres[labels] + torch.randn(n, d, generator=generator, dtype=torch.float64), labels
+
+
+def h_score(features, labels):
+    return HScore().score(NetworkView(features, features, labels))
+
+
+def leep(probabilities, labels):
+    # Logits of these probabilities.
+    return Leep().score(NetworkView(probabilities, probabilities.double().log(), labels))
 
 
 SHAPES = [(33, 40, 4), (40, 1, 2), (100, 84, 10)]
@@ -53,7 +62,9 @@ def test_logme_is_the_largest_evidence_of_dense_gaussians(shape, apart):
             for start in starts
         ]
         best.append(-min(ends))
-    assert log_maximum_evidence(features, labels) == pytest.approx(np.mean(best), abs=1e-6)
+    assert LogMe().score(NetworkView(features, features, labels)) == pytest.approx(
+        np.mean(best), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -90,7 +101,7 @@ def test_knn_is_that_of_loops(shape):
         most = max(voters.count(c) for c in voters)
         winner = next(c for c in voters if voters.count(c) == most)
         right += winner == int(labels[i])
-    assert knn_accuracy(features, labels) == right / len(features)
+    assert Knn().score(NetworkView(features, features, labels)) == right / len(features)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

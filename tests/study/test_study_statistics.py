@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 
 from experiments.interval_coverage import Design, coverage, dyads
-from otdd_flash.study.statistics import statistics as permutation
-from otdd_flash.study.statistics.findings import choices, findings
-from otdd_flash.study.statistics.statistics import (
+from otdd_flash.study import statistics as permutation
+from otdd_flash.study.findings import choices, findings
+from otdd_flash.study.statistics import (
     PairTable,
     Replicates,
     best_gains,
@@ -29,7 +29,7 @@ from otdd_flash.study.statistics.statistics import (
     spearman,
     spearman_over_sources,
 )
-from otdd_flash.study.transfer.training import gain_errors, gains, halved_gains
+from otdd_flash.study.training import gain_errors, gains, halved_gains
 
 
 def some_table(tasks=6, *, holes=3, seed=0):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError
-from otdd_flash.study.pool import StoredBench
 from otdd_flash.study.units import Content, Shard, Store, Unit, in_order, work_through
 
 
@@ -32,11 +31,11 @@ class Sum(Unit):
     def needs(self):
         return self._needs
 
-    def compute(self, bench):
+    def compute(self, store):
         time.sleep(self.seconds)
         with open(self.log, "a") as log:
             log.write(f"{self.number}\n")
-        total = self.number + sum(bench.found(unit).facts["total"] for unit in self.needs)
+        total = self.number + sum(store.found(unit).facts["total"] for unit in self.needs)
         return Content({"total": total}, {"threads": torch.tensor(torch.get_num_threads())})
 
 
@@ -44,8 +43,8 @@ class Failing(Sum):
     kind = "failing"
     error = InputError("no")
 
-    def compute(self, bench):
-        super().compute(bench)
+    def compute(self, store):
+        super().compute(store)
         raise self.error
 
 
@@ -55,10 +54,9 @@ class Alone(Sum):
 
 
 def run(units, folder, **more):
-    store = Store(folder)
-    bench = StoredBench(store, threads=2)
-    work_through(in_order(units), bench, store, **{"shard": Shard(), "threads": 2, **more})
-    return bench
+    store = Store(folder, threads=2)
+    work_through(in_order(units), store, **{"shard": Shard(), **more})
+    return store
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +71,8 @@ def computed():
 def test_units_come_after_what_they_need_and_are_computed_once(tmp_path):
     one, two = Sum(1), Sum(2)
     last = Sum(10, one, two, Sum(2))
-    bench = run([last, one], tmp_path)
-    assert bench.found(last).facts["total"] == 15
+    store = run([last, one], tmp_path)
+    assert store.found(last).facts["total"] == 15
     assert computed() == [1, 2, 10]
     run([last, one, Sum(3)], tmp_path)
     assert computed() == [1, 2, 10, 3]
@@ -84,9 +82,9 @@ def test_units_come_after_what_they_need_and_are_computed_once(tmp_path):
     assert Sum(1, Sum(2)).digest == Sum(1, Sum(2)).digest
     # Threads are those of the study, or one.
     before = torch.get_num_threads()
-    bench = run([one, Alone(1)], tmp_path)
-    assert int(bench.found(one).tensors["threads"]) == 2
-    assert int(bench.found(Alone(1)).tensors["threads"]) == 1
+    store = run([one, Alone(1)], tmp_path)
+    assert int(store.found(one).tensors["threads"]) == 2
+    assert int(store.found(Alone(1)).tensors["threads"]) == 1
     assert torch.get_num_threads() == before
 
 
@@ -112,12 +110,12 @@ def test_a_failed_unit_leaves_why_and_the_others_go_on(tmp_path):
         failing.error = error
         run([Sum(7, failing), Sum(8, Sum(7, failing)), Sum(10 * code)], tmp_path)
         assert computed()[-2:] == [code, 10 * code]
-        record = Store(tmp_path).failure(failing)
+        record = Store(tmp_path, 1).failure(failing)
         said = record["unit"], record["error"], record["exit_code"]
         assert said == (f"sum {code}", "no", code)
         assert ("traceback" in record) == (code == 1)
         with pytest.raises(InputError, match=f"sum {code} failed: no"):
-            StoredBench(Store(tmp_path), 1).found(failing)
+            Store(tmp_path, 1).found(failing)
 
 
 def test_every_unit_belongs_to_one_shard():
@@ -131,7 +129,7 @@ def test_every_unit_belongs_to_one_shard():
 
 
 def test_units_of_a_shard_are_others_once_it_is_dead():
-    store = Store(Path.cwd())
+    store = Store(Path.cwd(), 2)
     one, two = Shard(1, 2), Shard(2, 2)
     units = [Sum(number) for number in range(20)]
     theirs = [unit for unit in units if one.owner(unit) == 2]
@@ -153,7 +151,7 @@ def worker(folder, text=None):
     units = [Sum(k, seconds=0.05) for k in range(12)]
     units += [Sum(100, *units[:6])]
     shard = Shard.parse(text)
-    with shard.alive(Store(Path.cwd())):
+    with shard.alive(Store(Path.cwd(), 2)):
         run(units, Path.cwd(), shard=shard)
 
 

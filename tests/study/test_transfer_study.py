@@ -46,7 +46,7 @@ def test_everything_is_reported_of_every_measure(kind):
 def test_the_tasks_and_the_protocol_are_those_of_this_code(real_data):
     whole = study(str(real_data), 2000, features=False)
     tasks = whole._tasks()
-    setup = Setup(tasks, whole._settings(None, whole._metric(tasks), 1, 1))
+    setup = Setup(tasks, whole._settings({}, whole._metric(tasks), 1, 1))
     now = json.loads(json.dumps(setup.to_dict()))
     then = committed("")["settings"]
     # It was run before the measure that chooses was a setting.

@@ -24,10 +24,10 @@ import numpy as np
 
 from otdd_flash.files.atomic import write_text
 from otdd_flash.shown import LONGEST_MESSAGE, LONGEST_NAME, display, html_text, interval, listing
+from otdd_flash.study.findings import Choice, Finding
 from otdd_flash.study.measures import MEASURES, Reading
 from otdd_flash.study.result import FEWEST_TASKS, MeasuredPair, StudyResult
-from otdd_flash.study.statistics.findings import Choice, Finding
-from otdd_flash.study.statistics.statistics import FEWEST_UNITS, Numbers
+from otdd_flash.study.statistics import FEWEST_UNITS, Numbers
 
 NEAREST = 3
 

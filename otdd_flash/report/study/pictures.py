@@ -29,7 +29,7 @@ from otdd_flash.report.pairwise import bounds_text, rows_text
 from otdd_flash.shown import epsilon_shown, shorten
 from otdd_flash.study.measures import MEASURES, Reading
 from otdd_flash.study.result import StudyResult
-from otdd_flash.study.statistics.statistics import Numbers
+from otdd_flash.study.statistics import Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -38,9 +38,9 @@ from otdd_flash.report.study.page import (
 )
 from otdd_flash.report.study.pictures import draw_gains, draw_gains_against, draw_measure
 from otdd_flash.shown import shorten
+from otdd_flash.study.findings import Choice, Finding
 from otdd_flash.study.measures import MEASURES
 from otdd_flash.study.result import MeasuredPair, StudyResult, TransferredPair
-from otdd_flash.study.statistics.findings import Choice, Finding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """The measures of a study, by their names in the registry `MEASURES`.
 
 A measure names the units it needs and reads its value for each ordered pair from them.
-`study.study`, `study.pool`, `study.result` and the modules of `report.study` look measures up here;
+`study.study`, `study.result` and the modules of `report.study` look measures up here;
 other packages add their own through the registry (`plugins`). The names of measures are keys of
 settings, of unit keys and of result files, so they must stay.
 """
@@ -53,11 +53,15 @@ def measures_named(names: Sequence[str], *, transfer: bool) -> tuple[Measure, ..
     """
     if not names:
         raise InputError(f"measures must name at least one of: {', '.join(MEASURES)}")
-    found = tuple(map(_made, dict.fromkeys(names)))
+    found = []
+    for name in dict.fromkeys(names):
+        kind = MEASURES.named(name)
+        with blamed_on(kind, f"measure {name} of package {MEASURES.package(name)}"):
+            found.append(kind())
     blind = [measure.name for measure in found if measure.needs_transfer and not transfer]
     if blind:
         raise InputError(f"{', '.join(blind)} need trained sources: drop them or set transfer")
-    return found
+    return tuple(found)
 
 
 def measure_that_chooses(given: str | None, names: Sequence[str]) -> str:
@@ -75,9 +79,3 @@ def measure_that_chooses(given: str | None, names: Sequence[str]) -> str:
             f"{', '.join(names)}; add {given} to measures, or choose by one of these"
         )
     return given
-
-
-def _made(name: str) -> Measure:
-    kind = MEASURES.named(name)
-    with blamed_on(kind, f"measure {name} of package {MEASURES.package(name)}"):
-        return kind()

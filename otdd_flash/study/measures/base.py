@@ -1,8 +1,11 @@
 """The base classes of the measures of a study, and their readings.
 
-`Measure` is the base of all measures. `PairMeasure` is for measures that are a function of two
-datasets: another package only writes that function. Each pair is then one unit, whose key holds the
-measure's name and its package's version, so a new version of the package is computed again.
+`Measure` is the base of all measures. For a `PairwiseMeasure` each pair is one unit, whose facts
+are the fields of `Reading`. A `PairMeasure` is a function of two datasets: another package only
+writes that function. The key of its units holds the measure's name and its package's version, so a
+new version of the package is computed again. `interval_ends` draws the subsamples of sampling
+intervals.
+
 `study.measures.distances` and `study.measures.network` derive from these classes; `study.result`
 and the modules of `report.study` read `Reading`, which `study.measures` exports. Other packages
 derive from them too, so the names and arguments of their methods must stay.
@@ -12,17 +15,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from torch import Tensor
+import numpy as np
 
 from otdd_flash.checks import number
 from otdd_flash.plugins import blamed_on, parts
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.study.setup import Setup
-from otdd_flash.study.units import Bench, Content, Unit
+from otdd_flash.sampling.subsampling import deviation_interval, sampling_rate
+from otdd_flash.study.setup import Settings, Setup
+from otdd_flash.study.units import Content, PairUnit, Store, Unit
 
 Pair = tuple[int, int]
 
@@ -61,23 +65,6 @@ class Reading:
     converged: bool = True
 
 
-class NetworkView(NamedTuple):
-    """The features and outputs of a trained source on the target's training rows, on the CPU.
-
-    Attributes:
-        features: (n, d) the input of the network's last layer.
-        outputs: (n, Z) logits of the source's classes.
-        labels: (n,) the target's class indices.
-    """
-
-    features: Tensor
-    outputs: Tensor
-    labels: Tensor
-
-    def take(self, rows: Tensor) -> NetworkView:
-        return NetworkView(*(part[rows] for part in self))
-
-
 class Measure(ABC):
     """A measure that predicts, before any transfer, how much a source will help a target.
 
@@ -104,15 +91,12 @@ class Measure(ABC):
         """Return the units of all pairs; their needs are added by the caller."""
 
     @abstractmethod
-    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
+    def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
         """Yield readings of the ordered pairs whose units are done."""
 
 
-finite = number("be finite", math.isfinite)
-
-
-class PairMeasure(Measure):
-    """A measure that is a function of the training rows of a source and a target.
+class PairwiseMeasure(Measure):
+    """A measure whose readings of pairs are the facts of one unit each.
 
     Attributes:
         symmetric: whether it is the same in both directions, and so computed in one.
@@ -121,50 +105,99 @@ class PairMeasure(Measure):
     symmetric: ClassVar[bool] = False
 
     @abstractmethod
-    def value(self, source: LabeledSamples, target: LabeledSamples) -> float:
-        """Return the finite measure of a source for a target; samples are on the CPU."""
+    def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
+        """Return the unit of a source and a target."""
+
+    def pairs(self, setup: Setup) -> Iterable[Pair]:
+        return setup.pairs() if self.symmetric else setup.ordered_pairs()
 
     def units(self, setup: Setup) -> list[Unit]:
         """Return one unit per pair; see `Measure.units`."""
-        return [PairValue(setup, self, *pair) for pair in self._pairs(setup)]
+        return [self.pair_unit(setup, *pair) for pair in self.pairs(setup)]
 
-    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
+    def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
         """Yield the readings of pairs that are done; see `Measure.read`."""
-        for i, j in self._pairs(setup):
-            found = bench.known(PairValue(setup, self, i, j))
+        for i, j in self.pairs(setup):
+            found = store.known(self.pair_unit(setup, i, j))
             if found is not None:
                 yield (i, j), Reading(**found.facts)
                 if self.symmetric:
                     yield (j, i), Reading(**found.facts)
 
-    def _pairs(self, setup: Setup) -> Iterator[Pair]:
-        return setup.pairs() if self.symmetric else setup.ordered_pairs()
 
-
-class PairValue(Unit):
+class MeasureUnit(PairUnit):
     """The value of a measure for one source and one target."""
 
-    kind = "pair"
-
-    def __init__(self, setup: Setup, measure: PairMeasure, i: int, j: int) -> None:
-        self.setup, self.measure, self.i, self.j = setup, measure, i, j
-
-    @property
-    def key(self) -> Mapping[str, Any]:
-        return {
-            "measure": self.measure.name,
-            "packages": [one.package for one in parts("measures").get(self.measure.name, ())],
-            "fingerprints": [self.setup.fingerprints[k] for k in (self.i, self.j)],
-            **self.setup.settings.machine,
-        }
+    def __init__(self, setup: Setup, measure: PairwiseMeasure, i: int, j: int) -> None:
+        super().__init__(setup, i, j)
+        self.measure = measure
 
     @property
     def title(self) -> str:
         names = self.setup.names
         return f"{self.measure.name} of {names[self.i]} for {names[self.j]}"
 
-    def compute(self, bench: Bench) -> Content:
-        source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
+
+class PairMeasure(PairwiseMeasure):
+    """A measure that is a function of the training rows of a source and a target."""
+
+    @abstractmethod
+    def value(self, source: LabeledSamples, target: LabeledSamples) -> float:
+        """Return the finite measure of a source for a target; samples are on the CPU."""
+
+    def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
+        """Return the unit that calls `value`."""
+        return PairValue(setup, self, i, j)
+
+
+finite = number("be finite", math.isfinite)
+
+
+class PairValue(MeasureUnit):
+    """The value of a `PairMeasure`."""
+
+    kind = "pair"
+    measure: PairMeasure
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {
+            "measure": self.measure.name,
+            "packages": [one.package for one in parts("measures").get(self.measure.name, ())],
+            "fingerprints": self.fingerprints,
+            **self.setup.settings.machine,
+        }
+
+    def compute(self, store: Store) -> Content:
         with blamed_on(self.measure, self.title):
-            value = self.measure.value(source, target)
+            value = self.measure.value(*self.sides)
         return Content({"value": finite(self.title, value)})
+
+
+def interval_ends(
+    settings: Settings,
+    values: Sequence[float],
+    draw: Callable[[np.random.Generator], Sequence[float]],
+    fraction: float,
+    excess: float = 0.0,
+) -> list[dict[str, float]]:
+    """Return the ends of the sampling intervals of some statistics, from K subsamples.
+
+    Args:
+        settings: K and the seed of the draws.
+        values: the statistics of all rows.
+        draw: function that returns the statistics of a subsample.
+        fraction: the share of all rows that is drawn.
+        excess: tail excess of the rows, as in `deviation_interval`.
+
+    Returns:
+        The fields `sample_lower` and `sample_upper` of `Reading` for each statistic.
+    """
+    assert settings.subsample is not None
+    generator = np.random.default_rng(settings.seed)
+    drawn = np.array([draw(generator) for _ in range(settings.subsample)])
+    ends = []
+    for place, value in enumerate(values):
+        around = deviation_interval(value, drawn[:, place], sampling_rate(fraction), excess=excess)
+        ends.append(dict(zip(("sample_lower", "sample_upper"), map(float, around), strict=True)))
+    return ends

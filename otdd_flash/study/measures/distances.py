@@ -1,47 +1,60 @@
-"""Measures of a study that compare datasets without networks: otdd, sliced, frechet and otce.
+"""Measures of a study that compare datasets without networks, and their units of work.
 
 `otdd` is the dataset distance S_epsilon with its solver bounds, equal to that of
-`pairwise_distances`. `sliced` is the sliced dataset distance over draws that all tasks share.
-`frechet` is the squared Bures-Wasserstein distance between whole datasets, without labels. `otce`
-is the conditional entropy of the target's classes under the plan. `study.measures` registers them.
-The units of `otdd` are those of `study.transport`; the other measures add their own. Stored units
-are used as long as their keys are equal, so a change that gives other numbers must change the key.
+`pairwise_distances`. `otce` is the conditional entropy of the target's classes under the plan.
+`sliced` is the sliced dataset distance over draws that all tasks share. `frechet` is the squared
+Bures-Wasserstein distance between whole datasets, without labels. `study.measures` registers them;
+`study.result` reads `Epsilon`.
+
+    S_epsilon(x, y) = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2
+
+K tasks have K self terms and K (K - 1) / 2 cross terms, each solved as `dataset_distance` does and
+each a unit of its own (`Term`), so that both directions share one. Class distances are computed in
+blocks of two tasks (`ClassBlock`), and the mean cost over all pairs is one unit (`Epsilon`). Units
+on two tasks i and j have i <= j.
+
+Stored units are used as long as their keys are equal, so a change that gives other numbers must
+change the key. The datasets are checked and moved to the device once per process (`request_of`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from otdd_flash.errors import DataNotice, NotConvergedWarning
+from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import gaussian_distances
+from otdd_flash.labels.measuring import class_block
+from otdd_flash.operators.build import mean_cost
+from otdd_flash.operators.request import Request
+from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, same_content
+from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import Comparison, subsample
-from otdd_flash.sampling.subsampling import (
-    LEVEL,
-    MOST_EXCESS,
-    deviation_interval,
-    sampling_rate,
-    subsample_sizes,
-)
+from otdd_flash.sampling.subsampling import MOST_EXCESS, subsample_sizes
 from otdd_flash.sliced.distances import chunk_distances, chunks_of, draw_chunk, draws_in, prepare
 from otdd_flash.sliced.result import SlicedResult, rows_excess
-from otdd_flash.study.measures.base import Measure, Pair, Reading
-from otdd_flash.study.setup import Setup
-from otdd_flash.study.transport import (
-    PairFloor,
-    PairInterval,
-    PairSampling,
-    Term,
-    distance_of,
-    distance_units,
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE, epsilon_of_datasets, settled_epsilon
+from otdd_flash.study.measures.base import (
+    Measure,
+    Pair,
+    PairMeasure,
+    PairValue,
+    Reading,
+    interval_ends,
 )
-from otdd_flash.study.units import Bench, Content, Unit
+from otdd_flash.study.setup import Settings, Setup
+from otdd_flash.study.units import Content, PairUnit, Store, Unit
 
 
 class Otdd(Measure):
@@ -53,53 +66,366 @@ class Otdd(Measure):
     proven = True
 
     def units(self, setup: Setup) -> list[Unit]:
-        units: list[Unit] = []
+        units: list[Unit] = [Epsilon(setup)]
         for i, j in setup.pairs():
             units += [*distance_units(setup, i, j), *_sampling(setup, i, j).values()]
         return units
 
-    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
+    def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
         for i, j in setup.pairs():
-            if any(bench.known(unit) is None for unit in distance_units(setup, i, j)):
+            found = distance_of(setup, store, i, j)
+            if found is None:
                 continue
-            found = distance_of(setup, bench, i, j)
-            more: dict[str, Any] = {}
-            floors: dict[str, float] = {}
-            for name, unit in _sampling(setup, i, j).items():
-                content = bench.known(unit)
-                if content is None:
-                    continue
-                if name == "floor":
-                    floors = dict(content.facts)
-                else:
-                    more |= {f"sample_{end}": value for end, value in content.facts.items()}
-            for pair, sides in (((i, j), ("source", "target")), ((j, i), ("target", "source"))):
-                ends = {f"floor_{key}": floors.get(side) for key, side in _named(sides)}
-                yield (
-                    pair,
-                    Reading(
-                        found.value,
-                        found.lower,
-                        found.upper,
-                        converged=found.converged,
-                        **more,
-                        **ends,
-                    ),
-                )
+            for part, unit in _sampling(setup, i, j).items():
+                if (content := store.known(unit)) is not None:
+                    facts = {f"{part}_{key}": value for key, value in content.facts.items()}
+                    found = replace(found, **facts)
+            yield (i, j), found
+            floors: dict[str, Any] = {
+                "floor_source": found.floor_target,
+                "floor_target": found.floor_source,
+            }
+            yield (j, i), replace(found, **floors)
 
 
 def _sampling(setup: Setup, i: int, j: int) -> dict[str, Unit]:
-    """Return the units of the sampling error that the settings ask for, by name."""
+    """Return the units of the sampling error that the settings ask for.
+
+    Before their facts, their names are those of fields of `Reading`.
+    """
     units: dict[str, Unit] = {}
     if setup.settings.subsample is not None:
-        units["interval"] = PairInterval(setup, i, j)
+        units["sample"] = PairInterval(setup, i, j)
     if setup.settings.noise_floor:
         units["floor"] = PairFloor(setup, i, j)
     return units
 
 
-def _named(sides: tuple[str, str]) -> list[tuple[str, str]]:
-    return list(zip(("source", "target"), sides, strict=True))
+def distance_units(setup: Setup, i: int, j: int) -> tuple[Term, ...]:
+    """Return the cross term and the two self terms of a distance."""
+    return Term(setup, i, j), Term(setup, i, i), Term(setup, j, j)
+
+
+def distance_of(setup: Setup, store: Store, i: int, j: int) -> Reading | None:
+    """Return the distance between two tasks from its terms, or None if one is not done."""
+    terms = [store.known(unit) for unit in distance_units(setup, i, j)]
+    facts = [term.facts for term in terms if term is not None]
+    if len(facts) < len(terms):
+        return None
+    xy, *selfs = facts
+    converged = all(term["converged"] for term in (xy, *selfs))
+    if xy["identical"]:
+        return Reading(0.0, 0.0, 0.0, converged=converged)
+    # As in `Divergence`: a lower bound takes the upper bounds of the self terms, and vice versa.
+    value = xy["value"] - sum(term["value"] for term in selfs) / 2
+    lower = xy["bounds"][0] - sum(term["bounds"][1] for term in selfs) / 2
+    upper = xy["bounds"][1] - sum(term["bounds"][0] for term in selfs) / 2
+    return Reading(value, lower, upper, converged=converged)
+
+
+class Term(PairUnit):
+    """The transport term of two tasks, or the self term of one."""
+
+    kind = "transport term"
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {"fingerprints": self.fingerprints, **self.setup.settings.transport}
+
+    @property
+    def title(self) -> str:
+        names = self.setup.names
+        if self.i == self.j:
+            return f"the self term of {names[self.i]}"
+        return f"the cross term of {names[self.i]} and {names[self.j]}"
+
+    @property
+    def needs(self) -> tuple[Unit, ...]:
+        pairs = dict.fromkeys(((self.i, self.i), (self.i, self.j), (self.j, self.j)))
+        blocks = tuple(ClassBlock(self.setup, *pair) for pair in pairs)
+        # A relative epsilon is read from its unit.
+        return blocks if self.setup.settings.epsilon is not None else (*blocks, Epsilon(self.setup))
+
+    def compute(self, store: Store) -> Content:
+        """Solve the term; a cross term also stores the class coupling of its plan."""
+        settings = self.setup.settings
+        table, epsilon = table_of(self.setup, store, self.i, self.j), epsilon_of(self.setup, store)
+        request = request_of(self.setup, store).of(self.i, self.j)
+        problem = Problem(request, epsilon, table.full)
+        relative, cost = settings.epsilon_relative, settings.cost
+        given = ("epsilon", epsilon) if relative is None else ("epsilon_relative", relative)
+
+        def mean() -> float:
+            return mean_cost(request.inputs((0, 1), table.xy))
+
+        with epsilon_of_datasets(*given, epsilon, mean, cost.standardized(request.given[0].dim)):
+            divergence = problem.solve(settings.solver, debias=problem.identical)
+        term = divergence.xy
+        facts = {
+            "value": term.value,
+            "bounds": list(term.bounds),
+            "marginal_error": term.marginal_error,
+            "iterations": term.iterations,
+            "converged": term.converged,
+            "identical": problem.identical,
+            "epsilon": epsilon,
+        }
+        if self.i == self.j:
+            return Content(facts)
+        source, target = request.given
+        result = DistanceResult(
+            source,
+            target,
+            table,
+            divergence,
+            settings.cost,
+            settings.compute,
+            method=settings.labels.name,
+            seconds={},
+            request=request,
+        )
+        return Content(facts, {"coupling": result.class_coupling()})
+
+
+class ClassBlock(PairUnit):
+    """Squared distances between the classes of two tasks, or within one task."""
+
+    kind = about = "class distances"
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        settings = self.setup.settings
+        return {
+            "fingerprints": self.fingerprints,
+            "labels": settings.metric,
+            "ground": settings.cost.ground,
+            **settings.machine,
+        }
+
+    def compute(self, store: Store) -> Content:
+        seen = request_of(self.setup, store).seen
+        found = class_block(
+            seen[self.i],
+            seen[self.j],
+            self.setup.settings.labels,
+            cache_dir=self.setup.cache_dir,
+        )
+        return Content(tensors=found._asdict())
+
+
+class Epsilon(Unit):
+    """The mean cost over all pairs, and the regularisation, which may be relative to it."""
+
+    kind = "epsilon"
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {"fingerprints": self.setup.fingerprints, **self.setup.settings.transport}
+
+    @property
+    def title(self) -> str:
+        return "the mean cost of all pairs"
+
+    @property
+    def needs(self) -> tuple[Unit, ...]:
+        return tuple(ClassBlock(self.setup, *pair) for pair in self.setup.pairs())
+
+    def compute(self, store: Store) -> Content:
+        request, means = request_of(self.setup, store), []
+        for i, j in self.setup.pairs():
+            block = store.found(ClassBlock(self.setup, i, j)).tensors["values"]
+            means.append(mean_cost(request.inputs((i, j), block)))
+        mean, settings = sum(means, 0.0) / len(means), self.setup.settings
+        relative = settings.epsilon_relative
+        # None is the default, for which a constant cost is no error.
+        relative = None if relative == DEFAULT_RELATIVE else relative
+        *_, epsilon = settled_epsilon(settings.epsilon, relative, lambda: mean)
+        return Content({"epsilon": epsilon, "mean_cost": mean})
+
+
+def epsilon_of(setup: Setup, store: Store) -> float:
+    """Return the regularisation of all pairs, in units of the cost."""
+    if setup.settings.epsilon is not None:
+        return setup.settings.epsilon
+    return float(store.found(Epsilon(setup)).facts["epsilon"])
+
+
+def table_of(setup: Setup, store: Store, i: int, j: int) -> ClassDistances:
+    """Return W over the classes of two tasks, i <= j, in the form of `class_distances`."""
+    blocks = [store.found(ClassBlock(setup, *pair)).tensors for pair in ((i, i), (i, j), (j, j))]
+    full = {}
+    for part in ("values", "lower", "upper"):
+        xx, xy, yy = (block[part] for block in blocks)
+        full[part] = torch.cat((torch.cat((xx, xy), 1), torch.cat((xy.T, yy), 1)))
+    bounded = not all(torch.equal(full["values"], full[part]) for part in ("lower", "upper"))
+    tasks = setup.tasks
+    return ClassDistances.from_full(
+        full["values"],
+        tasks[i].train.class_total,
+        tasks[i].train.class_names,
+        tasks[j].train.class_names,
+        lower=full["lower"] if bounded else None,
+        upper=full["upper"] if bounded else None,
+    )
+
+
+def request_of(setup: Setup, store: Store) -> Request:
+    """Return the request of all tasks, prepared once per process.
+
+    Raises:
+        InputError: the device or its memory does not suffice for a term.
+    """
+    settings = setup.settings
+
+    def prepare() -> Request:
+        datasets = [task.train for task in setup.tasks]
+        return Request.prepare(datasets, settings.cost, settings.compute, resident=True)
+
+    return store.cached("request", prepare)
+
+
+class PairSampling(PairUnit):
+    """A unit on the sampling error of the distance of two tasks, in the order of the study."""
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return self.setup.settings.sampling
+
+    @property
+    def needs(self) -> tuple[Unit, ...]:
+        return distance_units(self.setup, self.i, self.j)
+
+    def _arguments(self, store: Store) -> dict[str, Any]:
+        """Return the arguments of `dataset_distance`."""
+        settings = self.setup.settings
+        return {
+            "epsilon": epsilon_of(self.setup, store),
+            "labels": settings.labels,
+            "solver": settings.solver,
+            "compute": settings.compute,
+            **asdict(settings.cost),
+        }
+
+
+class PairInterval(PairSampling):
+    """The sampling interval of a distance, computed from subsamples."""
+
+    kind = "subsample interval"
+    about = "the subsample interval"
+
+    def compute(self, store: Store) -> Content:
+        settings, whole = self.setup.settings, distance_of(self.setup, store, self.i, self.j)
+        assert settings.subsample is not None
+        assert whole is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DataNotice)
+            warnings.simplefilter("ignore", NotConvergedWarning)
+            found = subsample_interval(
+                *self.sides,
+                whole.value,
+                count=settings.subsample,
+                size=settings.subsample_size,
+                seed=settings.seed,
+                **self._arguments(store),
+            )
+        return Content({"lower": found.lower, "upper": found.upper})
+
+
+class PairFloor(PairSampling):
+    """The noise floor of two tasks: distances between two halves of each."""
+
+    kind = "noise floor"
+    about = "the noise floor"
+
+    def compute(self, store: Store) -> Content:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotConvergedWarning)
+            arguments = self._arguments(store)
+            found = noise_floor(*self.sides, seed=self.setup.settings.seed, **arguments)
+        return Content({"source": found.source.value, "target": found.target.value})
+
+
+def conditional_entropy(coupling: Tensor) -> float:
+    """Return H(target class | source class) in nats, for masses (V_x, V_y) that sum to 1.
+
+    It is the transferability term of Tan et al. 2021, OTCE: a transferability metric for
+    cross-domain cross-task representations, with the sign of a distance.
+    """
+    joint = coupling.double()
+    given = joint / joint.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    return float(-torch.xlogy(joint, given).sum())
+
+
+class Otce(Measure):
+    """The conditional entropy of the target's classes under the plan, which has a direction."""
+
+    name = "otce"
+    title = "OTCE entropy"
+    nearer = -1
+    unit = 1.0
+
+    def units(self, setup: Setup) -> list[Unit]:
+        units: list[Unit] = [Epsilon(setup), *(Term(setup, i, j) for i, j in setup.pairs())]
+        if setup.settings.subsample is not None:
+            units += [CouplingSampling(setup, i, j) for i, j in setup.pairs()]
+        return units
+
+    def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
+        for i, j in setup.pairs():
+            term = store.known(Term(setup, i, j))
+            if term is None:
+                continue
+            sampled = None
+            if setup.settings.subsample is not None:
+                sampled = store.known(CouplingSampling(setup, i, j))
+            values, converged = _both_ways(term.tensors["coupling"]), bool(term.facts["converged"])
+            for pair, value, side in zip(((i, j), (j, i)), values, ("to", "from"), strict=True):
+                ends = {} if sampled is None else sampled.facts[side]
+                yield pair, Reading(value, converged=converged, **ends)
+
+
+def _both_ways(coupling: Tensor) -> list[float]:
+    return [conditional_entropy(coupling), conditional_entropy(coupling.T)]
+
+
+class CouplingSampling(PairSampling):
+    """Sampling intervals of the conditional entropies of two tasks, in both directions."""
+
+    kind = "sampling of the coupling"
+    about = "the sampling of the coupling"
+
+    def compute(self, store: Store) -> Content:
+        whole = store.found(Term(self.setup, self.i, self.j)).tensors["coupling"]
+        comparison = Comparison(*self.sides, self._arguments(store))
+        ends = _subsampled(
+            self.setup.settings,
+            (comparison.source, comparison.target),
+            _both_ways(whole),
+            lambda x, y: _both_ways(comparison.distance(x, y).class_coupling()),
+        )
+        return Content(dict(zip(("to", "from"), ends, strict=True)))
+
+
+def _subsampled(
+    settings: Settings,
+    sides: tuple[LabeledSamples, LabeledSamples],
+    values: Sequence[float],
+    statistics: Callable[[LabeledSamples, LabeledSamples], Sequence[float]],
+    excess: float = 0.0,
+) -> list[dict[str, float]]:
+    """Return `interval_ends` of statistics of two datasets, with the same fraction of both."""
+    source, target = sides
+    size, other_size = subsample_sizes(source, target, settings.subsample_size)
+
+    def draw(generator: np.random.Generator) -> Sequence[float]:
+        drawn = subsample(source, size, generator)
+        return statistics(drawn, subsample(target, other_size, generator))
+
+    fraction = (size + other_size) / (len(source) + len(target))
+    return interval_ends(settings, values, draw, fraction, excess)
 
 
 class Sliced(Measure):
@@ -113,27 +439,22 @@ class Sliced(Measure):
         chunks = chunks_of(setup.settings.projections)
         return [DrawChunk(setup, chunk) for chunk in chunks]
 
-    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
+    def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
         """Yield the readings of all pairs once all draws are done, and none before."""
-        found = [bench.known(unit) for unit in self.units(setup)]
+        found = [store.known(unit) for unit in self.units(setup)]
         parts = [content.tensors["squared"] for content in found if content is not None]
         if len(parts) < len(found):
             return
-        settings = setup.settings
-        result = SlicedResult.of_draws(torch.cat(parts, 1), setup.names, settings.seed)
-        for i, j in setup.ordered_pairs():
-            lower, upper = (_or_none(float(end[i, j])) for end in (result.lower, result.upper))
-            yield (
-                (i, j),
-                Reading(
-                    float(result.values[i, j]),
-                    lower,
-                    upper,
-                    root=math.sqrt(float(result.values[i, j])),
-                    root_lower=None if lower is None else math.sqrt(max(lower, 0.0)),
-                    root_upper=None if upper is None else math.sqrt(upper),
-                ),
-            )
+        result = SlicedResult.of_draws(torch.cat(parts, 1), setup.names, setup.settings.seed)
+        matrices = {"value": result.values, "lower": result.lower, "upper": result.upper}
+        for pair in setup.ordered_pairs():
+            numbers: dict[str, Any] = {}
+            for name, matrix in matrices.items():
+                number = float(matrix[pair])
+                if not math.isnan(number):
+                    root = "root" if name == "value" else f"root_{name}"
+                    numbers |= {name: number, root: math.sqrt(max(number, 0.0))}
+            yield pair, Reading(**numbers)
 
 
 class DrawChunk(Unit):
@@ -161,8 +482,8 @@ class DrawChunk(Unit):
     def title(self) -> str:
         return f"chunk {self.chunk} of the draws"
 
-    def compute(self, bench: Bench) -> Content:
-        datasets = bench.cached(
+    def compute(self, store: Store) -> Content:
+        datasets = store.cached(
             "sliced",
             lambda: prepare(
                 [task.train for task in self.setup.tasks], self.setup.settings.compute.device
@@ -171,10 +492,6 @@ class DrawChunk(Unit):
         settings, dim = self.setup.settings, self.setup.tasks[0].train.dim
         draws = draw_chunk(self.chunk, settings.projections, dim, settings.seed)
         return Content(tensors={"squared": chunk_distances(datasets, draws)})
-
-
-def _or_none(end: float) -> float | None:
-    return None if math.isnan(end) else end
 
 
 def frechet_distance(source: LabeledSamples, target: LabeledSamples) -> float:
@@ -199,134 +516,46 @@ def _whole(samples: LabeledSamples) -> ClassCloud:
     return ClassCloud(samples.name, samples.features[kept], weights / weights.sum())
 
 
-class Frechet(Measure):
+class Frechet(PairMeasure):
     """The distance between the Gaussians of two datasets; it is the same in both directions."""
 
     name = "frechet"
     title = "Fréchet distance"
     nearer = -1
+    symmetric = True
 
-    def units(self, setup: Setup) -> list[Unit]:
-        return [WholeClouds(setup, i, j) for i, j in setup.pairs()]
+    def value(self, source: LabeledSamples, target: LabeledSamples) -> float:
+        return frechet_distance(source, target)
 
-    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        for i, j in setup.pairs():
-            found = bench.known(WholeClouds(setup, i, j))
-            if found is not None:
-                yield (i, j), Reading(**found.facts)
-                yield (j, i), Reading(**found.facts)
+    def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
+        return WholeClouds(setup, self, i, j)
 
 
-class WholeClouds(Unit):
+class WholeClouds(PairValue):
     """The Fréchet distance of two tasks, and its sampling interval."""
 
     kind = "frechet"
 
-    def __init__(self, setup: Setup, i: int, j: int) -> None:
-        self.setup, self.i, self.j = setup, i, j
-
     @property
     def key(self) -> Mapping[str, Any]:
         settings = self.setup.settings
-        fingerprints = [self.setup.fingerprints[k] for k in (self.i, self.j)]
-        return {"fingerprints": fingerprints, **settings.sampling, **settings.machine}
+        return {"fingerprints": self.fingerprints, **settings.sampling, **settings.machine}
 
     @property
     def title(self) -> str:
         names = self.setup.names
         return f"the Fréchet distance of {names[self.i]} and {names[self.j]}"
 
-    def compute(self, bench: Bench) -> Content:
-        source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
-        value = frechet_distance(source, target)
-        return Content({"value": value, **self._interval(source, target, value)})
-
-    def _interval(
-        self, source: LabeledSamples, target: LabeledSamples, value: float
-    ) -> dict[str, float]:
-        settings = self.setup.settings
-        if settings.subsample is None:
-            return {}
-        sizes = subsample_sizes(source, target, settings.subsample_size)
-        generator = np.random.default_rng(settings.seed)
-        values = [
-            frechet_distance(
-                subsample(source, sizes[0], generator), subsample(target, sizes[1], generator)
+    def compute(self, store: Store) -> Content:
+        """Compute the distance; subsamples give its interval if the settings ask for one."""
+        facts, settings = dict(super().compute(store).facts), self.setup.settings
+        if settings.subsample is not None:
+            (ends,) = _subsampled(
+                settings,
+                self.sides,
+                [facts["value"]],
+                lambda x, y: [frechet_distance(x, y)],
+                min(rows_excess(*self.sides), MOST_EXCESS),
             )
-            for _ in range(settings.subsample)
-        ]
-        rate = sampling_rate(sum(sizes) / (len(source) + len(target)))
-        excess = min(rows_excess(source, target), MOST_EXCESS)
-        lower, upper = deviation_interval(value, values, rate, LEVEL, excess)
-        return {"sample_lower": float(lower), "sample_upper": float(upper)}
-
-
-def conditional_entropy(coupling: Tensor) -> float:
-    """Return H(target class | source class) in nats, for masses (V_x, V_y) that sum to 1.
-
-    It is the transferability term of Tan et al. 2021, OTCE: a transferability metric for
-    cross-domain cross-task representations, with the sign of a distance.
-    """
-    joint = coupling.double()
-    given = joint / joint.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    return float(-torch.xlogy(joint, given).sum())
-
-
-class Otce(Measure):
-    """The conditional entropy of the target's classes under the plan, which has a direction."""
-
-    name = "otce"
-    title = "OTCE entropy"
-    nearer = -1
-    unit = 1.0
-
-    def units(self, setup: Setup) -> list[Unit]:
-        terms: list[Unit] = [Term(setup, i, j) for i, j in setup.pairs()]
-        if setup.settings.subsample is not None:
-            terms += [CouplingSampling(setup, i, j) for i, j in setup.pairs()]
-        return terms
-
-    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        for i, j in setup.pairs():
-            term = bench.known(Term(setup, i, j))
-            if term is None:
-                continue
-            sampled = None
-            if setup.settings.subsample is not None:
-                sampled = bench.known(CouplingSampling(setup, i, j))
-            coupling, converged = term.tensors["coupling"], bool(term.facts["converged"])
-            for pair, masses, side in (((i, j), coupling, "to"), ((j, i), coupling.T, "from")):
-                ends = {} if sampled is None else sampled.facts[side]
-                yield pair, Reading(conditional_entropy(masses), converged=converged, **ends)
-
-
-class CouplingSampling(PairSampling):
-    """Sampling intervals of the conditional entropies of two tasks, in both directions."""
-
-    kind = "sampling of the coupling"
-
-    def compute(self, bench: Bench) -> Content:
-        settings, whole = self.setup.settings, bench.found(Term(self.setup, self.i, self.j))
-        assert settings.subsample is not None
-        arguments = self._arguments(bench)
-        generator = np.random.default_rng(arguments.pop("seed"))
-        source, target = (self.setup.tasks[k].train for k in (self.i, self.j))
-        comparison = Comparison(source, target, arguments)
-        sides = comparison.source, comparison.target
-        sizes = subsample_sizes(*sides, settings.subsample_size)
-        values = []
-        for _ in range(settings.subsample):
-            one, other = (
-                subsample(side, size, generator) for side, size in zip(sides, sizes, strict=True)
-            )
-            coupling = comparison.distance(one, other).class_coupling()
-            values.append([conditional_entropy(masses) for masses in (coupling, coupling.T)])
-        rate = sampling_rate(sum(sizes) / sum(map(len, sides)))
-        facts = {}
-        for place, (side, masses) in enumerate(
-            (("to", whole.tensors["coupling"]), ("from", whole.tensors["coupling"].T))
-        ):
-            drawn = np.array(values)[:, place]
-            lower, upper = deviation_interval(conditional_entropy(masses), drawn, rate)
-            facts[side] = {"sample_lower": float(lower), "sample_upper": float(upper)}
+            facts |= ends
         return Content(facts)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,19 +25,36 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.sampling.comparison import subsample_rows
-from otdd_flash.sampling.subsampling import deviation_interval, sampling_rate, subsample_sizes
-from otdd_flash.study.measures.base import Measure, NetworkView, Pair, Reading
+from otdd_flash.sampling.subsampling import subsample_sizes
+from otdd_flash.study.measures.base import MeasureUnit, Pair, PairwiseMeasure, interval_ends
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.transfer.training import (
+from otdd_flash.study.training import (
     TrainedSource,
     body_features,
     target_rows,
     transfer_of,
 )
-from otdd_flash.study.units import Bench, Content, Unit
+from otdd_flash.study.units import Content, Store, Unit
 
 
-class NetworkMeasure(Measure):
+class NetworkView(NamedTuple):
+    """The features and outputs of a trained source on the target's training rows, on the CPU.
+
+    Attributes:
+        features: (n, d) the input of the network's last layer.
+        outputs: (n, Z) logits of the source's classes.
+        labels: (n,) the target's class indices.
+    """
+
+    features: Tensor
+    outputs: Tensor
+    labels: Tensor
+
+    def take(self, rows: Tensor) -> NetworkView:
+        return NetworkView(*(part[rows] for part in self))
+
+
+class NetworkMeasure(PairwiseMeasure):
     """A score of all repetitions of a source's network, each on its own target rows."""
 
     # The sign of an improvement, and the size to which rounding is relative; see `Measure`.
@@ -49,25 +66,20 @@ class NetworkMeasure(Measure):
     def score(self, view: NetworkView) -> float:
         """Return the score of all rows of a view; the larger, the better."""
 
-    def units(self, setup: Setup) -> list[Unit]:
-        return [Score(setup, self, i, j) for i, j in setup.transferred()]
+    def pair_unit(self, setup: Setup, i: int, j: int) -> Unit:
+        return Score(setup, self, i, j)
 
-    # `transferred` gives the ordered pairs of tasks without shared rows.
-    def read(self, setup: Setup, bench: Bench) -> Iterator[tuple[Pair, Reading]]:
-        for pair in setup.transferred():
-            found = bench.known(Score(setup, self, *pair))
-            if found is not None:
-                yield pair, Reading(**found.facts)
+    def pairs(self, setup: Setup) -> list[Pair]:
+        """Return the ordered pairs of tasks without shared rows."""
+        return setup.transferred()
 
 
-class Score(Unit):
+class Score(MeasureUnit):
     """The score of one source and one target: mean and deviation over repetitions."""
 
     kind = "score"
     one_thread = True
-
-    def __init__(self, setup: Setup, measure: NetworkMeasure, i: int, j: int) -> None:
-        self.setup, self.measure, self.i, self.j = setup, measure, i, j
+    measure: NetworkMeasure
 
     @property
     def key(self) -> Mapping[str, Any]:
@@ -84,19 +96,15 @@ class Score(Unit):
         }
 
     @property
-    def title(self) -> str:
-        names = self.setup.names
-        return f"{self.measure.name} of {names[self.i]} for {names[self.j]}"
+    def needs(self) -> tuple[TrainedSource, ...]:
+        repetitions = range(transfer_of(self.setup).seeds)
+        return tuple(TrainedSource(self.setup, self.i, repetition) for repetition in repetitions)
 
-    @property
-    def needs(self) -> tuple[Unit, ...]:
-        return tuple(self._sources())
-
-    def compute(self, bench: Bench) -> Content:
+    def compute(self, store: Store) -> Content:
         views, drawn = [], []
-        for source in self._sources():
+        for source in self.needs:
             rows = target_rows(self.setup, self.j, source.repetition)
-            network = source.network(bench)
+            network = source.network(store)
             # Networks have float32 weights.
             features = body_features(network.body, rows.features.float())
             assert rows.labels is not None
@@ -106,29 +114,22 @@ class Score(Unit):
         scores = np.array([self.measure.score(view) for view in views])
         deviation = float(scores.std(ddof=1)) if len(scores) > 1 else None
         facts: dict[str, Any] = {"value": float(scores.mean()), "deviation": deviation}
-        count = self.setup.settings.subsample
-        if count is not None:
+        if self.setup.settings.subsample is not None:
             # The target stands on both sides, as only its rows are drawn.
             (size, _) = subsample_sizes(drawn[0], drawn[0], None)
-            generator = np.random.default_rng(self.setup.settings.seed)
-            values = [
-                np.mean(
-                    [
-                        self.measure.score(view.take(subsample_rows(rows, size, generator)))
-                        for view, rows in zip(views, drawn, strict=True)
-                    ]
-                )
-                for _ in range(count)
-            ]
-            # The interval for the score of all rows: the deviation over subsamples, scaled.
-            rate = sampling_rate(size / len(drawn[0]))
-            ends = deviation_interval(facts["value"], np.array(values), rate)
-            facts |= dict(zip(("sample_lower", "sample_upper"), map(float, ends), strict=True))
-        return Content(facts)
 
-    def _sources(self) -> list[TrainedSource]:
-        repetitions = range(transfer_of(self.setup).seeds)
-        return [TrainedSource(self.setup, self.i, repetition) for repetition in repetitions]
+            def mean_score(generator: np.random.Generator) -> list[float]:
+                taken = (subsample_rows(rows, size, generator) for rows in drawn)
+                found = [
+                    self.measure.score(view.take(some))
+                    for view, some in zip(views, taken, strict=True)
+                ]
+                return [float(np.mean(found))]
+
+            fraction = size / len(drawn[0])
+            (ends,) = interval_ends(self.setup.settings, [facts["value"]], mean_score, fraction)
+            facts |= ends
+        return Content(facts)
 
 
 class HScore(NetworkMeasure):
@@ -138,30 +139,29 @@ class HScore(NetworkMeasure):
     title = "H-score"
 
     def score(self, view: NetworkView) -> float:
-        return h_score(view.features, view.labels)
+        """Return how much of the features' variance lies between the classes.
+
+            H = tr(cov(F)^+ cov(E[F | class]))
+
+        (Bao et al. 2019, An information-theoretic approach to transferability in task transfer
+        learning). With centred features U S W^T and Q an orthonormal basis (n, number of classes
+        present) of functions of the class, it is the squared Frobenius norm of U^T Q, which needs
+        no inverse; columns of U with singular value 0 are left out.
+        """
+        centred = view.features.double() - view.features.double().mean(0)
+        left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
+        # Singular values up to this are rounding errors of the decomposition, as in `matrix_rank`.
+        least = max(centred.shape) * torch.finfo(torch.float64).eps * singular.max()
+        left = left[:, singular > least]
+        members = _members(view.labels)
+        basis = members / members.sum(0).sqrt()
+        return float((left.T @ basis).square().sum())
 
 
-def h_score(features: Tensor, labels: Tensor) -> float:
-    """Return the H-score of features (n, d) for labels (n,).
-
-    It says how much of the features' variance lies between the classes,
-
-        H = tr(cov(F)^+ cov(E[F | class]))
-
-    (Bao et al. 2019, An information-theoretic approach to transferability in task transfer
-    learning). With centred features U S W^T and Q an orthonormal basis (n, number of classes
-    present) of functions of the class, it is the squared Frobenius norm of U^T Q, which needs no
-    inverse; columns of U with singular value 0 are left out.
-    """
-    centred = features.double() - features.double().mean(0)
-    left, singular, _ = torch.linalg.svd(centred, full_matrices=False)
-    # Singular values up to this are rounding errors of the decomposition, as in `matrix_rank`.
-    least = max(centred.shape) * torch.finfo(torch.float64).eps * singular.max()
-    left = left[:, singular > least]
-    present = torch.unique(labels)
-    members = (labels[:, None] == present).double()
-    basis = members / members.sum(0).sqrt()
-    return float((left.T @ basis).square().sum())
+def _members(labels: Tensor) -> Tensor:
+    """Return (n, number of classes present): 1 for a row of the class, otherwise 0."""
+    members: Tensor = labels[:, None] == torch.unique(labels)
+    return members.double()
 
 
 NEIGHBOURS = 5
@@ -174,34 +174,25 @@ class Knn(NetworkMeasure):
     title = "k-nearest-neighbour accuracy"
 
     def score(self, view: NetworkView) -> float:
-        return knn_accuracy(view.features, view.labels)
+        """Return the share of rows whose class has the most votes among the nearest other rows.
 
-
-def knn_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHBOURS) -> float:
-    """Return the share of rows whose class has the most votes among the k nearest other rows.
-
-    If classes have equally many votes, the class of the nearest row wins; of rows at the same
-    distance, the earlier counts as nearer. With fewer than k other rows, all of them vote.
-
-    Args:
-        features: (n, d), n >= 2.
-        labels: (n,) class indices.
-        k: how many rows vote.
-    """
-    n = len(features)
-    points = features.double()
-    # Not by a matrix product, whose cancellation would order near rows by rounding.
-    distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
-    distances.fill_diagonal_(torch.inf)
-    # A stable sort: rows at one distance keep their order.
-    order = torch.sort(distances, dim=1, stable=True).indices
-    nearest = labels[order[:, : min(k, n - 1)]]
-    votes = torch.nn.functional.one_hot(nearest, int(labels.max()) + 1)
-    # (n, k): the votes for the class of each neighbour.
-    counts = votes.sum(1).gather(1, nearest)
-    # The first of the highest counts, in the order of distance.
-    winner = nearest.gather(1, counts.argmax(1, keepdim=True)).squeeze(1)
-    return float((winner == labels).double().mean())
+        If classes have equally many votes, the class of the nearest row wins; of rows at the same
+        distance, the earlier counts as nearer. With fewer other rows, all of them vote.
+        """
+        n, labels = len(view.features), view.labels
+        points = view.features.double()
+        # Not by a matrix product, whose cancellation would order near rows by rounding.
+        distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+        distances.fill_diagonal_(torch.inf)
+        # A stable sort: rows at one distance keep their order.
+        order = torch.sort(distances, dim=1, stable=True).indices
+        nearest = labels[order[:, : min(NEIGHBOURS, n - 1)]]
+        votes = torch.nn.functional.one_hot(nearest, int(labels.max()) + 1)
+        # (n, k): the votes for the class of each neighbour.
+        counts = votes.sum(1).gather(1, nearest)
+        # The first of the highest counts, in the order of distance.
+        winner = nearest.gather(1, counts.argmax(1, keepdim=True)).squeeze(1)
+        return float((winner == labels).double().mean())
 
 
 class Leep(NetworkMeasure):
@@ -211,27 +202,21 @@ class Leep(NetworkMeasure):
     title = "LEEP"
 
     def score(self, view: NetworkView) -> float:
-        return leep(view.outputs.double().softmax(1), view.labels)
+        """Return the mean log-likelihood of the target's classes, given the predicted ones.
 
+            LEEP = mean_i log sum_z P(y_i | z) theta_z(x_i)
+            P(y, z) = mean_i [y_i = y] theta_z(x_i)
 
-def leep(probabilities: Tensor, labels: Tensor) -> float:
-    """Return LEEP of probabilities (n, Z), whose rows sum to 1, for labels (n,).
-
-    It is the mean log-likelihood of the target's classes, given the source classes that the network
-    predicts,
-
-        LEEP = mean_i log sum_z P(y_i | z) theta_z(x_i),    P(y, z) = mean_i [y_i = y] theta_z(x_i)
-
-    with theta(x) the source classes' probabilities (Nguyen et al. 2020, LEEP: a new measure to
-    evaluate transferability of learned representations).
-    """
-    theta = probabilities.double()
-    members = torch.nn.functional.one_hot(labels).double()
-    joint = members.T @ theta / len(theta)
-    # The clamp avoids 0 / 0 for a source class that no row is predicted to have.
-    given = joint / joint.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
-    expected = theta @ given.T
-    return float(expected.gather(1, labels.unsqueeze(1)).log().mean())
+        with theta(x) the source classes' probabilities (Nguyen et al. 2020, LEEP: a new measure to
+        evaluate transferability of learned representations).
+        """
+        theta = view.outputs.double().softmax(1)
+        members = torch.nn.functional.one_hot(view.labels).double()
+        joint = members.T @ theta / len(theta)
+        # The clamp avoids 0 / 0 for a source class that no row is predicted to have.
+        given = joint / joint.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
+        expected = theta @ given.T
+        return float(expected.gather(1, view.labels.unsqueeze(1)).log().mean())
 
 
 # The grid of log t in units of the largest s^2, with t = alpha / beta of `_best_evidence`. It ends,
@@ -246,29 +231,23 @@ class LogMe(NetworkMeasure):
     title = "LogME"
 
     def score(self, view: NetworkView) -> float:
-        return log_maximum_evidence(view.features, view.labels)
+        """Return the mean over the classes that have rows of max over alpha, beta of log p(y) / n.
 
-
-def log_maximum_evidence(features: Tensor, labels: Tensor) -> float:
-    """Return LogME of features (n, d) for labels (n,), over the classes that have rows.
-
-    For the 0-1 vector y of a class and features F (n, d) the model is y = F w + noise with w from
-    N(0, I / alpha) and noise of precision beta, so that y is from N(0, I / beta + F F^T / alpha).
-    LogME is the mean over classes of max over alpha, beta of log p(y) / n (You et al. 2021, LogME:
-    practical assessment of pre-trained models for transfer learning).
-    """
-    left, singular, _ = torch.linalg.svd(features.double(), full_matrices=False)
-    squares = singular.square().numpy()
-    present = torch.unique(labels)
-    targets = (labels[:, None] == present).double()
-    projected = left.T @ targets
-    rest = (targets - left @ projected).square().sum(0).numpy()
-    parts = projected.square().numpy()
-    found = [
-        _best_evidence(squares, parts[:, place], float(rest[place]), len(labels))
-        for place in range(len(present))
-    ]
-    return float(np.mean(found))
+        For the 0-1 vector y of a class and features F (n, d) the model is y = F w + noise with w
+        from N(0, I / alpha) and noise of precision beta, so that y is from
+        N(0, I / beta + F F^T / alpha) (You et al. 2021, LogME: practical assessment of pre-trained
+        models for transfer learning).
+        """
+        left, singular, _ = torch.linalg.svd(view.features.double(), full_matrices=False)
+        targets = _members(view.labels)
+        projected = left.T @ targets
+        rest = (targets - left @ projected).square().sum(0).numpy()
+        squares, parts = singular.square().numpy(), projected.square().numpy()
+        found = [
+            _best_evidence(squares, part, float(one), len(targets))
+            for part, one in zip(parts.T, rest, strict=True)
+        ]
+        return float(np.mean(found))
 
 
 def _best_evidence(

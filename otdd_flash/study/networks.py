@@ -2,7 +2,7 @@
 
 `Transfer` says how networks are trained. `build_body` and `build_head` make a network whose weights
 depend only on a seed; a user's function can replace the built-in bodies. `study.study`,
-`study.setup` and `commands.study` use the settings, `study.transfer.training` uses settings and
+`study.setup` and `commands.study` use the settings, `study.training` uses settings and
 networks.
 
 `Transfer.to_dict` is part of the keys of `TrainedSource` and `TargetRun`, the stored units of
@@ -120,30 +120,24 @@ class Transfer:
         return self.network
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry of study.json; a user's function becomes its name and digest."""
-        network: str | None = None
+        """Return the entry of study.json; a user's function becomes its name and digest.
+
+        Raises:
+            InputError: the function reads an object that has no content to digest.
+        """
+        shape = None if self.image_shape is None else list(self.image_shape)
+        summary = {**vars(self), "network": None, "image_shape": shape}
         if (builder := self.builder()) is not None:
             name = getattr(builder, "__qualname__", type(builder).__name__)
-            where = getattr(builder, "__module__", "")
-            network = f"{where}.{name} {_digest(builder)[:16]}"
-        shape = None if self.image_shape is None else list(self.image_shape)
-        plain = {key: value for key, value in vars(self).items() if key != "network"}
-        return {**plain, "network": network, "image_shape": shape}
-
-
-def _digest(builder: Callable[..., nn.Module]) -> str:
-    """Return a digest of a function's code and of the user's objects that it reads.
-
-    Raises:
-        InputError: an object among them has no content to digest.
-    """
-    try:
-        return content_digest(builder)
-    except Unidentified as error:
-        raise InputError(
-            f"transfer.network holds what has no content to tell it by ({error}), and a study "
-            "could not know whether it changed; name a function of a module"
-        ) from error
+            try:
+                digest = content_digest(builder)
+            except Unidentified as error:
+                raise InputError(
+                    f"transfer.network holds what has no content to tell it by ({error}), and a "
+                    "study could not know whether it changed; name a function of a module"
+                ) from error
+            summary["network"] = f"{getattr(builder, '__module__', '')}.{name} {digest[:16]}"
+        return summary
 
 
 # Units of the hidden layer for features that are no images.
@@ -156,14 +150,14 @@ KERNEL, CHANNELS, WIDTHS = 5, (6, 16), (120, 84)
 SMALLEST_SIDE = 4
 
 
-@dataclass(frozen=True, eq=False)
-class Network:
+class Network(nn.Module):
     """A body from features (n, d) to (n, k), and a linear head to one logit per class."""
 
-    body: nn.Module
-    head: nn.Linear
+    def __init__(self, body: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.body, self.head = body, head
 
-    def __call__(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """Return logits (n, V)."""
         logits: Tensor = self.head(self.body(features))
         return logits
@@ -175,13 +169,19 @@ def build_body(transfer: Transfer, dim: int, seed: int) -> nn.Module:
     Raises:
         InputError: the images are too small, or the user's function returns no module.
     """
-    builder = transfer.builder()
+    builder, shape = transfer.builder(), transfer.image_shape
     with seeded_weights(seed):
-        if builder is not None:
-            return _users(builder, dim, transfer.image_shape)
-        if transfer.image_shape is None:
-            return nn.Sequential(nn.Linear(dim, HIDDEN), nn.ReLU())
-        return _lenet(transfer.image_shape, dim)
+        if builder is None:
+            if shape is None:
+                return nn.Sequential(nn.Linear(dim, HIDDEN), nn.ReLU())
+            return _lenet(shape, dim)
+        with user_code("transfer.network"):
+            body = builder(dim, shape)
+    if not isinstance(body, nn.Module):
+        raise InputError(
+            f"transfer.network must return a torch module, got {type(body).__qualname__}"
+        )
+    return body
 
 
 def build_head(body: nn.Module, dim: int, classes: int, seed: int) -> nn.Linear:
@@ -235,13 +235,3 @@ def _lenet(shape: tuple[int, ...], dim: int) -> nn.Sequential:
     )
     # A quarter faster on small images, forward and backward.
     return layers.to(memory_format=torch.channels_last)
-
-
-def _users(builder: Callable[..., nn.Module], dim: int, shape: tuple[int, ...] | None) -> nn.Module:
-    with user_code("transfer.network"):
-        body = builder(dim, shape)
-    if not isinstance(body, nn.Module):
-        raise InputError(
-            f"transfer.network must return a torch module, got {type(body).__qualname__}"
-        )
-    return body

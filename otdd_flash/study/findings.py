@@ -2,7 +2,7 @@
 
 A measure says of each ordered pair of tasks how much training on the first, the source, should help
 on the second, the target. The gain is how much it did, in percent of errors
-(`study.transfer.training.gains`). `findings` makes the rows of correlations.csv and `choices` those
+(`study.training.gains`). `findings` makes the rows of correlations.csv and `choices` those
 of choices.csv.
 
 `study.result` calls both; `report.study.writing` and `report.study.page` read the rows. The fields
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from otdd_flash.study.statistics.statistics import (
+from otdd_flash.study.statistics import (
     FEWEST_PAIRS,
     FEWEST_UNITS,
     Interval,
@@ -111,46 +111,26 @@ def findings(
     rows: list[Finding] = []
     lost = regret(*halves)
     for name, table in tables.items():
-        rows += _of_one(name, table, seed)
-        rows += _regrets(name, table, lost, sizes, seed)
+        for key, statistic in CORRELATIONS.items():
+            found = correlation_interval(replicates(table, statistic))
+            rows.append(_row(name, key, table, found, p_value(table, statistic, seed)))
+        for key, measure in comparisons(table, sizes).items():
+            found = number_interval(replicates(replace(table, measure=measure), lost))
+            p = p_value(table, lost, seed, small=True) if key == "regret" else None
+            rows.append(_row(name, key, table, found, p))
         if len({*sizes}) > 1:
-            rows.append(_partial(name, table, sizes, seed))
+            found = correlation_interval(replicates(table, partial_spearman(sizes)))
+            p = p_value(freed_of_sizes(table, sizes), pearson, seed)
+            rows.append(_row(name, "partial_spearman", table, found, p))
     for one, other in combinations(tables, 2):
         rows += _differences(f"{one} - {other}", tables[one], tables[other], lost)
     some = next(iter(tables.values()))
-    for name in ("spearman", "pearson"):
-        rows.append(_ceiling(name, some, gains_of, seeds))
+    for key in ("spearman", "pearson"):
+        most = ceiling(gains_of, seeds, CORRELATIONS[key])
+        note = "" if most is not None else "needs four seeds and gains that repeat"
+        counts = len(some.units), some.count
+        rows.append(Finding("gains", f"ceiling_{key}", most, None, None, None, *counts, note))
     return tuple(rows)
-
-
-def _of_one(name: str, table: PairTable, seed: int) -> list[Finding]:
-    return [
-        _row(
-            name,
-            key,
-            table,
-            correlation_interval(replicates(table, statistic)),
-            p_value(table, statistic, seed),
-        )
-        for key, statistic in CORRELATIONS.items()
-    ]
-
-
-def _regrets(
-    name: str, table: PairTable, lost: Statistic, sizes: Sequence[int], seed: int
-) -> list[Finding]:
-    rows = []
-    for key, measure in comparisons(table, sizes).items():
-        found = number_interval(replicates(replace(table, measure=measure), lost))
-        p = p_value(table, lost, seed, small=True) if key == "regret" else None
-        rows.append(_row(name, key, table, found, p))
-    return rows
-
-
-def _partial(name: str, table: PairTable, sizes: Sequence[int], seed: int) -> Finding:
-    found = correlation_interval(replicates(table, partial_spearman(sizes)))
-    p = p_value(freed_of_sizes(table, sizes), pearson, seed)
-    return _row(name, "partial_spearman", table, found, p)
 
 
 def _differences(name: str, one: PairTable, other: PairTable, lost: Statistic) -> list[Finding]:
@@ -163,32 +143,14 @@ def _differences(name: str, one: PairTable, other: PairTable, lost: Statistic) -
     both = [
         replace(table, measure=np.where(shared, table.measure, np.nan)) for table in (one, other)
     ]
-    statistics = {**CORRELATIONS, "regret": lost}
     # The note of a row is then about the saturated measure.
     some = next((table for table in both if table.saturated), both[0])
-    return [
-        _row(
-            name,
-            key,
-            some,
-            difference_interval(
-                replicates(both[0], statistic),
-                replicates(both[1], statistic),
-                correlations=key != "regret",
-            ),
-            None,
-        )
-        for key, statistic in statistics.items()
-    ]
-
-
-def _ceiling(
-    name: str, table: PairTable, gains_of: Callable[[Pair], Numbers], seeds: int
-) -> Finding:
-    found = ceiling(gains_of, seeds, CORRELATIONS[name])
-    note = "" if found is not None else "needs four seeds and gains that repeat"
-    units = len(table.units)
-    return Finding("gains", f"ceiling_{name}", found, None, None, None, units, table.count, note)
+    rows = []
+    for key, statistic in {**CORRELATIONS, "regret": lost}.items():
+        sides = (replicates(table, statistic) for table in both)
+        found = difference_interval(*sides, correlations=key != "regret")
+        rows.append(_row(name, key, some, found, None))
+    return rows
 
 
 def _row(name: str, statistic: str, table: PairTable, found: Interval, p: float | None) -> Finding:

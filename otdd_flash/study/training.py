@@ -2,7 +2,7 @@
 
 `TrainedSource` and `TargetRun` are the units; `gains`, `halved_gains` and `gain_errors` turn test
 errors into percentages. `study.measures.network` uses trained sources and the rows of targets,
-`study.pool` lists the units (`transfer_units`), and `study.result` computes the gains.
+`study.study` lists the units (`transfer_units`), and `study.result` computes the gains.
 
 Each repetition has one seed per purpose. The initial weights depend only on the repetition, and so
 do a target's head, its rows and their order, so one run on the target alone serves all sources. All
@@ -17,8 +17,9 @@ between releases the version in `Settings.machine` does so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,9 @@ from torch import Tensor, nn
 
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.study.networks import Network, Transfer, build_body, build_head
 from otdd_flash.study.setup import Setup
-from otdd_flash.study.transfer.networks import Network, Transfer, build_body, build_head
-from otdd_flash.study.units import Bench, Content, Unit
+from otdd_flash.study.units import Content, Store, Unit
 
 # Rows of one pass when a network is evaluated.
 ROWS_AT_ONCE = 2048
@@ -38,8 +39,7 @@ ROWS_AT_ONCE = 2048
 
 def train(
     network: Network,
-    features: Tensor,
-    labels: Tensor,
+    rows: LabeledSamples,
     transfer: Transfer,
     *,
     epochs: int,
@@ -47,12 +47,11 @@ def train(
     seed: int,
     frozen_body: bool = False,
 ) -> int:
-    """Train a network in place on rows (n, d) of classes (n,), with Adam on the cross entropy.
+    """Train a network in place on labelled rows, with Adam on the cross entropy.
 
     Args:
         network: the network to train.
-        features: float32.
-        labels: class indices.
+        rows: with a class index each; features are taken in float32.
         transfer: rate, decay and size of batches.
         epochs: passes over the rows.
         min_steps: the least number of steps; if `epochs` passes make fewer, further passes are
@@ -63,25 +62,25 @@ def train(
     Returns:
         The number of steps made.
     """
+    features, labels = rows.features.float(), rows.labels
+    assert labels is not None
+    trained: nn.Module = network.train()
     if frozen_body:
-        features = body_features(network.body, features)
-    parameters: Iterable[nn.Parameter] = network.head.parameters()
-    if not frozen_body:
-        parameters = [*network.body.parameters(), *network.head.parameters()]
-        network.body.train()
+        features, trained = body_features(network.body, features), network.head
     optimizer = torch.optim.Adam(
-        parameters, lr=transfer.learning_rate, weight_decay=transfer.weight_decay, fused=True
+        trained.parameters(),
+        lr=transfer.learning_rate,
+        weight_decay=transfer.weight_decay,
+        fused=True,
     )
-    made = 0
     steps = max(epochs * math.ceil(len(labels) / transfer.batch_size), min_steps)
-    for rows in _batches(len(labels), transfer.batch_size, steps, seed):
+    for batch in islice(_batches(len(labels), transfer.batch_size, seed), steps):
         optimizer.zero_grad()
-        logits = network.head(features[rows]) if frozen_body else network(features[rows])
-        nn.functional.cross_entropy(logits, labels[rows]).backward()  # type: ignore[no-untyped-call]
+        loss = nn.functional.cross_entropy(trained(features[batch]), labels[batch])
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        made += 1
-    network.body.eval()
-    return made
+    network.eval()
+    return steps
 
 
 @torch.no_grad()
@@ -92,22 +91,18 @@ def body_features(body: nn.Module, features: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def count_errors(network: Network, features: Tensor, labels: Tensor) -> int:
+def count_errors(network: Network, rows: LabeledSamples) -> int:
     """Return the number of rows that are classified wrongly."""
-    told = network.head(body_features(network.body, features)).argmax(1)
-    return int((told != labels).sum())
+    assert rows.labels is not None
+    told = network.head(body_features(network.body, rows.features.float())).argmax(1)
+    return int((told != rows.labels).sum())
 
 
-def _batches(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """Yield the rows of each step; each pass has its own order."""
+def _batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
+    """Yield the rows of steps without end; each pass has its own order."""
     generator = torch.Generator().manual_seed(seed)
-    made = 0
-    while made < steps:
-        for rows in torch.split(torch.randperm(count, generator=generator), size):
-            if made == steps:
-                return
-            yield rows
-            made += 1
+    while True:
+        yield from torch.split(torch.randperm(count, generator=generator), size)
 
 
 class Purpose(IntEnum):
@@ -151,11 +146,12 @@ class TrainingUnit(Unit):
     def __init__(self, setup: Setup, repetition: int) -> None:
         self.setup, self.repetition = setup, repetition
 
-    def _key(self, fingerprints: list[str | None]) -> dict[str, Any]:
-        """Return the part of the key that all units of training share."""
+    def _key(self, fingerprints: list[str | None], *left_out: str) -> dict[str, Any]:
+        """Return what a run depends on, without the settings of transfer that it does not read."""
         summary = transfer_of(self.setup).to_dict()
         # No repetition depends on how many there are.
-        del summary["seeds"]
+        for name in ("seeds", *left_out):
+            del summary[name]
         return {
             "fingerprints": fingerprints,
             "transfer": summary,
@@ -164,9 +160,13 @@ class TrainingUnit(Unit):
             **self.setup.settings.machine,
         }
 
-    def _body(self, dim: int) -> torch.nn.Module:
-        seed = seed_for(self.setup, self.repetition, Purpose.WEIGHTS)
-        return build_body(transfer_of(self.setup), dim, seed)
+    def _seed(self, purpose: Purpose) -> int:
+        return seed_for(self.setup, self.repetition, purpose)
+
+    def _network(self, rows: LabeledSamples, head: Purpose) -> Network:
+        """Return the network of the rows' classes before any training."""
+        body = build_body(transfer_of(self.setup), rows.dim, self._seed(Purpose.WEIGHTS))
+        return Network(body, build_head(body, rows.dim, rows.class_total, self._seed(head)))
 
 
 class TrainedSource(TrainingUnit):
@@ -176,7 +176,7 @@ class TrainedSource(TrainingUnit):
 
     def __init__(self, setup: Setup, i: int, repetition: int) -> None:
         super().__init__(setup, repetition)
-        self.i = i
+        self.i, self.rows = i, setup.tasks[i].train
 
     @property
     def key(self) -> Mapping[str, Any]:
@@ -185,47 +185,30 @@ class TrainedSource(TrainingUnit):
         The protocol and all settings of targets are left out, so that changing them does not train
         the network again.
         """
-        key = self._key([self.setup.tasks[self.i].train.fingerprint])
-        for name in ("protocol", "target_samples", "target_epochs", "min_target_steps"):
-            del key["transfer"][name]
-        return key
+        of_targets = ("target_samples", "target_epochs", "min_target_steps")
+        return self._key([self.rows.fingerprint], "protocol", *of_targets)
 
     @property
     def title(self) -> str:
         return f"the network of {self.setup.names[self.i]}, repetition {self.repetition}"
 
-    def compute(self, bench: Bench) -> Content:
-        samples, transfer = self.setup.tasks[self.i].train, transfer_of(self.setup)
-        network = self._network()
-        assert samples.labels is not None
+    def compute(self, store: Store) -> Content:
+        transfer = transfer_of(self.setup)
+        network = self._network(self.rows, Purpose.SOURCE_HEAD)
         steps = train(
             network,
-            samples.features.float(),
-            samples.labels,
+            self.rows,
             transfer,
             epochs=transfer.source_epochs,
             min_steps=0,
-            seed=seed_for(self.setup, self.repetition, Purpose.SOURCE_ORDER),
+            seed=self._seed(Purpose.SOURCE_ORDER),
         )
-        return Content({"steps": steps}, _weights(network))
+        return Content({"steps": steps}, network.state_dict())
 
-    def network(self, bench: Bench) -> Network:
-        network, kept = self._network(), bench.found(self).tensors
-        for name in ("body", "head"):
-            parts = {
-                key.partition(".")[2]: tensor
-                for key, tensor in kept.items()
-                if key.startswith(f"{name}.")
-            }
-            getattr(network, name).load_state_dict(parts)
-        network.body.eval()
-        return network
-
-    def _network(self) -> Network:
-        samples = self.setup.tasks[self.i].train
-        body = self._body(samples.dim)
-        seed = seed_for(self.setup, self.repetition, Purpose.SOURCE_HEAD)
-        return Network(body, build_head(body, samples.dim, samples.class_total, seed))
+    def network(self, store: Store) -> Network:
+        network = self._network(self.rows, Purpose.SOURCE_HEAD)
+        network.load_state_dict(dict(store.found(self).tensors))
+        return network.eval()
 
 
 class TargetRun(TrainingUnit):
@@ -240,12 +223,9 @@ class TargetRun(TrainingUnit):
     @property
     def key(self) -> Mapping[str, Any]:
         """Return what the run depends on; the source's network enters the digest by `needs`."""
-        key = self._key(self.setup.tasks[self.j].fingerprints)
-        if self.i is None:
-            # The baseline trains all layers under every protocol, and trains on no source.
-            for name in ("protocol", "source_epochs"):
-                del key["transfer"][name]
-        return key
+        # The baseline trains all layers under every protocol, and trains on no source.
+        left_out = ("protocol", "source_epochs") if self.i is None else ()
+        return self._key(self.setup.tasks[self.j].fingerprints, *left_out)
 
     @property
     def title(self) -> str:
@@ -254,32 +234,27 @@ class TargetRun(TrainingUnit):
         return f"the run on {names[self.j]} {way}, repetition {self.repetition}"
 
     @property
-    def needs(self) -> tuple[Unit, ...]:
+    def needs(self) -> tuple[TrainedSource, ...]:
         return () if self.i is None else (TrainedSource(self.setup, self.i, self.repetition),)
 
-    def compute(self, bench: Bench) -> Content:
-        task, transfer = self.setup.tasks[self.j], transfer_of(self.setup)
+    def compute(self, store: Store) -> Content:
+        test, transfer = self.setup.tasks[self.j].test, transfer_of(self.setup)
         rows = target_rows(self.setup, self.j, self.repetition)
-        body = self._body(rows.dim)
-        if self.i is not None:
-            body = TrainedSource(self.setup, self.i, self.repetition).network(bench).body
-        seed = seed_for(self.setup, self.repetition, Purpose.TARGET_HEAD)
-        network = Network(body, build_head(body, rows.dim, rows.class_total, seed))
-        assert task.test is not None
-        assert task.test.labels is not None
-        assert rows.labels is not None
+        network = self._network(rows, Purpose.TARGET_HEAD)
+        for source in self.needs:
+            network.body = source.network(store).body
         steps = train(
             network,
-            rows.features.float(),
-            rows.labels,
+            rows,
             transfer,
             epochs=transfer.target_epochs,
             min_steps=transfer.min_target_steps,
-            seed=seed_for(self.setup, self.repetition, Purpose.TARGET_ORDER),
+            seed=self._seed(Purpose.TARGET_ORDER),
             frozen_body=self.i is not None and transfer.protocol == "head",
         )
-        errors = count_errors(network, task.test.features.float(), task.test.labels)
-        return Content({"errors": errors, "steps": steps, "test_rows": len(task.test)})
+        assert test is not None
+        errors = count_errors(network, test)
+        return Content({"errors": errors, "steps": steps, "test_rows": len(test)})
 
 
 def transfer_units(setup: Setup) -> list[Unit]:
@@ -292,15 +267,6 @@ def transfer_units(setup: Setup) -> list[Unit]:
     targets = dict.fromkeys(j for _, j in pairs)
     units: list[Unit] = [TargetRun(setup, None, j, r) for j in targets for r in repetitions]
     return units + [TargetRun(setup, i, j, r) for i, j in pairs for r in repetitions]
-
-
-def _weights(network: Network) -> dict[str, Tensor]:
-    parts = {"body": network.body, "head": network.head}
-    return {
-        f"{name}.{key}": tensor
-        for name, part in parts.items()
-        for key, tensor in part.state_dict().items()
-    }
 
 
 Numbers = NDArray[np.float64]
@@ -351,14 +317,13 @@ def halved_gains(transferred: Numbers, alone: Numbers) -> tuple[Numbers, Numbers
         return whole, whole
     enough = alone.mean(-1) >= FEWEST_ERRORS
     base = np.where(enough, alone.mean(-1), np.nan)
-    sides: tuple[list[Numbers], list[Numbers]] = ([], [])
+    picking = []
     for first in range(count):
         turned = np.roll(transferred, -first, axis=-1)
-        halves = (turned[..., : count // 2], turned[..., count // 2 :])
-        one, other = (100 * (base - half.mean(-1)) / base for half in halves)
-        sides[0].extend((one, other))
-        sides[1].extend((other, one))
-    return np.stack(sides[0]), np.stack(sides[1])
+        for half in (turned[..., : count // 2], turned[..., count // 2 :]):
+            picking.append(100 * (base - half.mean(-1)) / base)
+    # Of the halves that stand side by side, each scores what the other picks.
+    return np.stack(picking), np.stack([picking[place ^ 1] for place in range(2 * count)])
 
 
 def gain_errors(transferred: Numbers, alone: Numbers) -> Numbers:

@@ -5,7 +5,7 @@ a mask of the pairs that count. Statistics take B measures (B, K, K) and masks (
 that all leave-one-out tables or many permutations are one call. A statistic is NaN if it is not
 defined, such as a correlation of fewer than three pairs or of constant numbers.
 
-`study.statistics.findings` applies the statistics; `study.result` makes the `PairTable` from
+`study.findings` applies the statistics; `study.result` makes the `PairTable` from
 `levelled` numbers, and `report.study.page` shows FEWEST_UNITS. Measures must be oriented before
 they come here: a larger value predicts more gain. Numbers that are equal up to rounding are made
 exactly equal in `levelled`, so ranks, choices and tests for constants compare without tolerances.
@@ -222,10 +222,7 @@ def _mean_of_largest(scores: Numbers, gains: Numbers, masks: Mask) -> Numbers:
 
 def _mean_of_known(numbers: Numbers) -> Numbers:
     """Return means along the last axis without NaN; NaN if all entries are."""
-    known = ~np.isnan(numbers)
-    count = known.sum(-1)
-    total = np.where(known, numbers, 0.0).sum(-1)
-    found: Numbers = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    found: Numbers = np.ma.masked_invalid(numbers).mean(-1).filled(np.nan)
     return found
 
 
@@ -260,7 +257,9 @@ def ceiling(gains_of: Callable[[Pair], Numbers], seeds: int, statistic: Statisti
     if seeds < FEWEST_SEEDS:
         return None
     found = []
-    for one, other in disjoint_pairs(seeds):
+    for one, other in combinations(combinations(range(seeds), 2), 2):
+        if {*one} & {*other}:
+            continue
         first, second = gains_of(one), gains_of(other)
         mask = np.isfinite(first) & np.isfinite(second) & ~np.eye(len(first), dtype=bool)
         found.append(float(statistic(first[None], second, mask[None])[0]))
@@ -269,14 +268,6 @@ def ceiling(gains_of: Callable[[Pair], Numbers], seeds: int, statistic: Statisti
         return None
     k = seeds / 2
     return math.sqrt(k * r / (1 + (k - 1) * r))
-
-
-def disjoint_pairs(seeds: int) -> Iterator[tuple[Pair, Pair]]:
-    """Yield all ways to draw two disjoint pairs of seeds, 15 for 5 seeds."""
-    pairs = list(combinations(range(seeds), 2))
-    for one, other in combinations(pairs, 2):
-        if not {*one} & {*other}:
-            yield one, other
 
 
 LEVEL = 0.95
@@ -314,6 +305,11 @@ class Replicates(NamedTuple):
     pairs: int
     left_pairs: Numbers
 
+    def fisher(self) -> Replicates:
+        """Return the correlations on Fisher's scale."""
+        z = fisher(np.array(self.value), np.array(self.pairs, dtype=np.float64))
+        return self._replace(value=float(z), left=fisher(self.left, self.left_pairs))
+
 
 def replicates(table: PairTable, statistic: Statistic) -> Replicates:
     """Return a statistic of a table, and of the table without each unit."""
@@ -326,37 +322,25 @@ def replicates(table: PairTable, statistic: Statistic) -> Replicates:
 
 def correlation_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interval:
     """Return the interval of a correlation, on Fisher's scale; none below `least` units."""
-    z = fisher(np.array(found.value), np.array(found.pairs, dtype=np.float64))
-    lower, upper = _ends(float(z), fisher(found.left, found.left_pairs), least)
-    if lower is None or upper is None:
-        return Interval(found.value, None, None)
-    return Interval(found.value, math.tanh(lower), math.tanh(upper))
+    z = found.fisher()
+    ends = _ends(z.value, z.left, least)
+    return Interval(found.value, *(None if end is None else math.tanh(end) for end in ends))
 
 
-def number_interval(found: Replicates, least: int = FEWEST_UNITS) -> Interval:
-    """Return the interval of another statistic; none below `least` units."""
-    return Interval(found.value, *_ends(found.value, found.left, least))
+def number_interval(found: Replicates) -> Interval:
+    """Return the interval of another statistic; none below FEWEST_UNITS units."""
+    return Interval(found.value, *_ends(found.value, found.left))
 
 
-def difference_interval(
-    one: Replicates, other: Replicates, *, correlations: bool, least: int = FEWEST_UNITS
-) -> Interval:
+def difference_interval(one: Replicates, other: Replicates, *, correlations: bool) -> Interval:
     """Return the interval of a difference of two statistics, by the paired jackknife over units.
 
     For correlations the difference is of Fisher's z, whose sign is that of the difference.
     """
-    if not correlations:
-        difference = one.value - other.value
-        return Interval(difference, *_ends(difference, one.left - other.left, least))
-    sides = [
-        (
-            float(fisher(np.array(side.value), np.array(side.pairs, dtype=np.float64))),
-            fisher(side.left, side.left_pairs),
-        )
-        for side in (one, other)
-    ]
-    difference = sides[0][0] - sides[1][0]
-    return Interval(difference, *_ends(difference, sides[0][1] - sides[1][1], least))
+    if correlations:
+        one, other = one.fisher(), other.fisher()
+    difference = one.value - other.value
+    return Interval(difference, *_ends(difference, one.left - other.left))
 
 
 def fisher(rho: Numbers, pairs: Numbers) -> Numbers:
@@ -366,7 +350,9 @@ def fisher(rho: Numbers, pairs: Numbers) -> Numbers:
     return found
 
 
-def _ends(value: float, left: Numbers, least: int) -> tuple[float | None, float | None]:
+def _ends(
+    value: float, left: Numbers, least: int = FEWEST_UNITS
+) -> tuple[float | None, float | None]:
     """Return the ends of a jackknife interval, or None with too few units.
 
     Pairs share datasets, so they are not independent draws; datasets, or families of related tasks,
@@ -484,30 +470,22 @@ def p_value(table: PairTable, statistic: Statistic, seed: int, *, small: bool = 
     return hits / tried if exhaustive else (1 + hits) / (1 + tried)
 
 
-def orders_of(families: Sequence[str], seed: int) -> tuple[Iterator[Sequence[int]], bool]:
+def orders_of(families: Sequence[str], seed: int) -> tuple[Iterator[Orders], bool]:
     """Return permutations of the tasks within their families, and whether these are all."""
     places = [np.flatnonzero([one == family for one in families]) for family in Counter(families)]
     if all(len(group) == 1 for group in places):
         places = [np.arange(len(families))]
     total = math.prod(math.factorial(len(group)) for group in places)
     if total <= MOST_TRIED:
-        return _all(places, len(families)), True
-    return _random(places, len(families), np.random.default_rng(seed)), False
+        drawn = product(*(permutations(group) for group in places))
+        return (_order(places, chosen) for chosen in drawn), True
+    generator = np.random.default_rng(seed)
+    some = (list(map(generator.permutation, places)) for _ in range(RANDOM))
+    return (_order(places, chosen) for chosen in some), False
 
 
-def _all(places: list[Orders], count: int) -> Iterator[Sequence[int]]:
-    for chosen in product(*(permutations(group.tolist()) for group in places)):
-        order = np.empty(count, dtype=np.int64)
-        for group, permuted in zip(places, chosen, strict=True):
-            order[group] = permuted
-        yield order.tolist()
-
-
-def _random(
-    places: list[Orders], count: int, generator: np.random.Generator
-) -> Iterator[Sequence[int]]:
-    for _ in range(RANDOM):
-        order = np.empty(count, dtype=np.int64)
-        for group in places:
-            order[group] = generator.permutation(group)
-        yield order.tolist()
+def _order(places: list[Orders], chosen: Sequence[Any]) -> Orders:
+    """Return the order of all tasks that puts the chosen ones at the places of their groups."""
+    order = np.empty(sum(map(len, places)), dtype=np.int64)
+    order[np.concatenate(places)] = np.concatenate(chosen)
+    return order
