@@ -17,9 +17,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.commands.interrupts import interrupts_noted
 from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.progress import Phases, interrupts_noted
 from otdd_flash.commands.settings import (
     ComparisonSettings,
     DatasetPairSettings,

@@ -1,19 +1,25 @@
-"""The progress of a command: bars on a terminal, elsewhere lines of text.
+"""The progress of a command and Ctrl-C during it: bars on a terminal, elsewhere lines of text.
 
 Without a terminal there is a line when a stage begins, and then at most one per minute.
 `commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.tracked` use
 `Phases`; the entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` use
-`importing`. The seconds of these lines, of the tables and of result.json come from one clock, which
-starts with the command, and in a multirun with each job; so they agree.
+`importing`. `commands.adapt` and `commands.study` enter `interrupts_noted` and hand its function to
+the run, which asks it between steps whether to end, so that what was reached can be written: the
+first Ctrl-C ends a run after the current step, the second at once. The seconds of these lines, of
+the tables and of result.json come from one clock, which starts with the command, and in a multirun
+with each job; so they agree.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -207,3 +213,26 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(round(seconds), 1)} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed; pressed twice, it interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread receives signals.
+        yield lambda: False
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        say("notice", "ending after this step; Ctrl-C again ends at once", "yellow")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -34,7 +34,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from otdd_flash.commands import exit_codes
+from otdd_flash.commands.start import BAD_INPUT, DEFECT, INTERRUPTED
 from otdd_flash.errors import InputError
 
 if TYPE_CHECKING:
@@ -113,16 +113,16 @@ def together() -> Iterator[None]:
     try:
         if not first:
             sys.exit(_follow())
-        ranks, code = _joined(), exit_codes.DEFECT
+        ranks, code = _joined(), DEFECT
     except InputError as error:
         from otdd_flash.commands.messages import say_error
 
         say_error(error)
-        sys.exit(exit_codes.BAD_INPUT)
+        sys.exit(BAD_INPUT)
     except KeyboardInterrupt:
         if first:
             print("interrupted before anything was done", file=sys.stderr)
-        sys.exit(exit_codes.INTERRUPTED)
+        sys.exit(INTERRUPTED)
     _leading = ranks
     _go_on_after_restart()
     with _alive(ranks):
@@ -133,7 +133,7 @@ def together() -> Iterator[None]:
             raise
         finally:
             _leading = None
-            if code == exit_codes.BAD_INPUT:
+            if code == BAD_INPUT:
                 _store().set(REFUSED, "1")
             _dismiss(ranks, code)
 
@@ -189,7 +189,7 @@ def _go_on_after_restart() -> None:
 
 def _checkpoint(directory: Path) -> str:
     """Return a digest of the checkpoint in a directory; `NONE` if there is none."""
-    from otdd_flash.commands.claims import CHECKPOINT
+    from otdd_flash.commands.outcome import CHECKPOINT
 
     try:
         return hashlib.sha256((directory / CHECKPOINT).read_bytes()).hexdigest()
@@ -201,7 +201,7 @@ def _dismiss(ranks: Ranks, code: int) -> None:
     from otdd_flash.errors import LostRankError
 
     _end_as_meant()
-    if ranks.apart and code != exit_codes.DEFECT and _heartbeat is not None:
+    if ranks.apart and code != DEFECT and _heartbeat is not None:
         # They may work for long on an order that this rank has left.
         _heartbeat.end_others(code)
     try:
@@ -225,13 +225,13 @@ def _follow() -> int:
             return _served(ranks, heartbeat)
     except InputError as error:
         say_error(f"rank {rank}: {error}")
-        return exit_codes.BAD_INPUT
+        return BAD_INPUT
     except Exception as error:
         memory = _is_shortage(error)
         say_error(f"rank {rank}: {str(error).splitlines()[0] if str(error) else type(error)}")
         if not memory:
             messages.print("".join(traceback.format_exception(error)))
-        return exit_codes.BAD_INPUT if memory else exit_codes.DEFECT
+        return BAD_INPUT if memory else DEFECT
 
 
 def _served(ranks: Ranks, heartbeat: Heartbeat) -> int:
@@ -248,7 +248,7 @@ def _served(ranks: Ranks, heartbeat: Heartbeat) -> int:
         # Rank 0 reports the loss of any other rank.
         if heartbeat.gone() == 0 and heartbeat.first():
             say_error(named(error))
-        return exit_codes.DEFECT
+        return DEFECT
 
 
 def _end_as_meant() -> None:
@@ -328,7 +328,7 @@ def _refuse(why: str, *, speaks: bool) -> NoReturn:
         _store().set(REFUSED, "1")
     if torch.distributed.is_initialized():
         _leave()
-    sys.exit(exit_codes.BAD_INPUT)
+    sys.exit(BAD_INPUT)
 
 
 def _leave() -> None:
@@ -351,7 +351,7 @@ def _end_where_refused_before() -> None:
         from otdd_flash.commands.messages import say_error
 
         say_error("refused before, as said above; it is not tried again")
-    sys.exit(exit_codes.BAD_INPUT)
+    sys.exit(BAD_INPUT)
 
 
 def _store() -> TCPStore:
@@ -498,7 +498,7 @@ class Heartbeat(threading.Thread):
             # A stopped process handles no other signal, and torchrun would wait for it.
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        os._exit(exit_codes.DEFECT)
+        os._exit(DEFECT)
 
     def _neighbour(self, rank: int) -> int | None:
         """Return the process of a rank that the same torchrun has started; None for others."""

@@ -3,9 +3,9 @@
 The entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` call `run_hydra`,
 `run_command` and `run_script`. `commands.progress` asks for the running job and draws inside
 `dispensable`; `commands.outcome` ends a job (`job_ended`) and asks `unheard`; `commands.settings`
-calls `conceal_environment`. Everything else is imported where it is needed: help is shown without
-torch, and Ctrl-C works from the start, also while Hydra and torch are imported. So nothing heavy
-may be imported at the top.
+calls `conceal_environment`. The exit codes of all commands are here, too. Everything else is
+imported where it is needed: help is shown without torch, and Ctrl-C works from the start, also
+while Hydra and torch are imported. So nothing heavy may be imported at the top.
 
 A command runs inside `guarded_streams`, where writing never raises. A reader that has gone, as in
 `| head -1`, is no failure. Other failures to write are stored, and `unheard` reports them: a job or
@@ -25,19 +25,35 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from otdd_flash.commands import exit_codes
-from otdd_flash.commands.ranks import launched, together
 from otdd_flash.errors import InputError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+# The exit codes of a command; 0 means done. Users' scripts rely on them, so they must not change.
+#
+# A defect, which is printed with its traceback.
+DEFECT = 1
+BAD_INPUT = 2
+# `solver.require_convergence` was set and not met.
+NOT_CONVERGED = 3
+# The result was written, but a picture, another file or output could not be.
+INCOMPLETE = 4
+INTERRUPTED = 130
+
+# The highest exit code of the jobs that this process ran. A multirun also reads the codes in the
+# error.json of its jobs, which cannot be written on a full disk.
+highest = 0
+
 _job: Job | None = None
+
+# What is undone when the command ends, such as claims on directories.
+at_the_end = ExitStack()
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -68,6 +84,12 @@ def job_ended() -> None:
     """End the running job; the next starts when it is first asked for."""
     global _job
     _job = None
+
+
+def note(code: int) -> None:
+    """Record a job's exit code if it is the highest so far."""
+    global highest
+    highest = max(highest, code)
 
 
 def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
@@ -161,6 +183,8 @@ def run_command(main: Callable[[], None]) -> None:
     with guarded_streams():
         try:
             _check_folder()
+            from otdd_flash.commands.ranks import launched, together
+
             shared = launched()
         except InputError as error:
             sys.exit(_refused(error))
@@ -171,7 +195,7 @@ def run_command(main: Callable[[], None]) -> None:
                 from otdd_flash.commands.messages import say_error
 
                 say_error(f"{stream} did not take all that was to be written to it")
-                code = exit_codes.INCOMPLETE
+                code = INCOMPLETE
             sys.exit(code)
 
 
@@ -187,18 +211,16 @@ def _check_folder() -> None:
 def _exit_code(main: Callable[[], None]) -> int:
     try:
         main()
-        return exit_codes.highest
+        return highest
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         print("interrupted; what had been written is whole", file=sys.stderr)
-        return exit_codes.INTERRUPTED
+        return INTERRUPTED
     except Exception as error:
         return _refused(error)
     finally:
-        from otdd_flash.commands.claims import release_all
-
-        release_all()
+        at_the_end.close()
 
 
 @contextmanager
@@ -230,9 +252,9 @@ def _refused(error: Exception) -> int:
     said = None if os.environ.get(FULL_ERROR) else sentence(error, sys.argv[1:])
     if said is None:
         sys.excepthook(type(error), error, error.__traceback__)
-        return exit_codes.DEFECT
+        return DEFECT
     say_error(said)
-    return exit_codes.BAD_INPUT
+    return BAD_INPUT
 
 
 STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY))

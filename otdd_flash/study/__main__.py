@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def job(config: DictConfig) -> int:
-    """Run one job (a multirun has several) and return its exit code (`commands.exit_codes`)."""
+    """Run one job (a multirun has several) and return its exit code (`commands.start`)."""
     # Imported here so that help does not wait for torch.
     from otdd_flash.commands.progress import importing
 

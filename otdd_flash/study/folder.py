@@ -28,7 +28,7 @@ LOCK_FILE = ".study.lock"
 # Key of study.json: the version of `otdd_flash.fingerprint` that digested the tasks.
 VERSION_KEY = "fingerprint_version"
 SECONDS_APART = 0.05
-# What is in a folder before a study begins: Hydra's folder, the lock of `commands.claims`, and the
+# What is in a folder before a study begins: Hydra's folder, the lock of `commands.outcome`, and the
 # lock of this module.
 NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
 
