@@ -1,7 +1,7 @@
 """The progress of a command and Ctrl-C during it: bars on a terminal, elsewhere lines of text.
 
 Without a terminal there is a line when a stage begins, and then at most one per minute.
-`commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.tracked` use
+`commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.results` use
 `Phases`; the entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` use
 `importing`. `commands.adapt` and `commands.study` enter `interrupts_noted` and hand its function to
 the run, which asks it between steps whether to end, so that what was reached can be written: the
@@ -73,15 +73,18 @@ class Phases:
         self._bars.stop()
 
     def all_seconds(self, parts: dict[str, float]) -> dict[str, float]:
-        """Return the seconds of the job until now: imports, the given parts, the rest.
+        """Return the seconds of the job until now, in the order of the work.
 
         Args:
-            parts: seconds of phases by name, in the order of the work.
+            parts: seconds of the computation by name; imports, loading and sampling are known.
         """
-        imports = {name: self.seconds[name] for name in ("import",) if name in self.seconds}
+        before, after = (
+            {name: self.seconds[name] for name in names if name in self.seconds}
+            for names in (("import", "load", "extract"), ("sampling",))
+        )
+        known = {**before, **parts, **after}
         spent = time.perf_counter() - self._job.started
-        other = max(spent - sum(imports.values()) - sum(parts.values()), 0.0)
-        return {**imports, **parts, "other": other}
+        return {**known, "other": max(spent - sum(known.values()), 0.0)}
 
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[Callable[[int, int], None]]:

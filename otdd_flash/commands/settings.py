@@ -4,7 +4,7 @@ The dataclasses have the keys of the files in `conf`; the dataclass of a command
 those that it needs. `parse` checks a configuration and builds the dataclass, `mistyped` says in
 words what a key accepts, and `recorded` returns the settings as results store them.
 `commands.compare`, `commands.adapt` and `commands.study`, the work of the three commands, and
-`commands.sides` and `commands.tracked` use this module.
+`commands.sides` and `commands.results` use this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
 from environment variables may be secret: `recorded` must replace them by their names before
@@ -157,7 +157,7 @@ class SolverSettings:
                     f"solver.schedule={self.schedule} has no solver.{key.name}; leave it out, or "
                     "take another choice of solver"
                 )
-        return kind(**{key: getattr(self, key) for key in own})
+        return kind(**taken(self, kind))
 
     def deferred(self) -> Schedule:
         """Build the schedule without `require_convergence`.
@@ -187,6 +187,9 @@ class ComparisonSettings:
 
     def cost(self) -> GroundCost:
         return GroundCost(self.lambda_x, self.lambda_y, self.ground)
+
+    def metric(self) -> LabelMetric:
+        return self.labels.metric(self.solver.options().asked_tolerance, self.epsilon)
 
 
 @dataclass
@@ -235,12 +238,42 @@ class FlowNode:
 
 
 @dataclass
-class DatasetPairSettings(RuntimeSettings):
-    """Two datasets and how both are embedded."""
+class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
+    """Two datasets, how both are embedded and compared, and what is written."""
 
     source: dict[str, Any]
     target: dict[str, Any]
     extractor: dict[str, Any]
+    report: ReportSettings
+    save_result: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keywords that `dataset_distance` and `gradient_flow` share.
+
+        Raises:
+            InputError: a setting is invalid for any data. Called before data are read: a bad
+                setting should not cost the time of loading.
+        """
+        self.check()
+        self.report.check()
+        self.log.check()
+        metric = self.metric()
+        self.cost().check_labels(metric.name)
+        return {
+            "epsilon": self.epsilon,
+            "epsilon_relative": self.epsilon_relative,
+            "labels": metric,
+            "min_class_size": self.min_class_size,
+            "solver": self.solver.deferred(),
+            "compute": self.compute_options(),
+            "cache_dir": self.cache_dir,
+        }
+
+
+def taken(settings: Any, kind: type) -> dict[str, Any]:
+    """Return the settings that are fields of a dataclass of options, by name."""
+    names = [field.name for field in fields(kind)]
+    return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
 
 
 def recorded(settings: Any, config: DictConfig) -> dict[str, Any]:

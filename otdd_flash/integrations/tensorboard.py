@@ -1,6 +1,6 @@
 """The tracker `log=tensorboard`: event files in a folder, for `tensorboard --logdir`.
 
-`integrations.tracking.track` imports this module and calls `write`; `commands.tracked` looks for
+`integrations.tracking.track` imports this module and calls `write`; `commands.results` looks for
 EVENTS. Each run gets a folder without other event files, because tensorboard shows the files of one
 folder as one run.
 """

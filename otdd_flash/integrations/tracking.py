@@ -1,6 +1,6 @@
 """Trackers of runs (`log=` of the commands): the data that they get, and checks before a run.
 
-`commands.tracked` builds a `TrackedRun` and calls `track`, which imports the tracker's module
+`commands.results` builds a `TrackedRun` and calls `track`, which imports the tracker's module
 beside this one; `commands.settings` calls `check_tracker` before the solve, so that a run is not
 lost to a missing package or key. `integrations.mlflow`, `integrations.tensorboard` and
 `integrations.wandb` read the run and share the helpers. No tracker package is imported here, as

@@ -25,7 +25,7 @@ import pytest
 from command_runs import run_here
 from PIL import Image
 
-from otdd_flash.commands import tracked
+from otdd_flash.commands import results
 from otdd_flash.errors import InputError
 from otdd_flash.integrations import tracking
 from otdd_flash.integrations.tracking import TrackedRun, check_tracker, track
@@ -46,7 +46,7 @@ def plain_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in names:
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    tracked._notice_once.cache_clear()
+    results._notice_once.cache_clear()
 
 
 @pytest.fixture
