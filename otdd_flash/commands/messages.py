@@ -57,11 +57,6 @@ def say(label: str, text: object, style: str) -> None:
     messages.print(line, soft_wrap=True)
 
 
-def say_error(text: object) -> None:
-    """Print an error."""
-    say("error", text, "bold red")
-
-
 @contextmanager
 def shown(level: str) -> Iterator[None]:
     """Print notices, warnings and log records of the package while a job runs.

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from otdd_flash.checks import path
 from otdd_flash.commands.hydra_errors import check_references, limit_of_the_system
-from otdd_flash.commands.messages import messages, say_error, shown
+from otdd_flash.commands.messages import messages, shown
 from otdd_flash.commands.ranks import leading, named, remember
 from otdd_flash.commands.start import (
     BAD_INPUT,
@@ -47,6 +47,7 @@ from otdd_flash.commands.start import (
     at_the_end,
     job_ended,
     note,
+    say_error,
     unheard,
 )
 from otdd_flash.errors import ConvergenceError, IncompleteError, InputError, LostRankError
@@ -82,24 +83,19 @@ def run_job(work: Work, config: DictConfig) -> int:
     Returns:
         The job's exit code.
     """
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    alone = claimed(directory, "hydra.sweep.subdir", replace=may_replace(config))
     try:
-        code = _ended_with(work, config, Path(HydraConfig.get().runtime.output_dir))
+        with nullcontext() if may_share(config) else alone:
+            code = _carried_out(work, config, directory)
+    except InputError as error:
+        # No error.json: the directory belongs to another job.
+        say_error(error)
+        code = BAD_INPUT
     finally:
         job_ended()
     note(code)
     return code
-
-
-def _ended_with(work: Work, config: DictConfig, directory: Path) -> int:
-    try:
-        if may_share(config):
-            return _carried_out(work, config, directory)
-        with claimed(directory, "hydra.sweep.subdir", replace=may_replace(config)):
-            return _carried_out(work, config, directory)
-    except InputError as error:
-        # No error.json: the directory belongs to another job.
-        say_error(error)
-        return BAD_INPUT
 
 
 def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:

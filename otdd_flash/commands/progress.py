@@ -89,21 +89,19 @@ class Phases:
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[Callable[[int, int], None]]:
         """Run a phase, which reports (done, total); phases of the same name add their seconds."""
-        task = self._bars.add_task(display(title), total=None, note="")
-        self._say()
         started = time.perf_counter()
         try:
-            yield lambda done, total: self._update(
-                task, completed=done, total=total, note=f"{done:,} of {total:,}"
-            )
+            with self._task(title) as task:
+                self._say()
+                yield lambda done, total: self._update(
+                    task, completed=done, total=total, note=f"{done:,} of {total:,}"
+                )
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-            self._bars.remove_task(task)
 
     @contextmanager
     def counting(self, title: str) -> Iterator[Callable[[int, int], None]]:
         """Show a part of a phase from its first to its last report of (done, total)."""
-        task = self._bars.add_task(title, total=None, visible=False, note="")
         begun = False
 
         def report(done: int, total: int) -> None:
@@ -114,24 +112,19 @@ class Phases:
             if begins:
                 self._say()
 
-        try:
+        with self._task(title, visible=False) as task:
             yield report
-        finally:
-            self._bars.remove_task(task)
 
     @contextmanager
     def flowing(self, steps: int) -> Iterator[Callable[[StepRecord], None]]:
         """Show the steps of a flow: their number, and the current objective."""
-        task = self._bars.add_task("flowing", total=steps, note="")
-        self._say()
-        try:
+        with self._task("flowing", total=steps) as task:
+            self._say()
             yield lambda record: self._update(
                 task,
                 completed=record.step,
                 note=f"step {record.step:,} of {steps:,}: {record.described}",
             )
-        finally:
-            self._bars.remove_task(task)
 
     @contextmanager
     def solving(self, title: str, options: Schedule) -> Iterator[Callable[[str, int, float], None]]:
@@ -139,9 +132,6 @@ class Phases:
         from otdd_flash.solver.schedules.converged import Converged
 
         alone = not self._bars.tasks
-        task = self._bars.add_task(title, total=None, note="")
-        if alone:
-            self._say()
         to_width = isinstance(options, Converged) and options.bound_width is not None
         goal = "" if to_width else f" (to {options.asked_tolerance:.0e})"
         solved = ""
@@ -155,8 +145,19 @@ class Phases:
             self._rest[task] = math.nan if to_width else _rest(errors, options.asked_tolerance)
             self._update(task, note=f"{term} {iteration:,}: marginal error {error:.1e}{goal}")
 
-        try:
+        with self._task(title) as task:
+            if alone:
+                self._say()
             yield report
+
+    @contextmanager
+    def _task(
+        self, title: str, total: int | None = None, *, visible: bool = True
+    ) -> Iterator[TaskID]:
+        """Show a task of the bars within a context."""
+        task = self._bars.add_task(display(title), total=total, visible=visible, note="")
+        try:
+            yield task
         finally:
             self._rest.pop(task, None)
             self._bars.remove_task(task)

@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -105,28 +106,24 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # in other processes use the same number.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
     conceal_environment()
-    from otdd_flash.commands.choices import search_installed, trusted_configurations
+    from otdd_flash.commands import choices
 
-    search_installed()
+    choices.search_installed()
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
-        from otdd_flash.commands.choices import show_help
-
-        show_help(config_name, sys.argv[1:])
+        choices.show_help(config_name, sys.argv[1:])
         return
-    from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
-
     # Argparse accepts settings only if no flag stands between them: flags of a multirun go first.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in MULTIRUN)
-    if (refusal := refused_argument(sys.argv[1:])) is not None:
+    if (refusal := choices.refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
-    sys.argv[1:] = with_folders(sys.argv[1:])
-    for notice in twice_given(sys.argv[1:]):
+    sys.argv[1:] = choices.with_folders(sys.argv[1:])
+    for notice in choices.twice_given(sys.argv[1:]):
         # Imported here: with rich, the import takes as long as all the rest of --version.
         from otdd_flash.commands.messages import say
 
         say("notice", notice, "yellow")
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
-    with _errors_handed_on(), trusted_configurations(), warnings.catch_warnings():
+    with _errors_handed_on(), choices.trusted_configurations(), warnings.catch_warnings():
         # Hydra's own warnings too, because they repeat arguments.
         warnings.showwarning = _show_warning
         entry(job)()
@@ -157,6 +154,23 @@ def concealed_variable(name: str, *default: str | None) -> str | None:
     if value is not None and name in os.environ:
         conceal(value, f"${{oc.env:{name}}}")
     return value
+
+
+def run_work(name: str, config: DictConfig) -> int:
+    """Run one job with the work of a command: the function of a module's name here.
+
+    Heavy modules are imported here, with their progress, and not before Hydra runs the job.
+
+    Returns:
+        The job's exit code.
+    """
+    from otdd_flash.commands.progress import importing
+
+    with importing():
+        from otdd_flash.commands.outcome import run_job
+
+        module = import_module(f"otdd_flash.commands.{name}")
+    return run_job(getattr(module, name), config)
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -192,11 +206,16 @@ def run_command(main: Callable[[], None]) -> None:
         with together() if shared else nullcontext():
             code = _exit_code(main)
             if code == 0 and (stream := unheard()) is not None:
-                from otdd_flash.commands.messages import say_error
-
                 say_error(f"{stream} did not take all that was to be written to it")
                 code = INCOMPLETE
             sys.exit(code)
+
+
+def say_error(text: object) -> None:
+    """Print an error, without importing rich before there is one."""
+    from otdd_flash.commands.messages import say
+
+    say("error", text, "bold red")
 
 
 def _check_folder() -> None:
@@ -246,7 +265,6 @@ def _errors_handed_on() -> Iterator[None]:
 def _refused(error: Exception) -> int:
     """Print what is wrong with the arguments, or a defect's traceback; return the exit code."""
     from otdd_flash.commands.hydra_errors import sentence
-    from otdd_flash.commands.messages import say_error
 
     # The variable is as the user set it: `_errors_handed_on` has restored it by now.
     said = None if os.environ.get(FULL_ERROR) else sentence(error, sys.argv[1:])

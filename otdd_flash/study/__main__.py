@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from otdd_flash.commands.start import run_command, run_hydra, run_script
+from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -16,15 +16,7 @@ if TYPE_CHECKING:
 
 def job(config: DictConfig) -> int:
     """Run one job (a multirun has several) and return its exit code (`commands.start`)."""
-    # Imported here so that help does not wait for torch.
-    from otdd_flash.commands.progress import importing
-
-    # Shows what is imported, which takes seconds.
-    with importing():
-        from otdd_flash.commands.outcome import run_job
-        from otdd_flash.commands.study import study
-
-    return run_job(study, config)
+    return run_work("study", config)
 
 
 def main() -> None:
