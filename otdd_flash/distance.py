@@ -1,7 +1,7 @@
 """The command `python -m otdd_flash.distance`: the dataset distance of a configuration.
 
-`commands.start` runs it and `commands.compare` does the work. `run_work` imports
-it, so that help is shown without heavy modules.
+`commands.start` runs it and `commands.compare` does the work. `run_work` imports it, so that help
+is shown without heavy modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `python -m otdd_flash.flow`: move a dataset towards another by a gradient flow.
 
-`commands.start` runs it and `commands.adapt` does the work. `run_work` imports
-it, so that help is shown without heavy modules.
+`commands.start` runs it and `commands.adapt` does the work. `run_work` imports it, so that help is
+shown without heavy modules.
 """
 
 from __future__ import annotations

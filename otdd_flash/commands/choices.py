@@ -10,9 +10,11 @@ package's own, and checked like all others. The third part, `show_help`, prints 
 command with the settings as its arguments compose them. Hydra's own `--help` fills the same
 template, but first lists every group of every plugin, which takes as long as everything else.
 
-`commands.start` calls all three, and `commands.hydra_errors` uses the lists of choices in its
-messages. A new setting that names code or a destination must be added to `FUNCTIONS` or
-`DESTINATIONS`, because a folder of others could set it otherwise.
+`commands.start` calls all three, `commands.hydra_errors` uses the lists of choices in its messages,
+and `commands.settings` walks a configuration by `leaves`. Values of the environment that a job
+copies (`hydra.job.env_copy`) may be secret, so they are replaced by references to them. A new
+setting that names code or a destination must be added to `FUNCTIONS` or `DESTINATIONS`, because a
+folder of others could set it otherwise.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Typed settings of the commands, and the check of what Hydra composed against them.
 
 The dataclasses have the keys of the files in `conf`; the dataclass of a command extends or holds
-those that it needs. `parse` checks a configuration and builds the dataclass, `recorded` returns the
-settings as results store them. `commands.compare`, `commands.adapt` and `commands.study`, the work
-of the three commands, and `commands.sides` and `commands.results` use this module.
+those that it needs. `parse` checks a configuration and builds the dataclass,
+`DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns the settings
+as results store them. `commands.compare`, `commands.adapt` and `commands.study`, the work of the
+three commands, and `commands.sides` and `commands.results` use this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
 from environment variables may be secret: `recorded` must replace them by their names before

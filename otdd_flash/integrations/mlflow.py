@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from otdd_flash.files.atomic import lock, unlock
-from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment, folder_of
+from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -43,12 +43,8 @@ def write(run: TrackedRun) -> None:
     """Write settings as parameters, numbers and series as metrics, pictures as artifacts."""
     from mlflow import MlflowClient
 
-    store = run.store
-    if store is None and run.online:
-        # `check_tracker` has refused a run without this variable.
-        store = os.environ["MLFLOW_TRACKING_URI"]
-    elif store is None:
-        store = folder_of("mlflow", run.directory)
+    # `check_tracker` has refused a run that is sent without an address or this variable.
+    store = os.environ["MLFLOW_TRACKING_URI"] if run.store is None else run.store
     if isinstance(store, Path):
         store.mkdir(parents=True, exist_ok=True)
     address = store.absolute().as_uri() if isinstance(store, Path) else store

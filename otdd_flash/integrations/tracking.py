@@ -57,8 +57,8 @@ class TrackedRun:
         config: all settings, nested by group.
         numbers: numbers by name, such as `value`, `lower` and `upper`.
         series: by name, (step, number) for every step of a flow.
-        store: the folder that the tracker writes to, or the address that it sends to; None: a
-            folder of the tracker's in `directory`.
+        store: the folder that the tracker writes to, or the address that it sends to; None: the
+            server that the tracker's own settings name.
         online: whether it sends, if `store` is no address.
         project: the experiment or project; None: `PROJECT`.
         group: what the runs of one sweep have in common; None for a single run.
