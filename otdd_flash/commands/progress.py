@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -72,17 +72,16 @@ class Phases:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def all_seconds(self, parts: dict[str, float]) -> dict[str, float]:
+    def all_seconds(self, parts: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the job until now, in the order of the work.
 
         Args:
             parts: seconds of the computation by name; imports, loading and sampling are known.
         """
-        before, after = (
-            {name: self.seconds[name] for name in names if name in self.seconds}
-            for names in (("import", "load", "extract"), ("sampling",))
-        )
-        known = {**before, **parts, **after}
+        loading, done = ("import", "load", "extract"), self.seconds
+        known = {name: done[name] for name in loading if name in done} | dict(parts)
+        if "sampling" in done:
+            known["sampling"] = done["sampling"]
         spent = time.perf_counter() - self._job.started
         return {**known, "other": max(spent - sum(known.values()), 0.0)}
 
