@@ -34,12 +34,14 @@ from otdd_flash.checks import (
     Check,
     array,
     choice,
+    either,
     flag,
     function,
     instance,
     integer,
     is_a,
     mapping,
+    must,
     names,
     number,
     optional,
@@ -78,10 +80,6 @@ Precision = str
 BatchedGradient = str
 DeviceName = str
 
-BACKENDS = ("auto", "torch", "triton")
-PRECISIONS = ("fast", "high", "double")
-BATCHED_GRADIENTS = ("unrolled", "implicit", "none")
-GROUNDS = ("sqeuclidean", "cosine", "inner")
 
 TENSOR_CLASS = "torch.Tensor"
 FAKE_CLASS = "torch._subclasses.fake_tensor.FakeTensor"
@@ -101,6 +99,7 @@ COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
 RANKS_CLASS = "otdd_flash.distributed.ranks.Ranks"
 GROUP_CLASSES = ("torch.distributed.distributed_c10d.ProcessGroup", RANKS_CLASS)
 COST_BLOCKS_CLASS = "otdd_flash.operators.cost_blocks.CostBlocks"
+COSTS_SHAPE = "(n, m) or otdd.CostBlocks(n, m, block)"
 FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.WeightedFunctional"
 # Other classes of arguments: the words of messages, and the full name of each.
 OBJECTS = {
@@ -133,6 +132,16 @@ finite = number("be finite", math.isfinite)
 any_number = number("be a number", lambda value: True)
 marginal_error = number("lie in (0, 2), an L1 distance of two masses", lambda value: 0 < value < 2)
 share = number("lie in (0, 1)", lambda value: 0 < value < 1)
+importable = must(
+    "be a function or module:function", lambda value: isinstance(value, str) or callable(value)
+)
+# A weighted functional, or a mapping from which `build_functionals` makes one.
+functional = either(mapping("be a mapping such as {name: norm, weight: 0.1}"), FUNCTIONAL_CLASS)
+# A process group, whose processes share the work.
+group = must(
+    'be a torch.distributed group of this process, "world" or None',
+    lambda value: (isinstance(value, str) and value == "world") or is_a(value, *GROUP_CLASSES),
+)
 count = integer(at_least=1)
 index = integer(at_least=0)
 seed = integer(at_least=0, below=2**32)
@@ -232,23 +241,6 @@ def compute(name: str, value: Any) -> Any:
     raise refused(name, "be ComputeOptions or a device's name", value)
 
 
-def importable(name: str, value: Any) -> Any:
-    """Accept a function, or the `module:function` to import."""
-    if not isinstance(value, str) and not callable(value):
-        raise refused(name, "be a function or module:function", value)
-    return value
-
-
-def scalar(name: str, value: Any) -> Any:
-    """Accept a number that is not negative, or a 0-dim tensor that may need a gradient."""
-    return value if is_a(value, "torch.Tensor") else not_negative(name, value)
-
-
-def positive_scalar(name: str, value: Any) -> Any:
-    """Accept a positive number, or a tensor that may need a gradient."""
-    return value if is_a(value, "torch.Tensor") else positive(name, value)
-
-
 def mixed_precision(name: str, value: Any) -> Any:
     """Accept true, false or auto."""
     if isinstance(value, str) and value != "auto":
@@ -286,13 +278,6 @@ def memory(name: str, value: Any) -> Any:
     return value if isinstance(value, str) else integer(at_least=0)(name, value)
 
 
-def group(name: str, value: Any) -> Any:
-    """Accept a process group, whose processes share the work."""
-    if (isinstance(value, str) and value == "world") or is_a(value, *GROUP_CLASSES):
-        return value
-    raise refused(name, 'be a torch.distributed group of this process, "world" or None', value)
-
-
 def traced_tensor(shape: str) -> Check:
     """Return a check for tensors that accepts fake ones, whose shapes in traces have no numbers."""
     plain = tensor(shape)
@@ -310,27 +295,6 @@ def table_or_path(name: str, value: Any) -> Any:
         return path(name, value)
     _, table = OBJECTS["ClassDistances"]
     return instance("be ClassDistances or the path of their npz", table)(name, value)
-
-
-def matrix(name: str, value: Any) -> Any:
-    """Accept a matrix of costs, or a function of its blocks."""
-    if is_a(value, COST_BLOCKS_CLASS):
-        return value
-    return array("(n, m) or otdd.CostBlocks(n, m, block)")(name, value)
-
-
-def matrix_tensor(name: str, value: Any) -> Any:
-    """Accept a tensor of costs or `CostBlocks`: arrays have no gradient."""
-    if is_a(value, COST_BLOCKS_CLASS):
-        return value
-    return tensor("(n, m) or otdd.CostBlocks(n, m, block)")(name, value)
-
-
-def functional(name: str, value: Any) -> Any:
-    """Accept a weighted functional, or a mapping from which `build_functionals` makes one."""
-    if not is_a(value, FUNCTIONAL_CLASS) and not isinstance(value, Mapping):
-        raise refused(name, "be a mapping such as {name: norm, weight: 0.1}", value)
-    return value
 
 
 def columns(name: str, value: Any) -> Any:
@@ -370,12 +334,13 @@ ACCEPTED: dict[str, Check] = {
     "Count": count,
     "Index": index,
     "Seed": seed,
-    "Positive | Tensor": positive_scalar,
-    "NotNegative | Tensor": scalar,
-    "Ground": choice(*GROUNDS),
-    "Backend": choice(*BACKENDS),
-    "Precision": choice(*PRECISIONS),
-    "BatchedGradient": choice(*BATCHED_GRADIENTS),
+    # A tensor may need a gradient.
+    "Positive | Tensor": either(positive, TENSOR_CLASS),
+    "NotNegative | Tensor": either(not_negative, TENSOR_CLASS),
+    "Ground": choice("sqeuclidean", "cosine", "inner"),
+    "Backend": choice("auto", "torch", "triton"),
+    "Precision": choice("fast", "high", "double"),
+    "BatchedGradient": choice("unrolled", "implicit", "none"),
     "str | torch.device": device,
     "DeviceName": device,
     "Compute": compute,
@@ -392,8 +357,9 @@ ACCEPTED: dict[str, Check] = {
     ),
     "ClassDistances | str | Path": table_or_path,
     "Labels": labels,
-    "Costs": matrix,
-    "Tensor | CostBlocks": matrix_tensor,
+    "Costs": either(array(COSTS_SHAPE), COST_BLOCKS_CLASS),
+    # Arrays have no gradient.
+    "Tensor | CostBlocks": either(tensor(COSTS_SHAPE), COST_BLOCKS_CLASS),
     "Potentials": mapping("be potentials by term, {'xy': g}"),
     "Progress": function,
     "PairProgress": function,

@@ -47,6 +47,17 @@ def shown(value: object) -> str:
     return f"{kind} of {len(value)} items" if isinstance(value, list | tuple | dict) else kind
 
 
+def must(accepted: str, allowed: Callable[[Any], bool]) -> Check:
+    """Return a check for values that are `allowed`; messages say `must {accepted}`."""
+
+    def check(name: str, value: Any) -> Any:
+        if not allowed(value):
+            raise refused(name, accepted, value)
+        return value
+
+    return check
+
+
 def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
     """Return a check for real numbers that are `allowed`; messages say `must {accepted}`."""
 
@@ -94,6 +105,17 @@ def flag(name: str, value: Any) -> bool:
     return value
 
 
+# Accepts a string.
+text = must("be text", lambda value: isinstance(value, str))
+# Accepts a callable.
+function = must("be a function", callable)
+
+
+def mapping(accepted: str = "be a mapping") -> Check:
+    """Return a check for mappings."""
+    return must(accepted, lambda value: isinstance(value, Mapping))
+
+
 def choice(*known: str) -> Check:
     """Return a check for one of the known names."""
 
@@ -101,13 +123,6 @@ def choice(*known: str) -> Check:
         return choose(name, text(name, value), known)
 
     return check
-
-
-def text(name: str, value: Any) -> str:
-    """Accept a string."""
-    if not isinstance(value, str):
-        raise refused(name, "be text", value)
-    return value
 
 
 def path(name: str, value: Any) -> Any:
@@ -137,24 +152,6 @@ def word(name: str, value: Any) -> str:
     return str(value)
 
 
-def function(name: str, value: Any) -> Any:
-    """Accept a callable."""
-    if not callable(value):
-        raise refused(name, "be a function", value)
-    return value
-
-
-def mapping(accepted: str = "be a mapping") -> Check:
-    """Return a check for mappings."""
-
-    def check(name: str, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise refused(name, accepted, value)
-        return value
-
-    return check
-
-
 def names(name: str, value: Any) -> tuple[str, ...]:
     """Accept a sequence of names, but not a text; its items become text."""
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
@@ -164,13 +161,7 @@ def names(name: str, value: Any) -> tuple[str, ...]:
 
 def array(shape: str) -> Check:
     """Return a check for arrays, tensors and nested lists of numbers; messages say `shape`."""
-
-    def check(name: str, value: Any) -> Any:
-        if not _is_array(value):
-            raise refused(name, f"be an array or a tensor {shape}", value)
-        return value
-
-    return check
+    return must(f"be an array or a tensor {shape}", _is_array)
 
 
 def tensor(shape: str) -> Check:
@@ -227,13 +218,7 @@ def tensors(shape: str) -> Check:
 
 def instance(accepted: str, *kinds: str) -> Check:
     """Return a check for objects of classes, given by full names `package.module.Class`."""
-
-    def check(name: str, value: Any) -> Any:
-        if not is_a(value, *kinds):
-            raise refused(name, accepted, value)
-        return value
-
-    return check
+    return must(accepted, lambda value: is_a(value, *kinds))
 
 
 def is_a(value: object, *kinds: str) -> bool:
@@ -244,6 +229,11 @@ def is_a(value: object, *kinds: str) -> bool:
 def called(setting: str, check: Check) -> Check:
     """Return a check whose messages name a setting of the commands."""
     return lambda name, value: check(setting, value)
+
+
+def either(check: Check, *kinds: str) -> Check:
+    """Return a check that accepts objects of classes and what another check accepts."""
+    return lambda name, value: value if is_a(value, *kinds) else check(name, value)
 
 
 def optional(check: Check) -> Check:

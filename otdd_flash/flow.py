@@ -1,14 +1,14 @@
 """The command `python -m otdd_flash.flow`: move a dataset towards another by a gradient flow.
 
-`commands.start` runs it and `commands.adapt` does the work. Heavy modules are imported inside
-`job`, so that help is shown without them.
+`commands.start` runs it and `commands.adapt` does the work. `run_work` imports it, so that help is
+shown without heavy modules.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from otdd_flash.commands.start import run_command, run_hydra, run_script
+from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 def job(config: DictConfig) -> int:
     """Run one job and return its exit code."""
-    # Imported here: help is shown without the modules that compute.
-    from otdd_flash.commands.progress import importing
-
-    with importing():
-        from otdd_flash.commands.adapt import adapt
-        from otdd_flash.commands.outcome import run_job
-
-    return run_job(adapt, config)
+    return run_work("adapt", config)
 
 
 def main() -> None:

@@ -77,13 +77,20 @@ class Registry(dict[str, T]):
             UserCodeError: the package of the part does not import.
         """
         added = parts(self.kind)
-        if found := added.get(name):
-            check_owners(self.what, name, [OWN] * (name in self) + [one.package for one in found])
+        found = added.get(name, [])
+        owners = [OWN] * (name in self) + [one.package for one in found]
+        if len(owners) > 1:
+            one, *others = owners
+            raise InputError(
+                f"{self.what} {name} is a name of package {one} and of package "
+                f"{' and '.join(others)}, and which one is meant nobody can say; remove one of "
+                "them, or ask its makers for another name"
+            )
         if name in self:
             return self[name]
         if not found:
             choose(self.what, name, (*self, *sorted(added)))
-        ((package, entry),) = added[name]
+        ((package, entry),) = found
         what = f"{self.what} {name} of package {package}"
         try:
             with user_code(f"{what} does not import:", doing="it raised"):
@@ -108,21 +115,6 @@ def parts(kind: str) -> dict[str, list[Part]]:
     places = [place for place in sys.path if place not in otdd_flash._appended]
     # A package that is installed while this process runs changes its folder's time.
     return _parts(tuple(places), tuple(map(_changed, places))).get(GROUP + kind, {})
-
-
-def check_owners(what: str, name: str, packages: list[str]) -> None:
-    """Refuse a name that belongs to more than one package.
-
-    Raises:
-        InputError: there are several packages.
-    """
-    if len(packages) > 1:
-        one, *others = packages
-        raise InputError(
-            f"{what} {name} is a name of package {one} and of package {' and '.join(others)}, and "
-            "which one is meant nobody can say; remove one of them, or ask its makers for another "
-            "name"
-        )
 
 
 def folders() -> dict[Path, str]:

@@ -1,6 +1,6 @@
 """`DistanceResult`: the distance with its bounds, what can be asked of the plan, and its files.
 
-`otdd` returns it; `commands.compare` and `report.distance` show it, `commands.tracked` logs it;
+`otdd` returns it; `commands.compare` and `report.distance` show it, `commands.results` logs it;
 `sampling.comparison`, `sampling.halves` and `study.measures` work with many of them.
 `pairwise`, `flows.result` and `study.setup` also use `versions`.
 

@@ -50,13 +50,13 @@ def run_here(
 ) -> Ended:
     """Run a command's entry point in this process."""
     from otdd_flash import shown
-    from otdd_flash.commands import exit_codes
+    from otdd_flash.commands import start
     from otdd_flash.commands.start import run_command
 
     quicken_hydra()
     monkeypatch.setattr(sys, "argv", ["command.py", *arguments])
     # Both outlive the command here, whose own process would end with it.
-    monkeypatch.setattr(exit_codes, "highest", 0)
+    monkeypatch.setattr(start, "highest", 0)
     monkeypatch.setattr(shown, "_concealed", {})
     with pytest.raises(SystemExit) as left:
         run_command(main)

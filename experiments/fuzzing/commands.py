@@ -20,7 +20,7 @@ from typing import Any
 
 from experiments.fuzzing.verdict import EXIT_CODES, SECONDS, Attempt
 from otdd_flash import distance, flow
-from otdd_flash.commands import exit_codes
+from otdd_flash.commands import start
 from otdd_flash.commands.outcome import RESULT_FILE
 from otdd_flash.commands.start import run_command
 
@@ -49,7 +49,7 @@ def run_here(name: str, arguments: Sequence[str], folder: Path) -> Ended:
     out, err, code = io.StringIO(), io.StringIO(), 0
     before, argv = Path.cwd(), sys.argv
     os.chdir(folder)
-    sys.argv, exit_codes.highest = [f"{name}.py", *arguments], 0
+    sys.argv, start.highest = [f"{name}.py", *arguments], 0
     try:
         with _limit(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             run_command(MAINS[name])

@@ -17,33 +17,20 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from otdd_flash.commands.interrupts import interrupts_noted
 from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
-from otdd_flash.commands.settings import (
-    ComparisonSettings,
-    DatasetPairSettings,
-    FlowNode,
-    ReportSettings,
-    parse,
-    recorded,
-)
+from otdd_flash.commands.progress import Phases, interrupts_noted
+from otdd_flash.commands.results import track_flow, write_run
+from otdd_flash.commands.settings import DatasetPairSettings, FlowNode, parse, recorded, taken
 from otdd_flash.commands.sides import Sides, prepare_sides
-from otdd_flash.commands.tracked import track_flow
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError, choose
 from otdd_flash.extractors import build_extractor
 from otdd_flash.extractors.vision_models import differentiable
-from otdd_flash.files.atomic import write_json
-from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.flows.checkpoint import Checkpoints
 from otdd_flash.flows.flow import Callbacks, Flow
-from otdd_flash.flows.result import FlowResult
 from otdd_flash.flows.run import gradient_flow
 from otdd_flash.flows.space import FeatureSpace, ImageSpace, Space
 from otdd_flash.flows.stepping import Stepping
-from otdd_flash.report.figures.page import Report, write_each
 from otdd_flash.report.flow.writing import flow_table, write_flow_report
-from otdd_flash.shown import interval
 
 logger = logging.getLogger("otdd_flash.flow")
 
@@ -52,12 +39,10 @@ PIXEL_BOX = (0.0, 1.0)
 
 
 @dataclass
-class FlowSettings(ComparisonSettings, DatasetPairSettings):
+class FlowSettings(DatasetPairSettings):
     """The settings of conf/flow.yaml."""
 
     flow: FlowNode
-    report: ReportSettings
-    save_result: bool
 
 
 def adapt(config: DictConfig, directory: Path) -> None:
@@ -70,52 +55,61 @@ def adapt(config: DictConfig, directory: Path) -> None:
     """
     settings = parse(config, FlowSettings)
     kept = recorded(settings, config)
-    flow = settings.flow
-    # Checked before data are read: a bad setting should not cost the time of loading.
-    choose("flow.space", flow.space, SPACES)
-    settings.check()
-    settings.report.check()
-    settings.log.check()
-    moves = _flow(settings, directory)
+    node = settings.flow
+    choose("flow.space", node.space, SPACES)
+    arguments = settings.arguments()
+    flow = _flow(settings, directory)
     _notice_idle_keys(settings)
-    solver = settings.solver.deferred()
-    compute = settings.compute_options()
-    cost = settings.cost()
     if settings.labels.full:
         raise InputError(
             "labels.full=true has no meaning in a flow, whose classes are where its particles are; "
             "leave it out"
         )
-    metric = settings.labels.metric(solver.asked_tolerance, settings.epsilon)
-    cost.check_labels(metric.name)
     with Phases() as phases, interrupts_noted() as interrupted:
         sides, space = _sides(settings, phases)
-        moves = replace(moves, space=space)
-        if flow.box == "auto" and sides.image_shape:
-            moves = replace(moves, stepping=replace(moves.stepping, box=PIXEL_BOX))
+        flow = replace(flow, space=space)
+        if node.box == "auto" and sides.image_shape:
+            flow = replace(flow, stepping=replace(flow.stepping, box=PIXEL_BOX))
         with (
-            phases.flowing(flow.steps) as progress,
-            phases.solving("solving", solver) as solver_progress,
+            phases.flowing(node.steps) as progress,
+            phases.solving("solving", arguments["solver"]) as solver_progress,
             phases.counting("class distances") as class_progress,
         ):
             result = gradient_flow(
                 sides.source,
                 sides.target,
-                moves,
-                epsilon=settings.epsilon,
-                epsilon_relative=settings.epsilon_relative,
-                labels=metric,
-                min_class_size=settings.min_class_size,
-                cost=cost,
-                solver=solver,
-                compute=compute,
-                cache_dir=settings.cache_dir,
+                flow,
+                cost=settings.cost(),
                 callbacks=Callbacks(progress, solver_progress, class_progress, interrupted),
+                **arguments,
             )
-    report = _write(result, settings, kept, sides, phases, directory)
+    more = {
+        "seconds": phases.all_seconds(result.seconds),
+        "seed": settings.seed,
+        "choices": sides.choices,
+        "config": kept,
+    }
+    report = write_run(
+        result,
+        settings,
+        directory,
+        more,
+        lambda summary: [flow_table(summary)],
+        lambda: write_flow_report(
+            result,
+            directory,
+            image_shape=sides.image_shape,
+            seed=settings.seed,
+            content=settings.report.content,
+        ),
+    )
     report += track_flow(result, settings.log, kept, directory)
     if result.stopped_by == "interrupted":
-        _say_how_to_go_on(result, directory)
+        Terminal().print(
+            f"ended after {result.history[-1].step} steps; the same command with flow.resume=true "
+            f"hydra.run.dir={directory} goes on",
+            soft_wrap=True,
+        )
         raise KeyboardInterrupt
     if settings.solver.require_convergence and not result.converged:
         late = sum(not record.converged for record in result.evaluations)
@@ -143,19 +137,12 @@ def _notice_idle_keys(settings: FlowSettings) -> None:
 def _flow(settings: FlowSettings, directory: Path) -> Flow:
     """Return the options of the flow, except those that depend on the data."""
     node = settings.flow
-    stepping = Stepping(
-        node.step_size,
-        node.optimizer,
-        node.optimizer_options or {},
-        node.schedule,
-        None if node.box in (None, "auto") else _box(node.box),
-        node.noise,
-        node.minibatch,
-    )
+    options = node.optimizer_options or {}
+    box = None if node.box in (None, "auto") else _box(node.box)
     return Flow(
         node.steps,
         node.mode,
-        stepping,
+        Stepping(**taken(node, Stepping) | {"optimizer_options": options, "box": box}),
         node.functionals,
         refresh=node.refresh,
         tolerance=node.tolerance,
@@ -198,46 +185,3 @@ def _sides(settings: FlowSettings, phases: Phases) -> tuple[Sides, Space]:
     network = differentiable(extractor, sides.image_shape)
     chunk = int(node.get("batch_size", 256))
     return sides, ImageSpace(network, sides.image_shape, chunk, extractor.key)
-
-
-def _write(
-    result: FlowResult,
-    settings: FlowSettings,
-    kept: dict[str, Any],
-    sides: Sides,
-    phases: Phases,
-    directory: Path,
-) -> Report:
-    """Write result.json and print the table; then write tensors, data and pictures."""
-    loaded = {name: phases.seconds[name] for name in ("load", "extract")}
-    seconds = phases.all_seconds({**loaded, **result.seconds})
-    more = {"seconds": seconds, "seed": settings.seed, "choices": sides.choices, "config": kept}
-    summary, console, content = result.to_dict(**more), Terminal(), settings.report.content
-    try:
-        remove_result(directory)
-        write_json(directory / SUMMARY_FILE, summary)
-    finally:
-        # Printed even if the file cannot be written, because the number is known.
-        if content == "none":
-            console.print(interval(summary["value"], *summary["bounds"]))
-        else:
-            console.print(flow_table(summary))
-    report = Report()
-    if settings.save_result:
-        report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
-    # New progress bars, because the first would have drawn over the table.
-    with Phases() as drawing, drawing.phase("report", "drawing"):
-        report += write_flow_report(
-            result, directory, image_shape=sides.image_shape, seed=settings.seed, content=content
-        )
-    if content != "none":
-        console.print(f"written to {directory}", soft_wrap=True)
-    return report
-
-
-def _say_how_to_go_on(result: FlowResult, directory: Path) -> None:
-    Terminal().print(
-        f"ended after {result.history[-1].step} steps; the same command with flow.resume=true "
-        f"hydra.run.dir={directory} goes on",
-        soft_wrap=True,
-    )

@@ -10,9 +10,11 @@ package's own, and checked like all others. The third part, `show_help`, prints 
 command with the settings as its arguments compose them. Hydra's own `--help` fills the same
 template, but first lists every group of every plugin, which takes as long as everything else.
 
-`commands.start` calls all three, and `commands.hydra_errors` uses the lists of choices in its
-messages. A new setting that names code or a destination must be added to `FUNCTIONS` or
-`DESTINATIONS`, because a folder of others could set it otherwise.
+`commands.start` calls all three, `commands.hydra_errors` uses the lists of choices in its messages,
+and `commands.settings` walks a configuration by `leaves`. Values of the environment that a job
+copies (`hydra.job.env_copy`) may be secret, so they are replaced by references to them. A new
+setting that names code or a destination must be added to `FUNCTIONS` or `DESTINATIONS`, because a
+folder of others could set it otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from string import Template
 from typing import Any
 
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from otdd_flash import conf, plugins
 from otdd_flash.checks import path
@@ -193,6 +195,10 @@ def trusted_configurations() -> Iterator[None]:
         config = load(*args, **kwargs)
         if (why := untrusted(config)) is not None:
             raise ConfigCompositionException(why)
+        # Hydra copies these variables' values into the configuration that it writes to the disk.
+        with read_write(config):
+            for name in config.hydra.job.env_copy:
+                config.hydra.job.env_set[name] = f"${{oc.env:{name}}}"
         return config
 
     ConfigLoaderImpl.load_configuration = checked  # type: ignore[method-assign]
@@ -208,7 +214,8 @@ def untrusted(config: DictConfig) -> str | None:
     # Unresolved: an override that refers to nothing is reported under its own key.
     given = [*plain["hydra"]["overrides"]["hydra"], *plain["hydra"]["overrides"]["task"]]
     named = {override.lstrip("+~").partition("=")[0] for override in given} - {*GROUPS}
-    for key, value in _leaves(plain, ""):
+    for keys, value in leaves(plain):
+        key = _dotted(keys)
         if _runs_code(key, value) and not _is_named(key, named):
             return (
                 f"{key}={value} names code or a place for a log, and comes from a folder of "
@@ -247,16 +254,18 @@ def _logs_elsewhere(last: str, value: str) -> bool:
     return last == "filename" and not (value.startswith(OUTPUT) and ".." not in value)
 
 
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield all values with their dotted keys."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, list):
-        for place, value in enumerate(node):
-            yield from _leaves(value, f"{key}[{place}]")
+def leaves(node: Any, *keys: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield all values of nested dictionaries and lists with the keys that lead to them."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from leaves(value, *keys, key)
     else:
-        yield key, node
+        yield keys, node
+
+
+def _dotted(keys: tuple[Any, ...]) -> str:
+    parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
+    return "".join(parts).removeprefix(".")
 
 
 # The form of a command in the texts, and the beginning of its console command's name.

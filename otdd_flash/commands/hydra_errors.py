@@ -2,12 +2,15 @@
 
 `commands.start` calls `sentence` for every error that ends a command outside its jobs;
 `commands.outcome` and `commands.settings` call `check_references`, and `commands.settings` also
-`unknown_key` and `given_at`. Hydra and OmegaConf report many facts only in the text of their
+`unknown_key` and `given_at`. `limit_of_the_system` recognises full disks, short memory and the
+like, also for `commands.outcome`. Hydra and OmegaConf report many facts only in the text of their
 messages. The patterns at the top match these, and may fail with new versions.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -25,7 +28,6 @@ from omegaconf.errors import (
 )
 
 from otdd_flash import plugins
-from otdd_flash.commands import exit_codes
 from otdd_flash.commands.choices import GROUPS, folders
 from otdd_flash.errors import InputError
 
@@ -49,7 +51,7 @@ OURS, HYDRAS = "otdd_flash", ("hydra", "omegaconf")
 def sentence(error: Exception, arguments: Sequence[str]) -> str | None:
     """Return what is wrong in one line; None if neither arguments nor files caused the error."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-    if (limit := exit_codes.limit_of_the_system(error)) is not None:
+    if (limit := limit_of_the_system(error)) is not None:
         return limit
     match error:
         case InputError():
@@ -256,3 +258,43 @@ def _names(config: Any) -> Iterator[str]:
             for name, value in node.items():
                 yield f"{start}{name}"
                 pending.append((f"{start}{name}.", value))
+
+
+# Limits of the system that can end a process anywhere, with what to do about them.
+LIMITS = {
+    errno.EMFILE: "allow this process more open files (ulimit -n 1024)",
+    errno.ENFILE: "end other processes, or raise the limit of the system",
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there",
+    errno.ENOMEM: "end what else takes memory, or take fewer rows with max_samples=N",
+    errno.EROFS: "choose another folder",
+    errno.EACCES: "choose another folder, or allow it",
+    errno.EPERM: "choose another folder, or allow it",
+    errno.EIO: "look after the disk",
+}
+# Words in errors of libraries, of other types than OSError, that come from these limits.
+WORDS = {os.strerror(number): number for number in (errno.EMFILE, errno.ENFILE, errno.ENOSPC)} | {
+    os.strerror(errno.ENOMEM): errno.ENOMEM,
+    "failed to map segment from shared object": errno.ENOMEM,
+    "can't start new thread": errno.ENOMEM,
+}
+
+
+def limit_of_the_system(error: BaseException) -> str | None:
+    """Return the limit of the system that an error comes from and the way out; None for others.
+
+    Libraries report such limits by errors of other types, such as an ImportError, with the system's
+    words.
+    """
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError):
+        words = f"memory is short ({text})" if text else "memory is short"
+        return f"{words}; {LIMITS[errno.ENOMEM]}"
+    if isinstance(error, OSError) and error.errno in LIMITS:
+        where = f" at {error.filename}" if error.filename else ""
+        return f"{os.strerror(error.errno)}{where}; {LIMITS[error.errno]}"
+    if isinstance(error, OSError | ImportError | RuntimeError):
+        for words, number in WORDS.items():
+            if words in text:
+                return f"{text}; {LIMITS[number]}"
+    return None

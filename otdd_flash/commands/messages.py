@@ -1,11 +1,10 @@
 """The messages of a command: errors, warnings, notices and log records, on standard error.
 
-`commands.start`, `commands.outcome`, `commands.progress`, `commands.ranks` and
-`commands.interrupts` print messages through it; `commands.compare`, `commands.adapt`,
-`commands.study` and `commands.tracked` print tables and lines of results by `Terminal`.
-conf/runtime.yaml names `SafeFormatter` by its path, which must stay. Standard output holds the
-result only, because scripts read it. Texts may come from data or arguments, so nothing printed here
-may act on the terminal: no markup, no escapes.
+`commands.start`, `commands.outcome`, `commands.progress` and `commands.ranks` print messages
+through it; `commands.compare`, `commands.adapt`, `commands.study` and `commands.results` print
+tables and lines of results by `Terminal`. conf/runtime.yaml names `SafeFormatter` by its path,
+which must stay. Standard output holds the result only, because scripts read it. Texts may come from
+data or arguments, so nothing printed here may act on the terminal: no markup, no escapes.
 """
 
 from __future__ import annotations
@@ -56,11 +55,6 @@ def say(label: str, text: object, style: str) -> None:
     """Print one message in one line, however long, so that paths stay whole."""
     line = Text.assemble((f"{label}:", style), f" {sentence(text)}")
     messages.print(line, soft_wrap=True)
-
-
-def say_error(text: object) -> None:
-    """Print an error."""
-    say("error", text, "bold red")
 
 
 @contextmanager

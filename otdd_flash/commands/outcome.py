@@ -4,7 +4,12 @@
 messages, error.json and exit codes; the entry points `otdd_flash.distance`, `otdd_flash.flow` and
 `study.__main__` call it. `Outcome` is the callback that conf/runtime.yaml names, so its path must
 stay: it claims the output directory before Hydra writes into it, and after a multirun collects the
-jobs into summary.csv and summary.png.
+jobs into summary.csv and summary.png. `commands.ranks` reads `CHECKPOINT`.
+
+A claim on a directory is a lock that the process holds (flock), so a killed process leaves none
+behind. It is taken before Hydra writes its configuration there. A directory with a result is only
+claimed if the user allows it to be replaced. `commands.start` releases what is still claimed when
+the command ends.
 
 The summary is read from the jobs' files, so that a launcher may run jobs in other processes. Help
 does not import this module: it needs no console.
@@ -14,9 +19,11 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +36,40 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from otdd_flash.checks import path
-from otdd_flash.commands import exit_codes
-from otdd_flash.commands.claims import OF_A_MULTIRUN, OF_A_RUN, claim, claimed
-from otdd_flash.commands.hydra_errors import check_references
-from otdd_flash.commands.messages import messages, say_error, shown
+from otdd_flash.commands.hydra_errors import check_references, limit_of_the_system
+from otdd_flash.commands.messages import messages, shown
 from otdd_flash.commands.ranks import leading, named, remember
-from otdd_flash.commands.start import job_ended, unheard
+from otdd_flash.commands.start import (
+    BAD_INPUT,
+    DEFECT,
+    INCOMPLETE,
+    NOT_CONVERGED,
+    at_the_end,
+    job_ended,
+    note,
+    say_error,
+    unheard,
+)
 from otdd_flash.errors import ConvergenceError, IncompleteError, InputError, LostRankError
-from otdd_flash.files.atomic import write_json
+from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.importing import user_traceback
 from otdd_flash.shown import hidden
+
+RESULT_FILE, ERROR_FILE = "result.json", "error.json"
+SUMMARY_FILE, PICTURE_FILE = "summary.csv", "summary.png"
+
+LOCK_FILE = ".lock"
+CHECKPOINT = "checkpoint.json"
+# Files of a run, and of a multirun, that are worth keeping.
+STUDY = "study.json"
+OF_A_RUN = (RESULT_FILE, "result.safetensors", CHECKPOINT, STUDY)
+OF_A_MULTIRUN = (SUMMARY_FILE, *(f"*/{name}" for name in OF_A_RUN))
+
+# Space for the files that Hydra writes before a job starts.
+PROBE_BYTES = 2**16
+
+# The locks of this process, by directory.
+_held: dict[Path, int] = {}
 
 Work = Callable[[DictConfig, Path], None]
 
@@ -52,24 +83,19 @@ def run_job(work: Work, config: DictConfig) -> int:
     Returns:
         The job's exit code.
     """
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    alone = claimed(directory, "hydra.sweep.subdir", replace=may_replace(config))
     try:
-        code = _ended_with(work, config, Path(HydraConfig.get().runtime.output_dir))
-    finally:
-        job_ended()
-    exit_codes.note(code)
-    return code
-
-
-def _ended_with(work: Work, config: DictConfig, directory: Path) -> int:
-    try:
-        if may_share(config):
-            return _carried_out(work, config, directory)
-        with claimed(directory, "hydra.sweep.subdir", replace=may_replace(config)):
-            return _carried_out(work, config, directory)
+        with nullcontext() if may_share(config) else alone:
+            code = _carried_out(work, config, directory)
     except InputError as error:
         # No error.json: the directory belongs to another job.
         say_error(error)
-        return exit_codes.BAD_INPUT
+        code = BAD_INPUT
+    finally:
+        job_ended()
+    note(code)
+    return code
 
 
 def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
@@ -86,18 +112,18 @@ def _carried_out(work: Work, config: DictConfig, directory: Path) -> int:
                 "be written to it"
             )
     except InputError as error:
-        return _failed(directory, error, exit_codes.BAD_INPUT)
+        return _failed(directory, error, BAD_INPUT)
     except ConvergenceError as error:
-        return _failed(directory, error, exit_codes.NOT_CONVERGED)
+        return _failed(directory, error, NOT_CONVERGED)
     except IncompleteError as error:
-        return _failed(directory, error, exit_codes.INCOMPLETE)
+        return _failed(directory, error, INCOMPLETE)
     except LostRankError as error:
-        return _failed(directory, named(error), exit_codes.DEFECT)
+        return _failed(directory, named(error), DEFECT)
     except Exception as error:
-        if (limit := exit_codes.limit_of_the_system(error)) is not None:
-            return _failed(directory, InputError(limit), exit_codes.BAD_INPUT)
+        if (limit := limit_of_the_system(error)) is not None:
+            return _failed(directory, InputError(limit), BAD_INPUT)
         messages.print_exception()
-        return _failed(directory, error, exit_codes.DEFECT)
+        return _failed(directory, error, DEFECT)
     return 0
 
 
@@ -106,7 +132,7 @@ def _failed(directory: Path, error: Exception, exit_code: int) -> int:
     if trace := user_traceback(error):
         messages.print(trace, soft_wrap=True)
     record = {"error": hidden(str(error)), "type": type(error).__name__, "exit_code": exit_code}
-    if exit_code == exit_codes.DEFECT:
+    if exit_code == DEFECT:
         record["traceback"] = hidden("".join(traceback.format_exception(error)))
     try:
         write_json(directory / ERROR_FILE, record)
@@ -115,16 +141,8 @@ def _failed(directory: Path, error: Exception, exit_code: int) -> int:
     return exit_code
 
 
-RESULT_FILE = "result.json"
-
-ERROR_FILE = "error.json"
-
-SUMMARY_FILE = "summary.csv"
-
-PICTURE_FILE = "summary.png"
-
 # Exit codes of jobs that have written a result.
-WITH_RESULT = (0, exit_codes.NOT_CONVERGED, exit_codes.INCOMPLETE)
+WITH_RESULT = (0, NOT_CONVERGED, INCOMPLETE)
 
 # Errors of reading a file that is no JSON or YAML, or has unexpected content.
 DAMAGED = (
@@ -151,7 +169,7 @@ class Outcome(Callback):
                 "a multirun is of one process: leave torchrun out, or start it for every job and "
                 "leave --multirun out"
             )
-            sys.exit(exit_codes.BAD_INPUT)
+            sys.exit(BAD_INPUT)
         _claim(config, "hydra.sweep.dir", OF_A_MULTIRUN)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -163,12 +181,12 @@ class Outcome(Callback):
         rows = [_row(job, sweep) for job in _job_directories(sweep)]
         codes = [row.pop("exit_code") for row in rows]
         drawn = "full" in [row.pop("content", None) for row in rows]
-        exit_codes.note(max(codes, default=0))
+        note(max(codes, default=0))
         try:
             summary_csv(rows, sweep / SUMMARY_FILE)
         except InputError as error:
             say_error(error)
-            exit_codes.note(exit_codes.BAD_INPUT)
+            note(BAD_INPUT)
             return
         if differ := _different_epsilons(rows):
             messages.print(differ, soft_wrap=True)
@@ -188,7 +206,7 @@ class Outcome(Callback):
         if isinstance(axes, str):
             messages.print(f"no picture of the sweep: {axes}", soft_wrap=True)
         elif write_each({picture: lambda path: draw_sweep(rows, *axes, path)}).missing:
-            exit_codes.note(exit_codes.INCOMPLETE)
+            note(INCOMPLETE)
 
 
 def may_replace(config: DictConfig) -> bool:
@@ -227,7 +245,7 @@ def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
         claim(folder, key, replace=may_replace(config), worth_keeping=worth_keeping)
     except InputError as error:
         say_error(error)
-        sys.exit(exit_codes.BAD_INPUT)
+        sys.exit(BAD_INPUT)
     remember(folder)
 
 
@@ -250,7 +268,7 @@ def _row(job: Path, sweep: Path) -> dict[str, Any]:
         # One damaged file must not cost the lines of the others.
         return row | {
             "error": f"its files cannot be read ({' '.join(str(error).split())})",
-            "exit_code": exit_codes.INCOMPLETE,
+            "exit_code": INCOMPLETE,
         }
 
 
@@ -307,3 +325,70 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content
+
+
+def claim(
+    folder: Path, key: str, *, replace: bool, worth_keeping: Sequence[str] = OF_A_RUN
+) -> None:
+    """Claim a directory for this process until it is released or the process ends.
+
+    Args:
+        folder: created if it does not exist.
+        key: the setting that names it, for messages.
+        replace: whether files worth keeping may be replaced.
+        worth_keeping: patterns of such files.
+
+    Raises:
+        InputError: another process holds it, it holds a result, or it cannot be written.
+    """
+    try:
+        if (place := folder.resolve()) in _held:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_BYTES))
+        descriptor = lock(folder / LOCK_FILE)
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError and ValueError: circular links, and names that no folder can have.
+        raise InputError(
+            f"cannot write to {key}={folder} ({getattr(error, 'strerror', None) or error}); "
+            f"free space there or choose another folder with {key}=DIR"
+        ) from error
+    if descriptor is None:
+        raise InputError(
+            f"{key}={folder} is in use by another run that has not ended; choose another folder "
+            f"with {key}=DIR, or wait"
+        )
+    _held[place] = descriptor
+    at_the_end.callback(release, place)
+    found = chain.from_iterable(folder.glob(pattern) for pattern in worth_keeping)
+    if not replace and (kept := next(found, None)):
+        release(folder)
+        goes_on = "".join(
+            f", {setting}=true to go on"
+            for file, setting in ((CHECKPOINT, "flow.resume"), (STUDY, "study.resume"))
+            if (kept.parent / file).exists()
+        )
+        raise InputError(
+            f"{key}={folder} holds a result already, {kept.relative_to(folder)}; choose another "
+            f"folder with {key}=DIR, or give overwrite=true to replace it{goes_on}"
+        )
+
+
+def release(folder: Path) -> None:
+    """Release a directory, if this process has claimed it."""
+    place = folder.resolve()
+    if (descriptor := _held.pop(place, None)) is not None:
+        unlock(place / LOCK_FILE, descriptor)
+
+
+@contextmanager
+def claimed(folder: Path, key: str, *, replace: bool) -> Iterator[None]:
+    """Claim a directory within a context; a claim made before remains."""
+    before = folder.resolve() in _held
+    claim(folder, key, replace=replace)
+    try:
+        yield
+    finally:
+        if not before:
+            release(folder)

@@ -1,19 +1,25 @@
-"""The progress of a command: bars on a terminal, elsewhere lines of text.
+"""The progress of a command and Ctrl-C during it: bars on a terminal, elsewhere lines of text.
 
 Without a terminal there is a line when a stage begins, and then at most one per minute.
-`commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.tracked` use
+`commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.results` use
 `Phases`; the entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` use
-`importing`. The seconds of these lines, of the tables and of result.json come from one clock, which
-starts with the command, and in a multirun with each job; so they agree.
+`importing`. `commands.adapt` and `commands.study` enter `interrupts_noted` and hand its function to
+the run, which asks it between steps whether to end, so that what was reached can be written: the
+first Ctrl-C ends a run after the current step, the second at once. The seconds of these lines, of
+the tables and of result.json come from one clock, which starts with the command, and in a multirun
+with each job; so they agree.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -66,35 +72,35 @@ class Phases:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def all_seconds(self, parts: dict[str, float]) -> dict[str, float]:
-        """Return the seconds of the job until now: imports, the given parts, the rest.
+    def all_seconds(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return the seconds of the job until now, in the order of the work.
 
         Args:
-            parts: seconds of phases by name, in the order of the work.
+            parts: seconds of the computation by name; imports, loading and sampling are known.
         """
-        imports = {name: self.seconds[name] for name in ("import",) if name in self.seconds}
+        loading, done = ("import", "load", "extract"), self.seconds
+        known = {name: done[name] for name in loading if name in done} | dict(parts)
+        if "sampling" in done:
+            known["sampling"] = done["sampling"]
         spent = time.perf_counter() - self._job.started
-        other = max(spent - sum(imports.values()) - sum(parts.values()), 0.0)
-        return {**imports, **parts, "other": other}
+        return {**known, "other": max(spent - sum(known.values()), 0.0)}
 
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[Callable[[int, int], None]]:
         """Run a phase, which reports (done, total); phases of the same name add their seconds."""
-        task = self._bars.add_task(display(title), total=None, note="")
-        self._say()
         started = time.perf_counter()
         try:
-            yield lambda done, total: self._update(
-                task, completed=done, total=total, note=f"{done:,} of {total:,}"
-            )
+            with self._task(title) as task:
+                self._say()
+                yield lambda done, total: self._update(
+                    task, completed=done, total=total, note=f"{done:,} of {total:,}"
+                )
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-            self._bars.remove_task(task)
 
     @contextmanager
     def counting(self, title: str) -> Iterator[Callable[[int, int], None]]:
         """Show a part of a phase from its first to its last report of (done, total)."""
-        task = self._bars.add_task(title, total=None, visible=False, note="")
         begun = False
 
         def report(done: int, total: int) -> None:
@@ -105,24 +111,19 @@ class Phases:
             if begins:
                 self._say()
 
-        try:
+        with self._task(title, visible=False) as task:
             yield report
-        finally:
-            self._bars.remove_task(task)
 
     @contextmanager
     def flowing(self, steps: int) -> Iterator[Callable[[StepRecord], None]]:
         """Show the steps of a flow: their number, and the current objective."""
-        task = self._bars.add_task("flowing", total=steps, note="")
-        self._say()
-        try:
+        with self._task("flowing", total=steps) as task:
+            self._say()
             yield lambda record: self._update(
                 task,
                 completed=record.step,
                 note=f"step {record.step:,} of {steps:,}: {record.described}",
             )
-        finally:
-            self._bars.remove_task(task)
 
     @contextmanager
     def solving(self, title: str, options: Schedule) -> Iterator[Callable[[str, int, float], None]]:
@@ -130,9 +131,6 @@ class Phases:
         from otdd_flash.solver.schedules.converged import Converged
 
         alone = not self._bars.tasks
-        task = self._bars.add_task(title, total=None, note="")
-        if alone:
-            self._say()
         to_width = isinstance(options, Converged) and options.bound_width is not None
         goal = "" if to_width else f" (to {options.asked_tolerance:.0e})"
         solved = ""
@@ -146,8 +144,19 @@ class Phases:
             self._rest[task] = math.nan if to_width else _rest(errors, options.asked_tolerance)
             self._update(task, note=f"{term} {iteration:,}: marginal error {error:.1e}{goal}")
 
-        try:
+        with self._task(title) as task:
+            if alone:
+                self._say()
             yield report
+
+    @contextmanager
+    def _task(
+        self, title: str, total: int | None = None, *, visible: bool = True
+    ) -> Iterator[TaskID]:
+        """Show a task of the bars within a context."""
+        task = self._bars.add_task(display(title), total=total, visible=visible, note="")
+        try:
+            yield task
         finally:
             self._rest.pop(task, None)
             self._bars.remove_task(task)
@@ -207,3 +216,26 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(round(seconds), 1)} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C was pressed; pressed twice, it interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread receives signals.
+        yield lambda: False
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        say("notice", "ending after this step; Ctrl-C again ends at once", "yellow")
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

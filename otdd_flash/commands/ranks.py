@@ -34,15 +34,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from otdd_flash.commands import exit_codes
-from otdd_flash.errors import InputError
+from otdd_flash.commands.start import BAD_INPUT, DEFECT, INTERRUPTED, say_error
+from otdd_flash.errors import InputError, LostRankError
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
     from otdd_flash.distributed.ranks import Ranks
-    from otdd_flash.errors import LostRankError
-
 _leading: Ranks | None = None
 _heartbeat: Heartbeat | None = None
 
@@ -113,16 +111,14 @@ def together() -> Iterator[None]:
     try:
         if not first:
             sys.exit(_follow())
-        ranks, code = _joined(), exit_codes.DEFECT
+        ranks, code = _joined(), DEFECT
     except InputError as error:
-        from otdd_flash.commands.messages import say_error
-
         say_error(error)
-        sys.exit(exit_codes.BAD_INPUT)
+        sys.exit(BAD_INPUT)
     except KeyboardInterrupt:
         if first:
             print("interrupted before anything was done", file=sys.stderr)
-        sys.exit(exit_codes.INTERRUPTED)
+        sys.exit(INTERRUPTED)
     _leading = ranks
     _go_on_after_restart()
     with _alive(ranks):
@@ -133,7 +129,7 @@ def together() -> Iterator[None]:
             raise
         finally:
             _leading = None
-            if code == exit_codes.BAD_INPUT:
+            if code == BAD_INPUT:
                 _store().set(REFUSED, "1")
             _dismiss(ranks, code)
 
@@ -145,8 +141,12 @@ def _alive(ranks: Ranks) -> Iterator[Heartbeat]:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     store = PrefixStore(f"otdd_flash/alive/{_restarts()}", _store())
-    with beating(store, ranks.rank, ranks.size) as _heartbeat:
+    _heartbeat = Heartbeat(store, ranks.rank, ranks.size, INTERVAL, LIMIT)
+    _heartbeat.start()
+    try:
         yield _heartbeat
+    finally:
+        _heartbeat.stop()
 
 
 def named(error: LostRankError) -> LostRankError:
@@ -189,7 +189,7 @@ def _go_on_after_restart() -> None:
 
 def _checkpoint(directory: Path) -> str:
     """Return a digest of the checkpoint in a directory; `NONE` if there is none."""
-    from otdd_flash.commands.claims import CHECKPOINT
+    from otdd_flash.commands.outcome import CHECKPOINT
 
     try:
         return hashlib.sha256((directory / CHECKPOINT).read_bytes()).hexdigest()
@@ -198,10 +198,8 @@ def _checkpoint(directory: Path) -> str:
 
 
 def _dismiss(ranks: Ranks, code: int) -> None:
-    from otdd_flash.errors import LostRankError
-
     _end_as_meant()
-    if ranks.apart and code != exit_codes.DEFECT and _heartbeat is not None:
+    if ranks.apart and code != DEFECT and _heartbeat is not None:
         # They may work for long on an order that this rank has left.
         _heartbeat.end_others(code)
     try:
@@ -214,7 +212,7 @@ def _dismiss(ranks: Ranks, code: int) -> None:
 
 def _follow() -> int:
     """Serve until rank 0 is done; return its exit code, or this process's own after an error."""
-    from otdd_flash.commands.messages import messages, say_error
+    from otdd_flash.commands.messages import messages
 
     rank = os.environ["RANK"]
     try:
@@ -222,33 +220,26 @@ def _follow() -> int:
         # From here on only rank 0 handles Ctrl-C.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with _alive(ranks) as heartbeat:
-            return _served(ranks, heartbeat)
+            try:
+                code = int(ranks.serve())
+            except LostRankError as error:
+                _end_as_meant()
+                # Rank 0 reports the loss of any other rank.
+                if heartbeat.gone() == 0 and heartbeat.first():
+                    say_error(named(error))
+                return DEFECT
+            _end_as_meant()
+            _leave()
+            return code
     except InputError as error:
         say_error(f"rank {rank}: {error}")
-        return exit_codes.BAD_INPUT
+        return BAD_INPUT
     except Exception as error:
         memory = _is_shortage(error)
         say_error(f"rank {rank}: {str(error).splitlines()[0] if str(error) else type(error)}")
         if not memory:
             messages.print("".join(traceback.format_exception(error)))
-        return exit_codes.BAD_INPUT if memory else exit_codes.DEFECT
-
-
-def _served(ranks: Ranks, heartbeat: Heartbeat) -> int:
-    from otdd_flash.commands.messages import say_error
-    from otdd_flash.errors import LostRankError
-
-    try:
-        code = int(ranks.serve())
-        _end_as_meant()
-        _leave()
-        return code
-    except LostRankError as error:
-        _end_as_meant()
-        # Rank 0 reports the loss of any other rank.
-        if heartbeat.gone() == 0 and heartbeat.first():
-            say_error(named(error))
-        return exit_codes.DEFECT
+        return BAD_INPUT if memory else DEFECT
 
 
 def _end_as_meant() -> None:
@@ -322,13 +313,11 @@ def _refuse(why: str, *, speaks: bool) -> NoReturn:
 
     _end_as_meant()
     if speaks:
-        from otdd_flash.commands.messages import say_error
-
         say_error(why)
         _store().set(REFUSED, "1")
     if torch.distributed.is_initialized():
         _leave()
-    sys.exit(exit_codes.BAD_INPUT)
+    sys.exit(BAD_INPUT)
 
 
 def _leave() -> None:
@@ -348,10 +337,8 @@ def _end_where_refused_before() -> None:
     while store.add(here, 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < until:
         time.sleep(0.05)
     if os.environ["RANK"] == "0":
-        from otdd_flash.commands.messages import say_error
-
         say_error("refused before, as said above; it is not tried again")
-    sys.exit(exit_codes.BAD_INPUT)
+    sys.exit(BAD_INPUT)
 
 
 def _store() -> TCPStore:
@@ -487,8 +474,6 @@ class Heartbeat(threading.Thread):
 
     def _end(self, who: str, process: int | None = None, *, speaks: bool = True) -> None:
         """Print the reason and exit at once: the main thread may be waiting for a lost rank."""
-        from otdd_flash.commands.messages import say_error
-
         if speaks:
             say_error(
                 f"{who} has not answered for {self._limit:g} s: it is stopped, or its machine is "
@@ -498,7 +483,7 @@ class Heartbeat(threading.Thread):
             # A stopped process handles no other signal, and torchrun would wait for it.
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-        os._exit(exit_codes.DEFECT)
+        os._exit(DEFECT)
 
     def _neighbour(self, rank: int) -> int | None:
         """Return the process of a rank that the same torchrun has started; None for others."""
@@ -506,17 +491,6 @@ class Heartbeat(threading.Thread):
             case _, process, group if group == os.environ.get("GROUP_RANK"):
                 return int(process)
         return None
-
-
-@contextmanager
-def beating(store: Store, rank: int, size: int) -> Iterator[Heartbeat]:
-    """Run a heartbeat within a context."""
-    heartbeat = Heartbeat(store, rank, size, INTERVAL, LIMIT)
-    heartbeat.start()
-    try:
-        yield heartbeat
-    finally:
-        heartbeat.stop()
 
 
 def _key(rank: int) -> str:

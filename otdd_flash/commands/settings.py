@@ -1,10 +1,10 @@
 """Typed settings of the commands, and the check of what Hydra composed against them.
 
 The dataclasses have the keys of the files in `conf`; the dataclass of a command extends or holds
-those that it needs. `parse` checks a configuration and builds the dataclass, `mistyped` says in
-words what a key accepts, and `recorded` returns the settings as results store them.
-`commands.compare`, `commands.adapt` and `commands.study`, the work of the three commands, and
-`commands.sides` and `commands.tracked` use this module.
+those that it needs. `parse` checks a configuration and builds the dataclass,
+`DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns the settings
+as results store them. `commands.compare`, `commands.adapt` and `commands.study`, the work of the
+three commands, and `commands.sides` and `commands.results` use this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
 from environment variables may be secret: `recorded` must replace them by their names before
@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from otdd_flash.arguments import Count, Positive, check_fields
 from otdd_flash.checks import LONGEST_SHOWN
+from otdd_flash.commands.choices import leaves
 from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.start import conceal_environment
@@ -157,7 +156,7 @@ class SolverSettings:
                     f"solver.schedule={self.schedule} has no solver.{key.name}; leave it out, or "
                     "take another choice of solver"
                 )
-        return kind(**{key: getattr(self, key) for key in own})
+        return kind(**taken(self, kind))
 
     def deferred(self) -> Schedule:
         """Build the schedule without `require_convergence`.
@@ -187,6 +186,9 @@ class ComparisonSettings:
 
     def cost(self) -> GroundCost:
         return GroundCost(self.lambda_x, self.lambda_y, self.ground)
+
+    def metric(self) -> LabelMetric:
+        return self.labels.metric(self.solver.options().asked_tolerance, self.epsilon)
 
 
 @dataclass
@@ -235,12 +237,42 @@ class FlowNode:
 
 
 @dataclass
-class DatasetPairSettings(RuntimeSettings):
-    """Two datasets and how both are embedded."""
+class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
+    """Two datasets, how both are embedded and compared, and what is written."""
 
     source: dict[str, Any]
     target: dict[str, Any]
     extractor: dict[str, Any]
+    report: ReportSettings
+    save_result: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keywords that `dataset_distance` and `gradient_flow` share.
+
+        Raises:
+            InputError: a setting is invalid for any data. Called before data are read: a bad
+                setting should not cost the time of loading.
+        """
+        self.check()
+        self.report.check()
+        self.log.check()
+        metric = self.metric()
+        self.cost().check_labels(metric.name)
+        return {
+            "epsilon": self.epsilon,
+            "epsilon_relative": self.epsilon_relative,
+            "labels": metric,
+            "min_class_size": self.min_class_size,
+            "solver": self.solver.deferred(),
+            "compute": self.compute_options(),
+            "cache_dir": self.cache_dir,
+        }
+
+
+def taken(settings: Any, kind: type) -> dict[str, Any]:
+    """Return the settings that are fields of a dataclass of options, by name."""
+    names = [field.name for field in fields(kind)]
+    return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
 
 
 def recorded(settings: Any, config: DictConfig) -> dict[str, Any]:
@@ -275,7 +307,8 @@ def _without_passwords(node: Any) -> Any:
 
 def _from_environment(config: DictConfig) -> list[tuple[tuple[Any, ...], str]]:
     """Return the paths of keys whose values depend on the environment, with their text."""
-    written = [*_interpolations(OmegaConf.to_container(config))]
+    known = leaves(OmegaConf.to_container(config))
+    written = [(path, text) for path, text in known if isinstance(text, str) and "${" in text]
     before = [_resolved(config, path) for path, _ in written]
     # Resolve again with random values for all variables of the environment, and compare.
     OmegaConf.register_new_resolver("oc.env", lambda *_: secrets.token_hex(8), replace=True)
@@ -285,14 +318,6 @@ def _from_environment(config: DictConfig) -> list[tuple[tuple[Any, ...], str]]:
         # Back to the resolver that returns the values and conceals them.
         conceal_environment()
     return [one for one, then, now in zip(written, before, after, strict=True) if then != now]
-
-
-def _interpolations(node: Any, *path: Any) -> Iterator[tuple[tuple[Any, ...], str]]:
-    if isinstance(node, dict | list):
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _interpolations(value, *path, key)
-    elif isinstance(node, str) and "${" in node:
-        yield path, node
 
 
 def _resolved(config: DictConfig, path: tuple[Any, ...]) -> Any:
@@ -325,9 +350,7 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     except MissingMandatoryValue as error:
         raise InputError(f"{error.full_key} must be given: {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        key, given = given_at(config, error.full_key or "")
-        reason = f"{key or 'configuration'}: {str(error).splitlines()[0]}"
-        raise mistyped(schema, key, given) or InputError(reason) from error
+        raise _mistyped(error, *given_at(config, error.full_key or "")) from error
 
 
 def _set_apart(plain: Any) -> Any:
@@ -351,43 +374,20 @@ WORDS = {
 }
 
 
-def mistyped(schema: type, key: str, value: Any) -> InputError | None:
-    """Return the error for a value that a key does not accept; None if the key's type is unknown.
-
-    Args:
-        schema: the dataclass of all settings.
-        key: dotted.
-        value: the value given.
-    """
-    accepted = _accepted(schema, key)
+def _mistyped(error: OmegaConfBaseException, key: str, value: Any) -> InputError:
+    """Return the error for a value that its key does not accept."""
+    if error.child_node is None:
+        # Null in place of a mapping.
+        accepted = "a mapping" if key else None
+    else:
+        known = error.child_node._metadata
+        kind = get_origin(known.ref_type) or known.ref_type
+        accepted = "a mapping" if is_dataclass(kind) else WORDS.get(kind)
+        if accepted and known.optional:
+            accepted += " or null"
     if accepted is None:
-        return None
-    return InputError(f"{key} must be {accepted}, got {display(_written(value), LONGEST_SHOWN)}")
-
-
-def _written(value: Any) -> str:
-    """Return a value as the command line writes it, with text in quotes."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _accepted(schema: Any, key: str) -> str | None:
-    for part in key.split("."):
-        optional, kinds = _kinds(schema)
-        hints = get_type_hints(kinds[0]) if is_dataclass(kinds[0]) else {}
-        if part not in hints:
-            return None
-        schema = hints[part]
-    optional, kinds = _kinds(schema)
-    if len(kinds) != 1:
-        return None
-    kind = get_origin(kinds[0]) or kinds[0]
-    words = "a mapping" if is_dataclass(kind) else WORDS.get(kind)
-    return words and (f"{words} or null" if optional else words)
-
-
-def _kinds(hint: Any) -> tuple[bool, list[Any]]:
-    """Return whether a type accepts None, and its other types."""
-    kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
-    return NoneType in kinds, [kind for kind in kinds if kind is not NoneType]
+        return InputError(f"{key or 'configuration'}: {str(error).splitlines()[0]}")
+    # As the command line writes it, with text in quotes.
+    written = "null" if value is None else repr(value)
+    written = written.lower() if isinstance(value, bool) else written
+    return InputError(f"{key} must be {accepted}, got {display(written, LONGEST_SHOWN)}")

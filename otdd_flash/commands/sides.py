@@ -94,21 +94,19 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     )
     if standardised:
         source, target = standardize(source, target)
-    if settings.extractor.get("pca") is not None:
-        source, target = reduce_pca(source, target, settings.extractor["pca"], settings.seed)
+    if (pca := settings.extractor.get("pca")) is not None:
+        source, target = reduce_pca(source, target, pca, settings.seed)
     source, target = _label(nodes, source, target)
-    as_they_are = not standardised and settings.extractor.get("pca") is None
+    as_they_are = not standardised and pca is None
     shape = image_shape_of(extractor, loaded["source"]) if as_they_are else None
     choices = {side: [*dataset.choices] for side, dataset in loaded.items() if dataset.choices}
-    if not whole:
-        return Sides(source, target, None, shape, choices)
-    return Sides(
-        _subset(source, loaded["source"], chosen["source"]),
-        _subset(target, loaded["target"], chosen["target"]),
-        (source, target),
-        shape,
-        choices,
-    )
+    both = (source, target)
+    if whole:
+        source, target = (
+            _subset(samples, loaded[side], chosen[side])
+            for side, samples in zip(nodes, both, strict=True)
+        )
+    return Sides(source, target, both if whole else None, shape, choices)
 
 
 def build(node: dict[str, Any], phases: Phases) -> tuple[Extractor, bool]:
@@ -192,28 +190,23 @@ def _label(
 ) -> tuple[LabeledSamples, LabeledSamples]:
     """Cluster the sides that ask for pseudo labels, with the k given or that of the other side."""
     sides = {"source": source, "target": target}
-    for side, other in (("source", target), ("target", source)):
+    labelled = dict(sides)
+    for side, other in OTHER.items():
         node = nodes[side]
         if node.get("pseudo_labels") is None:
             continue
-        k = node.get("k") or _clusters_like(other, nodes[OTHER[side]])
+        k = node.get("k") or nodes[other].get("k")
+        if k is None and sides[other].labels is not None:
+            k = sides[other].class_total
         if k is None:
             raise InputError(
-                f"{side}.pseudo_labels needs {side}.k=K, the number of clusters, as the "
-                f"{OTHER[side]} has no labels to count either"
+                f"{side}.pseudo_labels needs {side}.k=K, the number of clusters, as the {other} "
+                "has no labels to count either"
             )
         with blamed(side):
-            (sides[side],) = clustered([sides[side]], node, k, node["seed"])
-        logger.info("%s: labelled by k-means, %d clusters", side, sides[side].class_total)
-    return sides["source"], sides["target"]
-
-
-def _clusters_like(other: LabeledSamples, node: dict[str, Any]) -> int | None:
-    """Return how many classes the other side has or will have; None if unknown."""
-    k: int | None = node.get("k")
-    if node.get("pseudo_labels") is not None and k is not None:
-        return k
-    return None if other.labels is None else other.class_total
+            (labelled[side],) = clustered([sides[side]], node, k, node["seed"])
+        logger.info("%s: labelled by k-means, %d clusters", side, labelled[side].class_total)
+    return labelled["source"], labelled["target"]
 
 
 def image_shape_of(extractor: Extractor, dataset: LabeledDataset) -> tuple[int, int, int] | None:

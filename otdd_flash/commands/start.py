@@ -1,11 +1,12 @@
 """The beginning and the end of a command's process: Hydra, exit codes and standard streams.
 
 The entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` call `run_hydra`,
-`run_command` and `run_script`. `commands.progress` asks for the running job and draws inside
-`dispensable`; `commands.outcome` ends a job (`job_ended`) and asks `unheard`; `commands.settings`
-calls `conceal_environment`. Everything else is imported where it is needed: help is shown without
-torch, and Ctrl-C works from the start, also while Hydra and torch are imported. So nothing heavy
-may be imported at the top.
+`run_work`, `run_command` and `run_script`. `commands.progress` asks for the running job and draws
+inside `dispensable`; `commands.outcome` ends a job (`job_ended`) and asks `unheard`;
+`commands.settings` calls `conceal_environment`. The exit codes of all commands and `say_error` are
+here, too, for `commands.outcome`, `commands.ranks` and `commands.study`. Everything else is
+imported where it is needed: help is shown without torch, and Ctrl-C works from the start, also
+while Hydra and torch are imported. So nothing heavy may be imported at the top.
 
 A command runs inside `guarded_streams`, where writing never raises. A reader that has gone, as in
 `| head -1`, is no failure. Other failures to write are stored, and `unheard` reports them: a job or
@@ -25,19 +26,36 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from otdd_flash.commands import exit_codes
-from otdd_flash.commands.ranks import launched, together
 from otdd_flash.errors import InputError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+# The exit codes of a command; 0 means done. Users' scripts rely on them, so they must not change.
+#
+# A defect, which is printed with its traceback.
+DEFECT = 1
+BAD_INPUT = 2
+# `solver.require_convergence` was set and not met.
+NOT_CONVERGED = 3
+# The result was written, but a picture, another file or output could not be.
+INCOMPLETE = 4
+INTERRUPTED = 130
+
+# The highest exit code of the jobs that this process ran. A multirun also reads the codes in the
+# error.json of its jobs, which cannot be written on a full disk.
+highest = 0
+
 _job: Job | None = None
+
+# What is undone when the command ends, such as claims on directories.
+at_the_end = ExitStack()
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -70,6 +88,12 @@ def job_ended() -> None:
     _job = None
 
 
+def note(code: int) -> None:
+    """Record a job's exit code if it is the highest so far."""
+    global highest
+    highest = max(highest, code)
+
+
 def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     """Pass the arguments of this process to Hydra, which runs `job` for each configuration.
 
@@ -83,28 +107,24 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     # in other processes use the same number.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
     conceal_environment()
-    from otdd_flash.commands.choices import search_installed, trusted_configurations
+    from otdd_flash.commands import choices
 
-    search_installed()
+    choices.search_installed()
     if any(argument in ("-h", "--help") for argument in sys.argv[1:]):
-        from otdd_flash.commands.choices import show_help
-
-        show_help(config_name, sys.argv[1:])
+        choices.show_help(config_name, sys.argv[1:])
         return
-    from otdd_flash.commands.choices import refused_argument, twice_given, with_folders
-
     # Argparse accepts settings only if no flag stands between them: flags of a multirun go first.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in MULTIRUN)
-    if (refusal := refused_argument(sys.argv[1:])) is not None:
+    if (refusal := choices.refused_argument(sys.argv[1:])) is not None:
         raise InputError(refusal)
-    sys.argv[1:] = with_folders(sys.argv[1:])
-    for notice in twice_given(sys.argv[1:]):
+    sys.argv[1:] = choices.with_folders(sys.argv[1:])
+    for notice in choices.twice_given(sys.argv[1:]):
         # Imported here: with rich, the import takes as long as all the rest of --version.
         from otdd_flash.commands.messages import say
 
         say("notice", notice, "yellow")
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
-    with _errors_handed_on(), trusted_configurations(), warnings.catch_warnings():
+    with _errors_handed_on(), choices.trusted_configurations(), warnings.catch_warnings():
         # Hydra's own warnings too, because they repeat arguments.
         warnings.showwarning = _show_warning
         entry(job)()
@@ -137,6 +157,23 @@ def concealed_variable(name: str, *default: str | None) -> str | None:
     return value
 
 
+def run_work(name: str, config: DictConfig) -> int:
+    """Run one job with the work of a command: the function of a module's name here.
+
+    Heavy modules are imported here, with their progress, and not before Hydra runs the job.
+
+    Returns:
+        The job's exit code.
+    """
+    from otdd_flash.commands.progress import importing
+
+    with importing():
+        from otdd_flash.commands.outcome import run_job
+
+        module = import_module(f"otdd_flash.commands.{name}")
+    return run_job(getattr(module, name), config)
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Call an entry point from a console command such as `otdd-distance`, as `python -m` does."""
     import otdd_flash
@@ -161,6 +198,8 @@ def run_command(main: Callable[[], None]) -> None:
     with guarded_streams():
         try:
             _check_folder()
+            from otdd_flash.commands.ranks import launched, together
+
             shared = launched()
         except InputError as error:
             sys.exit(_refused(error))
@@ -168,11 +207,16 @@ def run_command(main: Callable[[], None]) -> None:
         with together() if shared else nullcontext():
             code = _exit_code(main)
             if code == 0 and (stream := unheard()) is not None:
-                from otdd_flash.commands.messages import say_error
-
                 say_error(f"{stream} did not take all that was to be written to it")
-                code = exit_codes.INCOMPLETE
+                code = INCOMPLETE
             sys.exit(code)
+
+
+def say_error(text: object) -> None:
+    """Print an error, without importing rich before there is one."""
+    from otdd_flash.commands.messages import say
+
+    say("error", text, "bold red")
 
 
 def _check_folder() -> None:
@@ -187,18 +231,16 @@ def _check_folder() -> None:
 def _exit_code(main: Callable[[], None]) -> int:
     try:
         main()
-        return exit_codes.highest
+        return highest
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         print("interrupted; what had been written is whole", file=sys.stderr)
-        return exit_codes.INTERRUPTED
+        return INTERRUPTED
     except Exception as error:
         return _refused(error)
     finally:
-        from otdd_flash.commands.claims import release_all
-
-        release_all()
+        at_the_end.close()
 
 
 @contextmanager
@@ -224,15 +266,14 @@ def _errors_handed_on() -> Iterator[None]:
 def _refused(error: Exception) -> int:
     """Print what is wrong with the arguments, or a defect's traceback; return the exit code."""
     from otdd_flash.commands.hydra_errors import sentence
-    from otdd_flash.commands.messages import say_error
 
     # The variable is as the user set it: `_errors_handed_on` has restored it by now.
     said = None if os.environ.get(FULL_ERROR) else sentence(error, sys.argv[1:])
     if said is None:
         sys.excepthook(type(error), error, error.__traceback__)
-        return exit_codes.DEFECT
+        return DEFECT
     say_error(said)
-    return exit_codes.BAD_INPUT
+    return BAD_INPUT
 
 
 STREAMS = (("stdin", os.O_RDONLY), ("stdout", os.O_WRONLY), ("stderr", os.O_WRONLY))

@@ -25,11 +25,10 @@ from omegaconf import DictConfig
 
 from otdd_flash.arguments import count
 from otdd_flash.checks import optional
-from otdd_flash.commands.exit_codes import BAD_INPUT, DEFECT, NOT_CONVERGED
-from otdd_flash.commands.interrupts import interrupts_noted
 from otdd_flash.commands.messages import Terminal
-from otdd_flash.commands.progress import Phases
+from otdd_flash.commands.progress import Phases, interrupts_noted
 from otdd_flash.commands.ranks import leading
+from otdd_flash.commands.results import track_study
 from otdd_flash.commands.settings import (
     ComparisonSettings,
     ReportSettings,
@@ -46,7 +45,7 @@ from otdd_flash.commands.sides import (
     image_shape_of,
     without_clustering,
 )
-from otdd_flash.commands.tracked import track_study
+from otdd_flash.commands.start import BAD_INPUT, DEFECT, NOT_CONVERGED
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.registry import load
 from otdd_flash.data.subset import stratified_rows, subset
@@ -174,7 +173,7 @@ def study_of(settings: StudySettings, tasks: LoadedTasks) -> Study:
         families=tasks.families,
         epsilon=settings.epsilon,
         epsilon_relative=settings.epsilon_relative,
-        labels=settings.labels.metric(options.asked_tolerance, settings.epsilon),
+        labels=settings.metric(),
         cost=settings.cost(),
         min_class_size=settings.min_class_size,
         solver=options,

@@ -2,7 +2,7 @@
 
 Nearly everything that writes a file uses it: `files.tensor_file` and `files.result_files`,
 `data.writing`, `flows.checkpoint`, `extractors.feature_store`, `study.study` and `study.units`,
-the modules of `report`, `integrations.mlflow`, `commands.claims` and the work of the commands.
+the modules of `report`, `integrations.mlflow`, `commands.outcome` and the work of the commands.
 Results use `json_content`. `replacing` and `replacing_folder` write beside the target and rename.
 `lock` and `unlock` use flock, so that a killed process leaves no lock behind.
 

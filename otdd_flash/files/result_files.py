@@ -2,7 +2,7 @@
 
 `result`, `flows.result` and `solver.matrix.result` save and load through this module;
 `pairwise`, which has files of another form, uses SUMMARY_FILE and a message;
-`commands.compare` and `commands.adapt` remove an old result with `remove_result`.
+`commands.results` removes an old result with `remove_result`.
 result.safetensors is complete in itself and written first, so an interrupted write never mixes two
 results. Both file names and the layout are formats on disk: files of earlier versions must stay
 readable.

@@ -1,6 +1,6 @@
 """The result of a flow: the adapted dataset, the records of its steps, and how to store it.
 
-`gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.tracked` and
+`gradient_flow` (`flows.run`) returns a `FlowResult`; `commands.adapt`, `commands.results` and
 `report.flow.writing` read it. The module also saves and loads it, and makes maps of new points from
 it. result.json comes from `to_dict`, and result.safetensors from the tensors that `PARTS` lists:
 keys and names are the format.

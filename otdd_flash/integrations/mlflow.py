@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from otdd_flash.files.atomic import lock, unlock
-from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment, folder_of
+from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -37,35 +37,29 @@ LOCK_FILE = ".otdd-flash.lock"
 _NOT_IN_NAMES = re.compile(r"[^\w.\- :/]")
 _DATABASE = "sqlite:///"
 
-Item = TypeVar("Item")
 
-
+@environment(SETTINGS)
 def write(run: TrackedRun) -> None:
     """Write settings as parameters, numbers and series as metrics, pictures as artifacts."""
-    with environment(SETTINGS):
-        from mlflow import MlflowClient
+    from mlflow import MlflowClient
 
-        store = run.store
-        if store is None and run.online:
-            # `check_tracker` has refused a run without this variable.
-            store = os.environ["MLFLOW_TRACKING_URI"]
-        elif store is None:
-            store = folder_of("mlflow", run.directory)
-        if isinstance(store, Path):
-            store.mkdir(parents=True, exist_ok=True)
-        address = store.absolute().as_uri() if isinstance(store, Path) else store
-        # A separate client: the user's tracking address is unchanged.
-        client = MlflowClient(tracking_uri=address)
-        with _alone(store):
-            experiment = _experiment(client, run.project or PROJECT, store)
-        tags = None if run.group is None else {"sweep": run.group}
-        created = client.create_run(experiment, run_name=run.name, tags=tags)
-        try:
-            _log(client, created.info.run_id, run)
-        except BaseException:
-            client.set_terminated(created.info.run_id, "FAILED")
-            raise
-        client.set_terminated(created.info.run_id)
+    # `check_tracker` has refused a run that is sent without an address or this variable.
+    store = os.environ["MLFLOW_TRACKING_URI"] if run.store is None else run.store
+    if isinstance(store, Path):
+        store.mkdir(parents=True, exist_ok=True)
+    address = store.absolute().as_uri() if isinstance(store, Path) else store
+    # A separate client: the user's tracking address is unchanged.
+    client = MlflowClient(tracking_uri=address)
+    with _alone(store):
+        experiment = _experiment(client, run.project or PROJECT, store)
+    tags = None if run.group is None else {"sweep": run.group}
+    created = client.create_run(experiment, run_name=run.name, tags=tags)
+    try:
+        _log(client, created.info.run_id, run)
+    except BaseException:
+        client.set_terminated(created.info.run_id, "FAILED")
+        raise
+    client.set_terminated(created.info.run_id)
 
 
 def _experiment(client: MlflowClient, name: str, store: Path | str) -> str:
@@ -104,18 +98,14 @@ def _log(client: MlflowClient, run_id: str, run: TrackedRun) -> None:
         for name, points in run.series.items()
         for step, value in points
     ]
-    for some in _parts(parameters, MOST_PARAMETERS):
+    for start in range(0, len(parameters), MOST_PARAMETERS):
+        some = parameters[start : start + MOST_PARAMETERS]
         client.log_batch(run_id, params=some, synchronous=True)
-    for some in _parts(metrics, MOST_METRICS):
-        client.log_batch(run_id, metrics=some, synchronous=True)
+    for start in range(0, len(metrics), MOST_METRICS):
+        client.log_batch(run_id, metrics=metrics[start : start + MOST_METRICS], synchronous=True)
     for path in run.pictures:
         client.log_artifact(run_id, str(path))
 
 
 def _name(name: str) -> str:
     return _NOT_IN_NAMES.sub("_", name)
-
-
-def _parts(items: Sequence[Item], most: int) -> Iterator[Any]:
-    for start in range(0, len(items), most):
-        yield items[start : start + most]

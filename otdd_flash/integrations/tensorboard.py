@@ -1,6 +1,6 @@
 """The tracker `log=tensorboard`: event files in a folder, for `tensorboard --logdir`.
 
-`integrations.tracking.track` imports this module and calls `write`; `commands.tracked` looks for
+`integrations.tracking.track` imports this module and calls `write`; `commands.results` looks for
 EVENTS. Each run gets a folder without other event files, because tensorboard shows the files of one
 folder as one run.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from otdd_flash.integrations.tracking import TrackedRun, folder_of
+from otdd_flash.integrations.tracking import TrackedRun
 
 EVENTS = "events.out.tfevents.*"
 
@@ -40,7 +40,8 @@ def write(run: TrackedRun) -> None:
 
 def _folder(run: TrackedRun) -> Path:
     """Return a folder for this run alone: tensorboard shows the files of a folder as one run."""
-    first = folder_of("tensorboard", run.directory) if run.store is None else Path(run.store)
+    # TensorBoard has no server to send to, so there is always a folder.
+    first = Path(str(run.store))
     folders = (first.with_name(f"{first.name}-{number}") for number in count(2))
     folder = first
     while any(folder.glob(EVENTS)):

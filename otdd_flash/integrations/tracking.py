@@ -1,6 +1,6 @@
 """Trackers of runs (`log=` of the commands): the data that they get, and checks before a run.
 
-`commands.tracked` builds a `TrackedRun` and calls `track`, which imports the tracker's module
+`commands.results` builds a `TrackedRun` and calls `track`, which imports the tracker's module
 beside this one; `commands.settings` calls `check_tracker` before the solve, so that a run is not
 lost to a missing package or key. `integrations.mlflow`, `integrations.tensorboard` and
 `integrations.wandb` read the run and share the helpers. No tracker package is imported here, as
@@ -57,8 +57,8 @@ class TrackedRun:
         config: all settings, nested by group.
         numbers: numbers by name, such as `value`, `lower` and `upper`.
         series: by name, (step, number) for every step of a flow.
-        store: the folder that the tracker writes to, or the address that it sends to; None: a
-            folder of the tracker's in `directory`.
+        store: the folder that the tracker writes to, or the address that it sends to; None: the
+            server that the tracker's own settings name.
         online: whether it sends, if `store` is no address.
         project: the experiment or project; None: `PROJECT`.
         group: what the runs of one sweep have in common; None for a single run.

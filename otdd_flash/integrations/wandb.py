@@ -15,13 +15,9 @@ from otdd_flash.integrations.tracking import PROJECT, TrackedRun, environment
 SETTINGS = {"WANDB_ERROR_REPORTING": "false"}
 
 
+@environment(SETTINGS)
 def write(run: TrackedRun) -> None:
     """Write settings, series step by step, numbers as the run's summary, and pictures."""
-    with environment(SETTINGS):
-        _write(run)
-
-
-def _write(run: TrackedRun) -> None:
     import wandb
 
     address = {"base_url": run.store} if isinstance(run.store, str) else {}

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from otdd_flash.commands.start import run_command, run_hydra, run_script
+from otdd_flash.commands.start import run_command, run_hydra, run_script, run_work
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
 def job(config: DictConfig) -> int:
-    """Run one job (a multirun has several) and return its exit code (`commands.exit_codes`)."""
-    # Imported here so that help does not wait for torch.
-    from otdd_flash.commands.progress import importing
-
-    # Shows what is imported, which takes seconds.
-    with importing():
-        from otdd_flash.commands.outcome import run_job
-        from otdd_flash.commands.study import study
-
-    return run_job(study, config)
+    """Run one job (a multirun has several) and return its exit code (`commands.start`)."""
+    return run_work("study", config)
 
 
 def main() -> None:

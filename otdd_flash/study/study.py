@@ -85,7 +85,7 @@ DEFAULT_TRANSFER = Transfer()
 
 STUDY_FILE = "study.json"
 LOCK_FILE = ".study.lock"
-# What is in a folder before a study begins: Hydra's folder, the lock of `commands.claims`, and the
+# What is in a folder before a study begins: Hydra's folder, the lock of `commands.outcome`, and the
 # lock of this module.
 NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
 # The pause between two tries to lock a folder.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash.commands.claims import LOCK_FILE, claim, release_all
+from otdd_flash.commands.outcome import LOCK_FILE, claim
+from otdd_flash.commands.start import at_the_end
 from otdd_flash.errors import InputError
 from otdd_flash.files import atomic as locks
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 @pytest.fixture(autouse=True)
 def unclaimed():
     yield
-    release_all()
+    at_the_end.close()
 
 
 def results(folder):
@@ -80,7 +81,7 @@ def test_a_folder_that_a_living_process_holds_is_refused(command):
 def test_the_lock_of_a_killed_process_does_not_block(tmp_path):
     program = (
         "import os, signal\nfrom pathlib import Path\n"
-        "from otdd_flash.commands.claims import claim\n"
+        "from otdd_flash.commands.outcome import claim\n"
         "claim(Path('run'), 'hydra.run.dir', replace=False)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

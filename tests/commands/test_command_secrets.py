@@ -60,9 +60,11 @@ def test_results_keep_the_variable_and_not_its_value(
 
 @pytest.mark.slow
 def test_a_variable_that_jobs_get_is_shown_nowhere(ended: Callable) -> None:
-    said = ended(distance, *DATA, "report=none", "hydra.job.env_copy=[TOKEN]")
+    copied = ("hydra.job.env_copy=[TOKEN]", "hydra.output_subdir=.hydra")
+    said = ended(distance, *DATA, "report=none", *copied)
     assert said.code == 0
-    assert SECRET not in said.out + said.err
+    assert "TOKEN: ${oc.env:TOKEN}" in Path("run/.hydra/hydra.yaml").read_text()
+    _assert_nowhere(Path("run"), said.out, said.err)
 
 
 def test_errors_name_the_variable(ended: Callable, folder: Path) -> None:

@@ -25,7 +25,7 @@ import pytest
 from command_runs import run_here
 from PIL import Image
 
-from otdd_flash.commands import tracked
+from otdd_flash.commands import results
 from otdd_flash.errors import InputError
 from otdd_flash.integrations import tracking
 from otdd_flash.integrations.tracking import TrackedRun, check_tracker, track
@@ -46,7 +46,7 @@ def plain_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in names:
             monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    tracked._notice_once.cache_clear()
+    results._notice_once.cache_clear()
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_what_no_tracker_can_do_is_refused_before_the_solve(tmp_path, monkeypatc
 @needs("mlflow")
 def test_mlflow_reads_what_was_written(run, monkeypatch):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    track("mlflow", run)
+    track("mlflow", replace(run, store=run.directory / "mlruns"))
     assert "MLFLOW_ALLOW_FILE_STORE" not in os.environ
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient

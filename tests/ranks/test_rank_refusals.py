@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from otdd_flash.commands import exit_codes, ranks
+from otdd_flash.commands import ranks, start
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
@@ -27,7 +27,7 @@ def test_more_processes_than_gpus_are_told_once(
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit) as end:
         ranks._joined()
-    assert end.value.code == exit_codes.BAD_INPUT
+    assert end.value.code == start.BAD_INPUT
     said = capfd.readouterr().err
     expected = "4 processes on a machine of 2 GPUs; start torchrun with --nproc-per-node 2"
     assert (expected in " ".join(said.split())) == (rank == "0")
@@ -46,7 +46,7 @@ def test_ctrl_c_before_ranks_have_met_ends_each(
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as end, ranks.together():
         raise AssertionError("they have not met")
-    assert end.value.code == exit_codes.INTERRUPTED
+    assert end.value.code == start.INTERRUPTED
     assert ("interrupted" in capfd.readouterr().err) == (rank == "0")
 
 

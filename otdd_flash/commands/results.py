@@ -1,9 +1,11 @@
-"""The logging of a command's result to the tracker that `log=` names.
+"""A command's result: its files, its tables, and the tracker that `log=` names.
 
-`commands.compare`, `commands.adapt` and `commands.study` call `track_distance`, `track_flow` and
-`track_study` once their results are written. A tracker that fails gives a notice and a missing file
-in the report, never an error, because the result is already on the disk. `_placed` decides where a
-run is stored. Users select numbers and series in their tracker by name, so the names must stay.
+`commands.compare` and `commands.adapt` call `write_run`: result.json is written and the tables are
+printed before anything is drawn, so that no failure to draw loses the numbers. They and
+`commands.study` then call `track_distance`, `track_flow` and `track_study`. A tracker that fails
+gives a notice and a missing file in the report, never an error, because the result is already on
+the disk. `_placed` decides where a run is stored. Users select numbers and series in their tracker
+by name, so the names must stay.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,11 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from rich.console import RenderableType
 
 from otdd_flash.commands.messages import Terminal
 from otdd_flash.commands.progress import Phases
-from otdd_flash.commands.settings import LogSettings
+from otdd_flash.commands.settings import DatasetPairSettings, LogSettings
 from otdd_flash.errors import DataNotice, MissingFileNotice
+from otdd_flash.files.atomic import write_json
+from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.integrations.tensorboard import EVENTS
 from otdd_flash.integrations.tracking import (
     TrackedRun,
@@ -35,8 +40,8 @@ from otdd_flash.integrations.tracking import (
     track,
     unfollowed,
 )
-from otdd_flash.report.figures.page import Report
-from otdd_flash.shown import display
+from otdd_flash.report.figures.page import Report, write_each
+from otdd_flash.shown import display, interval
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,46 @@ if TYPE_CHECKING:
     from otdd_flash.flows.result import FlowResult
     from otdd_flash.result import DistanceResult
     from otdd_flash.study.result import StudyResult
+
+
+def write_run(
+    result: DistanceResult | FlowResult,
+    settings: DatasetPairSettings,
+    directory: Path,
+    more: dict[str, Any],
+    tables: Callable[[dict[str, Any]], Iterable[RenderableType]],
+    draw: Callable[[], Report],
+) -> Report:
+    """Write result.json and print the tables; then write tensors and draw.
+
+    Args:
+        result: its numbers and tensors are written.
+        settings: of the command.
+        directory: of the run.
+        more: what result.json holds besides the result.
+        tables: makes what is printed of the content of result.json.
+        draw: writes data and pictures.
+    """
+    summary, console, content = result.to_dict(**more), Terminal(), settings.report.content
+    try:
+        remove_result(directory)
+        write_json(directory / SUMMARY_FILE, summary)
+    finally:
+        # Printed even if the file cannot be written, because the number is known.
+        if content == "none":
+            console.print(interval(summary["value"], *summary["bounds"]))
+        else:
+            for table in tables(summary):
+                console.print(table)
+    report = Report()
+    if settings.save_result:
+        report += write_each({directory / TENSOR_FILE: lambda _: result.save(directory, **more)})
+    # New progress bars, because the first would have drawn over the tables.
+    with Phases() as phases, phases.phase("report", "drawing"):
+        report += draw()
+    if content != "none":
+        console.print(f"written to {directory}", soft_wrap=True)
+    return report
 
 
 def track_distance(
