@@ -35,8 +35,12 @@ from otdd_flash.files.atomic import write_json
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE, remove_result
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, NoLabels, Sinkhorn
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.report.contributions import write_contributions
-from otdd_flash.report.distance import nearest_table, summary_table, write_report
+from otdd_flash.report.distance import (
+    nearest_table,
+    summary_table,
+    write_contributions,
+    write_report,
+)
 from otdd_flash.report.figures.page import Report, write_each
 from otdd_flash.result import DistanceResult
 from otdd_flash.sampling import noise_floor, subsample_interval
