@@ -176,13 +176,10 @@ def conceal(value: str, shown: str) -> None:
 
 def _seen(character: str) -> str:
     """Return a visible character or a space of any width unchanged, any other as its escape."""
-    if character.isprintable() or unicodedata.category(character) == "Zs":
-        return UNSEEN.sub(_escaped, character)
+    shown = character.isprintable() or unicodedata.category(character) == "Zs"
+    if shown and not UNSEEN.match(character):
+        return character
     return character.encode("unicode_escape").decode()
-
-
-def _escaped(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode()
 
 
 def convergence_text(converged: bool) -> str:

@@ -27,8 +27,12 @@ from otdd_flash.contributions import Contributions
 from otdd_flash.errors import ConvergenceError, InputError
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, NoLabels, Sinkhorn
 from otdd_flash.otdd import dataset_distance
-from otdd_flash.report.contributions import write_contributions
-from otdd_flash.report.distance import nearest_table, summary_table, write_report
+from otdd_flash.report.distance import (
+    nearest_table,
+    summary_table,
+    write_contributions,
+    write_report,
+)
 from otdd_flash.report.figures.page import Report
 from otdd_flash.result import DistanceResult
 from otdd_flash.sampling import noise_floor, subsample_interval

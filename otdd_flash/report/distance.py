@@ -1,10 +1,11 @@
 """The report of one dataset distance: csv files, pictures and the tables printed for it.
 
-The module writes class_distances, class_coupling, nearest_classes.csv and projection.png, and makes
-two tables for the terminal: a summary of result.json and the nearest classes. projection.png shows
-both datasets in their common principal plane, with arrows for the mass that moves between classes.
-`commands.compare` calls `write_report` and prints both tables; `DistanceResult.plot` (`result`)
-calls `plot_distance`.
+`write_report` writes class_distances, class_coupling, nearest_classes.csv and projection.png.
+`write_contributions` writes what each source row contributes, and the images that contribute most.
+`summary_table` and `nearest_table` are tables for the terminal, of result.json and of the nearest
+classes. projection.png shows both datasets in their common principal plane, with arrows for the
+mass that moves between classes. `commands.compare` calls these four; `DistanceResult.plot`
+(`result`) calls `plot_distance`.
 
 A change must keep the names of the files and, in csv files, the order of rows, because users'
 scripts read them: source classes come before target classes, each in its dataset's own order.
@@ -13,6 +14,7 @@ scripts read them: source classes come before target classes, each in its datase
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -24,36 +26,39 @@ from torch import Tensor
 
 from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
-from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.table import NearestClass
-from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
-from otdd_flash.report.figures.class_pictures import draw_class_coupling, draw_class_distances
-from otdd_flash.report.figures.heat_maps import ORDERS, class_orders
+from otdd_flash.report.figures.heat_maps import (
+    ORDERS,
+    Group,
+    class_orders,
+    draw_class_distances,
+    heat_map,
+)
 from otdd_flash.report.figures.page import (
     CONTENTS,
     INK,
+    MARGIN,
     SOURCE_COLOR,
     TARGET_COLOR,
+    TITLE_POINTS,
     Report,
     Writers,
     figure_of,
-    notice_missing_glyphs,
+    fit_title,
+    new_figure,
     save_picture,
-    wanted,
     write_each,
 )
 from otdd_flash.report.figures.planes import (
+    PointName,
     ProjectedSide,
-    axis_name,
-    fit_plane,
-    name_axes,
+    draw_names,
     plane_frame,
-    rows_with_mass,
+    plane_of,
     side_of,
     write_legend,
-    write_title,
 )
-from otdd_flash.report.figures.point_names import PointName, draw_names
+from otdd_flash.report.tables import facts_table, write_matrix_csv, write_table_csv
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import bounded, display, epsilon_shown, interval, shorten
@@ -62,11 +67,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
-
-
-Names = tuple[tuple[str, ...], tuple[str, ...]]
-
-Orders = list[list[int]]
 
 
 @takes()
@@ -105,11 +105,9 @@ def write_report(
     """
     choose("report.order", order, ORDERS)
     choose("report", content, CONTENTS)
-    directory, table = Path(directory), result.class_distances
-    names, datasets = result.class_names, (result.source.name, result.target.name)
-    if content == "full":
-        notice_missing_glyphs([*datasets, *names[0], *names[1]])
-    coupling = result.class_coupling()
+    directory, table, coupling = Path(directory), result.class_distances, result.class_coupling()
+    names, sides = result.class_names, (result.source.name, result.target.name)
+    both = [f"source:{name}" for name in names[0]] + [f"target:{name}" for name in names[1]]
     # Without class distances there is nothing to order by.
     chosen = order if result.method != "none" else "given"
     orders = class_orders(table.full, [len(side) for side in names], chosen)
@@ -119,10 +117,35 @@ def write_report(
         )
     }
     if result.method != "none":
-        writers |= _class_distances(table, names, datasets, directory, orders)
+        writers |= {
+            directory / "class_distances.csv": lambda path: write_matrix_csv(
+                path, table.full, both, both, corner="class"
+            ),
+            directory / "class_distances.png": lambda path: draw_class_distances(
+                table.full,
+                names,
+                _roles(sides),
+                path,
+                title=f"Distances between the classes of {sides[0]} and {sides[1]}",
+                orders=orders,
+            ),
+            directory / NEAREST_FILE: lambda path: write_table_csv(
+                path,
+                ("side", "class", "nearest", "squared_distance"),
+                [(row.side, row.name, row.nearest, row.distance) for row in table.nearest()],
+            ),
+        }
     if coupling.numel() > 1:
-        writers |= _class_coupling(coupling, names, datasets, directory, orders)
-    return write_each(wanted(writers, content))
+        writers |= {
+            directory / "class_coupling.csv": lambda path: write_matrix_csv(
+                path, coupling, *names, corner="source\\target"
+            ),
+            directory / "class_coupling.png": lambda path: draw_class_coupling(
+                coupling, names, sides, path, orders=orders
+            ),
+        }
+    shown = [*sides, *names[0], *names[1]]
+    return write_each({} if content == "none" else writers, shown, pictures=content == "full")
 
 
 def plot_distance(result: DistanceResult) -> Figure:
@@ -136,32 +159,44 @@ def plot_distance(result: DistanceResult) -> Figure:
     return figure_of(draw, [result.source.name, result.target.name, *names[0], *names[1]])
 
 
-def _class_distances(
-    table: ClassDistances, names: Names, datasets: tuple[str, str], directory: Path, orders: Orders
-) -> Writers:
-    both = [f"source:{name}" for name in names[0]] + [f"target:{name}" for name in names[1]]
-    return {
-        directory / "class_distances.csv": lambda path: write_matrix_csv(
-            path, table.full, both, both, corner="class"
-        ),
-        directory / "class_distances.png": lambda path: draw_class_distances(
-            table.full, names, datasets, path, orders=orders
-        ),
-        directory / NEAREST_FILE: lambda path: write_nearest_csv(table.nearest(), path),
-    }
+def _roles(sides: Sequence[str]) -> list[str]:
+    return [f"{role}: {name}" for role, name in zip(("source", "target"), sides, strict=True)]
 
 
-def _class_coupling(
-    coupling: Tensor, names: Names, datasets: tuple[str, str], directory: Path, orders: Orders
-) -> Writers:
-    return {
-        directory / "class_coupling.csv": lambda path: write_matrix_csv(
-            path, coupling, *names, corner="source\\target"
-        ),
-        directory / "class_coupling.png": lambda path: draw_class_coupling(
-            coupling, names, datasets, path, orders=orders
-        ),
-    }
+def draw_class_coupling(
+    coupling: Tensor,
+    names: Sequence[Sequence[str]],
+    sides: tuple[str, str],
+    path: str | Path | None,
+    *,
+    orders: Sequence[Sequence[int]],
+) -> None:
+    """Draw how much of the mass of each source class moves to each target class.
+
+    Args:
+        coupling: (Vx, Vy) masses that sum to 1; drawn in percent.
+        names: the Vx source and the Vy target class names.
+        sides: the names of source and target.
+        path: the PNG file.
+        orders: the order in which to show the classes of each side.
+    """
+    rows, columns = (
+        [Group(role, [classes[index] for index in order], color)]
+        for role, classes, order, color in zip(
+            _roles(sides), names, orders, (SOURCE_COLOR, TARGET_COLOR), strict=True
+        )
+    )
+    heat_map(
+        100.0 * coupling[list(orders[0])][:, list(orders[1])],
+        rows,
+        columns,
+        path,
+        title=f"Mass moved from the classes of {sides[0]} to those of {sides[1]}",
+        value_label="mass, % of the total",
+        decimals=1,
+        # Cells that round to 0 stay empty.
+        zero="",
+    )
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
@@ -174,32 +209,18 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
             are given. `tolerance` is the bound on the marginal error; it is None if the solver
             stopped by the width of its bounds.
     """
-    from rich.table import Table
-    from rich.text import Text
-
-    title = Text(_title(summary), style="table.title")
-    table = Table(show_header=False, title=title, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("distance", bounded(summary["value"], *summary["bounds"]))
+    names, late = (summary.get("source"), summary.get("target")), None
+    title = "dataset distance"
+    if all(isinstance(name, str) for name in names):
+        title = f"{display(names[0])} → {display(names[1])}"
     if not summary["converged"]:
-        reason = (
-            f"stopped by {summary['stopped_by']}" if summary.get("stopped_by") else "stopped early"
-        )
+        stopped_by = summary.get("stopped_by")
         trust = "only solver bounds can be trusted"
         if summary.get("schedule") == "geomloss":
             trust = "the value is geomloss's, the solver bounds hold the converged one"
-        table.add_row("NOT CONVERGED", Text(f"{reason}; {trust}"), style="bold red")
-    for name, text in _details(summary):
-        table.add_row(name, Text(text))
-    return table
-
-
-def _title(summary: Mapping[str, Any]) -> str:
-    names = (summary.get("source"), summary.get("target"))
-    if all(isinstance(name, str) for name in names):
-        return f"{display(names[0])} → {display(names[1])}"
-    return "dataset distance"
+        late = f"{f'stopped by {stopped_by}' if stopped_by else 'stopped early'}; {trust}"
+    found = [("distance", bounded(summary["value"], *summary["bounds"]))]
+    return facts_table(title, found, late, _details(summary))
 
 
 def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -211,6 +232,9 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if tolerance is not None:
         error += f" {'≤' if summary['marginal_error'] <= tolerance else '>'} {tolerance:.2g}"
     ground = summary.get("ground", "sqeuclidean")
+    # The distances between classes have an epsilon of their own if those are entropic too.
+    own = summary.get("labels_epsilon")
+    labels = f"{summary['labels']}" + ("" if own is None else f", epsilon {own:.6g}")
     seconds = {phase: float(spent) for phase, spent in summary["seconds"].items()}
     spent = ", ".join(f"{phase.replace('_', ' ')} {_time(took)}" for phase, took in seconds.items())
     return [
@@ -219,19 +243,13 @@ def _details(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("samples", f"{summary['n']} × {summary['m']}, {summary['d']} features"),
         ("classes", f"{_count(classes['source'])} × {_count(classes['target'])}"),
         *([] if ground == "sqeuclidean" else [("ground cost", ground)]),
-        ("class distances", str(summary["labels"]) + _own_epsilon(summary)),
+        ("class distances", labels),
         ("converged", f"yes{reached}" if converged else "no"),
         ("marginal error", error),
         ("iterations", str(summary["iterations"])),
         ("seconds", f"{_time(sum(seconds.values()))} ({spent})"),
         ("computed on", ", ".join(str(summary[k]) for k in ("device", "backend", "precision"))),
     ]
-
-
-def _own_epsilon(summary: Mapping[str, Any]) -> str:
-    """Return ", epsilon ..." for class distances by `sinkhorn`, and "" for other methods."""
-    epsilon = summary.get("labels_epsilon")
-    return "" if epsilon is None else f", epsilon {epsilon:.6g}"
 
 
 def _sampling(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -282,16 +300,6 @@ LONGEST_NAME = 24
 NEAREST_FILE = "nearest_classes.csv"
 
 
-def write_nearest_csv(rows: Sequence[NearestClass], path: str | Path) -> None:
-    """Write one line per class, source classes first.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    body = [(row.side, row.name, row.nearest, row.distance) for row in rows]
-    write_table_csv(path, ("side", "class", "nearest", "squared_distance"), body)
-
-
 def nearest_table(rows: Sequence[NearestClass]) -> Table:
     """Make a table of nearest classes: of source classes on the left, of target classes right."""
     from rich.table import Table
@@ -315,8 +323,6 @@ def nearest_table(rows: Sequence[NearestClass]) -> Table:
         table.caption = f"{left} more classes in {NEAREST_FILE}"
     return table
 
-
-ROWS_FITTED = 5000
 
 # If a side has more classes, only the heaviest moves are drawn, and only their ends are named.
 MOST_CLASSES, MOVES_OF_MANY, MOVES_AT_MOST = 20, 14, 40
@@ -353,45 +359,34 @@ def projection(
         InputError: the file cannot be written.
     """
     coupling = coupling.detach().cpu().double()
-    fitted = [
-        samples.features[torch.from_numpy(rows_with_mass(samples, ROWS_FITTED, seed))]
-        for samples in (source, target)
-    ]
-    plane = fit_plane(fitted, seed)
+    plane = plane_of([source, target], seed)
     left = side_of(source, coupling.shape[0], plane, seed, SOURCE_COLOR, "o")
     right = side_of(target, coupling.shape[1], plane, seed, TARGET_COLOR, "^")
-    moves, marked = _moves_and_classes(coupling)
-
-    figure, axes = plane_frame([left.points, right.points], [left.centroids, right.centroids])
-    name_axes(axes, axis_name(plane, 0), axis_name(plane, 1))
-    for side, classes in zip((left, right), marked, strict=True):
-        _draw_points(axes, side, classes)
-    flat = plane.explained[1] < 1e-9
-    _draw_moves(axes, (left, right), moves, flat)
-    _draw_labels(figure, axes, (left, right), marked, moves, flat)
-    _draw_legend(figure, axes, (left, right), _about(moves, coupling))
-    title = f"{source.name} and {target.name} in their common principal plane"
-    write_title(figure, axes, title)
-    save_picture(figure, path)
-    return figure
-
-
-def _moves_and_classes(coupling: Tensor) -> tuple[list[Move], tuple[list[int], list[int]]]:
-    """Return the arrows, and for each side the classes that are marked and named."""
     if max(coupling.shape) > MOST_CLASSES:
         moves = strongest_moves(coupling, MOVES_OF_MANY)
-        return moves, (sorted({m.source for m in moves}), sorted({m.target for m in moves}))
-    # Between one class and one class all mass moves: an arrow would add nothing.
-    moves = strongest_moves(coupling, MOVES_AT_MOST) if coupling.numel() > 1 else []
-    return moves, (list(range(coupling.shape[0])), list(range(coupling.shape[1])))
-
-
-def _draw_points(axes: Axes, side: ProjectedSide, marked: Sequence[int]) -> None:
-    color, marker = side.color, side.marker
-    x, y = side.points.T
-    axes.scatter(x, y, s=11, c=color, marker=marker, alpha=0.28, linewidths=0)
-    x, y = side.centroids[marked].T
-    axes.scatter(x, y, s=75, c=color, marker=marker, edgecolors="white", linewidths=1.2, zorder=4)
+        marked = [sorted({move.source for move in moves}), sorted({move.target for move in moves})]
+        about = f"the {len(moves)} largest moves of mass between classes (width: mass)"
+    else:
+        # Between one class and one class all mass moves: an arrow would add nothing.
+        moves = strongest_moves(coupling, MOVES_AT_MOST) if coupling.numel() > 1 else []
+        marked = [list(range(count)) for count in coupling.shape]
+        largest = f"its largest share and any from {WORTH_SHOWING:.0%}"
+        about = f"where a class's mass goes: {largest} (width: mass)"
+    title = f"{source.name} and {target.name} in their common principal plane"
+    sides = (left, right)
+    inside = [side.centroids for side in sides]
+    figure, axes = plane_frame([side.points for side in sides], inside, plane, title)
+    for side, classes in zip(sides, marked, strict=True):
+        style: dict[str, Any] = {"c": side.color, "marker": side.marker}
+        x, y = side.points.T
+        axes.scatter(x, y, s=11, alpha=0.28, linewidths=0, **style)
+        x, y = side.centroids[classes].T
+        axes.scatter(x, y, s=75, edgecolors="white", linewidths=1.2, zorder=4, **style)
+    _draw_moves(axes, sides, moves, plane.flat)
+    _draw_labels(axes, sides, marked, moves, plane.flat)
+    _draw_legend(axes, sides, about if moves else None)
+    save_picture(figure, path)
+    return figure
 
 
 def _draw_moves(
@@ -427,10 +422,9 @@ def _draw_moves(
 
 
 def _draw_labels(
-    figure: Figure,
     axes: Axes,
     sides: tuple[ProjectedSide, ProjectedSide],
-    marked: tuple[list[int], list[int]],
+    marked: Sequence[Sequence[int]],
     moves: Sequence[Move],
     flat: bool,
 ) -> None:
@@ -447,38 +441,26 @@ def _draw_labels(
         for side, k in named
     ]
     ends = [(sides[0].centroids[m.source], sides[1].centroids[m.target]) for m in moves]
-    x0, y0, x1, y1 = axes.get_window_extent().extents
     # If all points are on a line, the arrows bow above it, so names go below.
-    frame = (x0, y0, x1, (y0 + y1) / 2 if flat else y1)
-    draw_names(figure, axes, names, np.array(ends).reshape(-1, 2, 2), frame)
+    draw_names(axes, names, np.array(ends).reshape(-1, 2, 2), top=0.5 if flat else 1.0)
 
 
-def _about(moves: Sequence[Move], coupling: Tensor) -> str | None:
-    if not moves:
-        return None
-    if max(coupling.shape) > MOST_CLASSES:
-        return f"the {len(moves)} largest moves of mass between classes (width: mass)"
-    largest = f"its largest share and any from {WORTH_SHOWING:.0%}"
-    return f"where a class's mass goes: {largest} (width: mass)"
-
-
-def _draw_legend(
-    figure: Figure, axes: Axes, sides: tuple[ProjectedSide, ProjectedSide], about: str | None
-) -> None:
+def _draw_legend(axes: Axes, sides: tuple[ProjectedSide, ProjectedSide], about: str | None) -> None:
     from matplotlib.lines import Line2D
 
-    handles, texts = [], []
+    handles = []
     (x0, x1), (y0, y1) = axes.get_xlim(), axes.get_ylim()
     for side in sides:
         x, y = side.points.T
         shown = int(((x >= x0) & (x <= x1) & (y >= y0) & (y <= y1)).sum())
         part = "" if shown == side.size else f", {shown:,} shown"
-        texts.append(f"{shorten(side.name, LONGEST_DATASET)} ({side.size:,} samples{part})")
-        handles.append(Line2D([], [], color=side.color, marker=side.marker, linestyle="none"))
+        text = f"{shorten(side.name, LONGEST_DATASET)} ({side.size:,} samples{part})"
+        style: dict[str, Any] = {"color": side.color, "marker": side.marker, "linestyle": "none"}
+        handles.append(Line2D([], [], label=text, **style))
     if about is not None:
-        texts.append(about)
-        handles.append(Line2D([], [], color=INK, marker=">", linewidth=1.8, markevery=[1]))
-    write_legend(figure, axes, handles, texts)
+        style = {"color": INK, "marker": ">", "linewidth": 1.8, "markevery": [1]}
+        handles.append(Line2D([], [], label=about, **style))
+    write_legend(axes, *handles)
 
 
 WORTH_SHOWING = 0.25
@@ -509,3 +491,104 @@ def strongest_moves(coupling: Tensor, limit: int) -> list[Move]:
     return [
         Move(int(rows[k]), int(columns[k]), float(coupling[rows[k], columns[k]])) for k in order
     ]
+
+
+SHOWN, ACROSS = 12, 6
+
+# Inches: an image, the words above it, a block's heading, between images, the title.
+SIDE, WORDS, HEAD, GAP, TITLE = 1.0, 0.34, 0.32, 0.12, 0.52
+
+LONGEST_CLASS = 14
+
+
+@takes()
+def write_contributions(
+    source: LabeledSamples,
+    values: Tensor,
+    directory: str | Path,
+    image_shape: tuple[int, int, int] | None,
+    *,
+    target: str,
+    content: str = "full",
+) -> Report:
+    """Write contributions.csv, the largest first, and contributions.png if rows are images.
+
+    Rows without mass are left out.
+
+    Args:
+        source: the n source rows of the distance.
+        values: (n,) from `DistanceResult.contributions`; NaN for rows without mass.
+        directory: created if it does not exist.
+        image_shape: (c, h, w) of the rows, or None if they are not images.
+        target: the name of the target dataset.
+        content: `full`; `table` and `none` write only the csv file.
+
+    Returns:
+        The files written and the files that could not be written.
+
+    Warns:
+        MissingFileNotice: a file could not be written.
+    """
+    directory, known = Path(directory), (~values.isnan()).nonzero().squeeze(1)
+    order = known[torch.argsort(values[known], descending=True, stable=True)].tolist()
+    masses = source.masses.cpu()
+    rows = [(row, _class_of(source, row), float(masses[row]), float(values[row])) for row in order]
+    writers: Writers = {
+        directory / "contributions.csv": lambda path: write_table_csv(
+            path, ("row", "class", "mass", "contribution"), rows
+        )
+    }
+    if image_shape is not None:
+        title = f"What rows of {source.name} contribute to the distance to {target}"
+        most = [row for row in order[:SHOWN] if values[row] > 0]
+        least = [row for row in reversed(order[-SHOWN:]) if values[row] < 0]
+        named = {"carry most of the distance": most, "bring the datasets nearer": least}
+        blocks = {heading: rows for heading, rows in named.items() if rows}
+        writers[directory / "contributions.png"] = lambda path: _draw_contributions(
+            source, values, image_shape, title, blocks, path
+        )
+    names = (source.name, target, *source.class_names)
+    return write_each(writers, names, pictures=content == "full")
+
+
+def _class_of(source: LabeledSamples, row: int) -> str:
+    return "" if source.labels is None else source.class_names[int(source.labels[row])]
+
+
+def _draw_contributions(
+    source: LabeledSamples,
+    values: Tensor,
+    shape: tuple[int, int, int],
+    title: str,
+    blocks: Mapping[str, Sequence[int]],
+    path: Path,
+) -> None:
+    """Draw rows as images, in blocks, with class and contribution above each image."""
+    width = 2 * MARGIN + ACROSS * (SIDE + GAP) - GAP
+    lines = [math.ceil(len(rows) / ACROSS) for rows in blocks.values()]
+    height = 2 * MARGIN + TITLE + len(blocks) * HEAD + sum(lines) * (SIDE + WORDS)
+    figure, top = new_figure(width, height), height - MARGIN
+    for text, points, down in (
+        (title, TITLE_POINTS, 0.0),
+        ("above each image: its class, its contribution in units of the cost", 9.0, 0.27),
+    ):
+        shown = fit_title(figure, text, width - 2 * MARGIN, points)
+        figure.text(MARGIN / width, (top - down) / height, shown, fontsize=points, va="top")
+    top -= TITLE
+    for heading, rows in blocks.items():
+        at = MARGIN / width, (top - 0.6 * HEAD) / height
+        figure.text(*at, heading, fontsize=11, va="center")
+        top -= HEAD
+        for place, row in enumerate(rows):
+            top -= (SIDE + WORDS) * (place % ACROSS == 0)
+            left = MARGIN + place % ACROSS * (SIDE + GAP)
+            box = (left / width, top / height, SIDE / width, SIDE / height)
+            axes = figure.add_axes(box)
+            image = source.features[row].cpu().reshape(shape).movedim(0, 2).clamp(0, 1).numpy()
+            image = image[..., 0] if shape[0] == 1 else image[..., :3]
+            axes.imshow(image, cmap="gray", vmin=0, vmax=1)
+            axes.axis("off")
+            number = f"{float(values[row]):+#.3g}".rstrip(".").replace("-", "−")
+            name = shorten(_class_of(source, row), LONGEST_CLASS)
+            axes.set_title(f"{name}\n{number}", loc="center", fontsize=7, pad=2)
+    save_picture(figure, path)

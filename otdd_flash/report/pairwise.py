@@ -1,70 +1,36 @@
-"""The report of distances between several datasets: a table to print, csv files and pictures.
+"""The report of distances between several datasets: csv files and pictures.
 
-Users call `write_pairwise_report` and `pairwise_table`, which nothing in the package calls.
-`PairwiseResult.plot` calls `plot_distances`, `SlicedResult.plot` calls `plot_sliced_distances`, and
-`report.study.pictures` uses `rows_text` and `bounds_text`. A change must respect that `order`
-changes only the pictures, never the rows of csv files, and that dataset names may be any text: the
-table takes them as `Text`, as rich would read a string as markup.
+Users call `write_pairwise_report`. `PairwiseResult.plot` calls `plot_distances`,
+`SlicedResult.plot` calls `plot_sliced_distances`, and `report.study.writing` uses `rows_text` and
+`bounds_text`. A change must respect that `order` changes only the pictures, never the rows of csv
+files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from otdd_flash.arguments import takes
 from otdd_flash.errors import choose
-from otdd_flash.report.csv_tables import write_matrix_csv, write_table_csv
-from otdd_flash.report.figures.class_pictures import draw_joint_class_distances
-from otdd_flash.report.figures.heat_maps import ORDERS, class_orders, heat_map
-from otdd_flash.report.figures.page import (
-    INK,
-    Report,
-    Writers,
-    figure_of,
-    notice_missing_glyphs,
-    write_each,
+from otdd_flash.report.figures.heat_maps import (
+    ORDERS,
+    Group,
+    class_orders,
+    draw_class_distances,
+    heat_map,
 )
-from otdd_flash.shown import NOT_SAMPLED, epsilon_shown, interval, shorten
+from otdd_flash.report.figures.page import INK, Report, Writers, figure_of, write_each
+from otdd_flash.report.tables import write_matrix_csv, write_table_csv
+from otdd_flash.shown import epsilon_shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.table import Table
     from torch import Tensor
 
     from otdd_flash.pairwise import PairwiseResult
     from otdd_flash.sliced.result import SlicedResult
-
-# Characters of a dataset's name in the table.
-LONGEST_NAME = 32
-
-
-def pairwise_table(result: PairwiseResult) -> Table:
-    """Make a table of the distances with their solver bounds, the nearest pair first.
-
-    Pairs that did not converge are red.
-    """
-    from rich.table import Table
-    from rich.text import Text
-
-    epsilon = epsilon_shown(result.epsilon, result.mean_cost)
-    title = f"distances between {len(result.names)} datasets, epsilon {epsilon}"
-    # The epsilon of the distances between classes, if those are entropic too.
-    if (own := result.details.get("labels_epsilon")) is not None:
-        title += f", class distances by sinkhorn, epsilon {own:.6g}"
-    columns = ("", "", "distance, solver bounds", "marginal error")
-    table = Table(*columns, title=title, title_justify="left")
-    for pair in result.pairs():
-        table.add_row(
-            *(Text(shorten(name, LONGEST_NAME)) for name in (pair.source, pair.target)),
-            interval(pair.value, pair.lower, pair.upper),
-            f"{pair.marginal_error:.1e}" + ("" if pair.converged else " NOT CONVERGED"),
-            style="" if pair.converged else "bold red",
-        )
-    # The caption says that sampling error was not measured: the result has solver bounds only.
-    table.caption, table.caption_justify = NOT_SAMPLED, "left"
-    return table
 
 
 # `takes` checks arguments by their annotations.
@@ -94,16 +60,29 @@ def write_pairwise_report(
         MissingFileNotice: a file could not be written; the others are written.
     """
     choose("order", order, ORDERS)
-    directory, pairs = Path(directory), result.pairs()
-    classes = [name for names in result.class_distances.class_names for name in names]
-    notice_missing_glyphs([*result.names, *classes])
+    directory, pairs, datasets = Path(directory), result.pairs(), result.names
+    table = result.class_distances
+    names = [
+        f"{dataset}:{name}"
+        for dataset, classes in zip(datasets, table.class_names, strict=True)
+        for name in classes
+    ]
     writers: Writers = {
         directory / "distances.csv": lambda path: write_table_csv(path, pairs[0]._fields, pairs),
         directory / "distances.png": lambda path: _draw_distances(result, path, order),
     }
     if result.method != "none":
-        writers |= _class_distances(result, directory, order)
-    return write_each(writers)
+        orders = class_orders(table.full, [len(classes) for classes in table.class_names], order)
+        title = f"Distances between the classes of {len(datasets)} datasets"
+        writers |= {
+            directory / "class_distances.csv": lambda path: write_matrix_csv(
+                path, table.full, names, names, corner="class"
+            ),
+            directory / "class_distances.png": lambda path: draw_class_distances(
+                table.full, table.class_names, datasets, path, title=title, orders=orders
+            ),
+        }
+    return write_each(writers, names)
 
 
 def plot_distances(result: PairwiseResult, order: str) -> Figure:
@@ -115,18 +94,14 @@ def plot_distances(result: PairwiseResult, order: str) -> Figure:
 def plot_sliced_distances(result: SlicedResult, order: str) -> Figure:
     """Draw the matrix of sliced distances, with the largest standard error in the title."""
     choose("order", order, ORDERS)
-    error = float(result.standard_errors.max())
+    label = f"mean over {result.projections:,} draws, in squared units of features"
+    title = (
+        f"Sliced distances between {len(result.names)} datasets, standard errors up to "
+        f"{float(result.standard_errors.max()):.2g}"
+    )
 
     def draw() -> Figure:
-        return _draw_table(
-            result.values,
-            result.names,
-            None,
-            order,
-            title=f"Sliced distances between {len(result.names)} datasets, standard errors up to "
-            f"{error:.2g}",
-            value_label=f"mean over {result.projections:,} draws, in squared units of features",
-        )
+        return _draw_table(result.values, result.names, None, order, title=title, value_label=label)
 
     return figure_of(draw, result.names)
 
@@ -148,33 +123,13 @@ def _draw_distances(result: PairwiseResult, path: Path | None, order: str) -> Fi
 
 
 def _draw_table(
-    values: Tensor,
-    datasets: Sequence[str],
-    path: Path | None,
-    order: str,
-    *,
-    title: str,
-    value_label: str,
-    notes: Sequence[str] = (),
+    values: Tensor, datasets: Sequence[str], path: Path | None, order: str, **texts: Any
 ) -> Figure:
     # `class_orders` takes square roots, as of squared distances; entropic and sliced distances are
     # such. The datasets take the place of the classes of one dataset.
     (places,) = class_orders(values, [len(datasets)], order)
-    names = [datasets[place] for place in places]
-    groups = [("datasets", len(names))]
-    return heat_map(
-        values[places][:, places],
-        names,
-        names,
-        path,
-        title=title,
-        value_label=value_label,
-        notes=notes,
-        row_groups=groups,
-        column_groups=groups,
-        row_colors=[INK],
-        column_colors=[INK],
-    )
+    groups = [Group("datasets", [datasets[place] for place in places], INK)]
+    return heat_map(values[places][:, places], groups, groups, path, **texts)
 
 
 def rows_text(rows: Sequence[int]) -> str:
@@ -198,21 +153,3 @@ def bounds_text(pairs: Sequence[tuple[float, float, bool]], sampled: bool) -> st
     if not sampled:
         parts.append("sampling error not measured")
     return ", ".join(parts)
-
-
-def _class_distances(result: PairwiseResult, directory: Path, order: str) -> Writers:
-    table = result.class_distances
-    names = [
-        f"{dataset}:{name}"
-        for dataset, classes in zip(result.names, table.class_names, strict=True)
-        for name in classes
-    ]
-    orders = class_orders(table.full, [len(classes) for classes in table.class_names], order)
-    return {
-        directory / "class_distances.csv": lambda path: write_matrix_csv(
-            path, table.full, names, names, corner="class"
-        ),
-        directory / "class_distances.png": lambda path: draw_joint_class_distances(
-            table.full, table.class_names, result.names, path, orders=orders
-        ),
-    }

@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from otdd_flash.report.csv_tables import write_table_csv
 from otdd_flash.report.figures.page import (
-    INK,
     SOURCE_COLOR,
     TARGET_COLOR,
-    fit,
-    measure,
-    name_style,
+    TICK_POINTS,
+    fit_title,
+    logarithmic,
     new_figure,
+    own_style,
     save_picture,
+    scale_logarithmically,
 )
-from otdd_flash.report.flow.objective import logarithmic
+from otdd_flash.report.tables import write_table_csv
 from otdd_flash.shown import display, shorten
 
 Jobs = Sequence[Mapping[str, Any]]
@@ -40,8 +40,6 @@ LAST = ("error", "directory")
 SAMPLING = ("sampling_lower", "sampling_upper")
 
 WIDTH, HEIGHT = 7.6, 4.8  # inches
-LEFT = 0.12
-TITLE_POINTS, LABEL_POINTS = 12.0, 9.0
 # More lines than this cannot be told apart.
 MOST_LINES = 12
 # With more values, matplotlib chooses the ticks.
@@ -61,11 +59,8 @@ def summary_csv(jobs: Jobs, path: str | Path) -> None:
     known = {"job", "overrides", *COLUMNS, *LAST}
     more = dict.fromkeys(key for job in jobs for key in job if key not in known)
     columns = ["job", *keys, *COLUMNS, *(key for key in more if key not in keys), *LAST]
-    rows = []
-    for job in jobs:
-        line = {**job["overrides"], **job}
-        rows.append([line.get(column) for column in columns])
-    write_table_csv(path, columns, rows)
+    lines = [{**job["overrides"], **job} for job in jobs]
+    write_table_csv(path, columns, ([line.get(column) for column in columns] for line in lines))
 
 
 def swept(jobs: Jobs) -> dict[str, list[Any]]:
@@ -110,70 +105,64 @@ def draw_sweep(jobs: Jobs, number: str, by: str | None, path: str | Path) -> Non
         InputError: the file cannot be written.
     """
     there = [job for job in jobs if job.get("value") is not None]
-    figure = new_figure(WIDTH, HEIGHT)
-    place = {"left": LEFT, "right": 0.975, "top": 0.9, "bottom": 0.12}
-    axes = figure.subplots(gridspec_kw=place)
-    axes.spines[:].set_color("0.8")
-    axes.grid(color="0.92", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, color="0.6", labelcolor=INK, length=3)
-    at = np.array([job["overrides"][number] for job in there], dtype=np.float64)
-    if logarithmic(at):
-        axes.set_xscale("log")
-    if len(values := np.unique(at)) <= MOST_TICKS:
-        axes.minorticks_off()
-        axes.set_xticks(values, [f"{value:g}" for value in values])
-    lines = {None: there} if by is None else _by_value(there, by)
-    for line, color in zip(lines.items(), _colors(len(lines)), strict=True):
-        label = None if by is None else shorten(f"{by}={_written(line[0])}", 40)
-        _draw_line(axes, line[1], number, color, label)
-    early = [job for job in there if not job.get("converged", True)]
-    if early:
-        axes.plot(
-            [job["overrides"][number] for job in early],
-            [job["value"] for job in early],
-            marker="o",
-            linestyle="",
-            markersize=7,
-            markerfacecolor="none",
-            color="0.4",
-            label="not converged: only the bounds hold",
-        )
-    sampled = all(job.get(SAMPLING[0]) is not None for job in there)
-    axes.plot([], [], color="0.5", linewidth=5, alpha=0.3, label=_interval_name(sampled))
-    axes.set_xlabel(number, fontsize=LABEL_POINTS, color=INK, **name_style(number))
-    axes.set_ylabel("value, in units of the cost", fontsize=LABEL_POINTS, color=INK)
-    legend = axes.legend(fontsize=8, labelcolor=INK, framealpha=0.9, edgecolor="none")
-    for shown in legend.get_texts():
-        shown.set(**name_style(shown.get_text()))
     pairs = dict.fromkeys(f"{display(job['source'])} → {display(job['target'])}" for job in there)
     title = next(iter(pairs)) if len(pairs) == 1 else f"{len(pairs)} pairs of datasets"
-    text = fit(title, 0.85 * WIDTH, lambda shown: measure(figure, shown, TITLE_POINTS)[0])
-    figure.text(LEFT, 0.965, text, fontsize=TITLE_POINTS, color=INK, va="top", **name_style(text))
-    save_picture(figure, path)
+    lines: dict[Any, list[Mapping[str, Any]]] = {}
+    for job in there:
+        lines.setdefault(None if by is None else _hashable(job["overrides"].get(by)), []).append(
+            job
+        )
+    if all(map(_is_number, lines)):
+        lines = dict(sorted(lines.items()))
+    labels = {value: shorten(f"{by}={_written(value)}", 40) for value in lines if by is not None}
+    with own_style([title, number, *labels.values()]):
+        figure = new_figure(WIDTH, HEIGHT)
+        figure.set_layout_engine("constrained")
+        axes = figure.subplots()
+        axes.grid()
+        axes.tick_params(labelsize=TICK_POINTS)
+        _choose_scale(axes, np.array([job["overrides"][number] for job in there], np.float64))
+        for (value, line), color in zip(lines.items(), _colors(len(lines)), strict=True):
+            _draw_line(axes, line, number, color, labels.get(value))
+        early = [job for job in there if not job.get("converged", True)]
+        if early:
+            axes.plot(
+                [job["overrides"][number] for job in early],
+                [job["value"] for job in early],
+                marker="o",
+                linestyle="",
+                markersize=7,
+                markerfacecolor="none",
+                color="0.4",
+                label="not converged: only the bounds hold",
+            )
+        sampled = all(job.get(SAMPLING[0]) is not None for job in there)
+        kind = "sampling interval" if sampled else "solver bounds"
+        axes.plot([], [], color="0.5", linewidth=5, alpha=0.3, label=kind)
+        axes.set(xlabel=number, ylabel="value, in units of the cost")
+        axes.set_title(fit_title(figure, title, 0.85 * WIDTH))
+        axes.legend(fontsize=8)
+        save_picture(figure, path)
+
+
+def _choose_scale(axes: Any, at: Any) -> None:
+    """Choose the scale of the swept number, and name its values if they are few."""
+    if logarithmic(at):
+        scale_logarithmically(axes, "x")
+    if len(values := np.unique(at)) <= MOST_TICKS:
+        axes.set_xticks(values, [f"{value:g}" for value in values])
 
 
 def _draw_line(axes: Any, jobs: Jobs, number: str, color: Any, label: str | None) -> None:
     jobs = sorted(jobs, key=lambda job: float(job["overrides"][number]))
     at = [job["overrides"][number] for job in jobs]
-    axes.plot(
-        at, [job["value"] for job in jobs], color=color, marker="o", markersize=4, label=label
-    )
-    for job in jobs:
+    values = [job["value"] for job in jobs]
+    axes.plot(at, values, color=color, marker="o", markersize=4, label=label)
+    for x, job in zip(at, jobs, strict=True):
         ends = [job.get(key) for key in SAMPLING]
-        lower, upper = (job["lower"], job["upper"]) if None in ends else ends
-        x = job["overrides"][number]
-        axes.vlines(x, lower, upper, color=color, linewidth=5, alpha=0.3)
-        axes.plot([x, x], [lower, upper], color=color, linestyle="", marker="_", markersize=8)
-
-
-def _by_value(jobs: Jobs, key: str) -> dict[Any, list[Mapping[str, Any]]]:
-    lines: dict[Any, list[Mapping[str, Any]]] = {}
-    for job in jobs:
-        lines.setdefault(_hashable(job["overrides"].get(key)), []).append(job)
-    if all(map(_is_number, lines)):
-        return dict(sorted(lines.items()))
-    return lines
+        ends = [job["lower"], job["upper"]] if None in ends else ends
+        axes.vlines(x, *ends, color=color, linewidth=5, alpha=0.3)
+        axes.plot([x, x], ends, color=color, linestyle="", marker="_", markersize=8)
 
 
 def _colors(count: int) -> list[Any]:
@@ -183,10 +172,6 @@ def _colors(count: int) -> list[Any]:
 
     # The palest end cannot be seen on white.
     return [colormaps["viridis"](place) for place in np.linspace(0, 0.9, count)]
-
-
-def _interval_name(sampled: bool) -> str:
-    return "sampling interval" if sampled else "solver bounds"
 
 
 def _is_number(value: Any) -> bool:

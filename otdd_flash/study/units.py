@@ -128,7 +128,7 @@ class PairUnit(Unit):
 
 FOLDER = "units"
 
-# The exit codes that a command has for these errors, and for any other (`commands.exit_codes`).
+# The exit codes that a command has for these errors, and for any other (`commands.start`).
 EXIT_CODES: dict[type[Exception], int] = {InputError: 2, ConvergenceError: 3}
 DEFECT = 1
 

@@ -17,7 +17,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import lock, replacing, replacing_folder, write_json
 from otdd_flash.files.cache import USUAL_FOLDER, TensorCache
 from otdd_flash.files.tensor_file import content_hash
-from otdd_flash.report.csv_tables import write_matrix_csv
+from otdd_flash.report.tables import write_matrix_csv
 from otdd_flash.shown import csv_cell
 
 ENTRY = {

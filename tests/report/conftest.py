@@ -2,8 +2,9 @@
 
 import pytest
 
-DRAWING = ("contributions", "distance", "figures.heat_maps")
-DRAWING += ("flow.images", "flow.objective", "flow.paths", "sweep")
+from otdd_flash.report.figures.page import own_style
+
+DRAWING = ("distance", "figures.heat_maps", "flow.images", "flow.paths", "flow.writing", "sweep")
 
 
 @pytest.fixture
@@ -15,4 +16,5 @@ def figures(monkeypatch):
 
     for name in DRAWING:
         monkeypatch.setattr(f"otdd_flash.report.{name}.save_picture", keep)
-    return saved
+    with own_style():
+        yield saved

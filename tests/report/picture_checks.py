@@ -2,6 +2,8 @@
 
 from itertools import combinations
 
+from matplotlib.text import Text
+
 
 def check_on_page(figure, things):
     """All things (texts, images) lie on the figure's page, once it is laid out."""
@@ -16,7 +18,11 @@ def check_on_page(figure, things):
 
 def check_apart(things):
     """No two things overlap."""
-    boxes = [(thing, thing.get_window_extent()) for thing in things]
+    # The line from a name to its point may cross other names.
+    boxes = [
+        (one, (Text if isinstance(one, Text) else type(one)).get_window_extent(one))
+        for one in things
+    ]
     for (one, a), (other, b) in combinations(boxes, 2):
         crossing = a.x0 < b.x1 and b.x0 < a.x1 and a.y0 < b.y1 and b.y0 < a.y1
         assert not crossing, (one, other)

@@ -18,7 +18,6 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError, MissingFileNotice
 from otdd_flash.labels.table import NearestClass
 from otdd_flash.report import distance as writing
-from otdd_flash.report.contributions import write_contributions
 from otdd_flash.report.distance import (
     MOST_ROWS,
     Move,
@@ -26,6 +25,7 @@ from otdd_flash.report.distance import (
     projection,
     strongest_moves,
     summary_table,
+    write_contributions,
     write_report,
 )
 from otdd_flash.report.figures import page as fonts
@@ -263,7 +263,7 @@ def test_pictures_are_in_the_order_asked_for_and_tables_are_not(tmp_path, monkey
     drawn = {}
     for name in ("draw_class_distances", "draw_class_coupling"):
         monkeypatch.setattr(
-            writing, name, lambda *_, name=name, orders: drawn.setdefault(name, orders)
+            writing, name, lambda *_, name=name, orders, **__: drawn.setdefault(name, orders)
         )
     monkeypatch.setattr(writing, "projection", lambda *_, **__: None)
     given = result((("a", "b", "c"), ("d", "e", "f")), [5.0, 0.0, 4.0, 0.5, 4.5, 1.0])
@@ -293,7 +293,7 @@ def diagonal(rows, columns):
 
 
 def class_labels(figure):
-    return [text.get_text() for text in figure.texts if text.get_path_effects()]
+    return [text.get_text() for text in figure.axes[0].texts if text.get_path_effects()]
 
 
 def arrows(figure):
@@ -309,8 +309,8 @@ def test_labels_of_pictures_are_apart(figures, classes, d):
     projection(source, target, diagonal(*classes), None, seed=0)
     (figure,) = figures
     axes = figure.axes[0]
-    legend = figure.legends[0].get_texts()
-    texts = [*figure.texts, *legend, axes.xaxis.label]
+    legend = axes.get_legend().get_texts()
+    texts = [*axes.texts, *legend, axes.xaxis.label, axes._left_title]
     check_on_page(figure, [*texts, axes.yaxis.label])
     check_apart([*texts, axes.yaxis.label])
     assert not any(text.get_parse_math() for text in texts if "$" in text.get_text())
@@ -369,7 +369,7 @@ def test_the_plane_is_that_of_pca_and_both_datasets_count_equally():
         shares = [*(singular[:2] ** 2 / (singular**2).sum()).tolist(), 0.0][:2]
         np.testing.assert_allclose(plane.explained, shares, rtol=1e-4, atol=1e-12)
         wanted = (pooled[: len(clouds[0])] @ axes[0]).abs()
-        found = plane.project(clouds[0])[:, 0].abs()
+        found = abs(plane.project(clouds[0])[:, 0])
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-2, err_msg=f"{d} features")
     cloud, other = clusters(5, 4).features, clusters(5, 4, 1).features
     once, often = fit_plane([cloud, other], 0), fit_plane([cloud.repeat(7, 1), other], 0)

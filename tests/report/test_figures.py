@@ -10,21 +10,19 @@ import torch
 from picture_checks import check_apart, check_on_page
 
 from otdd_flash.errors import DataNotice
-from otdd_flash.report.figures import heat_maps
+from otdd_flash.report.distance import draw_class_coupling
 from otdd_flash.report.figures import page as fonts
-from otdd_flash.report.figures.class_pictures import (
-    draw_class_coupling,
-    draw_class_distances,
-    draw_joint_class_distances,
-)
 from otdd_flash.report.figures.heat_maps import (
+    Group,
     cell_texts,
     class_orders,
+    draw_class_distances,
+    heat_map,
     power_of_ten,
     relative_luminance,
     with_unit,
 )
-from otdd_flash.report.figures.page import DPI, measure, name_style, new_figure, save_picture
+from otdd_flash.report.figures.page import DPI, measure, new_figure, own_style, save_picture
 
 # Orders of classes.
 
@@ -64,8 +62,18 @@ def test_like_stands_beside_like_and_both_datasets_are_ordered_alike():
 WORDS = ("T-shirt/top", "0", "price in $ and $", "a class name that goes on and on", "two\nlines")
 
 
+def given(classes):
+    """The classes of some datasets in the order given."""
+    return [range(len(names)) for names in classes]
+
+
 def names(count):
     return tuple(f"{WORDS[k % len(WORDS)]} {k}" for k in range(count))
+
+
+def draw_classes(table, classes, datasets=("x", "y"), path=None, orders=None):
+    orders = given(classes) if orders is None else orders
+    draw_class_distances(table, classes, datasets, path, title="Distances", orders=orders)
 
 
 def distances(size):
@@ -100,14 +108,14 @@ def test_every_text_is_on_the_page_and_none_overlap(figures, sizes, picture):
     classes = names(sizes[0]), names(sizes[1])
     datasets = ("FashionMNIST of the training split", "USPS")
     if picture == "distances":
-        draw_class_distances(distances(sum(sizes)), classes, datasets, None)
+        draw_classes(distances(sum(sizes)), classes, datasets)
     elif picture == "joint":
         classes = (*classes, names(3), classes[0])
         sizes = (*sizes, 3, sizes[0])
-        draw_joint_class_distances(distances(sum(sizes)), classes, (*datasets, "a", "b"), None)
+        draw_classes(distances(sum(sizes)), classes, (*datasets, "a", "b"))
     else:
         mass = torch.rand(sizes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        draw_class_coupling(mass / mass.sum(), classes, datasets, None)
+        draw_class_coupling(mass / mass.sum(), classes, datasets, None, orders=given(classes))
     (figure,) = figures
     figure.draw_without_rendering()
     assert max(figure.get_size_inches()) < 13
@@ -130,7 +138,7 @@ def test_every_text_is_on_the_page_and_none_overlap(figures, sizes, picture):
 def test_cells_show_classes_in_the_order_asked_for_and_hide_empty_ones(figures):
     classes, orders = (("a", "b"), ("c", "d", "e")), [[1, 0], [2, 0, 1]]
     table = torch.arange(25.0).reshape(5, 5)
-    draw_class_distances(table, classes, ("x", "y"), None, orders=orders)
+    draw_classes(table, classes, orders=orders)
     draw_class_coupling(table[:2, :3], classes, ("x", "y"), None, orders=orders)
     rows = [1, 0, 4, 2, 3]
     for figure, expected, across in (
@@ -142,20 +150,21 @@ def test_cells_show_classes_in_the_order_asked_for_and_hide_empty_ones(figures):
         assert "".join(t.get_text() for t in figure.axes[0].get_xticklabels()) == across
         assert "".join(t.get_text() for t in figure.axes[0].get_yticklabels())[:2] == "ba"
     mass = torch.tensor([[0.5, 0.0], [0.1, 0.4]])
-    draw_class_coupling(mass, (("a", "b"), ("c", "d")), ("x", "y"), None)
+    classes = ("a", "b"), ("c", "d")
+    draw_class_coupling(mass, classes, ("x", "y"), None, orders=given(classes))
     assert [text.get_text() for text in figures[2].axes[0].texts] == ["50.0", "", "10.0", "40.0"]
 
 
 @pytest.mark.slow
 def test_colours_of_signed_values_diverge_from_white_at_0(figures):
     for values in ([3.0, -1.0], [-4.0, -1.0], [0.0, 0.0]):
-        heat_maps.heat_map(
+        heat_map(
             torch.tensor([values, [math.nan, 0.0]]),
-            *(("a", "b"), ("c", "d"), None),
+            [Group("sources", ("a", "b"), "k")],
+            [Group("targets", ("c", "d"), "k")],
+            None,
             title="gains",
             value_label="%",
-            row_groups=[("sources", 2)],
-            column_groups=[("targets", 2)],
             signed=True,
         )
         (image,) = figures[-1].axes[0].get_images()
@@ -175,7 +184,7 @@ def test_numbers_keep_contrast_with_their_cells(figures, factor):
     table = distances(4)
     if factor == 1:
         table[0, 1], table[1, 0] = float("nan"), float("inf")
-    draw_class_distances(factor * table, (names(2), names(2)), ("x", "y"), None)
+    draw_classes(factor * table, (names(2), names(2)))
     axes = figures[0].axes[0]
     (image,) = axes.get_images()
     colors = image.to_rgba(image.get_array()).reshape(-1, 4)
@@ -214,16 +223,18 @@ def test_a_font_that_has_the_characters_is_found_or_their_lack_told_of_once(tmp_
         warnings.simplefilter("always")
         fonts.notice_missing_glyphs(["abc", f"a{LACKING}", LACKING[0]])
         figure = new_figure(2, 1)
-        measure(figure, LACKING, 9)
-        figure.text(0, 0, LACKING, **name_style(LACKING))
-        save_picture(figure, tmp_path / "names.png")
+        with own_style([LACKING]):
+            measure(figure, LACKING, 9)
+            figure.text(0, 0, LACKING)
+            save_picture(figure, tmp_path / "names.png")
     assert [entry.category for entry in caught] == [DataNotice]
     assert f"{LACKING[0]} {LACKING[1]}, which pictures show as boxes" in str(caught[0].message)
     have |= {"Useless": {1, 2}, "Mongolian": {ord(LACKING[0])}, "Cuneiform": {ord(LACKING[1])}}
     fonts._for_characters.cache_clear()
     assert fonts.families(f"a{PRESENT}") == [fonts.DEFAULT]
     assert fonts.families(f"a{LACKING}") == [fonts.DEFAULT, "Mongolian", "Cuneiform"]
-    assert name_style(LACKING[1])["fontfamily"] == [fonts.DEFAULT, "Cuneiform"]
+    with own_style([LACKING[1]]):
+        assert new_figure().text(0, 0, "a").get_fontfamily() == [fonts.DEFAULT, "Cuneiform"]
     fonts._for_characters.cache_clear()
 
 
@@ -231,7 +242,7 @@ def test_a_picture_is_a_png_of_the_size_of_its_page_in_a_font_that_is_there(tmp_
     from PIL import Image
 
     path = tmp_path / "p.png"
-    draw_class_distances(distances(4), (names(2), names(2)), ("x", "y"), path)
+    draw_classes(distances(4), (names(2), names(2)), path=path)
     with Image.open(path) as image:
         image.verify()
     assert image.format == "PNG"

@@ -10,15 +10,23 @@ import pytest
 from rich.console import Console
 from small_tasks import small_study
 
-from otdd_flash.report.study import pictures
+from otdd_flash.report.figures.page import own_style
+from otdd_flash.report.study import writing
 from otdd_flash.report.study.page import (
     choice_sentences,
     difference_sentences,
     measured_text,
     write_page,
 )
-from otdd_flash.report.study.pictures import draw_measure, task_order
-from otdd_flash.report.study.writing import FILES, TABLES, study_table, write_study_report
+from otdd_flash.report.study.writing import (
+    FILES,
+    TABLES,
+    draw_gains_against,
+    draw_measure,
+    study_table,
+    task_order,
+    write_study_report,
+)
 from otdd_flash.study.measures.base import Reading
 
 
@@ -246,6 +254,20 @@ def test_an_interval_is_called_what_it_is():
         assert measured_text(measure, row) == text
 
 
+@pytest.mark.slow
+def test_a_measure_of_wide_range_has_a_logarithmic_scale_with_plain_numbers(result):
+    readings = result.readings["frechet"].items()
+    wide = {(i, j): replace(one, value=10.0 ** (i - 3)) for (i, j), one in readings}
+    with own_style():
+        figure = draw_gains_against(replace(result, readings={"frechet": wide}), "frechet", None)
+        figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert axes.get_xscale() == "log"
+        shown = [text.get_text() for text in axes.get_xticklabels()]
+        assert {"0.01", "0.1"} <= set(shown)
+        assert all(float(number) > 0 for number in shown)
+
+
 def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
     result, tmp_path, monkeypatch
 ):
@@ -254,7 +276,7 @@ def test_the_picture_of_distances_names_rows_epsilon_and_solver_bounds(
     def draw(matrix, rows, columns, path, **more):
         notes[path.name] = more["notes"]
 
-    monkeypatch.setattr(pictures, "heat_map", draw)
+    monkeypatch.setattr(writing, "heat_map", draw)
     known = {"otdd": {pair: Reading(2.0, 1.9, 2.15) for pair in result.readings["frechet"]}}
     several = replace(result, readings={**result.readings, **known})
     fixed = with_settings(several, epsilon=0.25, epsilon_relative=None)

@@ -1,6 +1,6 @@
 """What the pictures of all reports share.
 
-`page` holds figures, fonts and the writing of files, `heat_maps` matrices, `class_pictures` the
-matrices between classes, `planes` projected points, and `point_names` the names beside them. The
-modules of `report` call them.
+`page` holds the page, style and fonts, and the writing of files; `heat_maps` matrices between
+classes or datasets; `planes` projected points and the names beside points. The modules of `report`
+call them.
 """

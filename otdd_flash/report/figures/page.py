@@ -1,10 +1,10 @@
-"""Figures, fonts and files that all pictures share, and the writing of a report's files.
+"""The page, style and fonts that all pictures share, and the writing of a report's files.
 
-The first part makes figures on their own Agg canvases, in matplotlib's default style, and measures
-and shortens text. The second finds installed fonts for names in any script. The third writes the
-files of a report one by one (`write_each`). All modules of `report` that draw or write files call
-it. `commands.results` and `commands.outcome` call `write_each`, `commands.results` returns a
-`Report`, and `commands.settings` reads `CONTENTS`. Some experiments draw with it.
+The first part makes figures on their own Agg canvases, in the style `STYLE`, and measures and
+shortens text. The second finds installed fonts for names in any script. The third writes the files
+of a report one by one (`write_each`). All modules of `report` that draw or write files call it.
+`commands.results` and `commands.outcome` call `write_each`, `commands.results` returns a `Report`,
+and `commands.settings` reads `CONTENTS`. Some experiments draw with it.
 
 A change must keep three properties. A user's matplotlib state and backend are unchanged afterwards,
 because results are also drawn in notebooks. matplotlib is imported only through `load_matplotlib`
@@ -20,19 +20,23 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from otdd_flash.errors import DataNotice, IncompleteError, InputError, MissingFileNotice
 from otdd_flash.files.atomic import replacing
 from otdd_flash.shown import LONGEST_NAME, display, shorten
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
 
 
 DPI = 150
@@ -43,6 +47,36 @@ INK = "#222222"
 SOURCE_COLOR = "#0072B2"
 
 TARGET_COLOR = "#D55E00"
+
+# Text is smaller than matplotlib's and dollar signs are plain: names are not mathematics.
+STYLE: dict[str, Any] = {
+    "text.parse_math": False,
+    "text.color": INK,
+    "font.size": 9.0,
+    "axes.titlesize": 12.0,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.0,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "0.8",
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 4),
+    "figure.constrained_layout.h_pad": 0.1,
+    "figure.constrained_layout.w_pad": 0.1,
+    "grid.color": "0.92",
+    "image.interpolation": "nearest",
+    "legend.fontsize": 9.0,
+    "legend.labelcolor": INK,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.9,
+    "xtick.color": "0.6",
+    "ytick.color": "0.6",
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+}
+
+# Font sizes, and the margin in inches. Axes whose ticks matplotlib chooses take TICK_POINTS by
+# `tick_params`: the number of ticks follows from a size of the style when they are drawn anew.
+TITLE_POINTS, TICK_POINTS, MARGIN = 12.0, 8.0, 0.15
 
 
 def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
@@ -56,7 +90,7 @@ def new_figure(width: float = 1.0, height: float = 1.0) -> Figure:
     return figure
 
 
-def figure_of(draw: Callable[[], Figure], names: Iterable[str]) -> Figure:
+def figure_of(draw: Callable[[], Figure], names: Collection[str]) -> Figure:
     """Call `draw` in the style of reports and return its figure, which notebooks can display.
 
     Matplotlib's state is restored, and pyplot does not register the figure.
@@ -69,7 +103,7 @@ def figure_of(draw: Callable[[], Figure], names: Iterable[str]) -> Figure:
         DataNotice: no installed font has some of their characters.
     """
     notice_missing_glyphs(names)
-    with own_style(), without_glyph_warnings():
+    with own_style(names):
         figure = draw()
         # Ticks take the style that is active when they are first drawn.
         figure.draw_without_rendering()
@@ -80,31 +114,48 @@ def figure_of(draw: Callable[[], Figure], names: Iterable[str]) -> Figure:
 
 def _png(figure: Figure) -> bytes:
     sink = io.BytesIO()
-    with own_style(), without_glyph_warnings():
+    with own_style():
         figure.savefig(sink, format="png", dpi=DPI)
     return sink.getvalue()
+
+
+def grow_page(figure: Figure) -> None:
+    """Make the page as large as all that is drawn, with a margin; axes keep their sizes.
+
+    Texts must be placed relative to axes, which this moves.
+    """
+    from matplotlib.transforms import Affine2D
+
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    page = box.width + 2 * MARGIN, box.height + 2 * MARGIN
+    moved = Affine2D().scale(width, height).translate(MARGIN - box.x0, MARGIN - box.y0)
+    moved = moved.scale(1 / page[0], 1 / page[1])
+    for axes in figure.axes:
+        axes.set_position(axes.get_position(original=True).transformed(moved))
+    figure.set_size_inches(*page)
 
 
 def save_picture(figure: Figure, path: str | Path | None) -> None:
     """Write the figure as PNG at `DPI`, atomically; write nothing if `path` is None."""
     if path is None:
         return
-    with replacing(path) as partial, without_glyph_warnings():
+    with replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=DPI)
 
 
-def name_style(text: str) -> dict[str, Any]:
-    """Return text properties for users' names: dollar signs are plain text, any script is shown."""
-    return {"parse_math": False, "fontfamily": families(text)}
-
-
-def measure(figure: Figure, text: str, points: float, **style: Any) -> tuple[float, float]:
+def measure(
+    figure: Figure | SubFigure, text: str, points: float, **style: Any
+) -> tuple[float, float]:
     """Return width and height in inches of `text` at this font size."""
-    drawn = figure.text(0, 0, text, fontsize=points, **name_style(text), **style)
-    with without_glyph_warnings():
-        box = drawn.get_window_extent()
+    drawn = figure.text(0, 0, text, fontsize=points, **style)
+    box = drawn.get_window_extent()
     drawn.remove()
     return box.width / figure.dpi, box.height / figure.dpi
+
+
+def fit_title(figure: Figure, text: str, width: float, points: float = TITLE_POINTS) -> str:
+    """Return the longest shortening of a title that is at most `width` inches wide."""
+    return fit(text, width, lambda shown: measure(figure, shown, points)[0])
 
 
 def fit(name: str, width: float, width_of: Callable[[str], float]) -> str:
@@ -117,6 +168,25 @@ def fit(name: str, width: float, width_of: Callable[[str], float]) -> str:
         if width_of(text) <= width:
             return text
     return shorten(name, 1)
+
+
+# A range this wide is easier to read on a logarithmic scale.
+LOGARITHMIC_FROM = 10.0
+
+
+def logarithmic(values: NDArray[np.float64]) -> bool:
+    """Return whether the finite values are positive and span a factor of `LOGARITHMIC_FROM`."""
+    finite = values[np.isfinite(values)]
+    if not len(finite) or finite.min() <= 0:
+        return False
+    return bool(finite.max() >= LOGARITHMIC_FROM * finite.min())
+
+
+def scale_logarithmically(axes: Axes, along: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic, with plain numbers at its ticks."""
+    axes.set(**{f"{along}scale": "log"})
+    getattr(axes, f"{along}axis").set_major_formatter("{x:g}")
+    axes.minorticks_off()
 
 
 logger = logging.getLogger(__name__)
@@ -143,7 +213,7 @@ def font_file(text: str) -> str:
     return findfont(families(text)[:2][-1])
 
 
-def notice_missing_glyphs(names: Iterable[str]) -> None:
+def notice_missing_glyphs(names: Collection[str]) -> None:
     """Warn once of the characters of some names that no installed font can draw.
 
     Warns:
@@ -161,7 +231,8 @@ def notice_missing_glyphs(names: Iterable[str]) -> None:
             f"no installed font has the characters {listed}, which pictures show as boxes; install "
             "one that has, such as Noto Sans of that script",
             DataNotice,
-            stacklevel=3,
+            # Here, so that reports of one result say it once.
+            stacklevel=1,
         )
 
 
@@ -187,23 +258,22 @@ def load_matplotlib() -> None:
 
 
 @contextmanager
-def own_style() -> Iterator[None]:
-    """Draw with matplotlib's defaults: the user's settings may ask for LaTeX or other sizes."""
+def own_style(names: Collection[str] = ()) -> Iterator[None]:
+    """Draw in the style of reports, with fonts for names in any script.
+
+    The user's settings, which may ask for LaTeX or other sizes, are restored afterwards. Warnings
+    per missing character are silent; `notice_missing_glyphs` warns once instead.
+    """
     load_matplotlib()
     import matplotlib
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        yield
-
-
-@contextmanager
-def without_glyph_warnings() -> Iterator[None]:
-    """Silence matplotlib's warnings per character; `notice_missing_glyphs` warns once instead."""
-    with warnings.catch_warnings():
+    with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Glyph .* missing from font", category=UserWarning
         )
+        matplotlib.rcdefaults()
+        style: Any = STYLE | {"font.family": families("".join(names))}
+        matplotlib.rcParams.update(style)
         yield
 
 
@@ -245,8 +315,10 @@ CONTENTS = ("none", "table", "full")
 
 PICTURES = (".png", ".gif")
 
-# For each path the function that writes the file, called as writer(path).
-Writers = dict[Path, Callable[[Path], object]]
+# For each path the function that writes the file, called with the path.
+Writer = Callable[[Path], object]
+
+Writers = dict[Path, Writer]
 
 
 @dataclass(frozen=True)
@@ -274,18 +346,7 @@ class Report:
             )
 
 
-def wanted(writers: Writers, content: str) -> Writers:
-    """Return the writers of the files that a report with this content, one of `CONTENTS`, has."""
-    if content == "none":
-        return {}
-    return {
-        path: writer
-        for path, writer in writers.items()
-        if content == "full" or path.suffix not in PICTURES
-    }
-
-
-def write_each(writers: Writers) -> Report:
+def write_each(writers: Writers, names: Collection[str] = (), *, pictures: bool = True) -> Report:
     """Call each writer with its path; if one fails, warn and go on with the next.
 
     Files of an earlier report at these paths are removed first: they would not match the new
@@ -293,10 +354,18 @@ def write_each(writers: Writers) -> Report:
 
     Args:
         writers: called in order.
+        names: the users' names that appear in pictures.
+        pictures: whether to write pictures; other files are always written.
 
     Warns:
         MissingFileNotice: a file could not be written, with the reason.
+        DataNotice: no installed font has some characters of the names.
     """
+    drawn = {path for path in writers if path.suffix in PICTURES}
+    if drawn and pictures:
+        notice_missing_glyphs(names)
+    else:
+        writers = {path: writer for path, writer in writers.items() if path not in drawn}
     for path in writers:
         # If a file cannot be removed, its writer will fail to replace it and give a notice.
         with suppress(OSError):
@@ -304,7 +373,7 @@ def write_each(writers: Writers) -> Report:
     report = Report()
     for path, writer in writers.items():
         try:
-            with own_style() if path.suffix in PICTURES else nullcontext():
+            with own_style(names) if path in drawn else nullcontext():
                 writer(path)
         except Exception as error:
             # Any exception: a failed drawing must not lose the run.

@@ -1,4 +1,4 @@
-"""The report of one flow: `writing` writes all files; the other modules draw one picture each.
+"""The report of one flow: `writing` writes all files; `paths` and `images` draw pictures for it.
 
 `commands.adapt` and `FlowResult.plot` (`flows.result`) call `writing`.
 """

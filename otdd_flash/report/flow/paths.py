@@ -1,9 +1,9 @@
 """paths.png: the paths of a flow's particles in their principal plane, and what pictures select.
 
 `draw_paths` draws at most 120 paths, coloured by class, with the mean path of each class and the
-target; `report.flow.writing` calls it. `report.flow.animation` and `report.flow.images` use
-`evenly` and `evenly_over_classes`, which choose particles and steps without randomness, so that
-pictures of one flow show the same particles in every run.
+target; `report.flow.writing` calls it. `report.flow.images` uses `evenly` and
+`evenly_over_classes`, which choose particles and steps without randomness, so that pictures of one
+flow show the same particles in every run.
 """
 
 from __future__ import annotations
@@ -21,28 +21,23 @@ from torch import Tensor
 from otdd_flash.flows.history import Trajectory
 from otdd_flash.report.figures.page import INK, save_picture
 from otdd_flash.report.figures.planes import (
-    PrincipalPlane,
+    PointName,
     ProjectedSide,
-    axis_name,
-    fit_plane,
-    name_axes,
+    draw_names,
     new_page,
     plane_frame,
-    rows_with_mass,
+    plane_of,
     side_of,
     write_legend,
-    write_title,
 )
-from otdd_flash.report.figures.point_names import PointName, draw_names
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
-ROWS_FITTED = 5000
+Array = NDArray[np.float64]
 
 TARGET_GREY, TARGET_INK = "0.72", "0.35"
 
@@ -84,45 +79,47 @@ def draw_paths(
     Raises:
         InputError: the file cannot be written.
     """
+    from matplotlib.ticker import MaxNLocator
+
     clouds = [source, samples] + ([target] if target.dim == source.dim else [])
-    fitted = [c.features[torch.from_numpy(rows_with_mass(c, ROWS_FITTED, seed))] for c in clouds]
-    plane = fit_plane(fitted, seed)
-    goal = None
+    plane = plane_of(clouds, seed)
+    goal, title = None, f"{source.name} on its way to {target.name}"
     if target in clouds:
         goal = side_of(target, target.class_total, plane, seed, TARGET_INK, "^")
-    classes = class_paths(source, trajectory, plane)
-    if plane.explained[1] < 1e-9:
-        classes, goal = against_steps(classes, goal, trajectory.steps)
-        figure, axes = _steps_frame(_places(classes, goal))
-        name_axes(axes, "step", f"position along {axis_name(plane, 0)}")
+    s, k, d = trajectory.points.shape
+    places = plane.project(trajectory.points.reshape(s * k, d)).reshape(s, k, 2)
+    if plane.flat:
+        times = trajectory.steps.double().numpy()
+        # The target is drawn a little after the last step.
+        after = times[-1] + 0.06 * max(times[-1] - times[0], 1.0)
+        classes = class_paths(source, trajectory, _against(times[:, None], places))
+        if goal is not None:
+            turned = _against(after, goal.points), _against(after, goal.centroids)
+            goal = replace(goal, points=turned[0], centroids=turned[1])
+        figure, axes = new_page(STEPS_HEIGHT, title)
+        axes.margins(0.06)
+        axes.set(xlabel="step", ylabel=f"position along {plane.name(0)}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     else:
-        figure, axes = plane_frame(_places(classes, goal), [paths.mean for paths in classes])
-        name_axes(axes, axis_name(plane, 0), axis_name(plane, 1))
+        classes = class_paths(source, trajectory, places)
+        inside = [paths.lines.reshape(-1, 2) for paths in classes]
+        inside += [] if goal is None else [goal.points]
+        figure, axes = plane_frame(inside, [paths.mean for paths in classes], plane, title)
     marked = _draw_target(axes, goal)
     for paths in classes:
         _draw_class(axes, paths)
-    _draw_class_names(figure, axes, classes, marked)
-    write_title(figure, axes, f"{source.name} on its way to {target.name}")
-    _explain(figure, axes, classes, source, _about(goal, target, bool(marked)))
+    # The particles' classes are named at the ends of their mean paths, then the target's.
+    names = [PointName(c.name, tuple(c.mean[-1]), c.color) for c in classes if c.name]
+    means = [c.mean[evenly(len(c.mean), CORNERS)] for c in classes]
+    segments = [np.stack([mean[:-1], mean[1:]], axis=1) for mean in means]
+    draw_names(axes, [*names, *marked], np.concatenate(segments))
+    _explain(axes, classes, source, _about(goal, target, bool(marked)))
     save_picture(figure, path)
 
 
-def _places(classes: Sequence[ClassPaths], goal: ProjectedSide | None) -> list[Array]:
-    places = [paths.lines.reshape(-1, 2) for paths in classes]
-    return places if goal is None else [*places, goal.points]
-
-
-def _steps_frame(places: Sequence[Array]) -> tuple[Figure, Axes]:
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = new_page(STEPS_HEIGHT)
-    points = np.concatenate(places)
-    low, high = points.min(0), points.max(0)
-    room = np.where(high > low, 0.06 * (high - low), 0.5)
-    (x0, y0), (x1, y1) = low - room, high + room
-    axes.set(xlim=(x0, x1), ylim=(y0, y1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure, axes
+def _against(times: Array | float, places: Array) -> Array:
+    """Replace coordinates (..., 2) by time and first coordinate, for points on a line."""
+    return np.stack([np.broadcast_to(times, places.shape[:-1]), places[..., 0]], axis=-1)
 
 
 def _draw_target(axes: Axes, goal: ProjectedSide | None) -> list[PointName]:
@@ -148,9 +145,7 @@ def _draw_class(axes: Axes, paths: ClassPaths) -> None:
     from matplotlib.patheffects import Normal, Stroke
 
     color, lines = paths.color, list(paths.lines)
-    axes.add_collection(
-        LineCollection(lines, colors=color, linewidths=0.7, alpha=0.4, zorder=2), autolim=False
-    )
+    axes.add_collection(LineCollection(lines, colors=color, linewidths=0.7, alpha=0.4, zorder=2))
     x, y = paths.lines[:, 0].T
     axes.scatter(x, y, s=12, c="white", edgecolors=color, linewidths=0.7, alpha=0.6, zorder=2)
     x, y = paths.lines[:, -1].T
@@ -162,16 +157,6 @@ def _draw_class(axes: Axes, paths: ClassPaths) -> None:
     axes.scatter(x[-1:], y[-1:], s=75, c=color, edgecolors="white", linewidths=1.2, zorder=5)
 
 
-def _draw_class_names(
-    figure: Figure, axes: Axes, classes: Sequence[ClassPaths], marked: Sequence[PointName]
-) -> None:
-    """Name the particles' classes at the ends of their mean paths, then the target's classes."""
-    names = [PointName(c.name, tuple(c.mean[-1]), c.color) for c in classes if c.name]
-    means = [c.mean[evenly(len(c.mean), CORNERS)] for c in classes]
-    segments = [np.stack([mean[:-1], mean[1:]], axis=1) for mean in means]
-    draw_names(figure, axes, [*names, *marked], np.concatenate(segments))
-
-
 def _about(goal: ProjectedSide | None, target: LabeledSamples, marked: bool) -> str:
     name = shorten(target.name, LONGEST_DATASET)
     if goal is None:
@@ -180,46 +165,29 @@ def _about(goal: ProjectedSide | None, target: LabeledSamples, marked: bool) -> 
 
 
 def _explain(
-    figure: Figure,
-    axes: Axes,
-    classes: Sequence[ClassPaths],
-    source: LabeledSamples,
-    about_target: str,
+    axes: Axes, classes: Sequence[ClassPaths], source: LabeledSamples, about_target: str
 ) -> None:
     from matplotlib.lines import Line2D
 
     shown, total = sum(len(paths.lines) for paths in classes), source.class_total
     part = "" if len(classes) == total else f" ({len(classes)} of {total} shown)"
-    texts = [
-        f"path of a particle from ○ to ● ({shown:,} of {len(source):,} shown)",
-        "their mean" if source.labels is None else f"mean of a class{part}",
-        about_target,
-    ]
-    handles = [
-        Line2D([], [], color=INK, linewidth=0.7, alpha=0.6),
-        Line2D([], [], color=INK, linewidth=2.6),
-        Line2D([], [], color=TARGET_INK, marker="^", linestyle="none"),
-    ]
-    write_legend(figure, axes, handles, texts)
+    path = f"path of a particle from ○ to ● ({shown:,} of {len(source):,} shown)"
+    mean = "their mean" if source.labels is None else f"mean of a class{part}"
+    write_legend(
+        axes,
+        Line2D([], [], color=INK, linewidth=0.7, alpha=0.6, label=path),
+        Line2D([], [], color=INK, linewidth=2.6, label=mean),
+        Line2D([], [], color=TARGET_INK, marker="^", linestyle="none", label=about_target),
+    )
 
-
-Array = NDArray[np.float64]
 
 # With more, a picture can no longer be read.
 MOST_LINES, MOST_CLASSES = 120, 20
 
 # Tol's muted scheme, distinct for every common colour blindness, with its light colours darkened.
 CLASS_COLORS = (
-    "#332288",
-    "#CC6677",
-    "#117733",
-    "#4499DD",
-    "#999933",
-    "#AA4499",
-    "#44AA99",
-    "#882255",
-    "#DDAA33",
-    "#000000",
+    *("#332288", "#CC6677", "#117733", "#4499DD", "#999933"),
+    *("#AA4499", "#44AA99", "#882255", "#DDAA33", "#000000"),
 )
 
 
@@ -233,24 +201,24 @@ class ClassPaths:
     mean: Array
 
 
-def class_paths(
-    source: LabeledSamples, trajectory: Trajectory, plane: PrincipalPlane
-) -> list[ClassPaths]:
-    """Return the paths, in the plane, of the at most 20 heaviest classes, heaviest first.
+def class_paths(source: LabeledSamples, trajectory: Trajectory, places: Array) -> list[ClassPaths]:
+    """Return the paths of the at most 20 heaviest classes, heaviest first.
 
     Args:
         source: the particles before the first step, which give the classes; particles without
             labels are one class without a name.
         trajectory: the recorded positions.
-        plane: the plane to project to.
+        places: (s, k, 2) the positions as they are drawn.
     """
-    s, k, d = trajectory.points.shape
-    places = plane.project(trajectory.points.reshape(s * k, d)).numpy().reshape(s, k, 2)
     rows = trajectory.rows.cpu()
     masses = source.masses.cpu()[rows].numpy()
     if not masses.any():
-        masses = np.ones(k)
-    index = np.zeros(k, np.int64) if source.labels is None else source.labels.cpu()[rows].numpy()
+        masses = np.ones(len(rows))
+    index = (
+        np.zeros(len(rows), np.int64)
+        if source.labels is None
+        else source.labels.cpu()[rows].numpy()
+    )
     totals = np.bincount(index, masses)
     heaviest = [c for c in np.argsort(-totals, kind="stable")[:MOST_CLASSES] if totals[c] > 0]
     kept = np.flatnonzero(np.isin(index, heaviest) & (masses > 0))
@@ -267,42 +235,18 @@ def class_paths(
     ]
 
 
-def against_steps(
-    classes: Sequence[ClassPaths], goal: ProjectedSide | None, steps: Tensor
-) -> tuple[list[ClassPaths], ProjectedSide | None]:
-    """Replace coordinates by (step, first coordinate), for points on a line.
-
-    The target is drawn a little after the last step.
-    """
-    times = steps.double().numpy()
-    moved = [
-        replace(paths, lines=_turned(paths.lines, times), mean=_turned(paths.mean, times))
-        for paths in classes
-    ]
-    if goal is None:
-        return moved, None
-    after = times[-1:] + 0.06 * max(times[-1] - times[0], 1.0)
-    points, centroids = _turned(goal.points, after), _turned(goal.centroids, after)
-    return moved, replace(goal, points=points, centroids=centroids)
-
-
-def _turned(places: Array, times: Array) -> Array:
-    return np.stack([np.broadcast_to(times, places.shape[:-1]), places[..., 0]], axis=-1)
-
-
-Indices = NDArray[np.int64]
-
-
-def evenly(total: int, count: int) -> Indices:
+def evenly(total: int, count: int) -> NDArray[np.int64]:
     """Return at most `count` evenly spaced indices below `total`.
 
     The first index is among them, and the last if there are two or more.
     """
-    places: Indices = np.linspace(0, total - 1, min(total, count)).round().astype(np.int64)
+    places: NDArray[np.int64] = (
+        np.linspace(0, total - 1, min(total, count)).round().astype(np.int64)
+    )
     return places
 
 
-def evenly_over_classes(labels: Tensor | None, total: int, count: int) -> Indices:
+def evenly_over_classes(labels: Tensor | None, total: int, count: int) -> NDArray[np.int64]:
     """Return at most `count` of `total` particles, ordered by class, equally many of each class.
 
     A class with too few particles gives all it has.

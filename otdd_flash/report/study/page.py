@@ -113,7 +113,6 @@ def write_page(
     shown = [name for name in result.readings if name not in saturated_measures(result)]
     parts = [
         _heading(result),
-        _unfinished(result),
         _choices(result, result.choices()),
         _list(choice_sentences(result)),
         _without_own_family(result),
@@ -136,18 +135,16 @@ def write_page(
 
 
 def _heading(result: StudyResult) -> str:
-    tasks = f"{len(result.names)} tasks"
-    if result.setup.settings.transfer is None:
-        return f"<h1>Distances between {tasks}</h1>"
-    title = html_text(MEASURES[result.setup.settings.measure].title)
-    return f"<h1>Which of {tasks} to train on first, and whether {title} tells</h1>"
-
-
-def _unfinished(result: StudyResult) -> str:
-    if result.complete:
-        return ""
-    failed = f", {len(result.failures)} failed" if result.failures else ""
-    return f'<p class="late">{result.done} of {result.total} pieces of work are done{failed}.</p>'
+    tasks, late = f"{len(result.names)} tasks", ""
+    title = f"Distances between {tasks}"
+    if result.setup.settings.transfer is not None:
+        measure = html_text(MEASURES[result.setup.settings.measure].title)
+        title = f"Which of {tasks} to train on first, and whether {measure} tells"
+    if not result.complete:
+        failed = f", {len(result.failures)} failed" if result.failures else ""
+        done = f"{result.done} of {result.total} pieces of work are done{failed}."
+        late = f'\n<p class="late">{done}</p>'
+    return f"<h1>{title}</h1>{late}"
 
 
 def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> str:
@@ -159,7 +156,9 @@ def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> st
     heads = ["target", "best source", "gain, %", f"chosen by {chosen}", f"regret of {chosen}"]
     heads += ["regret of a random source", "regret of the largest source"]
     family = {task.name: task.family for task in result.setup.tasks}
-    late = _late_targets(result, measure)
+    # Targets with a source whose reading is based on transport that did not converge.
+    readings = result.readings[measure].items()
+    late = {result.names[j] for (_, j), reading in readings if not reading.converged}
 
     def named(target: str, names: Sequence[str], link: str) -> str:
         marks = [OWN if family[name] == family[target] else "" for name in names]
@@ -189,26 +188,14 @@ def _choices(result: StudyResult, rows: Sequence[Choice], title: str = "") -> st
             ]
         )
     foot = [Cell(f"mean of {len(rows)} targets", "", "name"), Cell(""), Cell(""), Cell("")]
-    intervals = _regret_intervals(result, measure) if rows[0].own_family else {}
+    found = {row.statistic: row for row in result.correlations() if row.measure == measure}
     for name in ("regret", "random_regret", "largest_regret"):
-        mean = _points(float(np.mean([getattr(row, name) for row in rows])))
-        row_found = intervals.get(name)
-        if row_found is not None and row_found.lower is not None and row_found.upper is not None:
-            mean = mean._replace(html=mean.html + _ends(row_found.lower, row_found.upper))
-        foot.append(mean)
+        mean = float(np.mean([getattr(row, name) for row in rows]))
+        # The intervals are of the choices among all sources.
+        foot.append(_points(mean, found.get(name) if rows[0].own_family else None))
     mark = any(OWN in cell.html for row in body for cell in (row[1], row[3]))
     note = f'<p class="quiet">{OWN} of the target\'s own family</p>' if mark else ""
     return _table(title, heads, body, foot=foot) + note
-
-
-def _regret_intervals(result: StudyResult, measure: str) -> dict[str, Finding]:
-    return {row.statistic: row for row in result.correlations() if row.measure == measure}
-
-
-def _late_targets(result: StudyResult, measure: str) -> set[str]:
-    """Return targets with a source whose reading is based on transport that did not converge."""
-    readings = result.readings[measure]
-    return {result.names[j] for (_, j), reading in readings.items() if not reading.converged}
 
 
 def _has_own_family(result: StudyResult) -> bool:
@@ -247,13 +234,10 @@ def _measures(result: StudyResult, shown: Sequence[str]) -> str:
         mean = [_points(float(np.mean(others))) if others else Cell("")] if with_families else []
         correlation = found[name, "spearman_over_sources"]
         key = "" if correlation.lower is None else repr(correlation.value)
-        regret = _points(lost.value)
-        if lost.lower is not None and lost.upper is not None:
-            regret = regret._replace(html=regret.html + _ends(lost.lower, lost.upper))
         rows.append(
             [
                 _name(MEASURES[name].title),
-                regret,
+                _points(lost.value, lost),
                 Cell("" if lost.p is None else f"{lost.p:.2g}", repr(lost.p)),
                 *mean,
                 Cell(html_text(correlation_text(correlation)), key),
@@ -352,16 +336,11 @@ def _list(sentences: Iterable[str]) -> str:
 
 
 def _pictures(files: Mapping[str, Path]) -> str:
-    return "".join(_picture(caption, file) for caption, file in files.items())
-
-
-def _picture(caption: str, file: Path) -> str:
-    if not file.exists():
-        return ""
-    content = b64encode(file.read_bytes()).decode()
-    return (
+    return "".join(
         f'<h2>{html_text(caption)}</h2><img alt="{html_text(caption)}" '
-        f'src="data:image/png;base64,{content}">'
+        f'src="data:image/png;base64,{b64encode(file.read_bytes()).decode()}">'
+        for caption, file in files.items()
+        if file.exists()
     )
 
 
@@ -390,28 +369,24 @@ def _table(
 
 
 def _row(heads: Sequence[str], cells: Sequence[Cell]) -> str:
-    found = "".join(
-        f'<td data-label="{html_text(head)}"{_key(cell)}{_class(cell.kind)}>'
-        + (f"<span>{cell.html}</span></td>" if cell.html else "</td>")
-        for head, cell in zip(heads, cells, strict=True)
-    )
-    return f"<tr>{found}</tr>"
-
-
-def _key(cell: Cell) -> str:
-    return f' data-key="{cell.key}"' if cell.key not in ("", cell.html) else ""
+    text = ""
+    for head, (html, key, kind) in zip(heads, cells, strict=True):
+        sorts = f' data-key="{key}"' if key not in ("", html) else ""
+        shown = f"<span>{html}</span>" if html else ""
+        text += f'<td data-label="{html_text(head)}"{sorts}{_class(kind)}>{shown}</td>'
+    return f"<tr>{text}</tr>"
 
 
 def _class(kind: str) -> str:
     return f' class="{kind}"' if kind else ""
 
 
-def _points(value: float) -> Cell:
-    return Cell(one_decimal(value), repr(value))
-
-
-def _ends(lower: float, upper: float) -> str:
-    return f" <small>[{one_decimal(lower)}, {one_decimal(upper)}]</small>"
+def _points(value: float, row: Finding | None = None) -> Cell:
+    """Return points of gain, with the interval of a finding if it has one."""
+    ends = ""
+    if row is not None and row.lower is not None and row.upper is not None:
+        ends = f" <small>[{one_decimal(row.lower)}, {one_decimal(row.upper)}]</small>"
+    return Cell(one_decimal(value) + ends, repr(value))
 
 
 def _cell(value: object, kind: str = "") -> Cell:
@@ -473,29 +448,24 @@ def choice_sentences(result: StudyResult) -> list[str]:
 
 def difference_sentences(result: StudyResult) -> Iterable[str]:
     """Yield which measures correlate more strongly with the gain over a target's sources."""
-    known = [
-        row
-        for row in result.correlations()
-        if " - " in row.measure
-        and row.statistic == "spearman_over_sources"
-        and row.lower is not None
-    ]
-    clear = 0
-    for row in known:
-        assert row.value is not None
-        assert row.lower is not None
-        assert row.upper is not None
-        if row.lower <= 0 <= row.upper:
+    known = clear = 0
+    for row in result.correlations():
+        value, ends = row.value, (row.lower, row.upper)
+        if " - " not in row.measure or row.statistic != "spearman_over_sources":
+            continue
+        if value is None or ends[0] is None or ends[1] is None:
+            continue
+        known += 1
+        if ends[0] <= 0 <= ends[1]:
             continue
         clear += 1
-        names, ends = row.measure.split(" - "), (row.value, row.lower, row.upper)
-        if row.value < 0:
-            names, ends = names[::-1], (-row.value, -row.upper, -row.lower)
-        better, worse = (MEASURES[name].title for name in names)
-        difference, lower, upper = ends
+        better, worse = (MEASURES[name].title for name in row.measure.split(" - "))
+        if value < 0:
+            better, worse = worse, better
+        lower, upper = sorted((abs(ends[0]), abs(ends[1])))
         yield (
             f"{better} follows the gain over sources more closely than {worse}: Fisher's z of its "
-            f"rank correlation is larger by {difference:.2f} [{lower:.2f}, {upper:.2f}]."
+            f"rank correlation is larger by {abs(value):.2f} [{lower:.2f}, {upper:.2f}]."
         )
     if known and not clear:
         yield (
@@ -520,11 +490,8 @@ def one_decimal(points: float) -> str:
 
 def saturated_measures(result: StudyResult) -> list[str]:
     """Return the measures that are the same for all sources of every target, and so choose none."""
-    return [name for name, found in result.readings.items() if found and _flat(result, name)]
-
-
-def _flat(result: StudyResult, measure: str) -> bool:
-    return result.table(measure).saturated
+    known = (name for name, found in result.readings.items() if found)
+    return [name for name in known if result.table(name).saturated]
 
 
 def _picking(result: StudyResult) -> str:

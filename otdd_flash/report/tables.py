@@ -1,7 +1,7 @@
-"""Writing of csv files: matrices with named rows and columns, and tables of rows.
+"""Tables of reports: csv files of matrices and of rows, and the terminal's table of one result.
 
-`report.distance`, `report.contributions`, `report.pairwise`, `report.sweep`, `report.flow.writing`
-and `report.study.writing` call it. Files are written atomically, so that nobody reads half a table.
+`report.distance`, `report.pairwise`, `report.sweep`, `report.flow.writing` and
+`report.study.writing` call it. Files are written atomically, so that nobody reads half a table.
 Their lines end with a line feed, so that they are the same on every system, and their numbers read
 back as the same float64.
 """
@@ -12,12 +12,15 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from otdd_flash.files.atomic import write_text
 from otdd_flash.shown import csv_cell
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def write_matrix_csv(
@@ -80,3 +83,29 @@ def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
     sink = io.StringIO()
     csv.writer(sink, lineterminator="\n").writerows([_cell(value) for value in row] for row in rows)
     return sink.getvalue()
+
+
+def facts_table(
+    title: str,
+    distances: Iterable[tuple[str, str]],
+    late: str | None,
+    details: Iterable[tuple[str, str]],
+) -> Table:
+    """Make a table of two columns, name and text: of distances, then of all else.
+
+    Args:
+        title: the table's title.
+        distances: names and texts at the top.
+        late: what to say of a result that did not converge, in red; None if it did.
+        details: the further names and texts.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, title=Text(title, style="table.title"), title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    red = [] if late is None else [("NOT CONVERGED", late)]
+    for name, text in (*distances, *red, *details):
+        table.add_row(name, Text(text), style="bold red" if (name, text) in red else "")
+    return table
