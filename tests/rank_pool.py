@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +41,7 @@ class RankPool:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What the function returns on every rank, or the exception that it raised there."""
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send((_test(), function, arguments))
         try:
             return [_answer(pipe) for pipe in self._pipes]
         except (TimeoutError, EOFError):
@@ -56,7 +57,7 @@ class RankPool:
     def answer_of(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """What it returns, or raises, on one rank; others may never answer."""
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            pipe.send((_test(), function, arguments))
         return _answer(self._pipes[rank])
 
     def close(self) -> None:
@@ -82,15 +83,35 @@ def _work(pipe: Connection, meeting: str, rank: int, size: int) -> None:
     torch.distributed.init_process_group("gloo", where, rank=rank, world_size=size)
     while True:
         try:
-            function, arguments = pipe.recv()
+            test, function, arguments = pipe.recv()
         except EOFError:
             return
         if "triton" in sys.modules:
             quicken_interpreter()
-        try:
-            pipe.send(function(*arguments))
-        except Exception as error:
-            pipe.send(error)
+        with _covered(test):
+            try:
+                answer = function(*arguments)
+            except Exception as error:
+                answer = error
+        pipe.send(answer)
+
+
+def _test() -> str:
+    """Return the name of the test that runs, as pytest tells processes that tests start."""
+    return os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+
+
+@contextlib.contextmanager
+def _covered(test: str) -> Iterator[None]:
+    """Under `make coverage`, save which lines a test executes here: this process is killed."""
+    coverage = sys.modules.get("coverage")
+    measuring = coverage and coverage.Coverage.current()
+    if not measuring:
+        yield
+        return
+    measuring.switch_context(f"{test}|run")
+    yield
+    measuring.save()
 
 
 def lead(work: Callable[..., Any], *arguments: Any) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.mutation import __main__ as mutation
 from tests.mutation import drawing, running
-from tests.mutation.listed import LISTS, Entry, NotFoundError, find, read
+from tests.mutation.listed import LISTS, Entry, Mutant, NotFoundError, find, read
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,7 +56,7 @@ class Plan:
 """
 # Names that no test of the suite has: a fork inherits the modules of those that ran.
 TESTS = """
-import subprocess, sys, time
+import multiprocessing, subprocess, sys, time
 from pathlib import Path
 FOLDER = str(Path(__file__).parent / "kernels")
 sys.path.insert(0, FOLDER)
@@ -73,7 +75,24 @@ def test_nothing():
 
 def test_that_waits():
     time.sleep(4 - numbers.Plan().apply(1))
+
+def test_by_a_process_of_multiprocessing():
+    process = multiprocessing.get_context("fork").Process(target=test_here)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 """
+
+
+def mutant_of_a_checkout(folder: Path, new: str) -> tuple[Entry, Mutant]:
+    """Write a checkout of one file and its tests; of the mutant, list where it stood before."""
+    path = folder / "kernels" / "numbers_of_a_mutant.py"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    (folder / "test_of_a_mutant.py").write_text(TESTS)
+    (folder / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    entry = Entry("kernels/before.py", "Plan.apply.inner", "y+1", new)
+    return entry, find(entry, folder)
 
 
 @pytest.mark.slow
@@ -96,22 +115,28 @@ def test_a_failing_test_kills(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "kernels" / "numbers_of_a_mutant.py"
-    path.parent.mkdir()
-    path.write_text(SOURCE)
-    (tmp_path / "test_of_a_mutant.py").write_text(TESTS)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     monkeypatch.setattr(running, "SECONDS", 0.5)
-    # Listed where it stood before.
-    mutant = find(Entry("kernels/before.py", "Plan.apply.inner", "y+1", new), tmp_path)
+    _, mutant = mutant_of_a_checkout(tmp_path, new)
     names = [f"test_of_a_mutant.py::test_{name}" for name in tests]
     known = {"test_of_a_mutant.py::test_that_waits": 0.1}
     limit = 15.0 if status == "hangs" else 60.0
     found = running.run(tmp_path, mutant, names, limit, known)
     assert (found.status, found.by.rpartition("::")[2]) == (status, by)
-    assert path.read_text() == SOURCE
+    assert (tmp_path / mutant.file).read_text() == SOURCE
     with pytest.raises(NotFoundError, match="nowhere"):
         find(Entry("kernels/before.py", "Plan.apply", "y + 1", new), tmp_path)
+
+
+@pytest.mark.slow
+def test_tests_may_start_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of ranks do, which children of a worker of `multiprocessing.Pool` may not."""
+    entry, mutant = mutant_of_a_checkout(tmp_path, "1 + y")
+    monkeypatch.setattr(mutation, "ROOT", tmp_path)
+    monkeypatch.setattr(mutation, "preload", lambda: None)
+    entry = entry._replace(test="test_of_a_mutant.py::test_by_a_process_of_multiprocessing")
+    given = Namespace(seconds=60.0, workers=1)
+    rows = list(mutation._run([(entry, mutant)], None, given))
+    assert [row["status"] for row in rows] == ["survived"]
 
 
 @pytest.mark.slow

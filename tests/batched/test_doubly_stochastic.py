@@ -131,7 +131,9 @@ def test_what_is_kept_for_a_gradient(gradient: str, most: int, backend: str) -> 
         *((*case, "torch") for case in ((2, 1, 5), (3, 10, 20), (4, 100, 20), (16, 10, 7))),
         slow(3, 10, 5, "triton"),
         slow(4, 100, 9, "triton"),
+        # Segments of iterations that are made again: the last in part, and whole.
         slow(16, 10, 7, "triton"),
+        slow(5, 10, 4, "triton"),
     ],
 )
 def test_unrolled_gradients_are_those_of_the_loop(

@@ -48,6 +48,22 @@ def test_without_plan_the_short_rows_are_named() -> None:
         otdd.matrix_transport(costs, epsilon=0.05, options=strict)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_point_without_mass_and_partners_takes_no_part_in_products(side: int) -> None:
+    """Its potential is inf."""
+    costs, masses = cases.random(6, 6, cases.generator(5)), [cases.uniform(6), cases.uniform(6)]
+    costs.movedim(side, 0)[2] = math.inf
+    masses[side] = torch.tensor([0.2, 0.2, 0.0, 0.2, 0.2, 0.2], dtype=torch.float64)
+    found = otdd.matrix_transport(costs, *masses, epsilon=0.2)
+    assert (found.f, found.g)[side][2] == math.inf
+    values = torch.arange(1.0, 7, dtype=torch.float64)
+    for product, plan in (
+        (found.apply(values), found.plan()),
+        (found.apply_transposed(values), found.plan().T),
+    ):
+        torch.testing.assert_close(product, plan @ values, rtol=1e-5, atol=1e-8)
+
+
 def test_rows_that_barely_fit_are_not_short() -> None:
     """Two blocks with the same masses on both sides: nothing may be left over."""
     costs = torch.full((10, 10), math.inf, dtype=torch.float64)

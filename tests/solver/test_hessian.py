@@ -170,6 +170,16 @@ def test_damped_products_are_symmetric_too(way: str, monkeypatch: pytest.MonkeyP
     close(found.values[2], a[:, None].expand(12, 3), 1e-13)
 
 
+def test_damped_products_of_both_clouds_move_each_as_a_whole_as_without() -> None:
+    """Derivatives of x sum to how far its mean moves from that of y, and those of y to the rest."""
+    damped = CGOptions(1e-12, damping=0.1)
+    v, w = V + 1, W - 2
+    joint = of_both(hessian(X, Y, options=EXACT), damped)(v[None], w[None])
+    shift = v.mean(0) - w.mean(0)
+    close(joint.x[0].sum(0), shift, 1e-12)
+    close(joint.y[0].sum(0), -shift, 1e-12)
+
+
 @pytest.mark.usefixtures("iterations_alone")
 def test_a_curvature_without_debiasing_is_a_lower_bound() -> None:
     """However early the linear system is left."""

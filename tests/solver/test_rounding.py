@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
@@ -64,3 +65,24 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
     assert term.bounds[0] <= truth.bounds[1]
     assert truth.bounds[0] <= term.bounds[1]
     assert term.bounds[1] - term.bounds[0] <= 1e-4 * cost.mean_cost
+
+
+@pytest.mark.parametrize("spread", [0.1, 10.0])
+def test_the_change_of_costs_by_rounding_points_to_float16(spread: float) -> None:
+    """Root mean square of all pairs, of points rounded where kernels do, about the centre."""
+    draw = torch.Generator().manual_seed(int(spread))
+    x, y = torch.randn(200, 5, generator=draw), spread * torch.randn(120, 5, generator=draw) + 1
+    masses = [torch.full((len(side),), 1 / len(side), dtype=torch.float64) for side in (x, y)]
+    labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
+    none = torch.zeros(1, 1, dtype=torch.float64)
+    cost = LabelledCost(
+        x, y, *masses, labels_x=labels[0], labels_y=labels[1], class_costs=none, lambda_x=0.5
+    )
+    # A power of two of which numbers near the largest keep the precision of float16 whole.
+    sides = [(side - cost.centre).double() * 256 for side in (x, y)]
+    exact, rounded = (
+        torch.cdist(*points).square() / 2 / 256**2
+        for points in (sides, [side.half().double() for side in sides])
+    )
+    expected = float((rounded - exact).square().mean().sqrt())
+    assert float16_rounding(cost) == pytest.approx(expected, rel=0.1)

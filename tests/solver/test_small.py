@@ -130,6 +130,10 @@ def test_terms_are_proved(
     assert xy.stopped_by == ("tolerance" if most is None else "max_iterations")
     assert xy.converged == (most is None)
     assert most is None or xy.iterations == most
+    # Two passes an iteration of a cross term, one of a self term; a certificate takes some more.
+    assert 2 * xy.iterations <= xy.passes <= 2 * xy.iterations + 4
+    for name in found.keys() - {"xy"}:
+        assert found[name].iterations <= found[name].passes <= found[name].iterations + 2
     assert_proved(found, problem(x, y, epsilon, ComputeOptions("cpu"), ground=ground))
 
 

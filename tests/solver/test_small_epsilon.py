@@ -105,6 +105,15 @@ TOO_SMALL = r"^epsilon=.* is too small for float32.*; raise epsilon .* or set pr
 TOO_TIGHT = r"too tight for float32.*precision=double"
 
 
+def test_an_epsilon_of_which_no_larger_one_can_be_advised_is_refused() -> None:
+    """By as much as rounding moves the marginals, which is beyond any float."""
+    x, y = 1e20 * torch.randn(2, 20, 3, generator=torch.Generator().manual_seed(0)).double()
+    with pytest.raises(
+        InputError, match=r"for float64: rounding leaves nothing .*; raise epsilon$"
+    ):
+        otdd.sinkhorn(x, y, epsilon=1e-300, compute=otdd.ComputeOptions("cpu", precision="double"))
+
+
 @pytest.mark.parametrize(
     ("relative", "precision", "options", "message"),
     [

@@ -233,15 +233,6 @@ class MatrixTransport:
         report_groups(groups, "potentials", required=self._required)
         return term
 
-    @property
-    def _finite(self) -> tuple[Tensor, Tensor]:
-        """Potentials where there is mass, 0 elsewhere."""
-        problem = self._problem
-        return (
-            torch.where(problem.a > 0, self.term.f, 0),
-            torch.where(problem.b > 0, self.term.g, 0),
-        )
-
     def _shown(self, potential: Tensor, side: int) -> Tensor:
         partners = self._problem.facts.partners
         return potential if partners is None else torch.where(partners[side], potential, math.inf)
@@ -253,7 +244,7 @@ class MatrixTransport:
             raise InputError(f"values must be ({size},) or ({size}, k), got {shown(given)}")
         columns = given[:, None] if given.ndim == 1 else given
         found = self._problem.tiles.apply_plan(
-            *self._finite, self.epsilon, columns, transposed=transposed
+            self.term.f, self.term.g, self.epsilon, columns, transposed=transposed
         )
         return found.values[:, 0] if given.ndim == 1 else found.values
 
