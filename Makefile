@@ -59,6 +59,8 @@ clean:  ## remove the virtual environment, caches and outputs
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	# Compiles the package and the tests once, as pip does with what it copies: else each worker does.
+	$(BIN)/python -m pytest --collect-only --quiet > /dev/null
 	touch $@
 
 .venv/.docs: .venv/.installed

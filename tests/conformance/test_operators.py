@@ -222,6 +222,7 @@ def test_sums_of_a_plan_are_within_their_errors(way: str, case: Case) -> None:
     assert_sums(way, case, f, f if case.own else g)
 
 
+@pytest.mark.slow
 @of_own
 def test_sums_of_a_plan_of_a_cloud_with_itself_of_two_potentials(way: str, case: Case) -> None:
     """Whose plan is not symmetric, though its costs are."""
