@@ -80,6 +80,9 @@ Precision = str
 BatchedGradient = str
 DeviceName = str
 
+# progress(units of work done, their total).
+Progress = Callable[[int, int], None]
+
 
 TENSOR_CLASS = "torch.Tensor"
 FAKE_CLASS = "torch._subclasses.fake_tensor.FakeTensor"
@@ -362,7 +365,7 @@ ACCEPTED: dict[str, Check] = {
     "Tensor | CostBlocks": either(tensor(COSTS_SHAPE), COST_BLOCKS_CLASS),
     "Potentials": mapping("be potentials by term, {'xy': g}"),
     "Progress": function,
-    "PairProgress": function,
+    "SolverProgress": function,
     "Stop": function,
     "Mapping[str, Any]": mapping("be a mapping such as {name: value}"),
     "Sequence[str]": names,

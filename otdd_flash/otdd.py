@@ -17,7 +17,7 @@ import os
 import time
 from dataclasses import replace
 
-from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import shared_since, sharing_from_here
 from otdd_flash.eager import computes
@@ -33,7 +33,6 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.labels.pairs import Progress as PairProgress
 from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request, check_comparable
@@ -45,7 +44,7 @@ from otdd_flash.solver.problem import SIDES, Problem, terms_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
-from otdd_flash.solver.term.result import Progress
+from otdd_flash.solver.term.result import SolverProgress
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,
@@ -71,8 +70,8 @@ def dataset_distance(
     solver: Schedule | None = None,
     compute: Compute | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    class_progress: PairProgress | None = None,
-    progress: Progress | None = None,
+    class_progress: Progress | None = None,
+    progress: SolverProgress | None = None,
 ) -> DistanceResult:
     """Compare two labelled datasets by optimal transport.
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
+from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
 from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.eager import computes
@@ -59,7 +59,6 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
-from otdd_flash.labels.pairs import Progress
 from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Pair, Request, check_comparable

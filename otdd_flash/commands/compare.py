@@ -38,7 +38,7 @@ from otdd_flash.result import DistanceResult
 from otdd_flash.sampling import noise_floor, subsample_interval
 from otdd_flash.sampling.comparison import drawable
 from otdd_flash.sampling.halves import half_size
-from otdd_flash.sampling.subsampling import check_count, subsample_sizes
+from otdd_flash.sampling.subsampling import LEVEL, check_count, subsample_sizes
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -189,9 +189,6 @@ def _contributions_through_classes(
         "contributions_through_classes": contributions.through_classes,
         "contribution_slopes": slopes,
     }
-
-
-LEVEL = 0.95
 
 
 def check_request(settings: SamplingSettings) -> None:

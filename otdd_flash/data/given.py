@@ -49,7 +49,13 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from otdd_flash.arguments import HF_DATASET_CLASS, HF_STREAM_CLASS, LOADER_CLASS, holds_items
+from otdd_flash.arguments import (
+    HF_DATASET_CLASS,
+    HF_STREAM_CLASS,
+    LOADER_CLASS,
+    Progress,
+    holds_items,
+)
 from otdd_flash.checks import is_a, shown
 from otdd_flash.data.dataset import (
     CHANNELS,
@@ -65,7 +71,6 @@ from otdd_flash.data.image_datasets import known_labels, stored_images
 from otdd_flash.data.images import plain_item
 from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
-from otdd_flash.distributed.ranks import Progress
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, placed, prefixed, warn
 from otdd_flash.importing import user_code
 from otdd_flash.raw_labels import names_of_columns, raw_values, without_fractions

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import takes
+from otdd_flash.arguments import Progress, takes
 from otdd_flash.distributed.exchange import Exchange, others_heard
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.errors import ConvergenceError, InputError, LeaderError, LostRankError
@@ -35,8 +35,6 @@ T = TypeVar("T")
 # Bytes of the first broadcast of an order, as a rule the only one; so many of them tell its length.
 PAGE, COUNTED = 4096, 8
 
-# progress(units of work done, their total).
-Progress = Callable[[int, int], None]
 
 # By object, what ranks call it and the mark of what they hold.
 Numbers = WeakKeyDictionary[Any, tuple[int, Mark]]

@@ -28,13 +28,23 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from otdd_flash.arguments import Count, Seed, Word, count, dataset, index, mixed_precision, takes
+from otdd_flash.arguments import (
+    Count,
+    Progress,
+    Seed,
+    Word,
+    count,
+    dataset,
+    index,
+    mixed_precision,
+    takes,
+)
 from otdd_flash.checks import called, optional, shown
 from otdd_flash.data.dataset import LabeledDataset, LazyItems
 from otdd_flash.data.given import Held, ReadOnce, check_vectors, opened
 from otdd_flash.data.images import DECODING, image_array, plain_item
 from otdd_flash.devices import resolve_device
-from otdd_flash.distributed.ranks import Progress, Ranks, restored, saved
+from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.extractors.feature_store import FeatureStore

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import check_fields, functional, seed
+from otdd_flash.arguments import Progress, check_fields, functional, seed
 from otdd_flash.checks import called, sequence
 from otdd_flash.errors import InputError, choose
 from otdd_flash.files.tensor_file import content_hash
@@ -29,8 +29,7 @@ from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.modes import MODES
 from otdd_flash.flows.space import FeatureSpace, Space
 from otdd_flash.flows.stepping import TO_THE_END, Stepping
-from otdd_flash.labels.pairs import Progress as PairProgress
-from otdd_flash.solver.term.result import Progress
+from otdd_flash.solver.term.result import SolverProgress
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +126,8 @@ class Callbacks:
     """
 
     progress: Callable[[StepRecord], None] | None = None
-    solver_progress: Progress | None = None
-    class_progress: PairProgress | None = None
+    solver_progress: SolverProgress | None = None
+    class_progress: Progress | None = None
     stop: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments import Progress
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.moments import (
     class_means,
@@ -34,7 +35,7 @@ from otdd_flash.labels.moments import (
     squared_gaps,
     standard_deviations,
 )
-from otdd_flash.labels.pairs import PairDistances, Progress, chunk_size, equal_chunks, used_classes
+from otdd_flash.labels.pairs import PairDistances, chunk_size, equal_chunks, used_classes
 from otdd_flash.solver.known_gradient import OnceDifferentiable
 
 

@@ -29,7 +29,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Count, Ground, takes
+from otdd_flash.arguments import Count, Ground, Progress, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import moved
 from otdd_flash.eager import computes
@@ -45,7 +45,7 @@ from otdd_flash.labels.metrics import (
 )
 from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.pair_cache import PairCache
-from otdd_flash.labels.pairs import PairDistances, Progress, all_pairs, symmetric_table
+from otdd_flash.labels.pairs import PairDistances, all_pairs, symmetric_table
 from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table
 from otdd_flash.operators.build import points_of
 from otdd_flash.operators.float64_rows import squared_distances, weighted_mean

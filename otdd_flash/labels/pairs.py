@@ -16,16 +16,13 @@ first pair, and a pair's number does not depend on the other pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.labels.classes import ClassCloud
-
-# progress(done, total): pairs measured so far, and pairs in all.
-Progress = Callable[[int, int], None]
 
 
 class PairDistances(NamedTuple):

@@ -9,13 +9,12 @@ be computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from otdd_flash.arguments import Seed, takes
+from otdd_flash.arguments import Progress, Seed, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -26,9 +25,6 @@ from otdd_flash.sampling.comparison import (
     most_per_half,
     two_halves,
 )
-
-# progress(distances computed, their total).
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

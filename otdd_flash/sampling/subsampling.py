@@ -34,14 +34,13 @@ the machine; coverage is tested by simulation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from scipy.stats import t
 
-from otdd_flash.arguments import Count, Finite, Seed, Share, takes
+from otdd_flash.arguments import Count, Finite, Progress, Seed, Share, takes
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
@@ -50,9 +49,6 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.comparison import Comparison, least_rows, subsample
 from otdd_flash.sliced.result import rows_excess
 from otdd_flash.solver.divergence import Divergence
-
-# progress(distances computed, their total).
-Progress = Callable[[int, int], None]
 
 # The default m / n: small enough to be cheap, large enough for the classes.
 DEFAULT_FRACTION = 0.25

@@ -16,7 +16,7 @@ the result only its rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.arguments import DeviceName, Seed, takes
+from otdd_flash.arguments import DeviceName, Progress, Seed, takes
 from otdd_flash.checks import integer
 from otdd_flash.data.given import Samples
 from otdd_flash.devices import resolve_device
@@ -36,9 +36,6 @@ from otdd_flash.labels.measuring import as_datasets
 from otdd_flash.labels.table import distinct_names
 from otdd_flash.samples import HOW_TO_LABEL, HOW_TO_SCALE, LabeledSamples, check_squares
 from otdd_flash.sliced.result import SlicedResult
-
-# progress(draws done, their total).
-Progress = Callable[[int, int], None]
 
 # Bytes in memory for the draws that are computed together.
 WORK_BYTES = 2**29

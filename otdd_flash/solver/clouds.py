@@ -14,7 +14,7 @@ from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term_solves import Potentials
 
 
@@ -29,7 +29,7 @@ def sinkhorn(
     cost: GroundCost | None = None,
     options: Schedule | None = None,
     compute: Compute | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
 ) -> TransportTerm:
     """OT_epsilon(source, target) = min_P <C, P> + epsilon KL(P | a b^T).
 
@@ -84,7 +84,7 @@ def sinkhorn_divergence(
     compute: Compute | None = None,
     debias: bool = True,
     start: Potentials | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
 ) -> Divergence:
     """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2.
 

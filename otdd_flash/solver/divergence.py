@@ -15,7 +15,12 @@ from otdd_flash.solver.bound_width import relative_width, solve_to_width
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term.result import Progress, StoppedBy, TransportTerm, largest_tolerance
+from otdd_flash.solver.term.result import (
+    SolverProgress,
+    StoppedBy,
+    TransportTerm,
+    largest_tolerance,
+)
 from otdd_flash.solver.term_solves import Known, Potentials, Solved, TermSolves
 
 
@@ -195,7 +200,7 @@ def solve_divergence(
     offset: Offset = NO_OFFSET,
     start: Potentials | None = None,
     known: Known | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
     solved: Solved | None = None,
 ) -> Divergence:
     """Solve the self terms, if debiased, and the cross term, which gets the time that they leave.
@@ -239,7 +244,7 @@ def solve_identical(
     options: Schedule,
     *,
     start: Potentials | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
     solved: Solved | None = None,
 ) -> Divergence:
     """The divergence of a cloud from itself: exactly 0, with the self plan as the cross plan.

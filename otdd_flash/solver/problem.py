@@ -23,7 +23,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.route import is_small, solve_small
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term_solves import Known, Potentials, Pulled, Solved
 
 Cloud = LabeledSamples | Tensor
@@ -181,7 +181,7 @@ class Problem:
         debias: bool = True,
         start: Potentials | None = None,
         known: Known | None = None,
-        progress: Progress | None = None,
+        progress: SolverProgress | None = None,
         solved: Solved | None = None,
         pulled: Pulled | None = None,
     ) -> Divergence:

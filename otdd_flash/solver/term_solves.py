@@ -12,7 +12,7 @@ from torch import Tensor
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 # The fewest iterations after which a cross term that goes on from its potentials is begun anew.
 FEWEST_ON = 50
@@ -58,7 +58,7 @@ class TermSolves:
         *,
         start: Potentials | None = None,
         known: Known | None = None,
-        progress: Progress | None = None,
+        progress: SolverProgress | None = None,
     ) -> None:
         self.operators, self.epsilon, self.options = operators, epsilon, options
         self.terms: dict[str, TransportTerm] = dict(known or {})

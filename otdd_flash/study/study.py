@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from otdd_flash.arguments import Count, Positive, Seed, Word, check_fields, takes
+from otdd_flash.arguments import Count, Positive, Progress, Seed, Word, check_fields, takes
 from otdd_flash.checks import integer, mapping, optional
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
@@ -71,7 +71,6 @@ from otdd_flash.study.setup import (
 )
 from otdd_flash.study.training import transfer_units
 from otdd_flash.study.units import (
-    Progress,
     Shard,
     Stop,
     Store,

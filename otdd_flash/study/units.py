@@ -34,6 +34,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from otdd_flash.arguments import Progress
 from otdd_flash.errors import ConvergenceError, DataNotice, InputError
 from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, write_tensors
@@ -293,9 +294,7 @@ def locked(path: Path, *, remains: bool = False) -> Iterator[bool]:
 # The pause before units that other processes compute are checked again.
 SECONDS_APART = 0.2
 
-# progress(units done, their total); stop() returns whether to end.
-Progress = Callable[[int, int], None]
-
+# stop(): whether to end.
 Stop = Callable[[], bool]
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Positive
+from otdd_flash.arguments import Positive, Progress
 from otdd_flash.checks import shown
 from otdd_flash.errors import InputError
 from otdd_flash.importing import user_code
@@ -41,7 +41,7 @@ from otdd_flash.labels.exact import exact_distances, exact_parts
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_distances
 from otdd_flash.labels.metrics.base import LabelMetric, Measured
 from otdd_flash.labels.moments import mean_table, upper_bound_table
-from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.labels.pairs import PairDistances
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances
 from otdd_flash.labels.table import ClassDistances
 from otdd_flash.plugins import Registry, blamed_on

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import check_fields
+from otdd_flash.arguments import Progress, check_fields
 from otdd_flash.labels.classes import ClassCloud
-from otdd_flash.labels.pairs import PairDistances, Progress
+from otdd_flash.labels.pairs import PairDistances
 
 # Positions (k,) in a list of pairs, and their distances (k,).
 Measured = Generator[tuple[Tensor, Tensor], None, None]

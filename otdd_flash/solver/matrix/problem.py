@@ -33,7 +33,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.small.matrix_route import is_recorded_matrix, solve_recorded_matrix
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
-from otdd_flash.solver.term.result import Progress
+from otdd_flash.solver.term.result import SolverProgress
 from otdd_flash.solver.term_solves import Potentials, Solved
 
 # What `matrix_transport` takes for costs.
@@ -180,7 +180,7 @@ class MatrixProblem:
         options: Schedule,
         *,
         start: Potentials | None = None,
-        progress: Progress | None = None,
+        progress: SolverProgress | None = None,
         solved: Solved | None = None,
     ) -> Divergence:
         """OT_epsilon, or with self costs S_epsilon.

@@ -21,7 +21,7 @@ from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import epsilon_given_as, refuse_both
-from otdd_flash.solver.term.result import Progress
+from otdd_flash.solver.term.result import SolverProgress
 from otdd_flash.solver.term_solves import Potentials, Solved
 
 # Iterations that are left to masses that admit no plan, and rows that a message names.
@@ -40,7 +40,7 @@ def matrix_transport(
     options: Schedule | None = None,
     compute: Compute | None = None,
     start: Potentials | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
 ) -> MatrixTransport:
     """OT_epsilon = min_P <C, P> + epsilon KL(P | a b^T) for a cost matrix C.
 
@@ -106,7 +106,7 @@ def solve_matrix(
     options: Schedule,
     *,
     start: Potentials | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
     solved: Solved | None = None,
 ) -> tuple[Divergence, Tensor]:
     """The solve, and the rows (k,) that are short of columns.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import MarginalError, check_fields
 from otdd_flash.operators.base import Operator
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import DEFAULT_TOLERANCE
 
 
@@ -79,7 +79,7 @@ class Schedule(ABC):
         *,
         name: str,
         start: Tensor | None,
-        progress: Progress | None,
+        progress: SolverProgress | None,
     ) -> TransportTerm:
         """Solve one term, with its bounds.
 

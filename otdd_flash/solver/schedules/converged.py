@@ -11,7 +11,7 @@ from otdd_flash.arguments import Count, Positive
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.symmetric import solve_symmetric
 
 # What is left to a term when the time is over: it then gets its one iteration.
@@ -70,7 +70,7 @@ class Converged(Schedule):
         *,
         name: str,
         start: Tensor | None,
-        progress: Progress | None,
+        progress: SolverProgress | None,
     ) -> TransportTerm:
         """Solve one term; see `Schedule.solve_term`."""
         if name == "xy":

@@ -34,7 +34,7 @@ from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.certificate import certify, certify_self
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import check_usable
 
 
@@ -73,7 +73,7 @@ class GeomlossSchedule(Schedule):
         *,
         name: str,
         start: Tensor | None,
-        progress: Progress | None,
+        progress: SolverProgress | None,
     ) -> TransportTerm:
         """Run the schedule: the value is geomloss's, bounds and plan are certified.
 

@@ -16,7 +16,7 @@ from otdd_flash.solver.small.exchanged import GivenCosts
 from otdd_flash.solver.small.kept_solves import kept
 from otdd_flash.solver.small.route import padded
 from otdd_flash.solver.small.single import SingleSolve
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term_solves import Potentials
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def solve_recorded_matrix(
     options: Converged,
     *,
     start: Potentials | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
 ) -> TransportTerm | None:
     """The cross term of a given matrix, or None where it needs another solve.
 

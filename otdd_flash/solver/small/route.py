@@ -14,7 +14,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.kept_solves import is_kept, kept
 from otdd_flash.solver.small.single import SingleSolve
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term_solves import Potentials, Pulled, Solved
 
 # Scores of a cross term up to which storing them pays, and products of coordinates on cards that
@@ -70,7 +70,7 @@ def solve_small(
     *,
     debias: bool,
     start: Potentials | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
     solved: Solved | None = None,
     pulled: Pulled | None = None,
 ) -> dict[str, TransportTerm] | None:

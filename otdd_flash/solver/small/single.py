@@ -16,7 +16,7 @@ from otdd_flash.solver.small.pooled_solve import PooledSolve
 from otdd_flash.solver.term.certificate import conclude, conclude_self, shows_rounding
 from otdd_flash.solver.term.iteration import AIM
 from otdd_flash.solver.term.plan_evidence import PlanEvidence
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
 from otdd_flash.solver.term_solves import Potentials
 
@@ -62,7 +62,7 @@ class SingleSolve:
         batch: Batch | GivenCosts,
         of_costs: tuple[float, float, float],
         start: Potentials | None,
-        progress: Progress | None,
+        progress: SolverProgress | None,
     ) -> dict[str, TransportTerm] | None:
         """Its terms; None where one of them needs another solve."""
         # A certificate finds a little more than the iterations: it lowers g for rounding.
@@ -91,7 +91,7 @@ class SingleSolve:
             terms[name] = term
         return terms
 
-    def _reachable(self, found: Read, progress: Progress | None) -> bool:
+    def _reachable(self, found: Read, progress: SolverProgress | None) -> bool:
         """Whether costs are in range.
 
         Raises:

@@ -20,7 +20,7 @@ from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.term.approach import approach
 from otdd_flash.solver.term.certificate import Certificate, certify
 from otdd_flash.solver.term.iteration import LITTLE_ROUNDING, Iteration
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import Limits
 
 
@@ -30,7 +30,7 @@ def solve_alternating(
     options: Limits,
     *,
     start: Tensor | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
 ) -> TransportTerm:
     """OT_epsilon between the two sides of an operator.
 

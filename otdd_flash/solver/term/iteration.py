@@ -18,7 +18,7 @@ from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.term.certificate import Certificate
-from otdd_flash.solver.term.result import Progress, StoppedBy
+from otdd_flash.solver.term.result import SolverProgress, StoppedBy
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, Limits, goal_of, reachable_tolerance
 
 # (segment, polished): what its potentials prove, if asked for as well as they can.
@@ -60,7 +60,7 @@ class Iteration:
         form: Form,
         epsilon: float,
         options: Limits,
-        progress: Progress | None,
+        progress: SolverProgress | None,
         *,
         aim: float = 1.0,
     ) -> None:

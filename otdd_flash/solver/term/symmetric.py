@@ -26,7 +26,7 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.term.certificate import Certificate, certify_self
 from otdd_flash.solver.term.iteration import Iteration
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import Limits
 
 
@@ -37,7 +37,7 @@ def solve_symmetric(
     *,
     name: str = "xx",
     start: Tensor | None = None,
-    progress: Progress | None = None,
+    progress: SolverProgress | None = None,
 ) -> TransportTerm:
     """OT_epsilon of a cloud with itself.
 
