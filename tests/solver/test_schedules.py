@@ -17,7 +17,7 @@ from otdd_flash.operators.base import Operator, refined
 from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.certificate import certify
-from otdd_flash.solver.term.result import Progress, TransportTerm
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "solver"
 
@@ -37,7 +37,7 @@ class Sweeps(Schedule):
         *,
         name: str,
         start: Tensor | None,
-        progress: Progress | None,
+        progress: SolverProgress | None,
     ) -> TransportTerm:
         exact = refined(operator)
         g = torch.zeros_like(exact.b, dtype=exact.costs.dtype) if start is None else start
