@@ -8,7 +8,7 @@ nor a `Callable` is not checked. What an annotation cannot say, such as the shap
 declared beside it: `@takes(x=tensor("(n, d)"))`. A new kind of argument is a check and a line of
 `ACCEPTED`; `checks` holds the checks of single values.
 
-Some sixty modules use this one. Public functions are decorated with `takes` (`otdd`, `pairwise`,
+Some seventy modules use this one. Public functions are decorated with `takes` (`otdd`, `pairwise`,
 `flows.run`, `solver.loss`, ...), classes of options call `check_fields` (`operators.build`,
 `flows.flow`, `commands.settings`, ...), and `data.registry` calls `checks_of` for the options of
 data sources.

@@ -3,7 +3,7 @@
 A check is called with the argument's name and value. It returns the value to use, or raises an
 `InputError` of one sentence: the name, what is accepted, the value given. Numbers of any library
 become Python's own; bool is not a number, 1.5 is not an integer, text is neither. `arguments`
-imports nearly all of it. Some thirty other modules use parts: `shown` for values in messages
+imports nearly all of it. Some forty other modules use parts: `shown` for values in messages
 (`data.arrays`, `solver.hessian`, ...), `path` (`data.request`, `files.cache`, ...), and checks that
 they declare beside `takes`, such as `optional` and `tensor` (`solver.loss`, `batched.plans`, ...).
 

@@ -1,10 +1,10 @@
 """The jobs of a command: their directories, exit codes and error files, and the summary of a sweep.
 
 `run_job` runs the work of a command in Hydra's output directory, and turns exceptions into
-messages, error.json and exit codes; the entry points `otdd_flash.distance`, `otdd_flash.flow` and
-`study.__main__` call it. `Outcome` is the callback that conf/runtime.yaml names, so its path must
-stay: it claims the output directory before Hydra writes into it, and after a multirun collects the
-jobs into summary.csv and summary.png. `commands.ranks` reads `CHECKPOINT`.
+messages, error.json and exit codes; `commands.start` calls it. `Outcome` is the callback that
+conf/runtime.yaml names, so its path must stay: it claims the output directory before Hydra writes
+into it, and after a multirun collects the jobs into summary.csv and summary.png. `commands.ranks`
+reads `CHECKPOINT`.
 
 A claim on a directory is a lock that the process holds (flock), so a killed process leaves none
 behind. It is taken before Hydra writes its configuration there. A directory with a result is only

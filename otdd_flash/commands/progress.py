@@ -2,12 +2,11 @@
 
 Without a terminal there is a line when a stage begins, and then at most one per minute.
 `commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.results` use
-`Phases`; the entry points `otdd_flash.distance`, `otdd_flash.flow` and `study.__main__` use
-`importing`. `commands.adapt` and `commands.study` enter `interrupts_noted` and hand its function to
-the run, which asks it between steps whether to end, so that what was reached can be written: the
-first Ctrl-C ends a run after the current step, the second at once. The seconds of these lines, of
-the tables and of result.json come from one clock, which starts with the command, and in a multirun
-with each job; so they agree.
+`Phases`; `commands.start` uses `importing`. `commands.adapt` and `commands.study` enter
+`interrupts_noted` and hand its function to the run, which asks it between steps whether to end, so
+that what was reached can be written: the first Ctrl-C ends a run after the current step, the second
+at once. The seconds of these lines, of the tables and of result.json come from one clock, which
+starts with the command, and in a multirun with each job; so they agree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A digest of an object by content: weights, settings, and the code of functions and classes.
 
-`extractors.module_features` makes it a part of the cache key of a user's own network, so two
-objects with one digest must compute the same. It covers:
+`extractors.module_features` makes it a part of the cache key of a user's own network, and
+`study.networks` a part of the keys of transfer runs, so two objects with one digest must compute
+the same. It covers:
 
     a tensor                              type, shape and values, on whatever device
     a module of PyTorch                   its class and all that it holds except its mode:

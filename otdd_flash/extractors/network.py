@@ -1,7 +1,7 @@
 """`Extractor`, the protocol of feature extractors, and `Network`, the one around a torch module.
 
 An extractor maps a batch of raw inputs to a feature matrix. `vision_models`, `sentence_embedding`
-and `module_features` make `Network`s; `registry`, `embedding`, `differentiable` and
+and `module_features` make `Network`s; `otdd_flash.extractors`, `embedding`, `vision_models` and
 `commands.sides` take an `Extractor`.
 
 A change must respect that `key` identifies the features of a cacheable extractor (equal keys, equal

@@ -10,8 +10,8 @@ The state is stored as tensors by name and an outline in JSON (`taken_apart`, `p
 Reading runs no code: of classes, only those of `TYPES` are made. The names in `TYPES`, the names of
 their fields and the form of file names are a file format; a change breaks earlier checkpoints.
 
-`flows.flow` holds `Checkpoints` among its options, `commands.adapt` makes them, `flows.run` loads a
-checkpoint and `flows.run` saves it, and `flows.stepping` writes the rows of each rank.
+`flows.flow` holds `Checkpoints` among its options, `commands.adapt` makes them, `flows.run` loads
+and saves a checkpoint, and `flows.stepping` writes the rows of each rank.
 """
 
 from __future__ import annotations

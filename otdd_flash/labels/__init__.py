@@ -6,8 +6,8 @@ cuts such lists; `moments`, `gaussian`, `exact` and `sinkhorn_pairs` measure a l
 `metrics` holds the methods that `labels=` names; `measuring` measures the tables of whole datasets,
 as far as `pair_cache` does not know them, `by_ranks` on several ranks; `table` holds such tables.
 
-`otdd`, `pairwise`, `result`, `commands.compare`, `commands.settings`,
-`report.distance`, and modules of `flows`, `sampling` and `study` import their names from here.
+`otdd`, `pairwise`, `result`, `commands.compare`, `commands.settings`, and modules of `flows`,
+`sampling` and `study` import their names from here.
 """
 
 from otdd_flash.labels.measuring import (

@@ -7,9 +7,9 @@ slow, and adds nothing to a sum that contains 1.
 
 What a pass may get wrong, v = 2^-53, for d coordinates and n terms in a sum, each summed in any
 order: a cost, (2 d + 16) v (||x_i|| + ||y_j||)^2, of centring both points, of their product and of
-three additions; a sum, (n + 512) v, of
-the logarithm of the mass, of the exponential, of additions and of the cut, n e^-700. What
-the exponent is rounded by is the `TRIFLE` of `evidence.two_passes`.
+three additions; a sum, (n + 512) v, of the logarithm of the mass, of the exponential, of additions
+and of the cut, n e^-700. What the exponent is rounded by is the `TRIFLE` of
+`engine.evidence.two_passes`.
 """
 
 from __future__ import annotations

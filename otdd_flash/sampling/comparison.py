@@ -2,7 +2,8 @@
 
 `Comparison` fixes everything but the rows: epsilon, metric, ground cost and device. `subsample`
 draws rows without replacement, `two_halves` two disjoint sets. `sampling.subsampling`,
-`sampling.halves`, `study.measures.distances` and `study.measures.network` call it.
+`sampling.halves`, `study.measures.distances`, `study.measures.network` and `commands.compare` call
+it.
 
 A change must keep the draws a function of the generator and of the labels alone, so that every
 process draws the same rows from a seed. All parts are compared at the epsilon of the whole, which

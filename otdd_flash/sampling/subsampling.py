@@ -26,9 +26,9 @@ short above, where the distribution has its long tail. How much longer the upper
 depends on the tail of the rows: see `sliced.result`.
 
 `otdd_flash.sampling` exports `subsample_interval`. `commands.compare` and `study.study` check its
-settings first; `study.measures.distances` and `study.measures.network` use `deviation_interval`. A
-change must keep draw k the same for every number of ranks, so that an interval does not depend on
-the machine; coverage is tested by simulation.
+settings first; `study.measures.base` uses `deviation_interval`, and `study.measures.distances` and
+`study.measures.network` use `subsample_sizes`. A change must keep draw k the same for every number
+of ranks, so that an interval does not depend on the machine; coverage is tested by simulation.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Problem:
 
     @property
     def mark(self) -> Mark:
-        """What changes where something that it reads does, see `content_mark`."""
+        """What changes where something that it reads does, see `fingerprint`."""
         sides = (mark_of(side) for side in self.request.given)
         return (*chain(*sides), *mark_of_tensors(self.table))
 

@@ -1,4 +1,4 @@
-"""Frozen behaviour: numbers of some sixty small problems that a redesign must not change.
+"""Frozen behaviour: numbers of some ninety small problems that a redesign must not change.
 
 `python -m tests.frozen --against COMMIT` runs every case with the package of this tree and with
 that of a commit, one after the other on this machine with one thread, and demands equal bits. It is

@@ -10,9 +10,9 @@ that a resumed run has the same function. Each is a frozen dataclass of its para
 `labels.sinkhorn_pairs` and `labels.moments`.
 
 `metric_of` turns the `labels=` argument of the public functions into a metric, `metric_named` the
-`labels` group of a configuration. `labels.measuring`, `labels.by_ranks`, `contributions` and
-`study.setup` import this module; `otdd`, `pairwise`, `flows.run`, `commands.settings` and others do
-through `otdd_flash.labels`.
+`labels` group of a configuration. `labels.measuring` and `labels.by_ranks` import this module;
+`otdd`, `pairwise`, `flows.run`, `study.study`, `commands.settings` and others do through
+`otdd_flash.labels`.
 
 Names of methods and of their fields are keys of configurations and results, so they must stay;
 other packages add to them by entry points (`plugins`). The text of a recipe is a key of the pair

@@ -1,8 +1,8 @@
 """`LabelMetric`, the abstract class of all methods that measure class distances.
 
-`labels.metrics`, `labels.by_ranks` and metrics of other packages
-extend it; `labels.measuring` calls its methods. The names and arguments of methods must stay,
-because other packages implement them. A change of `recipe` in a subclass makes its cached distances
+`labels.metrics`, `labels.by_ranks` and metrics of other packages extend it; `labels.measuring`
+calls its methods. The names and arguments of methods must stay, because other packages implement
+them. A change of `recipe` in a subclass makes its cached distances
 unknown; a change of numbers without one lets the cache return old ones.
 """
 
