@@ -1,24 +1,28 @@
-"""Fingerprints of datasets, and marks that detect changes of their content in place.
+"""Fingerprints of datasets, which identify content, and marks, which reveal a change in place.
 
     rows = sum_i SHA-256(i, features_i, label_i, weight_i)  mod 2^256
-    fingerprint = SHA-256(version, n, d, which parts there are, class names, rows)
+    fingerprint = SHA-256(version, n, d, whether labels and weights exist, class names, rows)
 
 A row's digest contains its number in the whole dataset, so the order of rows counts. Sums can be
 added up from blocks of any size, from files read piece by piece and from processes that hold some
 rows each.
 
-Values alone count, not their type: a row whose features are all float32 numbers is digested in
-float32, any other in float64, and -0 as 0. A solve at another precision has the same fingerprint,
-so cache keys of computed results need the precision as well.
+Of features the values alone count, not their type (`samples` gives labels and weights one type): a
+row whose features are all float32 numbers is digested in float32, any other in float64, and -0 as
+0. A solve at another precision has the same fingerprint, so cache keys of computed results need the
+precision as well.
 
 Users may change tensors in place, and datasets may fill the memory, so nothing is copied:
-`Unchanged` marks content when it is used and compares the mark before later questions.
+`Unchanged` marks content when a result is computed, and compares the mark again whenever the result
+is asked for something that reads the content.
 
-`samples` uses `fingerprint`; `otdd`, `result`, `flows.run` and `flows.result` use `Unchanged`;
-`solver.problem`, `solver.solved_gradient`, `operators.remembered`, `operators.sharing`,
-`distributed.copies` and `distributed.ranks` use marks; `extractors.feature_store` uses
-`digest_of_rows`. A change of what is digested must raise VERSION, because saved results hold
-fingerprints, and studies (`study.setup`) and checkpoints (`flows.checkpoint`) compare them.
+`samples` uses `fingerprint` and a mark; `otdd`, `result`, `flows.run` and `flows.result` use
+`Unchanged`; `solver.problem`, `solver.solved_gradient`, `operators.remembered`,
+`operators.sharing`, `distributed.copies` and `distributed.ranks` use marks;
+`extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint` digests must raise
+VERSION, because saved results hold fingerprints, and studies (`study.setup`) and checkpoints
+(`flows.checkpoint`) compare them. VERSION is no part of `digest_of_rows`: a change of that makes
+every feature file written before look damaged (`extractors.feature_store`).
 """
 
 from __future__ import annotations
@@ -80,7 +84,9 @@ def fingerprint(
 
 
 def digest_of_rows(features: Tensor, *, first: int = 0) -> int:
-    """Sum the digests of rows in their stored type, modulo 2^256; sums of parts can be added.
+    """Sum the digests of rows, modulo 2^256; sums of parts can be added.
+
+    Rows are digested in their stored type, as a feature file is of one type.
 
     Args:
         features: (n, d).
@@ -101,7 +107,7 @@ def _sum_of_values(columns: Sequence[NDArray[Any]], dtype: str) -> int:
     kinds = [(dtype, values.shape[1:]), *(other.dtype.newbyteorder("<") for other in others)]
     places = [f"{place}" for place in range(len(columns))]
     content = np.empty(len(numbers), list(zip(places, ["<i8", *kinds], strict=True)))
-    # -0 becomes 0.
+    # Column 1 is the features; in them -0 becomes 0.
     np.add(values, 0, out=content["1"], casting="same_kind")
     for place, column in zip(places, columns, strict=True):
         if place != "1":
@@ -171,8 +177,8 @@ def mark_of_tensors(*parts: Tensor | None) -> Mark:
     """Return numbers that change with the content of tensors, at the speed of memory.
 
     On the CPU, where arrays of other libraries may share the memory, a mark is a checksum. On a GPU
-    it is torch's count of in-place changes, which inference tensors lack. Features in files are
-    checked by their own class.
+    it is torch's count of in-place changes, which inference tensors lack, so a change of those is
+    not noticed. Features in files are checked by their own class.
     """
     return tuple(_mark(part) for part in parts if part is not None)
 

@@ -1,23 +1,24 @@
 """A digest of an object by content: weights, settings, and the code of functions and classes.
 
 `extractors.module_features` makes it a part of the cache key of a user's own network, and
-`study.networks` a part of the keys of transfer runs, so two objects with one digest must compute
-the same. It covers:
+`study.networks` a part of study.json and of the keys of training units, so two objects with one
+digest must compute the same. It covers:
 
     a tensor                              type, shape and values, on whatever device
-    a module of PyTorch                   its class and all that it holds except its mode:
+    a network (nn.Module)                 its class and all that it holds except its mode:
                                           parameters, buffers, settings, submodules in order, hooks
     a function or class of an installed   its name and the version of its package
       package, or of this one
     any other function or class           its bytecode, defaults, bases, what it closes over and the
                                           global values that it names
-    a module of Python                    name and version, or the content of its file
+    a Python module                       name and version, or the content of its file
     anything else                         its state, as pickle takes it
 
 An object without such a state (an open file, a lock, an object of a C extension that pickle
-refuses) has no digest. A change must keep the digest the same in every process: it may hold no
-address, no count of this process and no order that a process chooses. If a change gives a network
-another digest, its cached features are computed again.
+refuses) has no digest. A change must keep the digest the same in every process: a digest may hold
+no address, no count of this process and no order that a process chooses. If a change gives a
+network another digest, its cached features are computed again, and a study with such a network
+cannot be resumed in its folder.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def content_digest(thing: Any) -> str:
 class _Hasher(NumpyHasher):  # type: ignore[misc]
     """joblib's hash of what pickle reads, with content instead of names and addresses."""
 
-    # Without dill's entries, which Python's pickler has if dill was imported before joblib: the
-    # digest would depend on that.
+    # Without entries by dill, which Python's pickler has if dill was imported before joblib: the
+    # digest would depend on the order of imports.
     dispatch: ClassVar = {
         kind: way
         for kind, way in NumpyHasher.dispatch.items()
@@ -66,13 +67,13 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # Modules, functions and classes by id: the object, so that no other object gets its id, and
-        # a number in the order of appearance. Where it appears again, as in one that refers to
-        # itself, the number is written.
+        # Networks, functions and classes by id: the object itself, so that its id is not given to
+        # another, and its number in the order of appearance. Where it appears again, also inside
+        # itself, that number is written.
         self._seen: dict[int, tuple[Any, int]] = {}
 
-    # Dicts in the order of insertion. joblib's own method sorts them, and takes a TypeError from
-    # anywhere inside for keys that cannot be sorted.
+    # Dicts are written in the order of insertion. joblib's own method sorts them, and takes any
+    # TypeError from inside for a sign that keys cannot be sorted.
     _batch_setitems = pickle._Pickler._batch_setitems  # type: ignore[attr-defined]
 
     def save(self, obj: Any) -> None:
@@ -94,7 +95,7 @@ class _Hasher(NumpyHasher):  # type: ignore[misc]
         if isinstance(obj, staticmethod | classmethod):
             return type(obj).__name__, obj.__func__
         if isinstance(obj, ModuleType):
-            # A module of a package by its name and version, a user's by the content of its file.
+            # A module of a package is its name and version, a user's the content of its file.
             return _package(obj.__name__) or Path(str(obj.__file__)).read_bytes()
         if not isinstance(obj, nn.Module | FunctionType | type):
             return obj
@@ -166,4 +167,5 @@ def _package(module: str) -> str | None:
     installed = {"site-packages", "dist-packages"}
     if not any(installed.intersection(Path(place).parts) for place in places):
         return None
+    # A package without `__version__` has one digest in all its versions.
     return f"{module} {getattr(package, '__version__', '')}"

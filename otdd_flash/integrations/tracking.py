@@ -30,7 +30,7 @@ TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 PROJECT = "otdd-flash"
 
-# Environment variables by which a tracker would send runs to a server without a setting.
+# Environment variables by which a tracker would send runs although no setting of ours asks for it.
 SENDING = {
     "tensorboard": (),
     "wandb": ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"),
@@ -39,10 +39,11 @@ SENDING = {
 # Values of WANDB_MODE that send nothing.
 SILENT = ("offline", "dryrun", "disabled")
 
-# Schemes of `log.uri` beside those of plugins. The first two stay on this machine.
+# Schemes that `log.uri` may have with mlflow, besides those of its plugins. Those of LOCAL_SCHEMES
+# stay on this machine.
 LOCAL_SCHEMES = ("file", "sqlite")
 MLFLOW_SCHEMES = (*LOCAL_SCHEMES, "http", "https", "postgresql", "mysql", "mssql")
-# Addresses of Databricks' MLflow, which have no scheme or are one.
+# Databricks' MLflow is addressed by one of these words alone, or by one as a scheme.
 DATABRICKS = ("databricks", "databricks-uc", "uc")
 WANDB_SERVER = "https://api.wandb.ai"
 
@@ -56,10 +57,11 @@ class TrackedRun:
         directory: the run's folder, with its pictures.
         config: all settings, nested by group.
         numbers: numbers by name, such as `value`, `lower` and `upper`.
-        series: by name, (step, number) for every step of a flow.
-        store: the folder that the tracker writes to, or the address that it sends to; None: the
-            server that the tracker's own settings name.
-        online: whether it sends, if `store` is no address.
+        series: the (step, number) pairs of a flow, by name.
+        store: the folder that the tracker writes to (a Path) or the address that it sends to
+            (text). None, only with `online`: the server that the tracker's own settings or
+            variables name.
+        online: whether it sends although `store` is no address.
         project: the experiment or project; None: `PROJECT`.
         group: what the runs of one sweep have in common; None for a single run.
     """
@@ -147,7 +149,10 @@ def folder_at(uri: str, start: Path) -> Path:
 
 
 def unfollowed(name: str, uri: str | None, *, online: bool) -> list[str]:
-    """Return the set environment variables that have no effect, as no setting asks for sending."""
+    """Return the variables of `SENDING` that are set and not followed.
+
+    They are not followed where no setting asks for sending.
+    """
     if uri is not None or online:
         return []
     return [
@@ -161,7 +166,8 @@ def track(name: str, run: TrackedRun) -> None:
     """Hand a run to the tracker of this name.
 
     Raises:
-        InputError: as `check_tracker`.
+        InputError: no such tracker, or its package is missing; `check_tracker` saw address and key
+            before the run.
     """
     check_tracker(name)
     import_module(f"otdd_flash.integrations.{name}").write(run)
@@ -199,7 +205,7 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 def _scheme(uri: str | None) -> str:
     """Return the scheme of an address; "" for a path, also for one with a drive's letter."""
     scheme, colon, rest = (uri or "").partition(":")
-    # As in mysql+pymysql://.
+    # Of a scheme such as mysql+pymysql only the part before the plus counts.
     scheme = scheme.partition("+")[0].lower()
     is_address = colon and len(scheme) > 1 and (rest.startswith("/") or scheme in DATABRICKS)
     return scheme if is_address else ""

@@ -2,8 +2,8 @@
 
 Users call `write_pairwise_report`. `PairwiseResult.plot` calls `plot_distances`,
 `SlicedResult.plot` calls `plot_sliced_distances`, and `report.study.writing` uses `rows_text` and
-`bounds_text`. A change must respect that `order` changes only the pictures, never the rows of csv
-files.
+`bounds_text`. `order` may change the pictures only, never the rows of csv files, whose order
+`write_pairwise_report` promises.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def write_pairwise_report(
     Args:
         result: the result of `pairwise_distances`.
         directory: created if it does not exist.
-        order: how pictures order the datasets, and the classes of each, one of `ORDERS`; csv files
-            keep the given order.
+        order: how pictures order the datasets, and the classes of each, one of `ORDERS`. It changes
+            no csv file: distances.csv has the nearest pair first, class_distances.csv the given
+            order.
 
     Returns:
         The files written and the files that could not be written.
@@ -62,6 +63,7 @@ def write_pairwise_report(
     choose("order", order, ORDERS)
     directory, pairs, datasets = Path(directory), result.pairs(), result.names
     table = result.class_distances
+    # The names of all classes, each behind that of its dataset.
     names = [
         f"{dataset}:{name}"
         for dataset, classes in zip(datasets, table.class_names, strict=True)
@@ -82,12 +84,14 @@ def write_pairwise_report(
                 table.full, table.class_names, datasets, path, title=title, orders=orders
             ),
         }
+    # The names are checked for characters that no installed font has.
     return write_each(writers, names)
 
 
 def plot_distances(result: PairwiseResult, order: str) -> Figure:
     """Draw the matrix of distances."""
     choose("order", order, ORDERS)
+    # The names are checked for characters that no installed font has.
     return figure_of(lambda: _draw_distances(result, None, order), result.names)
 
 
@@ -125,8 +129,8 @@ def _draw_distances(result: PairwiseResult, path: Path | None, order: str) -> Fi
 def _draw_table(
     values: Tensor, datasets: Sequence[str], path: Path | None, order: str, **texts: Any
 ) -> Figure:
-    # `class_orders` takes square roots, as of squared distances; entropic and sliced distances are
-    # such. The datasets take the place of the classes of one dataset.
+    # `class_orders` takes square roots, as its tables are squared distances; entropic and sliced
+    # distances are in squared units, too. Each dataset is here what a class is there.
     (places,) = class_orders(values, [len(datasets)], order)
     groups = [Group("datasets", [datasets[place] for place in places], INK)]
     return heat_map(values[places][:, places], groups, groups, path, **texts)
@@ -139,11 +143,12 @@ def rows_text(rows: Sequence[int]) -> str:
 
 
 def bounds_text(pairs: Sequence[tuple[float, float, bool]], sampled: bool) -> str:
-    """Return a phrase on the widest solver bounds, and whether sampling error is missing.
+    """Return a phrase on the widest solver bounds and on pairs that did not converge.
 
     Args:
         pairs: lower bound, upper bound and convergence of each pair.
-        sampled: whether sampling intervals were computed.
+        sampled: whether sampling intervals were computed; if not, the phrase says that sampling
+            error is missing.
     """
     widest = max(upper - lower for lower, upper, _ in pairs)
     late = sum(not converged for *_, converged in pairs)

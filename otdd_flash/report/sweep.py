@@ -1,9 +1,10 @@
 """The report of a Hydra multirun: summary.csv, and a picture of the value against a swept setting.
 
-Each job is a mapping with `job` (its number), `directory`, `overrides` (the settings given on the
-command line, by key) and the fields of its result that `COLUMNS` and `SAMPLING` name.
-`commands.outcome` collects the jobs and calls this module after the last one. The columns of
-summary.csv are read by users' scripts, so their names must stay.
+Each job is a mapping with `job` (the name of its folder, which is its number by default),
+`directory` and `overrides` (the settings given on the command line, by key), and of `COLUMNS`,
+`SAMPLING` and `error` what it has; any other field becomes a column as well. `commands.outcome`
+collects the jobs and calls this module after the last one. The columns of summary.csv are read by
+users' scripts, so their names must stay.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from otdd_flash.shown import display, shorten
 
 Jobs = Sequence[Mapping[str, Any]]
 
-# Result columns, which follow the overrides, and the last columns.
+# The columns of results, which stand after those of the overrides, and the columns at the end.
 COLUMNS = (
     *("source", "target", "value", "lower", "upper", "epsilon", "converged", "stopped_by"),
     *("marginal_error", "seconds"),
@@ -80,7 +81,8 @@ def axes_of(jobs: Jobs) -> tuple[str, str | None] | str:
         jobs: the jobs of the multirun.
 
     Returns:
-        The two keys, the second None if one setting was swept; or a reason why there is no picture.
+        The two keys, the second None if one setting was swept; or a reason why there is no
+        picture, which continues the caller's words "no picture of the sweep: ".
     """
     found = swept(jobs)
     numbers = [key for key, values in found.items() if all(map(_is_number, values))]
@@ -99,7 +101,8 @@ def axes_of(jobs: Jobs) -> tuple[str, str | None] | str:
 def draw_sweep(jobs: Jobs, number: str, by: str | None, path: str | Path) -> None:
     """Draw the value and its interval against a swept number, with one line for each value of `by`.
 
-    The interval is the sampling interval if jobs measured it, otherwise the solver bounds.
+    The interval of each job is its sampling interval if it measured one, otherwise its solver
+    bounds; the legend says sampling interval only if all jobs measured it.
 
     Raises:
         InputError: the file cannot be written.
@@ -107,6 +110,7 @@ def draw_sweep(jobs: Jobs, number: str, by: str | None, path: str | Path) -> Non
     there = [job for job in jobs if job.get("value") is not None]
     pairs = dict.fromkeys(f"{display(job['source'])} → {display(job['target'])}" for job in there)
     title = next(iter(pairs)) if len(pairs) == 1 else f"{len(pairs)} pairs of datasets"
+    # By the value of `by`; None is one line for all, or the jobs in which it is not given.
     lines: dict[Any, list[Mapping[str, Any]]] = {}
     for job in there:
         lines.setdefault(None if by is None else _hashable(job["overrides"].get(by)), []).append(
@@ -146,7 +150,7 @@ def draw_sweep(jobs: Jobs, number: str, by: str | None, path: str | Path) -> Non
 
 
 def _choose_scale(axes: Any, at: Any) -> None:
-    """Choose the scale of the swept number, and name its values if they are few."""
+    """Choose the scale of the swept number, and put ticks at its values if they are few."""
     if logarithmic(at):
         scale_logarithmically(axes, "x")
     if len(values := np.unique(at)) <= MOST_TICKS:

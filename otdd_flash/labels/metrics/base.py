@@ -1,9 +1,12 @@
-"""`LabelMetric`, the abstract class of all methods that measure class distances.
+"""`LabelMetric`, the abstract class of all metrics between classes.
 
 `labels.metrics`, `labels.by_ranks` and metrics of other packages extend it; `labels.measuring`
-calls its methods. The names and arguments of methods must stay, because other packages implement
-them. A change of `recipe` in a subclass makes its cached distances
-unknown; a change of numbers without one lets the cache return old ones.
+calls its methods, `labels` exports it, and `study.setup` and `flows.objective` store `to_dict`
+among the settings that a resumed study or flow must find again.
+
+The names and arguments of methods must stay, because other packages implement them. If a subclass
+changes the text of `recipe`, its cached distances are not found any more; if it changes values
+without that, the cache returns old ones.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from otdd_flash.arguments import Progress, check_fields
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import PairDistances
 
-# Positions (k,) in a list of pairs, and their distances (k,).
+# Yields positions (k,) in a list of pairs, with the squared distances (k,) of those pairs.
 Measured = Generator[tuple[Tensor, Tensor], None, None]
 
 
@@ -32,7 +35,7 @@ class LabelMetric(ABC):
 
     Attributes:
         name: the name in `labels=NAME` and in results.
-        fixed: whether the distances are independent of the points.
+        fixed: whether distances do not depend on the points, as those of a given table, or 0.
 
     Raises:
         InputError: a field is not valid.
@@ -59,28 +62,37 @@ class LabelMetric(ABC):
             P distances with bounds, in units of ||.||^2, on the points' device.
 
         Raises:
-            InputError: a class is too large for the method, or rounding exceeds the tolerance.
+            InputError: a class is too large for the method, or rounding exceeds the metric's
+                tolerance.
 
         Warns:
             NotConvergedWarning: a solve stopped before its tolerance.
         """
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
-        """Yield the values of `measure` in parts if single pairs take long, else return None."""
+        """Return a generator of positions and exact distances, for pairs that take long each.
+
+        It yields distances as they are computed; they count as exact and converged. None: `measure`
+        is called instead.
+        """
         return None
 
     def recipe(self, device: torch.device) -> str | None:
-        """Return all that a cached distance depends on except its classes; None: no cache.
+        """Return all that a cached distance depends on except its classes.
 
-        It is part of the cache's keys: any change of its text makes every entry unknown.
+        That includes the device if devices round differently. None: nothing is cached. The text is
+        part of the cache's keys: after any change of it no earlier entry is found.
         """
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the parameters for JSON, without the name and the classes."""
+        """Return the parameters for JSON, without the name."""
         return asdict(self)
 
     @property
     def single_samples_are_points(self) -> bool:
-        """Whether a class of one sample lacks an estimated covariance and counts as a point."""
+        """Whether covariances divide by n - 1, so that a class of one sample has none.
+
+        Such a class counts as a point, and `labels.measuring` warns of it.
+        """
         return False
