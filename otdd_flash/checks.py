@@ -1,11 +1,12 @@
-"""Checks of single arguments, from which `otdd_flash.arguments` builds its table.
+"""Checks of single arguments, from which `otdd_flash.arguments` builds its table by annotation.
 
 A check is called with the argument's name and value. It returns the value to use, or raises an
 `InputError` of one sentence: the name, what is accepted, the value given. Numbers of any library
 become Python's own; bool is not a number, 1.5 is not an integer, text is neither. `arguments`
 imports nearly all of it. Some forty other modules use parts: `shown` for values in messages
 (`data.arrays`, `solver.hessian`, ...), `path` (`data.request`, `files.cache`, ...), and checks that
-they declare beside `takes`, such as `optional` and `tensor` (`solver.loss`, `batched.plans`, ...).
+they declare in `@takes(...)`, the decorator of public functions, such as `optional` and `tensor`
+(`solver.loss`, `batched.plans`, ...).
 
 This module must not import torch or read arrays: whether values are finite is checked where they
 are read. Classes are compared by full names instead of imported, so that declarations are cheap and
@@ -32,12 +33,12 @@ LONGEST_SHOWN = 60
 
 
 def refused(name: str, accepted: str, value: object) -> InputError:
-    """Return the error for an argument that is not valid."""
+    """Return, for the caller to raise, the error for an argument that is not valid."""
     return InputError(f"{name} must {accepted}, got {shown(value)}")
 
 
 def shown(value: object) -> str:
-    """Return a value for messages: in full if it is short, else its type and size."""
+    """Return a value for messages: numbers, text and paths shortened, of others type and size."""
     if value is None or isinstance(value, bool | numbers.Number | str | os.PathLike):
         return display(repr(value) if isinstance(value, str) else str(value), LONGEST_SHOWN)
     kind = type(value).__qualname__
@@ -81,7 +82,7 @@ def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
 
 
 def integer(at_least: int | None = 1, below: int | None = None) -> Check:
-    """Return a check for integers in [at_least, below)."""
+    """Return a check for integers in [at_least, below); by default from 1 on."""
 
     def check(name: str, value: Any) -> int:
         value = _item(value)
@@ -160,12 +161,18 @@ def names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def array(shape: str) -> Check:
-    """Return a check for arrays, tensors and nested lists of numbers; messages say `shape`."""
+    """Return a check for arrays, tensors and nested lists of numbers.
+
+    `shape` is text for messages and is not checked here.
+    """
     return must(f"be an array or a tensor {shape}", _is_array)
 
 
 def tensor(shape: str) -> Check:
-    """Return a check for tensors; arrays are refused, as they cannot receive a gradient."""
+    """Return a check for tensors; arrays are refused, as they cannot receive a gradient.
+
+    `shape` is text for messages and is not checked here.
+    """
 
     def check(name: str, value: Any) -> Any:
         if not is_a(value, "torch.Tensor"):
@@ -192,6 +199,7 @@ def check_numbers(name: str, given: Any) -> None:
         raise InputError(
             f"{name} is a nested tensor; pass one of its parts at a time, from its unbind()"
         )
+    # A tensor was given, so torch is imported.
     kind, plain = type(given), sys.modules["torch"].Tensor
     ours = is_a(given, "otdd_flash.features.file_features.FileFeatures")
     if kind.__torch_dispatch__ != plain.__torch_dispatch__ and not ours:
@@ -202,7 +210,10 @@ def check_numbers(name: str, given: Any) -> None:
 
 
 def tensors(shape: str) -> Check:
-    """Return a check for lists of tensors, or for one tensor with an additional dimension."""
+    """Return a check for lists of tensors, or for one tensor with an additional dimension.
+
+    `shape` is text for messages and is not checked here.
+    """
     accepted = f"be a list of tensors {shape}, or one with a dimension more"
 
     def check(name: str, value: Any) -> Any:

@@ -1,7 +1,12 @@
 """The command `python -m otdd_flash.distance`: the dataset distance of a configuration.
 
-`commands.start` runs it and `commands.compare` does the work. `run_work` imports it, so that help
-is shown without heavy modules.
+pyproject.toml names `script` as the console command `otdd-distance`. `run_hydra` reads
+conf/distance.yaml and the arguments and calls `job`; `run_work` then imports `commands.compare`,
+which does the work. Imports at the top must stay light, so that help is shown without importing
+torch.
+
+`run_script` (console command) and `run_command` (`python -m`) call `main`, `main` calls
+`run_hydra`, that calls `job`, and that `run_work`.
 """
 
 from __future__ import annotations
@@ -15,17 +20,24 @@ if TYPE_CHECKING:
 
 
 def job(config: DictConfig) -> int:
-    """Run one job and return its exit code."""
+    """Run one job (a multirun has several) and return its exit code.
+
+    `run_job` has noted the code, too, and the process exits with the highest that was noted.
+    """
     return run_work("compare", config)
 
 
 def main() -> None:
-    """Start Hydra with the configuration of this command."""
+    """Run the command through Hydra, with the configuration conf/distance.yaml."""
     run_hydra(job, "distance")
 
 
 def script() -> None:
-    """Run the console command `otdd-distance`."""
+    """Run the console command `otdd-distance`.
+
+    Functions that the user names are also looked for in the working directory, as `python -m` does
+    by itself.
+    """
     run_script(main)
 
 

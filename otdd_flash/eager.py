@@ -9,8 +9,9 @@ dtype, the default device and inference mode do not reach into the call.
 `labels.measuring`, `solver.loss`, `batched.plans`, methods of `result`, ...), so that surrounding
 modes change no number of its result; a new entry point needs it too. Backward passes
 (`solver.known_gradient`, `solver.solved_gradient`) use `own_settings` and `check_transforms`, as
-they may be called inside such a context although the forward pass was outside; `samples` does too,
-because users make samples there.
+they may be called inside such a context although the forward pass was outside; `samples` uses them
+and `untraced`, because users make samples inside such contexts, and `batched.doubly_stochastic`,
+which may be traced by `torch.compile`, uses `check_transforms` alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ R = TypeVar("R")
 CASTING = ("cpu", "cuda", "mps")
 
 BY_AUTOGRAD = "call it outside and take gradients by .backward() or torch.autograd.grad"
-# The way out, by the name of the innermost transform of torch.func.
+# What to do instead, by the name of the innermost transform of torch.func.
 INSTEAD = {
     "Vmap": "loop over the batch and torch.stack the results, or pass it whole where that is taken",
     "Grad": BY_AUTOGRAD,
@@ -92,7 +93,7 @@ def own_settings() -> Iterator[None]:
         if torch.get_default_dtype() != torch.float32:
             settings.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float32)
-        # By an example: torch.get_default_device takes ten times as long.
+        # Seen on a new tensor: torch.get_default_device takes ten times as long.
         if torch.empty(0).device.type != "cpu":
             settings.enter_context(torch.device("cpu"))
         yield
@@ -130,7 +131,7 @@ def _check_eager(name: str) -> None:
     """
     # The module is imported by whatever records operations.
     fx = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    # By an example: such modes make tensors of a class of their own.
+    # Seen on a new tensor: such modes make tensors of a class of their own.
     if type(torch.empty(0)) is not Tensor or (fx is not None and fx.get_proxy_mode() is not None):
         raise InputError(
             f"{name} computes with numbers, which tensors have not inside of FakeTensorMode, "
@@ -139,6 +140,13 @@ def _check_eager(name: str) -> None:
 
 
 def _check_one(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor of torch's own vmap over gradients, or with a forward-mode tangent.
+
+    `torch.autograd.grad` makes the former with `is_grads_batched`.
+
+    Raises:
+        InputError: the tensor is one of these.
+    """
     if torch._C._functorch.is_legacy_batchedtensor(tensor):
         raise InputError(
             f"{name} is not computed for a batch of cotangents; leave vectorize=True or "

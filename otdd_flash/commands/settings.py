@@ -1,10 +1,10 @@
 """Typed settings of the commands, and the check of what Hydra composed against them.
 
-The dataclasses have the keys of the files in `conf`; the dataclass of a command extends or holds
-those that it needs. `parse` checks a configuration and builds the dataclass,
-`DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns the settings
-as results store them. `commands.compare`, `commands.adapt` and `commands.study`, the work of the
-three commands, and `commands.sides` and `commands.results` use this module.
+The dataclasses here have the keys of the files in `conf`; each command has a dataclass of its own,
+in its module, that extends or holds some of them. `parse` checks a configuration and builds the
+dataclass, `DatasetPairSettings.arguments` makes the arguments of a solve, and `recorded` returns
+the settings as results store them. `commands.compare`, `commands.adapt` and `commands.study`, the
+work of the three commands, and `commands.sides` and `commands.results` use this module.
 
 A key of `conf` needs a field of the same name here, because `parse` refuses unknown keys. Values
 from environment variables may be secret: `recorded` must replace them by their names before
@@ -44,7 +44,10 @@ Schema = TypeVar("Schema")
 
 @dataclass
 class LogSettings:
-    """One choice of conf/log; keys that only another choice has keep their defaults."""
+    """One choice of conf/log, as a yaml file there holds it.
+
+    Keys that this file lacks keep the defaults here.
+    """
 
     tracker: str | None
     project: str | None = None
@@ -75,13 +78,18 @@ class RuntimeSettings:
     log_level: str
 
     def compute_options(self) -> ComputeOptions:
+        # `leading` returns the processes of torchrun that this one leads, or None.
         budget, ranks = self.memory_budget, leading()
         return ComputeOptions(self.device, self.backend, self.precision, budget, ranks)
 
 
 @dataclass
 class LabelSettings:
-    """One choice of conf/labels; keys that are not fields of its metric have no effect."""
+    """One choice of conf/labels.
+
+    A key that is no field of its metric does nothing, and a notice says so if it was set; `full` is
+    read by the commands. A further key is refused unless the metric, of another package, has it.
+    """
 
     method: str
     full: bool
@@ -97,8 +105,8 @@ class LabelSettings:
 
         Args:
             tolerance: tolerance of the solves between classes.
-            epsilon: the value of the key `epsilon`, which is the default of `labels.epsilon`: if
-                both are equal, `labels.epsilon` counts as not given.
+            epsilon: the command's own key `epsilon`, which conf/labels takes as the default of
+                `labels.epsilon`; a `labels.epsilon` equal to it counts as not given.
 
         Warns:
             DataNotice: a key is set that the method does not have.
@@ -129,7 +137,10 @@ class LabelSettings:
 
 @dataclass
 class SolverSettings:
-    """One choice of conf/solver; keys that only another choice has keep their defaults."""
+    """One choice of conf/solver, as a yaml file there holds it.
+
+    Keys that this file lacks keep the defaults here.
+    """
 
     schedule: str
     tolerance: float | None
@@ -202,13 +213,13 @@ class SamplingSettings:
 
 @dataclass
 class ReportSettings:
-    """What is printed and drawn besides the number, and the order in pictures."""
+    """What is printed and drawn besides the distance, and the order in pictures."""
 
     content: str
     order: str = "given"
 
     def check(self) -> None:
-        """Raise an `InputError` unless both are known."""
+        """Raise an `InputError` unless content and order are known."""
         choose("report", self.content, CONTENTS)
         choose("report.order", self.order, ORDERS)
 
@@ -249,9 +260,10 @@ class DatasetPairSettings(ComparisonSettings, RuntimeSettings):
     def arguments(self) -> dict[str, Any]:
         """Return the keywords that `dataset_distance` and `gradient_flow` share.
 
+        Call it before data are read: a bad setting should not cost the time of loading.
+
         Raises:
-            InputError: a setting is invalid for any data. Called before data are read: a bad
-                setting should not cost the time of loading.
+            InputError: a setting is invalid for any data.
         """
         self.check()
         self.report.check()
@@ -278,8 +290,9 @@ def taken(settings: Any, kind: type) -> dict[str, Any]:
 def recorded(settings: Any, config: DictConfig) -> dict[str, Any]:
     """Return settings as results and trackers store them, without values of the environment.
 
-    A key that depends on `${oc.env:NAME}`, directly or through other keys, keeps that text, because
-    the variable may hold a secret. Passwords in addresses are left out.
+    A key that depends on `${oc.env:NAME}`, directly or through other keys, keeps the text `${...}`
+    that was written for it, because the variable may hold a secret. Passwords in addresses are left
+    out.
 
     Args:
         settings: the dataclass that `parse` returned.
@@ -315,7 +328,7 @@ def _from_environment(config: DictConfig) -> list[tuple[tuple[Any, ...], str]]:
     try:
         after = [_resolved(config, path) for path, _ in written]
     finally:
-        # Back to the resolver that returns the values and conceals them.
+        # Back to the resolver that returns the variables' values and has them hidden in all output.
         conceal_environment()
     return [one for one, then, now in zip(written, before, after, strict=True) if then != now]
 

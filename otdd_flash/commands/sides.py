@@ -1,12 +1,12 @@
 """The loading of both datasets of a command, from their settings to the features that are compared.
 
 `prepare_sides` loads, embeds, standardises, projects and clusters both sides; `commands.compare`
-and `commands.adapt` call it, and `commands.study` calls its steps. The second part reads the keys
-with which a side asks for clusters as labels (`pseudo_labels`, `k`).
+and `commands.adapt` call it, and `commands.study` calls its steps. The functions after `KEYS` read
+the keys with which a side asks for clusters as labels (`pseudo_labels`, `k`).
 
-Features are standardised and projected over all rows of both sides, because two different maps
-would leave no distance between them; so neither side can be prepared alone. Errors name the side
-whose data are at fault.
+Features of both sides go through one map, fitted to all rows of both: after two different maps
+their distance would mean nothing. So neither side can be prepared alone. Errors name the side whose
+data are at fault.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class Sides:
     Attributes:
         source: the source samples.
         target: the target samples.
-        whole: both datasets before `max_samples`, for class statistics; None unless asked for.
+        whole: both datasets, embedded, before `max_samples` was applied, for class statistics; None
+            unless asked for.
         image_shape: (c, h, w) if features are exactly the pixels of an image, otherwise None.
-        choices: by side, what its reader chose without a key for it.
+        choices: by side, what its reader chose for keys that were not given
+            (`data.request.chosen`), such as the label column.
     """
 
     source: LabeledSamples
@@ -76,7 +78,8 @@ def prepare_sides(settings: DatasetPairSettings, phases: Phases, *, whole: bool)
     Raises:
         InputError: a called function refuses; errors in the data of one side name it.
     """
-    # Defaults: a choice of another package may lack keys that this package's choices have.
+    # These are defaults: the yaml of another package's dataset may lack keys that those of this
+    # package have.
     shared = {
         "max_samples": settings.max_samples,
         "seed": settings.seed,
@@ -169,6 +172,7 @@ def embed_side(
             device=settings.device,
             cache_dir=settings.cache_dir,
             progress=progress,
+            # The processes of torchrun that this one leads, or None.
             group=leading(),
             **embedding,
         )
@@ -188,7 +192,10 @@ def blamed(side: str) -> Iterator[None]:
 def _label(
     nodes: dict[str, dict[str, Any]], source: LabeledSamples, target: LabeledSamples
 ) -> tuple[LabeledSamples, LabeledSamples]:
-    """Cluster the sides that ask for pseudo labels, with the k given or that of the other side."""
+    """Cluster the sides that ask for pseudo labels.
+
+    k is the one given, the k of the other side, or its number of classes.
+    """
     sides = {"source": source, "target": target}
     labelled = dict(sides)
     for side, other in OTHER.items():

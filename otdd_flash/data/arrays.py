@@ -2,12 +2,13 @@
 
 `data.registry` calls `read_arrays` for the source `arrays`; `flows.functionals` calls
 `read_npy`. `data.hugging_face` chooses its columns by `check_columns`, `find_label` and
-`find_weights`, and checks text files by `check_rounded_text` and `check_spelled`.
+`find_weights`, names them by `listed`, and checks text files by `check_rounded_text` and
+`check_spelled`.
 
-A change must keep these. Pickled objects are never loaded, because loading them runs code that a
-file may hold. .npy files are mapped rather than copied, because they may exceed the memory. An
-ambiguous choice of columns is an error, and any choice that the user did not make is reported in a
-notice. No integer is rounded silently, although pandas reads large ones as floats. pandas is
+Pickled objects must never be loaded, because loading them runs code that a file may hold. .npy
+files must be mapped, not copied, because they may exceed the memory. An ambiguous choice of columns
+must be an error, and any choice that the user did not make must be reported in a notice. No integer
+may be rounded silently: pandas reads those of a column with decimals as floats. pandas must be
 imported in the functions that use it, because its import takes half a second.
 """
 
@@ -43,6 +44,8 @@ LONG_INTEGER = r"\s*[+-]?\d{19,}\s*"
 
 NUMBER = r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*"
 
+# Usual names of a label column, in lower case; a further name may make files ambiguous that were
+# read.
 LABEL_NAMES = ("label", "labels", "class", "target", "y")
 
 
@@ -60,12 +63,12 @@ def read_arrays(
     Args:
         request: the shared options; `weights` is an npz key (default `w`), a column or a file.
         path: a .npz, .npy, .csv or .parquet file.
-        labels_path: a .npy file of labels (n,), for any of these.
+        labels_path: a .npy file of labels (n,), with any of these formats.
         features: the npz key of the inputs (default `x`), or the columns of a table that are inputs
             (default: all columns but label and weights).
         label: the npz key (default `y`) or column of the labels; a table's label column is found by
-            its name or as its only text column. An npz key `class_names` gives the names of the
-            integer labels under `y`.
+            its name or as its only text column. An npz key `class_names` gives the names of
+            integer labels, if these are under `y`.
         drop_unlabelled: leave out the rows whose label is missing, instead of refusing them.
 
     Raises:
@@ -190,6 +193,7 @@ def _read_table(
         raise InputError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
     check_columns([*(features or ()), label], columns, str(path))
     weight_column = find_weights(columns, weights, str(path))
+    # All columns that are not numeric: text, but also dates and lists.
     text = [c for c in columns if not pd.api.types.is_numeric_dtype(table[c])]
     if label is None and not skip_label:
         free = [c for c in columns if c not in (weight_column, *(features or ()))]
@@ -229,9 +233,10 @@ def _read_table(
 
 
 def _csv(path: Path) -> Any:
-    """Read a csv file; its first field is never taken for row names.
+    """Read a csv file without taking its first field for row names.
 
-    pandas would take it so where rows have one field more than the first line (`index_col=False`).
+    pandas does that where rows have one field more than the first line; `index_col=False` makes it
+    a warning, which is an error here.
 
     Raises:
         InputError: rows have more fields than the first line names.
@@ -251,7 +256,8 @@ def _csv(path: Path) -> Any:
         if isinstance(dtype, pd.StringDtype):
             column = table.columns[place]
             if bool(table[column].str.fullmatch(LONG_INTEGER).any()):
-                # Integers beyond 64 bits: pandas has lost which entries of the column are missing.
+                # Integers beyond 64 bits come as text, and pandas has lost which entries are
+                # missing: read the column again, as text.
                 table[column] = _texts(path, place)
     # pandas renames columns of one name to label and label.1.
     first = pd.read_csv(path, index_col=False, header=None, nrows=1, dtype=str)
@@ -272,9 +278,9 @@ def _texts(path: Path | str, place: int) -> Any:
 
 
 def _holds_numbers(table: Any, column: str, *, is_text: bool) -> bool:
-    """Return whether a text column of pandas holds decimals or integers beyond 64 bits.
+    """Return whether a column that pandas left as text holds decimals or integers beyond 64 bits.
 
-    pandas leaves these as text when it reads a text file; they become Decimals in `table`.
+    If so, those of a csv file (`is_text`) become Decimals in `table`.
     """
     present = table[column].dropna()
     if len(present) and all(isinstance(value, Decimal) for value in present):
@@ -313,7 +319,7 @@ def check_rounded_text(path: Path | str, table: Any, columns: Sequence[str]) -> 
 
 
 def check_spelled(what: str, number: Decimal, row: int) -> None:
-    """Refuse a number from 2^53 on whose digits are not those of a float64 number.
+    """Refuse a number of at least 2^53 whose digits are not those of a float64 number.
 
     The nearest float64 number, rounded to as many digits as the text has, must equal the text. So
     the shortest text that identifies a float64 number, as `repr` writes it, passes.
@@ -329,7 +335,7 @@ def check_spelled(what: str, number: Decimal, row: int) -> None:
 
 
 def check_columns(named: Iterable[str | None], columns: Sequence[str], where: str) -> None:
-    """Refuse names that the user gave and no column has; None names none.
+    """Refuse a name that the user gave and no column has; None among the names is skipped.
 
     Raises:
         InputError: there is such a name; the message lists the columns.
@@ -346,7 +352,7 @@ def find_label(
 
     Args:
         columns: the candidates.
-        text: those of them that may hold labels whatever their name.
+        text: the candidates that may hold labels whatever they are called.
         where: the table's name, for messages.
         kind: what `text` columns hold, for messages.
 
@@ -378,10 +384,12 @@ def find_label(
 
 
 def find_weights(columns: Sequence[str], weights: str | None, where: str) -> str | None:
-    """Return the column or key that `weights` names; None for a .npy file or no weights.
+    """Return `weights` if it is a column or key.
+
+    None is returned if it is None, or the name of a .npy file, which `Request.masses` reads.
 
     Raises:
-        InputError: it is neither.
+        InputError: it is none of these.
     """
     if weights is None or weights in columns:
         return weights

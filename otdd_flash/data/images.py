@@ -2,9 +2,9 @@
 
 Readers open files with `open_image` and extractors decode with `image_array`, so a folder gives the
 same numbers through `image_folder`, torchvision or Hugging Face: turned upright by EXIF, in the
-depth of the file, palettes resolved, transparency laid on white, and scaled by the range of the
-type. A raw input is what a dataset holds: a PIL image, an array or a tensor. `plain_image` brings a
-PIL image to one of the four modes L, RGB, I;16 and F; `unit_images` makes float32 in [0, 1].
+depth of the file, palettes resolved, transparency laid on white. A raw input is what a dataset
+holds: a PIL image, an array or a tensor. `plain_image` brings a PIL image to one of the four modes
+L, RGB, I;16 and F; `unit_images` scales by the range of the type to float32 in [0, 1].
 
     mode of PIL                                               becomes   white becomes
     1, L, LA, La                                              L         255
@@ -18,9 +18,10 @@ a notice reports. Colour profiles are not applied. An array has the shape (h, w)
 uint8, uint16, bool or float in [0, 1], with alpha as the last of 2 or 4 channels. A tensor has the
 shape (h, w) or (c, h, w), as torchvision makes them.
 
-`data.given`, `data.hugging_face`, `data.image_folder` and `data.image_datasets` call it, and of
-`extractors` `embedding`, `network`, `plain` and `vision_models`. A change of what an image
-decodes to must raise DECODING, or features of the old decoding are taken from the cache.
+`data.given`, `data.hugging_face`, `data.image_folder`, `data.image_datasets`,
+`extractors.embedding`, `extractors.network`, `extractors.plain` and `extractors.vision_models` call
+it. A change of what an image decodes to must raise DECODING, or features of the old decoding are
+taken from the cache.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ FIRST_IS_PICTURE = ("MPO", "PSD", "ICO", "ICNS")
 # Formats whose mode PIL knows from the header, without decoding the pixels.
 MODE_IN_HEADER = ("PNG", "JPEG", "MPO", "TIFF", "BMP", "PPM", "WEBP")
 TRANSPARENT_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+# Modes of 8 bits or fewer without transparency of their own.
 EIGHT_BIT_MODES = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "HSV")
-# Values of white by kind and bytes of a type.
+# The value of white by type: u1 is uint8, u2 uint16, b1 bool.
 WHITE = {"u1": 255.0, "u2": 65535.0, "b1": 1.0}
+# Modes without colour; `I`, which is refused in most formats, is here for `any_colour`.
 GREY_MODES = ("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N", "F")
 
 
@@ -75,7 +78,8 @@ def open_image(source: str | Path | bytes, where: str | Path | None = None) -> I
         InputError: it is unreadable, or its pixels cannot be used (see `plain_image`).
     """
     place = str(where or ("an image in memory" if isinstance(source, bytes) else source))
-    # `reading` turns any error of PIL's into an `InputError` with this place.
+    # `reading` turns any error of PIL's into an `InputError`; `placed` puts the place before its
+    # sentence.
     with reading(Path(place)):
         try:
             # As a stream: if PIL opens a file by its name, it may map it into memory, and then
@@ -125,8 +129,8 @@ def plain_image(image: Image.Image) -> Image.Image:
     if not image.mode.startswith("I") and ";16" in str(getattr(image, "tile", "")):
         warn("PIL reads images with several channels of 16 bits in 8 bits", DataNotice)
     image.load()
-    # PIL puts the 12 bits of such a TIFF into the low bits of 16; only tag 258 (BitsPerSample) says
-    # so.
+    # Of a 12-bit TIFF, PIL puts the bits into the low ones of 16; only tag 258 (BitsPerSample)
+    # tells such a file.
     levels = 4095 if kind == "TIFF" and getattr(image, "tag_v2", {}).get(258) == (12,) else 65535
     deep = image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM"))
     # A turned image has lost its format, so `levels` and `deep` are found before.
@@ -227,6 +231,7 @@ def any_colour(inputs: Sequence[Any]) -> bool:
 
     Of files only the headers are read, where the format allows it.
     """
+    # Images that are read on demand (`data.dataset.LazyItems`) know their files.
     paths: list[str] | None = getattr(inputs, "paths", None)
     if paths is not None:
         return any(_file_has_colour(path) for path in paths)
@@ -271,7 +276,7 @@ def _full_scale(values: NDArray[Any]) -> float:
     Raises:
         InputError: there is none, or floats are outside [0, 1].
     """
-    # Without the byte order, the first character.
+    # The type without its first character, which is the byte order.
     if (white := WHITE.get(values.dtype.str[1:])) is not None:
         return white
     if values.dtype.kind != "f":

@@ -1,11 +1,11 @@
 """The extractors that are no network: `pixels`, `identity` for numeric vectors, and `callable`.
 
 `otdd_flash.extractors` exports them and builds them by name; `extractors.embedding`,
-`extractors.vision_models` and `commands.sides` recognise their classes. Their features are never
-cached: those of pixels and vectors are cheap, and what a user's function computes cannot be
-identified. Errors of a user's function are reported with its name. Resizing must stay
-differentiable, because flows move pixels through it. Numbers are never rounded silently, because
-vectors are the user's data.
+`extractors.vision_models` and `commands.sides` recognise their classes; `extractors.feature_store`
+calls `require_same_shape`. The features of all three are never cached: those of pixels and vectors
+are cheap, and what a user's function computes cannot be identified. Errors of a user's function are
+reported with its name. Resizing must stay differentiable, because flows move pixels through it.
+Numbers are never rounded silently, because vectors are the user's data.
 """
 
 from __future__ import annotations

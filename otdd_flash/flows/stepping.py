@@ -5,10 +5,11 @@ Euler step x <- x - tau v of the flow, for any number of particles.
 
 `Stepping` holds the options, which users, `commands.adapt` and `integrations.sklearn` set and
 `flows.flow` stores. `flows.run` takes steps through `Stepper`, whose `Rows` hold the rows that a
-process owns and their optimiser. The optimisers allowed here move each number by its own gradients
-alone, so rows can be moved on different ranks: rank r has the rows `share(n)` of a variable of n
-rows, with their optimiser state. A rank receives the velocities of its rows, and rank 0 gathers the
-moved rows. If an evaluation has copied the points to all ranks, all update their copies.
+process owns and their optimiser; the modules of `flows.modes` take a `Batch`. The optimisers
+allowed here move each number by its own gradients alone, so rows can be moved on different ranks:
+rank r has the rows `share(n)` of a variable of n rows, with their optimiser state. A rank receives
+the velocities of its rows, and rank 0 gathers the moved rows. If an evaluation has copied the
+points to all ranks, all update their copies.
 
 Random numbers (`Draw`, `generator`; `flows.objective` and `flows.run` draw by them too) depend
 only on seed, step and purpose, so a flow is the same when it is resumed, and on any device.

@@ -2,10 +2,10 @@
 
 `measured_by_ranks` wraps a metric; `otdd`, `pairwise` and `flows.run` call it. The classes are sent
 to the ranks once. Each of R ranks selects its share of the pairs itself: it sorts them by size, the
-largest first, and takes every R-th one. If all pairs of the classes are wanted, their list is not
-sent.
+largest first, and takes every R-th one from its own rank on. If all pairs of the classes are
+wanted, their list is not sent.
 
-A change must keep numbers and recipes those of the wrapped metric, so that cached distances stay
+A change must keep values and recipes those of the wrapped metric, so that cached distances stay
 valid. All ranks must run the same collectives in the same order, even if one of them fails, because
 a rank that waits in another collective waits for ever.
 """
@@ -31,11 +31,15 @@ from otdd_flash.labels.pairs import PairDistances, all_pairs, is_complete
 
 
 def measured_by_ranks(metric: LabelMetric, ranks: object) -> LabelMetric:
-    """Return the metric, measured by all ranks if there are any and measuring is expensive.
+    """Return the metric, measured by all ranks if there are any and it has a recipe.
+
+    The others measure in this process: `none` and `given` measure nothing, means, bounds and
+    diagonal covariances are cheap, and of a user's function or a metric without a recipe nothing is
+    known.
 
     Args:
         metric: how to measure.
-        ranks: `ComputeOptions.group` of whole datasets; None is this process alone.
+        ranks: `ComputeOptions.group`; None: this process alone, as for datasets that are streamed.
     """
     nothing_to_do = isinstance(metric, Given | NoLabels)
     if nothing_to_do or not isinstance(ranks, Ranks) or metric.recipe(torch.device("cpu")) is None:
@@ -58,7 +62,7 @@ class _MeasuredByRanks(LabelMetric):
     ) -> PairDistances:
         ranks, number = self.ranks, self._number(clouds)
         ranks.report_to(progress, len(pairs))
-        # A GPU compares, sorts and sends at once what takes a core seconds.
+        # A GPU compares, sorts and sends in a moment what takes a core seconds.
         pairs = pairs.to(clouds[0].points.device)
         listed = None if is_complete(pairs, len(clouds)) else pairs
         numbers, late = ranks.order(_measure, number, self.metric, listed)
@@ -67,11 +71,11 @@ class _MeasuredByRanks(LabelMetric):
         return PairDistances(*numbers)
 
     def in_parts(self, clouds: Sequence[ClassCloud], pairs: Tensor) -> Measured | None:
-        """Measure in this process: metrics that yield parts use all cores already."""
+        """Measure in this process: a metric that yields its parts uses all cores already."""
         return self.metric.in_parts(clouds, pairs)
 
     def recipe(self, device: torch.device) -> str | None:
-        """Return the wrapped metric's recipe: ranks change no number."""
+        """Return the wrapped metric's recipe: ranks change no value."""
         return self.metric.recipe(device)
 
     @property
@@ -79,7 +83,7 @@ class _MeasuredByRanks(LabelMetric):
         return self.metric.single_samples_are_points
 
     def _number(self, clouds: Sequence[ClassCloud]) -> int:
-        """Return the number under which ranks hold the classes; send them on the first call."""
+        """Return the number under which ranks hold the classes; send them when first asked for."""
         if id(clouds) not in self._sent:
             number = self.ranks.number()
             sizes = [len(cloud) for cloud in clouds]
@@ -87,6 +91,7 @@ class _MeasuredByRanks(LabelMetric):
             weights = [None if cloud.weights is None else cloud.weights.cpu() for cloud in clouds]
             names = [cloud.name for cloud in clouds]
             self.ranks.order(_hold_classes, number, points, sizes, weights, names)
+            # Ranks forget them with the next order (`Ranks.drop`): a finaliser may not communicate.
             weakref.finalize(self, self.ranks.drop, number)
             # Keep a reference, so that no other list gets the same id.
             self._sent[id(clouds)] = clouds, number
@@ -119,12 +124,14 @@ def _measure(
         listed: (P, 2) pairs; None for all pairs of the classes.
 
     Returns:
-        Values and bounds (3, P) on the points' device, and the warnings of unconverged solves.
+        Values, lower and upper bounds (3, P) on the points' device, and the warnings of unconverged
+        solves.
     """
     clouds: Sequence[ClassCloud] = ranks.held[number]
     device = clouds[0].points.device
     pairs = all_pairs(len(clouds), device) if listed is None else listed
     sizes = torch.tensor([len(cloud) for cloud in clouds], device=device)
+    # Stable, so that every rank cuts the same shares.
     order = torch.argsort(sizes[pairs].prod(1), descending=True, stable=True)
     own, count = pairs[order[ranks.rank :: ranks.size]], len(pairs)
     # Free the memory for the solves.

@@ -1,4 +1,4 @@
-"""Tables of reports: csv files of matrices and of rows, and the terminal's table of one result.
+"""Tables of reports: matrices and rows as csv files, and the table of one result in the terminal.
 
 `report.distance`, `report.pairwise`, `report.sweep`, `report.flow.writing` and
 `report.study.writing` call it. Files are written atomically, so that nobody reads half a table.
@@ -33,8 +33,9 @@ def write_matrix_csv(
 ) -> None:
     """Write a matrix (R, C) with a header row and a header column, at full precision.
 
-    Numbers are the shortest text that reads back as the same float64. Names are escaped by
-    `csv_cell`; names with commas or quotes are quoted.
+    Numbers are the shortest text that reads back as the same float64. Names are made safe by
+    `csv_cell` (no formula of a spreadsheet, no control characters, no secrets); those with commas
+    or quotes are quoted.
 
     Args:
         path: the csv file.
@@ -60,7 +61,7 @@ def write_matrix_csv(
 def write_table_csv(
     path: str | Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 ) -> None:
-    """Write rows under named columns, numbers and names as in `write_matrix_csv`.
+    """Write rows under named columns, numbers (of Python, not of NumPy) and names as for a matrix.
 
     Raises:
         InputError: the file cannot be written.
@@ -69,7 +70,7 @@ def write_table_csv(
 
 
 def _cell(value: Any) -> Any:
-    """Convert None to an empty cell, booleans as in JSON, lists to words, text by `csv_cell`."""
+    """Convert None to "", booleans as JSON, lists to items between spaces, text by `csv_cell`."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -91,12 +92,14 @@ def facts_table(
     late: str | None,
     details: Iterable[tuple[str, str]],
 ) -> Table:
-    """Make a table of two columns, name and text: of distances, then of all else.
+    """Make the terminal's table of one result, a name and a text in each row.
+
+    It has the distances, a red row if the result did not converge, and the details.
 
     Args:
         title: the table's title.
         distances: names and texts at the top.
-        late: what to say of a result that did not converge, in red; None if it did.
+        late: what to say, in red, of a result that did not converge; None if it did.
         details: the further names and texts.
     """
     from rich.table import Table

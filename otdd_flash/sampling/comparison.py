@@ -1,14 +1,14 @@
 """The dataset distance as a function of the rows drawn, and the draws themselves.
 
-`Comparison` fixes everything but the rows: epsilon, metric, ground cost and device. `subsample`
-draws rows without replacement, `two_halves` two disjoint sets. `sampling.subsampling`,
-`sampling.halves`, `study.measures.distances`, `study.measures.network` and `commands.compare` call
-it.
+In a `Comparison` all is fixed but the rows: epsilon, metric, ground cost and device are those of
+the whole. `subsample` draws rows without replacement, `two_halves` two disjoint sets.
+`sampling.subsampling`, `sampling.halves`, `study.measures.distances` and `study.measures.network`
+call it, and `commands.compare` calls `drawable`.
 
 A change must keep the draws a function of the generator and of the labels alone, so that every
 process draws the same rows from a seed. All parts are compared at the epsilon of the whole, which
-the caller must give: at another epsilon S_epsilon is another number. Notices that the whole
-distance has already reported are not repeated for its parts.
+the caller must give: the entropic distance S_epsilon at another epsilon is another number. Notices
+that the whole distance has already reported are not repeated for its parts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Comparison:
     """`dataset_distance` between parts of two datasets, all at one epsilon.
 
     Class distances are measured on the rows that are compared, as they are part of the statistic. A
-    given table, or one measured on `class_statistics`, is fixed.
+    table that is given, or measured once on `class_statistics` (datasets whose classes stand for
+    those of all parts), is fixed.
 
     Args:
         source: the whole source.
@@ -58,15 +59,15 @@ class Comparison:
         arguments: those of `dataset_distance`; settings of a cache or of progress have no effect.
 
     Attributes:
-        source: the rows to draw from: of positive weight, in classes that are not too small,
-            without labels if they do not count.
+        source: the rows to draw from. They have positive weight and classes that are not too small;
+            where labels do not count they have none.
         target: the same of the target.
         unconverged: the divergences that stopped before the tolerance.
         ranks: the processes that share the work, if there are several.
 
     Raises:
-        InputError: `epsilon` is not among the arguments, or `epsilon_relative` is; the same of the
-            epsilon of `sinkhorn`; or features are not finite.
+        InputError: `epsilon` is not among the arguments, or `epsilon_relative` is; the epsilon of
+            `sinkhorn` is missing; or features are not finite.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class Comparison:
         Args:
             source: rows of the source, or of the target for `block="yy"`.
             target: rows of the target, or of the source for `block="xx"`.
-            block: of a fixed table of class distances, the block between both sets of rows.
+            block: which block of a fixed table of class distances lies between both sets of rows:
+                "xx" if both are of the source, "yy" if both are of the target.
         """
         table = self._table
         if table is not None and block != "xy":
@@ -181,8 +183,8 @@ Rows = NDArray[np.int64]
 def subsample(samples: LabeledSamples, size: int, generator: np.random.Generator) -> LabeledSamples:
     """Draw `size` rows uniformly without replacement; class proportions vary as in sampling.
 
-    If a class would get fewer than two rows (one, if it has no more), rows of it replace the last
-    ones drawn.
+    If fewer than two rows of a class (or not its only one) are among the first `size` drawn, its
+    next rows take the places of the last ones.
 
     Args:
         samples: n rows; n >= size >= `least_rows(samples)`.
@@ -196,6 +198,7 @@ def subsample_rows(samples: LabeledSamples, size: int, generator: np.random.Gene
     """Return the row numbers of `subsample`, ascending."""
     order = generator.permutation(len(samples))
     needed = _rank_in_class(_labels(samples)[order]) < PER_CLASS
+    # The needed rows first, then the others as drawn.
     chosen = order[np.argsort(~needed, kind="stable")[:size]]
     return torch.from_numpy(np.sort(chosen))
 
@@ -223,7 +226,8 @@ def two_halves(
     labels = _labels(samples)[order]
     by_class = order[np.argsort(labels, kind="stable")]
     rank = _rank_in_class(np.sort(labels))
-    # The row after an even rank, if it is of the same class, has the odd rank that follows.
+    # Ranks 0 and 1, 2 and 3, ... of a class are pairs. A row of even rank has a partner if the next
+    # row has a rank above 0: then it is of the same class.
     first = np.flatnonzero(rank % 2 == 0)
     first = first[np.append(rank, 0)[first + 1] > 0]
     pairs = np.stack((by_class[first], by_class[first + 1]), 1)

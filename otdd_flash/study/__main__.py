@@ -1,7 +1,11 @@
 """`python -m otdd_flash.study` and the console command `otdd-study`: a study from the command line.
 
-pyproject.toml names `script` as the console command; the work of a study is in `commands.study`.
-Imports at the top must stay light, so that help is shown without importing torch.
+pyproject.toml names `script` as the console command `otdd-study`. `run_hydra` reads
+conf/study.yaml and the arguments and calls `job`; `run_work` then imports `commands.study`, which
+does the work. Imports at the top must stay light, so that help is shown without importing torch.
+
+`run_script` (console command) and `run_command` (`python -m`) call `main`, `main` calls
+`run_hydra`, that calls `job`, and that `run_work`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def job(config: DictConfig) -> int:
-    """Run one job (a multirun has several) and return its exit code (`commands.start`)."""
+    """Run one job (a multirun has several) and return its exit code.
+
+    `run_job` has noted the code, too, and the process exits with the highest that was noted.
+    """
     return run_work("study", config)
 
 
@@ -27,7 +34,8 @@ def main() -> None:
 def script() -> None:
     """Run the console command `otdd-study`.
 
-    As with `python -m`, functions that the user names are also looked for in the working directory.
+    Functions that the user names are also looked for in the working directory, as `python -m` does
+    by itself.
     """
     run_script(main)
 

@@ -2,9 +2,10 @@
 
 dx_i / dt = -(1 / a_i) dS/dx_i,   dm_k / dt = -(1 / A_k) dS/dm_k,   dF_k / dt = -(1 / A_k) dS/dF_k
 
-They are the jointly driven flows of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient
-Flows in Probability Space: each particle is a pair of a point and a Gaussian of mean m_k and
-covariance S_k = F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is
+with S the divergence, a_i the mass of particle i and A_k that of all whose Gaussian is k. They are
+the jointly driven flows of Alvarez-Melis and Fusi 2021, Dataset Dynamics via Gradient Flows in
+Probability Space: each particle is a pair of a point and a Gaussian of mean m_k and covariance
+S_k = F_k^T F_k. Factors keep covariances positive semi-definite, and the flow of F is
 that of F^T F in the Bures metric. Gaussians are compared by
 
     W_kl = ||m_k - m_l||^2 + tr S_k + tr S_l - 2 tr (S_k^1/2 S_l S_k^1/2)^1/2
@@ -15,11 +16,11 @@ With `labels.diagonal`, F_k is the vector s_k of standard deviations and the las
 In mode `joint`, with fixed labels (jd-fl), the particles of a class share their Gaussian. In mode
 `augmented`, with variable labels (jd-vl), each particle has its own Gaussian.
 
-`flows.modes` builds both by name; `flows.run` and `flows.objective` use them as a `Mode`. A change
-must respect that `flows.stepping` changes the tensors of `variables` in place: a mode may not
-replace them, and computes what depends on them anew, as mode `augmented` its labels when they are
-asked for. Gaussians are float64, because small distances are differences of large traces, and
-their tables must stay differentiable by means and spreads, which are moved along their gradients.
+`flows.modes` builds both by name; `flows.run` and `flows.objective` use them as a `Mode`.
+`flows.stepping` changes the tensors of `variables` in place: a mode may not replace them, nor keep
+what depends on them. Mode `augmented` computes its labels each time that they are asked for.
+Gaussians are float64, because small distances are differences of large traces, and their tables
+must stay differentiable by means and spreads, which are moved along their gradients.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 
-# Of a pair of particles that can carry at most this share of a mass no distance is computed
-# (`_needed`). n such shares are n * 1e-18: the rounding of float64 for a hundred of them, and 1e-12
-# for a million.
+# A pair of particles i, j that can carry at most this times (a_i a_j)^1/2 is not compared
+# (`_needed`). For equal masses a particle misjudges at most n * 1e-18 of its mass by it: 1e-16, the
+# rounding of float64, for a hundred particles, and 1e-12 for a million.
 NO_MASS = 1e-18
 
 # For `_check_memory`: arrays of the size of the factors and of W that an evaluation holds, such as
@@ -80,7 +81,7 @@ class JointlyDrivenMode(Mode):
         self.variables = classes.variables
 
     def _moving(self) -> dict[str, Tensor]:
-        """Return the variables as leaves for autograd, in the same memory."""
+        """Return the variables as leaves for autograd, which share their memory."""
         return {key: part.detach().requires_grad_() for key, part in self.variables.items()}
 
     def _evaluated(
@@ -93,7 +94,8 @@ class JointlyDrivenMode(Mode):
     ) -> Evaluation:
         """Evaluate the divergence at W = `table`, a function of `moving`.
 
-        Row k of each tensor of `moving` stands for the mass `masses[k]`.
+        The velocity of row k of each tensor of `moving` is divided by the mass `masses[k]` that the
+        row stands for.
         """
         solved, by_features, parts = self._solve(particles, table, [*moving.values()], batch)
         velocities = (per_mass(part, masses) for part in parts)
@@ -114,11 +116,12 @@ class JointMode(JointlyDrivenMode):
         """Evaluate the divergence at the distances of the moving Gaussians."""
         particles, moving = self._setting.at(features), self._moving()
         table = Gaussians(**moving).table(self._target, self.class_distances.yy)
-        # For the result. Mode `augmented` keeps W of its start: its later tables are of particles.
+        # For the result. Mode `augmented` does not store its tables, which are between particles;
+        # its result has W of the start.
         self._keep(table)
         assert particles.labels is not None
-        # Also of particles outside the batch: those do not move, and a class moves by the mean over
-        # all its particles.
+        # `_masses` has the particles outside the batch, too: they do not move, and a class moves by
+        # the mean over all its particles.
         masses = torch.bincount(
             particles.labels, weights=self._masses(batch), minlength=len(moving["means"])
         )
@@ -166,7 +169,7 @@ class EuclideanAugmentedMode(AugmentedMode):
         # The vectors contain both weights of the cost.
         cost = GroundCost(1.0, 0.0)
         compute = setting.request.compute
-        # The particles at the start stand for all later ones, which need as much memory.
+        # Resources are checked for the particles at the start; those of later steps need as much.
         request = Request.prepare((particles, target), cost, compute, resident=True)
         self._divergence = TargetDivergence(setting, request)
 
@@ -246,15 +249,16 @@ class FullAugmentedMode(AugmentedMode):
 
     @torch.no_grad()
     def _needed(self, features: Tensor, batch: Batch | None) -> Tensor:
-        """Return (n, n + L) which pairs of Gaussians, within the batch, mass may move between.
+        """Return (n, n + L): between which pairs of Gaussians mass may move, within the batch.
 
-        The self term's optimal plan is symmetric and C_ii = 0, so
-        P_ii = a_i^2 exp(2 f_i / eps) <= a_i limits f_i, and
+        With f the potential of the self term: its optimal plan is symmetric and C_ii = 0, so
+        P_ii = a_i^2 exp(2 f_i / eps) <= a_i bounds f_i, and
 
         P_ij = a_i a_j exp((f_i + f_j - C_ij) / eps) <= (a_i a_j)^1/2 exp(-C_ij / eps).
 
-        If exp(-C_ij / eps) is at most `NO_MASS` already for a lower bound of C_ij, the lower bound
-        stands for C_ij in `Gaussians.table`, and no matrix of the pair is decomposed.
+        Where a lower bound of C_ij already makes exp(-C_ij / eps) at most `NO_MASS`,
+        `Gaussians.table` takes the lower bound of the distance, and no matrix of the pair is
+        decomposed.
         """
         setting, points = self._setting, features.double()
         cost = setting.request.cost.squared.lambda_x * torch.cdist(points, points).square()
@@ -283,7 +287,7 @@ def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
     """Raise unless full covariances of all particles fit into memory."""
     assert classes.spreads is not None
     count = len(setting.source)
-    # Factors of V classes, of r rows each.
+    # Factors of the V classes of the source, of r rows each.
     rows, dim = classes.spreads.shape[1:]
     factors, roots = count * rows * dim, count * dim**2
     table = (count + setting.target.class_total) ** 2
@@ -331,7 +335,7 @@ class Gaussians:
             torch.nn.functional.pad(factor, (0, 0, 0, most - factor.shape[0])) for factor in factors
         ]
         stack = torch.stack(padded)
-        # Rows that are 0 for all classes would be decomposed with every pair.
+        # Rows that are 0 in all classes are left out: they would be decomposed with every pair.
         return cls(means, stack[:, stack.any(2).any(0)])
 
     @property
@@ -401,6 +405,8 @@ def _spread_gaps(
     factors = [*own.unbind(), *target.unbind()]
     traces = torch.cat((own.square().sum((1, 2)), target.square().sum((1, 2))))
     first, second = pairs.to(traces.device).unbind(1)
+    # `fidelity` is tr (S_k^1/2 S_l S_k^1/2)^1/2, and `most` its upper bound ||F_k|| ||F_l||, which
+    # makes the gap of the other pairs the lower bound of `lower_bounds`.
     most = (traces[first] * traces[second]).detach().sqrt()
     places = chosen.nonzero().squeeze(1).to(traces.device)
     fidelity = most.index_put((places,), fidelities(factors, pairs[chosen], progress))

@@ -6,9 +6,11 @@ for each group of consecutive rows or columns, a colour bar, a title and notes.
 classes by hierarchical clustering.
 
 `report.distance`, `report.pairwise` and `report.study.writing` call it; `commands.settings` reads
-`ORDERS`, whose names are values of `report.order`. Cells have their size in inches, and the page
-grows to all that stands around them. A change must reorder matrix and names alike, and each dataset
-by itself, as a bracket stands over consecutive rows.
+`ORDERS`, whose names are values of `report.order`. Cells have a size in inches, smaller where more
+than LONGEST_SIDE would be needed, and the page grows to all that stands around the matrix. What
+reorders rows or columns must reorder matrix and names alike, or cells stand under wrong names
+without an error, and must reorder each dataset by itself, as a bracket stands over consecutive
+rows.
 """
 
 from __future__ import annotations
@@ -43,16 +45,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-# Inches: a cell, the matrix's sides, the colour bar's distance and width, a title's least room.
+# Inches: the side of a cell, the shortest and the longest side of the matrix, the distance of the
+# colour bar from the matrix and its width, and the least width for a title.
 CELL, SHORTEST_SIDE, LONGEST_SIDE, BAR_GAP, BAR_WIDTH, TITLE_ROOM = 0.40, 3.6, 9.6, 0.5, 0.18, 8.0
 
-# Inches above the matrix: a bracket, its name, the lowest line of the notes and of the title.
+# Inches above the matrix, or right of it for brackets of rows, at which a bracket, its name and the
+# lowest line of text stand, and from one line of text to the next.
 BRACKET, BRACKET_NAME, NOTE, LINE = 0.05, 0.1, 0.38, 0.19
 
 # Inches between the names of two brackets.
 GAP = 0.12
 
-# Font sizes, and how much higher a line is than its font.
+# Font sizes: of notes, of the names of brackets, the smallest and the largest in cells and of their
+# names; and how much higher a line is than its font.
 NOTE_POINTS, BRACKET_POINTS, SMALLEST, LARGEST, LINE_HEIGHT = 9.0, 10.0, 6.0, 9.0, 1.25
 
 POINTS_PER_INCH = 72.0
@@ -97,7 +102,7 @@ def draw_class_distances(
         orders: the order in which to show the classes of each dataset.
     """
     starts = accumulate(map(len, names), initial=0)
-    # `starts` has one entry more, the end.
+    # `starts` has one entry more than there are datasets: the end.
     places = [
         start + index for start, order in zip(starts, orders, strict=False) for index in order
     ]
@@ -210,6 +215,7 @@ def _name_cells(axis: Axis, groups: Sequence[Group], length: float) -> None:
     names = [shorten(name, LONGEST_NAME) for group in groups for name in group.members]
     cell = length / len(names)
     points = min(LARGEST, max(SMALLEST, cell * POINTS_PER_INCH / LINE_HEIGHT))
+    # A quotient that is a whole number may be rounded to a little more: 1e-9 is for that.
     step = math.ceil(points * LINE_HEIGHT / POINTS_PER_INCH / cell - 1e-9)
     figure, ticks = axis.axes.figure, range(0, len(names), step)
     widest = max(measure(figure, name, points)[0] for name in names[::step])
@@ -227,6 +233,7 @@ def _draw_numbers(
 ) -> None:
     """Write the values into the cells in the largest font that fits; write none if no font fits."""
     longest = max(1, *(len(text) for row in texts for text in row))
+    # Text may fill 0.88 of a cell's width and 0.6 of its height.
     wide, high = 0.88 * size[0] / values.shape[1] / longest / DIGIT, 0.6 * size[1] / len(values)
     points = min(LARGEST, POINTS_PER_INCH * min(wide, high))
     if points < SMALLEST or max(values.shape) > MOST_NUMBERED:
@@ -262,6 +269,7 @@ def _draw_brackets(
     for group, name, centre, (start, end) in places:
         if start > 0:
             separate(start, color="white", linewidth=2.5)
+        # Brackets begin and end 0.03 inches inside their group, but leave half of a small one.
         inset = min(0.03 / cell, (end - start) / 4)
         x, y = [start + inset, end - inset], [1 + BRACKET / across] * 2
         style: dict[str, Any] = {"transform": along, "color": group.color}
@@ -356,7 +364,8 @@ def cell_texts(
 def ink_on(color: tuple[float, ...]) -> str:
     """Return black or white, whichever contrasts more with an RGB colour.
 
-    The WCAG contrast is at least 4.5 to 1.
+    Above a luminance of 0.179 black contrasts more, below it white; the WCAG contrast is then at
+    least 4.5 to 1.
     """
     return "black" if relative_luminance(color) > 0.179 else "white"
 
