@@ -211,7 +211,7 @@ def trusted_configurations() -> Iterator[None]:
 def untrusted(config: DictConfig) -> str | None:
     """Return why a configuration, with Hydra's part, is refused; None if it is accepted."""
     plain: Any = OmegaConf.to_container(config)
-    # Unresolved: an override that refers to nothing is reported under its own key.
+    # The container is unresolved: an override that refers to nothing is reported under its own key.
     given = [*plain["hydra"]["overrides"]["hydra"], *plain["hydra"]["overrides"]["task"]]
     named = {override.lstrip("+~").partition("=")[0] for override in given} - {*GROUPS}
     for keys, value in leaves(plain):

@@ -232,7 +232,7 @@ def _claim(config: DictConfig, key: str, worth_keeping: Sequence[str]) -> None:
     try:
         given = OmegaConf.select(config, key)
     except OmegaConfBaseException:
-        # It refers to values that only a running job has; the job claims it.
+        # The directory's name refers to values that only a running job has; the job claims it.
         return
     try:
         if given is None:
@@ -349,7 +349,7 @@ def claim(
             probe.write(bytes(PROBE_BYTES))
         descriptor = lock(folder / LOCK_FILE)
     except (OSError, RuntimeError, ValueError) as error:
-        # RuntimeError and ValueError: circular links, and names that no folder can have.
+        # Circular links and names that no folder can have raise RuntimeError and ValueError.
         raise InputError(
             f"cannot write to {key}={folder} ({getattr(error, 'strerror', None) or error}); "
             f"free space there or choose another folder with {key}=DIR"

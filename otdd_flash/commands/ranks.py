@@ -442,7 +442,7 @@ class Heartbeat(threading.Thread):
             count = 0
             while not self._ended.wait(self._interval):
                 count += 1
-                # With the process, by which ranks of the same torchrun can check it.
+                # A beat names its process, by which ranks of the same torchrun can check it.
                 beat = f"{count} {os.getpid()} {os.environ.get('GROUP_RANK')}"
                 self._store.set(_key(self._rank), beat)
                 self._listen()

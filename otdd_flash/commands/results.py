@@ -163,7 +163,7 @@ def _track(log: LogSettings, run: TrackedRun) -> Report:
         return Report()
     run, place = _placed(log, run)
     try:
-        # Variables of the environment that would send the run elsewhere: only settings may do so.
+        # Variables of the environment may not send the run elsewhere, only settings may.
         if variables := unfollowed(log.tracker, log.uri, online=log.online):
             _notice_once(
                 f"{' and '.join(variables)} {'is' if len(variables) == 1 else 'are'} set and not "

@@ -353,7 +353,8 @@ def parse(config: DictConfig, schema: type[Schema]) -> Schema:
     conceal_environment()
     check_references(config)
     try:
-        # Unresolved first: a bad value is reported under its own key, not one that refers to it.
+        # The unresolved values come first: a bad one is reported under its own key, not under one
+        # that refers to it.
         OmegaConf.merge(OmegaConf.structured(schema), _set_apart(OmegaConf.to_container(config)))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         typed = OmegaConf.merge(OmegaConf.structured(schema), _set_apart(resolved))
@@ -390,7 +391,7 @@ WORDS = {
 def _mistyped(error: OmegaConfBaseException, key: str, value: Any) -> InputError:
     """Return the error for a value that its key does not accept."""
     if error.child_node is None:
-        # Null in place of a mapping.
+        # Null was given in place of a mapping.
         accepted = "a mapping" if key else None
     else:
         known = error.child_node._metadata
@@ -400,7 +401,7 @@ def _mistyped(error: OmegaConfBaseException, key: str, value: Any) -> InputError
             accepted += " or null"
     if accepted is None:
         return InputError(f"{key or 'configuration'}: {str(error).splitlines()[0]}")
-    # As the command line writes it, with text in quotes.
+    # The value is shown as the command line writes it, with text in quotes.
     written = "null" if value is None else repr(value)
     written = written.lower() if isinstance(value, bool) else written
     return InputError(f"{key} must be {accepted}, got {display(written, LONGEST_SHOWN)}")

@@ -103,8 +103,8 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
     import hydra
     from omegaconf import OmegaConf
 
-    # Part of default directories. Cached with the configuration, so that jobs that a launcher runs
-    # in other processes use the same number.
+    # The number of this process is a part of default directories. It is cached with the
+    # configuration, so that jobs that a launcher runs in other processes use the same number.
     OmegaConf.register_new_resolver("process", os.getpid, use_cache=True, replace=True)
     conceal_environment()
     from otdd_flash.commands import choices
@@ -125,7 +125,7 @@ def run_hydra(job: Callable[[DictConfig], int], config_name: str) -> None:
         say("notice", notice, "yellow")
     entry = hydra.main("pkg://otdd_flash.conf", config_name, version_base="1.3")
     with _errors_handed_on(), choices.trusted_configurations(), warnings.catch_warnings():
-        # Hydra's own warnings too, because they repeat arguments.
+        # Hydra's own warnings are shown by this function, too, because they repeat arguments.
         warnings.showwarning = _show_warning
         entry(job)()
 

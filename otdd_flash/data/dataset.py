@@ -217,7 +217,7 @@ def _number(
     if values.size and int(values.max()) < 0:
         warn(f"{name}: all its labels are negative, and it is taken as unlabelled", DataNotice)
         return None, ()
-    # Checked first: the conversion could wrap the largest labels.
+    # The range is checked first, as the conversion could wrap the largest labels.
     _check_range(values, class_names, name)
     return values.astype(np.int64), tuple(str(class_name) for class_name in class_names)
 
@@ -320,7 +320,7 @@ class LazyItems(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self._fetch(key) for key in self._keys[index].tolist()]
-        # As a list of one, whose entry is Python's own number.
+        # The key is taken out of a list of one, whose entry is Python's own number.
         return self._fetch(*self._keys[[index]].tolist())
 
     def take(self, rows: NDArray[np.int64]) -> LazyItems:

@@ -18,7 +18,7 @@ from otdd_flash.data.request import Request
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.errors import InputError
 
-# Independent of the user's seed: halves drawn with two seeds would overlap.
+# It does not depend on the user's seed: halves drawn with two seeds would overlap.
 SPLIT_SEED = 0
 
 DARKEST = 16

@@ -632,7 +632,7 @@ def _first_rows(stream: Any, name: str, most: int | None) -> Any:
 
     size = ROWS_AT_ONCE if most is None else min(ROWS_AT_ONCE, most)
     parts, count, read = [], 0, ReadOnce(name, None, (), most, most)
-    # In Arrow format: the library would decode images.
+    # Rows are read in Arrow format, as the library would decode images.
     for _, batch in _each(stream.with_format("arrow").iter(batch_size=size), "batch", name):
         parts.append(batch if most is None else batch.slice(0, most - count))
         count += len(parts[-1])
@@ -647,7 +647,7 @@ def _first_rows(stream: Any, name: str, most: int | None) -> Any:
     if (features := stream.features) is None:
         features = datasets.Features.from_arrow_schema(table.schema)
         for column, kind in zip(table.schema.names, table.schema.types, strict=True):
-            # An image column without a declared feature.
+            # This is a column of images for which no feature is declared.
             if pyarrow.types.is_struct(kind) and {field.name for field in kind} == STORED_IMAGE:
                 features[column] = datasets.Image()
     table = table_cast(table, features.arrow_schema)

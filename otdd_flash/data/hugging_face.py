@@ -3,11 +3,12 @@
 `data.registry` calls `read_hugging_face` for `huggingface` datasets; `data.given` calls
 `labeled_table` for a `datasets.Dataset` in memory; `data.writing` uses `without_progress_bars`.
 
-A change must keep these. Without `download` no address is opened, be it in `path`, in a folder's
-README or in a row, because a dataset may come from others. For the same reason a local folder may
-name data files inside it only. Values are read in Arrow format, in which the library decodes and
-fetches nothing by itself. Numbers of local csv and json files that their reader has rounded are
-refused. The library takes long to import, so it is imported in the functions that use it.
+A change must keep the following rules. Without `download` no address is opened, be it in `path`, in
+a folder's README or in a row, because a dataset may come from others. For the same reason a local
+folder may name data files inside it only. Values are read in Arrow format, in which the library
+decodes and fetches nothing by itself. Numbers of local csv and json files that their reader has
+rounded are refused. The library takes long to import, so it is imported in the functions that use
+it.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ def labeled_table(
         if inputs.shape[1:] == (len(columns),):
             feature_names = tuple(columns)
     else:
-        # In Arrow format: the library would decode images, and fetch them, by itself.
+        # Inputs are read in Arrow format, as the library would decode images, and fetch them, by
+        # itself.
         stored = table.select_columns(columns).with_format("arrow")
         fetch = partial(_item, stored, table.features[columns[0]], request.download, path)
         inputs = LazyItems(fetch, np.arange(len(table)))
@@ -296,7 +298,7 @@ def _one_split(opened: Any, split: str, path: str) -> Any:
 
 
 def _values(table: Any, column: str) -> list[Any]:
-    # In Arrow format: labels are neither decoded nor fetched.
+    # In Arrow format labels are neither decoded nor fetched.
     values: list[Any] = table.select_columns([column]).with_format("arrow")[:][column].to_pylist()
     return values
 

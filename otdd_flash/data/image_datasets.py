@@ -181,7 +181,7 @@ def _require_arguments(kind: Any, given: Mapping[str, Any]) -> None:
             parameter.VAR_KEYWORD,
         )
         if needed and name not in given:
-            # As EMNIST lists the values of `split` as `splits`.
+            # Some classes list the values of an argument, as EMNIST those of `split` in `splits`.
             known = getattr(kind, f"{name}s", None)
             among = f", one of: {', '.join(map(str, known))}" if isinstance(known, tuple) else ""
             raise InputError(
@@ -209,7 +209,7 @@ def _hint(kind: Any, request: Request) -> str:
 def _as_dataset(opened: Any, class_names: Sequence[str] | None, title: str) -> LabeledDataset:
     labels = known_labels(opened)
     if labels is None:
-        # Reads every item once: the dataset stores labels only with its images.
+        # Every item is read once, as the dataset stores labels only with its images.
         labels = [int(opened[row][1]) for row in range(len(opened))]
     labels = np.asarray(labels)
     names = class_names if class_names is not None else getattr(opened, "classes", None)

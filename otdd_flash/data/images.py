@@ -82,8 +82,8 @@ def open_image(source: str | Path | bytes, where: str | Path | None = None) -> I
     # sentence.
     with reading(Path(place)):
         try:
-            # As a stream: if PIL opens a file by its name, it may map it into memory, and then
-            # swaps the sides of a TIFF that is to be turned.
+            # The file is opened as a stream: if PIL opens it by its name, it may map it into
+            # memory, and then swaps the sides of a TIFF that is to be turned.
             with (
                 BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file,
                 Image.open(file) as opened,
@@ -140,7 +140,7 @@ def plain_image(image: Image.Image) -> Image.Image:
     if deep:
         return _sixteen_bit(image, levels)
     if mode == "F":
-        # Called for its error.
+        # `_full_scale` is called for its error, on floats outside [0, 1].
         _full_scale(np.asarray(image))
         return image
     if mode in TRANSPARENT_MODES or (mode in EIGHT_BIT_MODES and image.has_transparency_data):
@@ -260,7 +260,7 @@ def _on_white(values: NDArray[Any]) -> NDArray[Any]:
     if alpha.min() == white:
         return colour
     laid = white - (white - colour.astype(np.float64)) * (alpha / white)
-    # One colour all over, although alpha varies.
+    # The result is one colour all over, although alpha varies.
     if laid.min() == laid.max() and alpha.min() < alpha.max():
         raise InputError(
             "it is drawn in white on a transparent ground, so that nothing is seen of it on white; "

@@ -63,8 +63,8 @@ def load_checkpoint(module: nn.Module, file: str, heads: tuple[str, ...]) -> Non
             f"checkpoint {path} does not fit {type(module).__name__}: {'; '.join(problems)}; "
             f"{_models_that_fit(state)}"
         )
-    # Not strict, for classifiers and for batch counters, which old files lack and evaluation
-    # ignores.
+    # Loading is not strict, for classifiers and for batch counters, which old files lack and
+    # evaluation ignores.
     module.load_state_dict(state, strict=False)
 
 
@@ -119,7 +119,7 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
     if not isinstance(content, Mapping) or not content:
         raise InputError(f"checkpoint {path} holds no state dict but a {type(content).__name__}")
     state = {str(name): value for name, value in content.items()}
-    # Twice: a name may have both prefixes, in either order.
+    # All prefixes are tried twice, as a name may have both, in either order.
     for prefix in PREFIXES * 2:
         if all(name.startswith(prefix) for name in state):
             state = {name.removeprefix(prefix): value for name, value in state.items()}

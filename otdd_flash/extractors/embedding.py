@@ -4,11 +4,11 @@
 a dataset batch by batch, applies an extractor and gathers one matrix; features of networks are
 cached (`files.cache`) or written to a resumable file (`extractors.feature_store`).
 
-A change must keep these. The order of rows is that of the dataset. The cache key holds
-`inputs_hash`, the extractor's key, the device type and the precision: equal keys must mean equal
-features, so a change of what is computed needs another key. Ranks extract the batches that one
-process would, so features do not depend on the number of ranks on devices of one kind. A stream is
-never read twice.
+A change must keep the following rules. The order of rows is that of the dataset. The cache key
+holds `inputs_hash`, the extractor's key, the device type and the precision: equal keys must mean
+equal features, so a change of what is computed needs another key. Ranks extract the batches that
+one process would, so features do not depend on the number of ranks on devices of one kind. A stream
+is never read twice.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def embed(
         num_workers=num_workers,
     )
     if isinstance(dataset, ReadOnce):
-        # Read whole: pixels need no less memory as features, and the key of a cache needs all
-        # inputs first.
+        # The dataset is read whole: pixels need no less memory as features, and the key of a cache
+        # needs all inputs first.
         kept = cache_dir is not None or features_path is not None
         if extractor is None or isinstance(extractor, PixelValues | RawVectors) or kept:
             dataset = dataset.whole()
@@ -274,7 +274,8 @@ def _written(
 
 
 def _check(dataset: LabeledDataset, extractor: Extractor) -> None:
-    # Network first: the protocol's check reads `key`, which hashes all weights.
+    # `Network` comes first: the check of the protocol `Extractor` reads `key`, which hashes all
+    # weights.
     if not isinstance(extractor, (Network, Extractor)):
         raise InputError(
             f"extractor must be one of otdd_flash.extractors, got {shown(extractor)}; "
@@ -316,7 +317,7 @@ def _sound(entry: dict[str, Tensor] | None, dataset: LabeledDataset) -> Tensor |
 def _cache_key(
     dataset: LabeledDataset, extractor: Extractor, device: torch.device, autocast: Any
 ) -> str:
-    # With the device type: a GPU's float32 convolutions differ from a CPU's.
+    # The device type is in the key, as a GPU's float32 convolutions differ from a CPU's.
     parts = f"{inputs_hash(dataset)} {extractor.key} {device.type} {autocast}"
     return f"features {hashlib.sha256(parts.encode()).hexdigest()}"
 
@@ -344,7 +345,7 @@ def _blocks(
             autocast=autocast,
             num_workers=num_workers,
         )
-    # Unflattened, so that images of 28 x 32 and 32 x 28 do not pass for one shape.
+    # Pixels are unflattened here, so that images of 28 x 32 and 32 x 28 do not pass for one shape.
     extract = extractor.images if isinstance(extractor, PixelValues) else extractor
     return (extract(batch) for batch in _batches(inputs, batch_size))
 
@@ -368,7 +369,8 @@ def _gather(
     """
     done = 0
     features, shape = torch.empty(0), torch.Size()
-    # Closed at once, not when an error's traceback is freed: this restores a network's mode.
+    # The generator is closed at once, not when an error's traceback is freed: this restores a
+    # network's mode.
     with closing(cast("Generator[Tensor]", blocks)):
         for block in blocks:
             if done == 0:
@@ -520,12 +522,13 @@ def _extract(ranks: Ranks, number: int, name: str, settings: dict[str, Any]) -> 
     def own() -> tuple[Tensor | None, Tensor, torch.Size]:
         if len(inputs) == 0:
             return None, torch.empty(0, 0), torch.Size()
-        # First, so that a function that adapts to its first batch sees the same one on every rank.
+        # This batch comes first, so that a function that adapts to its first batch sees the same
+        # one on every rank.
         compared = extracted(first, None)[0][:COMPARED] if len(first) else None
         return compared, *extracted(inputs, ranks.progress)
 
     compared, features, shape = ranks.together(own)
-    # As in one process: the first block sets the shape, and the type holds the numbers of all
+    # As in one process, the first block sets the shape, and the type holds the numbers of all
     # blocks.
     said = ranks.all_gathered_objects((len(inputs), shape, features.dtype))
     shapes, types = zip(*(each[1:] for each in said if each[0]), strict=True)

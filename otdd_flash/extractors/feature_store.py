@@ -119,7 +119,7 @@ class FeatureStore:
         self._note_file = self.path.with_name(f"{self.path.name}.json")
         self._key, self._count = key, count
         self._name, self._again = name, again
-        # Version fields of the record, of the program that wrote it.
+        # The fields of the record that name the versions of the program that wrote it.
         self._written: dict[str, Any] = {}
 
     def write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
@@ -213,7 +213,8 @@ class FeatureStore:
                 "another features_path"
             )
         done = 0 if note is None else note.rows
-        # Closed at once, not when an error's traceback is freed; see `embedding._gather`.
+        # The generator is closed at once, not when an error's traceback is freed; see
+        # `embedding._gather`.
         missing = (block for block in (blocks(done) if done < self._count else ()))
         begun: Literal["wb", "ab"] = "wb" if note is None else "ab"
         with self._partial.open(begun, buffering=0) as file, closing(missing):
@@ -254,7 +255,7 @@ class FeatureStore:
             there = torch.from_numpy(np.memmap(self._partial, note.dtype, "c", start, shape))
             intact = 0 < note.rows <= self._count and note.describes(there)
         except (OSError, ValueError, TypeError):
-            # NumPy's errors for a file that is too short, and for a record that makes no sense.
+            # NumPy raises these for a file that is too short, and for a record that makes no sense.
             intact = False
         if not intact:
             logger.warning("%s is not what was written there; extracting all again", self._partial)

@@ -89,7 +89,7 @@ class Network:
         return f"{self.description} weights={content_hash(self.module.state_dict())}"
 
     def __repr__(self) -> str:
-        # In most descriptions library, version and model.
+        # The first words of most descriptions are library, version and model.
         named = display(" ".join(self.description.split()[:3]))
         count = sum(parameter.numel() for parameter in self.module.parameters())
         return f"<extractor {named}, {count:,} parameters>"
@@ -135,7 +135,7 @@ class Network:
             _Prepared(inputs, self.prepare),
             batch_size=batch_size,
             num_workers=num_workers,
-            # A list of items, as `forward` takes it, instead of one stacked tensor.
+            # A batch is a list of items, as `forward` takes it, instead of one stacked tensor.
             collate_fn=list,
             multiprocessing_context="fork" if forks else None,
             # A loader without its own generator would draw from the global one.
@@ -188,8 +188,8 @@ class _Prepared(Dataset[Any]):
         try:
             return self.prepare(plain_item(self.inputs[row], f"row {row}"))
         except InputError as error:
-            # Returned as a value: an exception would arrive from a worker process inside its
-            # traceback.
+            # The error is returned as a value: an exception would arrive from a worker process
+            # inside its traceback.
             return error
 
 

@@ -1,9 +1,9 @@
 """The text extractors: `text` by sentence-transformers, `wordllama` by means of word vectors.
 
 Both need the extra `text`, so its packages are imported in the functions that use them.
-`otdd_flash.extractors` exports both and builds them by name. Nothing is fetched
-without `download`. The descriptions are part of the keys of cached features: a change of
-one makes cached features unknown.
+`otdd_flash.extractors` exports both and builds them by name. Nothing is fetched without `download`.
+The descriptions are part of the keys of cached features: after a change of one, its cached features
+are not found any more.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class WordVectors(nn.Module):
         tokens = [one.ids for one in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
         starts = torch.tensor([0, *map(len, tokens[:-1])]).cumsum(0)
         device = self.vectors.weight.device
-        # Long, also if no text has a token.
+        # The type is long also if no text has a token.
         numbers = torch.tensor([number for one in tokens for number in one], dtype=torch.long)
         vectors: Tensor = self.vectors(numbers.to(device), starts.to(device))
         return vectors

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # The longest parameter value, and the most parameters and metrics in one request, that every server
 # accepts.
 LONGEST, MOST_PARAMETERS, MOST_METRICS = 500, 100, 1000
-# mlflow refuses its file store, which needs no server or database, unless this allows it. No
-# telemetry, and no output beside the result.
+# mlflow refuses its file store, which needs no server or database, unless the first allows it. The
+# others stop telemetry, and output beside the result.
 SETTINGS = {
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -48,7 +48,7 @@ def write(run: TrackedRun) -> None:
     if isinstance(store, Path):
         store.mkdir(parents=True, exist_ok=True)
     address = store.absolute().as_uri() if isinstance(store, Path) else store
-    # A separate client: the user's tracking address is unchanged.
+    # The run has a client of its own, so that the user's tracking address is unchanged.
     client = MlflowClient(tracking_uri=address)
     with _alone(store):
         experiment = _experiment(client, run.project or PROJECT, store)
@@ -67,7 +67,8 @@ def _experiment(client: MlflowClient, name: str, store: Path | str) -> str:
         return str(known.experiment_id)
     artifacts = None
     if isinstance(store, str) and store.startswith(_DATABASE):
-        # Beside the database; mlflow's default is the folder in which the command was started.
+        # Artifacts go beside the database; mlflow's default is the folder in which the command was
+        # started.
         beside = Path(store.removeprefix(_DATABASE)).absolute().parent
         artifacts = (beside / "mlartifacts").as_uri()
     return str(client.create_experiment(name, artifact_location=artifacts))

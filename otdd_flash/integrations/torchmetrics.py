@@ -72,7 +72,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             **(options or {}),
         }
         refuse_both(self.settings["epsilon"], self.settings["epsilon_relative"])
-        # Fixed by the first `compute`: numbers at different epsilons do not compare.
+        # The first `compute` fixes it, as numbers at different epsilons do not compare.
         self.epsilon = self.settings["epsilon"]
         self.add_state("fixed_epsilon", default=self._as_state(), dist_reduce_fx=_smallest)
         for side in ("source", "target"):
@@ -115,7 +115,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
         """
         settings, fixed = dict(self.settings), float(self.fixed_epsilon)
         if not math.isnan(fixed):
-            # Of all processes, some of which may have computed on their own rows before.
+            # It is that of all processes, some of which may have computed on their own rows before.
             self.epsilon = fixed
         if self.epsilon is not None:
             settings |= {"epsilon": self.epsilon, "epsilon_relative": None}
@@ -182,7 +182,7 @@ class DatasetDistance(Metric):  # type: ignore[misc]
             )
         if min(len(rows), room) < 1:
             return
-        # Copies: training loops write the next batch into the same memory.
+        # Rows are copied, as training loops write the next batch into the same memory.
         kept.append(rows[:room].detach().clone())
         if labels is not None:
             known.append(labels[:room].detach().to(rows.device, copy=True))

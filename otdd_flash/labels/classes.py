@@ -6,8 +6,8 @@ both modules of `flows.modes`, `study.study` and `study.measures.distances` call
 
 A change must keep the order of `merge_identical` a function of content alone: the direction in
 which a pair is measured, and so its last bits, follow from it, and distances are cached.
-`ClassCloud.fingerprint` is a key of the pair cache, so a change of it makes every cached distance
-unknown.
+`ClassCloud.fingerprint` is a key of the pair cache, so after a change of it no cached distance is
+found any more.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from otdd_flash.operators.memory import free_memory
 MAX_PAIRS_OF_POINTS = 25_000_000
 BYTES_PER_PAIR_OF_POINTS = 50
 MAX_PIVOTS = 100_000_000
-# Of all pairs of classes together, divided by the number of processes.
+# The most hours for all pairs of classes together, divided by the number of processes.
 MAX_HOURS = 24.0
 
 # Measured time of a pair on one core: n m d for the costs, (n m)^1.3 for the simplex.
@@ -190,7 +190,7 @@ def _squared_wasserstein(one: tuple[Array, Array], two: tuple[Array, Array]) -> 
     import ot
     from scipy.spatial.distance import cdist
 
-    # From differences, so without cancellation.
+    # Costs are computed from differences, so without cancellation.
     costs = cdist(one[0], two[0], "sqeuclidean")
     # The simplex adds artificial costs above 1; costs far below these would be lost in rounding.
     exponent = np.frexp(costs.max())[1]

@@ -10,10 +10,11 @@ at intervals, so that a killed run loses little. `settled_metric`, `drop_small_c
 `otdd`, `flows.run`, `sampling.comparison`, `study.study` and `study.setup` import its names through
 `otdd_flash.labels`.
 
-A change must keep these. A distance has the same bits whatever other pairs are measured beside it,
-with and without a cache, so that a table can be measured block by block; this is why classes go
-through `merge_identical` first. Each pair of classes is measured once. No distance of a solve that
-did not converge is written, because a later run would read it without the warning.
+A change must keep the following rules. A distance has the same bits whatever other pairs are
+measured beside it, with and without a cache, so that a table can be measured block by block; this
+is why classes go through `merge_identical` first. Each pair of classes is measured once. No
+distance of a solve that did not converge is written, because a later run would read it without the
+warning.
 """
 
 from __future__ import annotations
@@ -164,10 +165,10 @@ def measure_all(
         return joint_table(datasets, torch.zeros(count, count, dtype=torch.float64))
     clouds, _ = pool(datasets)
     distinct, index = merge_identical(clouds)
-    # Stays on the points' device: there may be millions of pairs.
+    # The pairs stay on the points' device, as there may be millions of them.
     pairs = all_pairs(len(distinct), distinct[0].points.device)
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
-    # Without bounds of their own, the values alone.
+    # Distances without bounds of their own fill a table of values alone.
     exact = torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values)
     tables = [
         moved(symmetric_table(values, pairs, len(distinct))[index][:, index], torch.device("cpu"))
@@ -415,7 +416,8 @@ def measure_pairs(
             cache.keep(recipe, classes, pairs[some], PairDistances(*numbers[:, some]))
 
     try:
-        # Closed at once after an interrupt: other processes may be working for the generator.
+        # The generator is closed at once after an interrupt: other processes may be working for the
+        # generator.
         with closing(_measured(clouds, pairs, missing, metric, at_once, progress)) as parts:
             for positions, distances, converged in parts:
                 for row, values in zip(numbers, distances, strict=True):

@@ -72,7 +72,8 @@ def _unevenness(weights: Tensor) -> Tensor:
     """
     heaviest = weights.argmax().reshape(1)
     others = weights.index_fill(0, heaviest, 0.0)
-    # Selected by index: the derivative of a maximum would be shared among equal weights.
+    # The largest weight is selected by its index: the derivative of a maximum would be shared among
+    # equal weights.
     heavy = weights.index_select(0, heaviest).squeeze(0)
     return (others * (1 - others)).sum() + heavy * others.sum()
 
@@ -95,7 +96,7 @@ def squared_gaps(points: Tensor, pairs: Tensor) -> Tensor:
     Equal rows are at exactly 0.
     """
     gaps = [points.new_zeros(0)]
-    # Two rows, their difference and its squares.
+    # The numbers of a pair are two rows, their difference and its squares.
     size = chunk_size(4 * points.shape[1], points.device)
     for count, chunk in equal_chunks(pairs.to(points.device), size):
         first, second = chunk.unbind(1)

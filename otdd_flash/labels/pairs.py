@@ -92,7 +92,7 @@ def used_classes(
     clouds: Sequence[ClassCloud], pairs: Tensor
 ) -> tuple[Sequence[ClassCloud], Tensor]:
     """Return the classes that occur in `pairs`, and the pairs as indices of these."""
-    # Moved first: a GPU indexes millions of pairs at once.
+    # The pairs are moved first, as a GPU indexes millions of them at once.
     pairs = pairs.to(clouds[0].points.device)
     used, places = named_classes(clouds, pairs)
     return used, places[pairs]
@@ -105,7 +105,7 @@ def named_classes(
 
     The index of a class that does not occur has no meaning.
     """
-    # Marked, not sorted: millions of pairs contain few classes.
+    # Classes are marked, not sorted, as millions of pairs contain few of them.
     seen = torch.zeros(len(clouds), dtype=torch.bool, device=pairs.device)
     seen[pairs] = True
     places = seen.cumsum(0) - 1

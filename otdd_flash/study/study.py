@@ -156,7 +156,7 @@ class Study:
             families=optional(mapping("be a mapping of families by the names of tasks")),
             projections=integer(at_least=2),
         )
-        # Read only once: a shuffled loader gives other rows the next time.
+        # The tasks are read only once, as a shuffled loader gives other rows the next time.
         object.__setattr__(self, "tasks", read_datasets(self.tasks))
         transfer = self.transfer is not None
         if self.measures is None:
@@ -377,7 +377,7 @@ def _note(folder: Path, known: Mapping[str, Any] | None, setup: Setup) -> None:
     Raises:
         InputError: the folder's study has other settings.
     """
-    # In JSON's own types, with lists for tuples, so that it can equal what was read.
+    # The summary is in JSON's own types, with lists for tuples, so that it can equal what was read.
     summary = json.loads(json.dumps(setup.to_dict()))
     if known is None:
         write_json(folder / STUDY_FILE, summary)

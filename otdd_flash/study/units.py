@@ -180,7 +180,7 @@ class Store:
         try:
             content = unit.compute(self)
         except Exception as error:
-            # Any exception: the other units continue.
+            # Any exception is caught, so that the other units continue.
             self._fail(unit, error)
             return None
         finally:

@@ -1,4 +1,4 @@
-"""The methods that measure class distances, and the registry `METRICS` of their names.
+"""The metrics between classes, and the registry `METRICS` of their names.
 
 `gaussian`: Bures-Wasserstein distance of class means and covariances; `exact`: unregularised
 transport between points; `sinkhorn`: debiased entropic transport between points; `means`: squared
@@ -16,7 +16,7 @@ that a resumed run has the same function. Each is a frozen dataclass of its para
 
 Names of methods and of their fields are keys of configurations and results, so they must stay;
 other packages add to them by entry points (`plugins`). The text of a recipe is a key of the pair
-cache: a change of it makes cached distances unknown.
+cache: after a change of it, the metric's cached distances are not found any more.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def measures_nothing() -> InputError:
     )
 
 
-# Digits of a probe: processes of a study may sum with different numbers of threads.
+# The digits to which a probe is rounded, as processes of a study may sum with different numbers of
+# threads.
 PROBE = ".6g"
 
 
@@ -286,7 +287,7 @@ class PairFunction(LabelMetric):
             InputError: it returned no squared distance.
         """
         classes = f"classes {one.name} and {other.name}"
-        # Copies, as the function may write to them.
+        # The function gets copies, as it may write to them.
         points = (cloud.points.detach().clone() for cloud in (one, other))
         with user_code(f"labels={self.name}, called for {classes},"):
             value = self.function(*points)

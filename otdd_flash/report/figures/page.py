@@ -231,7 +231,7 @@ def notice_missing_glyphs(names: Collection[str]) -> None:
             f"no installed font has the characters {listed}, which pictures show as boxes; install "
             "one that has, such as Noto Sans of that script",
             DataNotice,
-            # Here, so that reports of one result say it once.
+            # The notice counts as given here, so that reports of one result say it once.
             stacklevel=1,
         )
 

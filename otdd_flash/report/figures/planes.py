@@ -168,7 +168,7 @@ def rows_with_mass(samples: LabeledSamples, limit: int, seed: int) -> NDArray[np
     return rows
 
 
-# Inches.
+# Inches: the width of the axes, and their least and greatest height.
 WIDTH, LEAST_HEIGHT, MOST_HEIGHT = 8.6, 3.6, 7.4
 
 LEFT, RIGHT, TOP, BOTTOM = 0.75, 0.15, 0.5, 1.25
@@ -221,7 +221,8 @@ def write_legend(axes: Axes, *handles: Line2D) -> None:
 
 LONGEST_NAME, POINTS = 16, 9.0
 
-# Pixels.
+# Pixels: from the centre of a marker to its edges, and the distance beyond which a name gets a line
+# to its point.
 MARKER_RADIUS, LEADER_FROM = 8.0, 24.0
 
 RADII = (13.0, 18.0, 25.0, 35.0, 48.0, 64.0, 84.0, 110.0, 145.0, 190.0)

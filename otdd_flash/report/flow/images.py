@@ -80,7 +80,7 @@ def draw_images(
     moments = evenly(len(trajectory.steps), MOST_STEPS).tolist()
     steps = [eight_bit_images(trajectory.points[k, chosen], image_shape) for k in moments]
     found = _nearest(trajectory.points[-1, chosen], target)
-    # One column of the picture after the other.
+    # `nearest` has one entry for each of the last columns of the picture.
     nearest = [eight_bit_images(target.features[rows], image_shape) for rows in found.T]
     lefts = [k * (CELL + SPACE) + BREAK * (k >= len(steps)) for k in range(len(steps + nearest))]
     height = CELL * image_shape[1] / image_shape[2]
@@ -143,7 +143,8 @@ MOST_A_SIDE, MOST_FRAMES = 8, 60
 # Pixels: all images with gaps, the least page, a gap, a label's strip, a mark, a caption's line.
 WIDTH, LEAST_WIDTH, GAP, STRIP, MARK, LINE = 600, 330, 4, 19, 3, 17
 LABEL_SIZE, CAPTION_SIZE = 12, 13
-# Milliseconds.
+# Milliseconds: more for the first and for the last frame, all frames together, and the least and
+# the most of one frame.
 FIRST_PAUSE, LAST_PAUSE, WHOLE, SHORTEST, LONGEST = 1000, 2000, 5000, 80, 400
 BACKGROUND, PAPER = "#e1e1e1", "#fefefe"
 # The grey level that becomes the colour of marks.
@@ -244,7 +245,8 @@ def _misfits(
     begun, began = trajectory.points[0, rows], labels[0, rows]
     for place, k in enumerate(moments):
         points, own = trajectory.points[k, rows], labels[k, rows]
-        # Computed as a norm: exactly 0 before the particle moves, which `cdist` does not promise.
+        # The distance is computed as a norm: exactly 0 before the particle moves, which `cdist`
+        # does not promise.
         like = (points - begun).norm(dim=1).where(own == began, torch.inf)
         unlike = torch.full_like(like, torch.inf)
         for features, kinds in sides:

@@ -391,8 +391,8 @@ def _choose_scale(axes: Axes, lines: Array, lower: Array, upper: Array) -> tuple
     lower, upper = np.clip(lower, least, most), np.clip(upper, least, most)
     scale = axes.yaxis.get_transform()
     ends = scale.transform(np.array([min(low, np.nanmin(lower)), max(high, np.nanmax(upper))]))
-    # Added in the units of the scale, so that it looks equal above and below. In a far narrower
-    # range matplotlib writes ticks relative to an offset, which would run into the title.
+    # Room is added in the units of the scale, so that it looks equal above and below. In a far
+    # narrower range matplotlib writes ticks relative to an offset, which would run into the title.
     room = max(0.06 * (ends[1] - ends[0]), 0.01 * abs(ends).max()) or 1.0
     axes.set_ylim(*scale.inverted().transform(ends + np.array([-room, room])))
     return lower, upper
