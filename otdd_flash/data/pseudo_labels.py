@@ -62,14 +62,14 @@ def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[Labe
     distinct = len(np.unique(points, axis=0)) if k > 1 else 1
     clustering = KMeans(n_clusters=min(k, distinct), n_init=4, random_state=seed)
     clusters = clustering.fit_predict(points, sample_weight=samples.masses.cpu().numpy())
-    found, sizes = np.unique(clusters, return_counts=True)
+    found, clusters, sizes = np.unique(clusters, return_inverse=True, return_counts=True)
     # rank[c]: the place of cluster c when they are sorted by size.
     rank = np.argsort(np.argsort(-sizes, kind="stable"), kind="stable")
     names = tuple(f"cluster {cluster}" for cluster in range(len(found)))
-    numbers = np.zeros(clustering.n_clusters, dtype=np.int64)
-    numbers[found] = rank
+    # Points that differ by rounding may leave clusters without rows, which have no number.
+    clustering.cluster_centers_ = clustering.cluster_centers_[found]
     every = [clusters, *(clustering.predict(some.astype(points.dtype)) for some in others)]
     return [
-        replace(part, labels=torch.from_numpy(numbers[ones]), class_names=names)
+        replace(part, labels=torch.from_numpy(rank[ones]), class_names=names)
         for part, ones in zip(parts, every, strict=True)
     ]

@@ -204,16 +204,17 @@ class FeatureStore:
             unlock(place, descriptor)
 
     def _write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
-        note = self._begun()
-        if note is None:
-            # An old record would vouch for rows that do not exist.
-            self._note_file.unlink(missing_ok=True)
-        unnoted = 0
+        # Refused first: `_begun` may truncate the file.
         if self._partial.is_symlink():
             raise InputError(
                 f"{self._partial} is a link, and would be written elsewhere; delete it, or choose "
                 "another features_path"
             )
+        note = self._begun()
+        if note is None:
+            # An old record would vouch for rows that do not exist.
+            self._note_file.unlink(missing_ok=True)
+        unnoted = 0
         done = 0 if note is None else note.rows
         # A generator, so that `closing` can end it at once and not when an error's traceback is
         # freed; see `embedding._gather`.

@@ -165,7 +165,7 @@ def from_module(
     if not isinstance(net, nn.Module):
         raise refused("net", "be a torch.nn.Module; from_callable takes functions", net)
     if layer is not None:
-        _require_layer(net, layer)
+        layer = _layer_of(net, layer)
     kind = type(getattr(net, "_orig_mod", net)).__qualname__
     said = [kind]
     if transform is not None:
@@ -311,16 +311,20 @@ def _shape(part: Any) -> str:
     return str(tuple(part.shape)) if isinstance(part, Tensor) else shown(part)
 
 
-def _require_layer(net: nn.Module, layer: str) -> None:
-    names = [name for name, _ in net.named_modules() if name]
-    if layer in names:
-        return
-    # A compiled module's names have a prefix that those of the original, which runs, lack.
-    inside = [name.removeprefix("_orig_mod.") for name in names]
-    if layer in inside and hasattr(net, "_orig_mod"):
-        return
-    near = [name for name in inside if name.endswith(f".{layer}") or name.startswith(f"{layer}.")]
-    near = near or get_close_matches(layer, inside, n=NAMED, cutoff=0.5) or inside
+def _layer_of(net: nn.Module, layer: str) -> str:
+    """Return the name of a layer in the module that runs, which is the original of a compiled one.
+
+    Raises:
+        InputError: there is no such submodule.
+    """
+    original = getattr(net, "_orig_mod", net)
+    names = [name for name, _ in original.named_modules() if name]
+    # A compiled module's names have a prefix that those of the original lack.
+    wanted = layer if original is net else layer.removeprefix("_orig_mod.")
+    if wanted in names:
+        return wanted
+    near = [name for name in names if name.endswith(f".{wanted}") or name.startswith(f"{wanted}.")]
+    near = near or get_close_matches(wanted, names, n=NAMED, cutoff=0.5) or names
     hint = f"close names: {listing(near, NAMED)}" if near else "it has none"
     raise InputError(f"{type(net).__qualname__} has no submodule {layer!r}; {hint}")
 
