@@ -1,4 +1,4 @@
-"""The check that two datasets have the same features, in the same order.
+"""The check that two datasets have equally many features, and common names at the same positions.
 
 `operators.request`, `labels.classes`, `sliced.distances` and `extractors.linear_maps` call it. Its
 error suggests settings of the extractor that make the dimensions equal, so a renamed setting must
@@ -15,7 +15,7 @@ from otdd_flash.shown import display
 
 
 def check_same_dimension(source: LabeledSamples, target: LabeledSamples) -> None:
-    """Refuse datasets of different features: of other numbers of them, or in another order.
+    """Refuse datasets with different numbers of features, or a name at different positions.
 
     Raises:
         InputError: their dimensions differ, or a common feature name has different positions.
@@ -33,11 +33,12 @@ def check_same_dimension(source: LabeledSamples, target: LabeledSamples) -> None
 
 
 def _check_same_order(source: LabeledSamples, target: LabeledSamples) -> None:
-    """Refuse columns of one name at different positions: features are compared by position."""
+    """Refuse a column name at different positions, because features are compared by position."""
     if source.feature_names is None or target.feature_names is None:
         return
     places = {name: place for place, name in enumerate(target.feature_names)}
     for place, name in enumerate(source.feature_names):
+        # A name that only one side has is no contradiction.
         if places.get(name, place) != place:
             raise InputError(
                 f"the column {display(repr(name))} is number {place + 1} of {source.name} and "
@@ -49,7 +50,10 @@ def _check_same_order(source: LabeledSamples, target: LabeledSamples) -> None:
 
 
 def _pixel_settings(source: LabeledSamples, target: LabeledSamples) -> str:
-    """Return settings that equalise images; concrete if both dimensions fit square images."""
+    """Return settings that give images one dimension.
+
+    They have a number for N if both dimensions fit square images.
+    """
     sides = [_image_sides(source.dim), _image_sides(target.dim)]
     known = [side for side in sides if side is not None]
     if len(known) < len(sides):
@@ -60,7 +64,10 @@ def _pixel_settings(source: LabeledSamples, target: LabeledSamples) -> str:
 
 
 def _image_sides(d: int) -> tuple[int, bool] | None:
-    """Return side and colour of the square image with d values; None if there is none."""
+    """Return the side, and whether it has three channels, of the square image with d values.
+
+    None if there is no such image.
+    """
     if isqrt(d) ** 2 == d:
         return isqrt(d), False
     if d % 3 == 0 and isqrt(d // 3) ** 2 == d // 3:

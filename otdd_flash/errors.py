@@ -1,11 +1,13 @@
 """The exceptions and warnings of otdd_flash.
 
-Everything a user can get wrong ends in an `InputError`, raised once, where the value enters the
-package, with the offending value and the way out. `commands.outcome` and `commands.start` print it
-without a traceback and exit with code 2. An exception of any class that is not defined here is a
-defect of this package. Messages of `InputError` and of notices are made safe to print when they are
-created (`shown`); `commands.messages` does so for all that commands print. Nearly every module
-imports this one, so it imports nothing of the package but `shown`, and no torch.
+Everything a user can get wrong ends in an `InputError` with the offending value and the way out. It
+is raised where the value enters the package, or, for a user's own code, where that runs
+(`UserCodeError`). `commands.outcome` (in a job) and `commands.start` (outside of one) print it
+without a traceback of this package and exit with code 2. Any other exception that reaches a
+command, except those defined here and limits of the system, is a defect. Messages of `InputError`
+and of notices are made safe to print when they are created (`shown`); `commands.messages` does so
+for all that commands print. Nearly every module imports this one, so it imports nothing of the
+package but `shown`, and no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class UserCodeError(InputError):
 
 
 def prefixed(where: str, error: InputError) -> InputError:
-    """Return the error with a place before its sentence; the caller raises it from the original."""
+    """Return the error with a place before its sentence, to be raised from the error."""
     kind = UserCodeError if isinstance(error, UserCodeError) else InputError
     return kind(f"{where}: {error}")
 
@@ -62,12 +64,13 @@ class LostRankError(RuntimeError):
 class LeaderError(LostRankError):
     """Rank 0 ended a computation of all ranks by an error that only it has raised.
 
-    Such an error is neither an `InputError` nor a `ConvergenceError`, which all ranks raise.
+    An `InputError` or a `ConvergenceError` of rank 0 is raised by all ranks; any other error of
+    rank 0 becomes a `LeaderError` on the other ranks.
     """
 
 
 class IncompleteError(RuntimeError):
-    """A command's result was written, but not every file beside it or not all of its output.
+    """A command's result was written, but a file beside it or some printed output was not.
 
     It is raised at the end; a `MissingFileNotice` has given the reason for each missing file.
     """
@@ -79,7 +82,7 @@ class _Notice(UserWarning):
 
 
 class NotConvergedWarning(_Notice):
-    """A solve stopped early, or potentials are undetermined; solver bounds still hold."""
+    """A solve stopped early, or potentials are undetermined; solver bounds of the value hold."""
 
 
 class DataNotice(_Notice):

@@ -2,9 +2,12 @@
 
 `network` must be around every call of a library that could fetch models or data, because without
 `download` nothing may leave this machine; `data.hugging_face`, `data.image_datasets`,
-`extractors.sentence_embedding` and `extractors.vision_models` use it. `data.request` uses
-`is_address` and recognises `RefusedAddress`. Attributes of libraries are replaced for the time of
-the call and restored in any case, so that the user's own use of them is unchanged.
+`extractors.sentence_embedding` and `extractors.vision_models` use it. `data.hugging_face` and both
+modules of `extractors` put ALLOW into their messages. `data.request` and `data.hugging_face` use
+`is_address`, and `data.request` recognises `RefusedAddress`. Attributes of libraries are replaced
+for the time of the call and restored in any case, so that the user's own use of them is unchanged.
+A library that copies HF_HUB_OFFLINE when it is imported (`datasets`) must be imported before
+`network` is entered, else it stays offline afterwards.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ def network(*, allowed: bool) -> Iterator[None]:
     """Let libraries of models and data fetch, or restrict them to files on this machine.
 
     The Hugging Face libraries have an offline mode. torchvision and timm load weights through
-    torch.hub, which looks for the file first and whose `urlopen` is then replaced. Addresses inside
-    files are opened through fsspec, which is restricted to local file systems.
+    torch.hub, which looks for a file first; without permission its `urlopen` is replaced. Addresses
+    inside files are opened through fsspec, which is restricted to local file systems.
     """
     if allowed:
         yield
@@ -75,6 +78,7 @@ def _closed_doors() -> list[tuple[Any, str, Any]]:
 def _local_only(inner: Callable[[str], Any]) -> Callable[[str], Any]:
     def find(protocol: str) -> Any:
         if protocol and protocol not in LOCAL:
+            # An address that was joined to a folder has the protocol "folder/https".
             name = protocol.rpartition("/")[2]
             raise RefusedAddress(f"it names an address of {name}://; {ALLOW}")
         return inner(protocol)
@@ -83,5 +87,6 @@ def _local_only(inner: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _refuse(request: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    # Without ALLOW: callers add the way out to their messages.
     address = getattr(request, "full_url", request)
     raise OSError(f"it is not on this machine, and {address} may not be opened")

@@ -1,10 +1,11 @@
 """The work of `python -m otdd_flash.flow`: one flow and its files.
 
-`adapt` is the job that the entry point `otdd_flash.flow` passes to Hydra. It checks all settings
-before any data are read, because reading and embedding take long. Then it chooses the space in
-which particles move, and runs the flow with its progress. result.json is written and the table
-printed before data and pictures, so that no failure to draw loses the numbers. Ctrl-C ends the flow
-after a step, and what it has reached is written.
+For the entry point `otdd_flash.flow`, `commands.start.run_work` imports this module by name and
+`commands.outcome.run_job` calls `adapt`. It checks all settings before any data are read, because
+reading and embedding take long. Then it chooses the space in which particles move, and runs the
+flow with its progress. result.json is written and the table printed before data and pictures: an
+error in drawing then loses no number. Ctrl-C ends the flow after a step, and what it has reached is
+written.
 """
 
 from __future__ import annotations

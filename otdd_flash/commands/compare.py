@@ -1,9 +1,10 @@
 """The work of `python -m otdd_flash.distance`: one distance, its sampling error and its files.
 
-`compare` is the job that the entry point `otdd_flash.distance` passes to Hydra. It checks all
-settings before any data are read, and before the solve whether the datasets allow the sampling
-error that was asked for, because reading and solving take long. result.json is written and the
-tables are printed before anything is drawn, so that no failure to draw loses the number.
+For the entry point `otdd_flash.distance`, `commands.start.run_work` imports this module by name and
+`commands.outcome.run_job` calls `compare`. It checks all settings before any data are read, and
+before the solve whether the datasets allow the sampling error that was asked for, because reading
+and solving take long. result.json is written and the tables are printed before anything is drawn:
+an error in drawing then loses no number.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def compare(config: DictConfig, directory: Path) -> None:
     solver, metric = arguments["solver"], arguments["labels"]
     check_request(settings)
     with Phases() as phases:
+        # With `labels.full` classes are measured on all rows, also on those that max_samples leaves
+        # out.
         sides = prepare_sides(settings, phases, whole=settings.labels.full)
         check_sampling(settings, sides, metric)
         with (
@@ -84,6 +87,8 @@ def compare(config: DictConfig, directory: Path) -> None:
         sampling = measure_sampling(settings, result, metric, solver, phases)
     contributions, refused = None, None
     if settings.contributions:
+        # The solve ran without `require_convergence`, so that its result is written first. Here it
+        # holds again; the error is kept and raised at the end.
         try:
             required = settings.solver.require_convergence
             contributions = replace(result, required=required).contributions()
@@ -166,7 +171,7 @@ def _log(result: DistanceResult) -> None:
 
 
 def _class_distance_gap(table: ClassDistances) -> dict[str, float]:
-    """Return the width of the widest interval of W, if its method gives intervals."""
+    """Return the width of the widest interval of a class distance, if there are intervals."""
     if table.lower is None or table.upper is None:
         return {}
     return {"class_distance_gap": float((table.upper - table.lower).max())}
@@ -179,7 +184,8 @@ def _contributions_through_classes(
     if contributions is None:
         return {}
     slopes = {
-        # An unbounded end is null, because JSON has no infinity.
+        # An unbounded end is null, because JSON has no infinity. Without labels there is one slope
+        # and no name.
         name: None if math.isnan(ends[0]) else [end if math.isfinite(end) else None for end in ends]
         for name, ends in zip(
             result.source.class_names, contributions.slopes.T.tolist(), strict=False
@@ -223,6 +229,7 @@ def measure_sampling(
 ) -> dict[str, Any]:
     """Return the sampling error for result.json, under the names of the settings."""
     rows = (result.source, result.target)
+    # With `labels=none` there are no class distances to keep.
     full = settings.labels.full and not isinstance(metric, NoLabels)
     if result.labels_epsilon is not None:
         # Class distances of subsamples use the whole datasets' epsilon.
@@ -238,6 +245,7 @@ def measure_sampling(
         "class_distances": result.class_distances if fixed_classes else None,
         "debias": settings.debias,
         "solver": solver,
+        # The ranks that this process leads, if torchrun started it.
         "compute": replace(result.compute, group=leading()),
         "seed": settings.seed,
     }

@@ -1,12 +1,15 @@
-"""The progress of a command and Ctrl-C during it: bars on a terminal, elsewhere lines of text.
+"""What a command shows while it runs, and Ctrl-C: bars on a terminal, lines of text elsewhere.
 
 Without a terminal there is a line when a stage begins, and then at most one per minute.
 `commands.compare`, `commands.adapt`, `commands.study`, `commands.sides` and `commands.results` use
-`Phases`; `commands.start` uses `importing`. `commands.adapt` and `commands.study` enter
-`interrupts_noted` and hand its function to the run, which asks it between steps whether to end, so
-that what was reached can be written: the first Ctrl-C ends a run after the current step, the second
-at once. The seconds of these lines, of the tables and of result.json come from one clock, which
-starts with the command, and in a multirun with each job; so they agree.
+`Phases`; `commands.start.run_work` enters `importing` for all three entry points. `commands.adapt`
+and `commands.study` enter `interrupts_noted` and hand the function that it yields to the run. The
+run calls it between two steps and ends early if it returns True, so that what was reached can be
+written: the first Ctrl-C ends a run after the current step, the second at once.
+
+All seconds, in these lines, in tables and in result.json, come from one clock, which starts with
+the command or, in a multirun, with the job. The names of phases (`import`, `load`, `extract`,
+`sampling`) are keys of result.json, and must be the same here and at the callers.
 """
 
 from __future__ import annotations
@@ -41,14 +44,16 @@ class Phases:
     """The display of what a command is doing, which also times each phase.
 
     Attributes:
-        seconds: wall time of every finished phase of the job, by name.
+        seconds: wall time of every finished phase of the job, by name, shared by all `Phases` of
+            the job.
     """
 
     def __init__(self) -> None:
         self._job = job_under_way()
         self.seconds = self._job.seconds
         self._last_line = -math.inf
-        # By task, the estimated rest of a solve; the bars estimate that of counted work.
+        # By task, the seconds that a solve still takes; those of counted work are estimated by
+        # the bars.
         self._rest: dict[TaskID, float] = {}
         self._bars = Progress(
             # ASCII characters if the encoding lacks others.
@@ -86,7 +91,10 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str, title: str) -> Iterator[Callable[[int, int], None]]:
-        """Run a phase, which reports (done, total); phases of the same name add their seconds."""
+        """Time a phase and yield a function for reports (done, total).
+
+        Phases of the same name add their seconds.
+        """
         started = time.perf_counter()
         try:
             with self._task(title) as task:
@@ -99,7 +107,7 @@ class Phases:
 
     @contextmanager
     def counting(self, title: str) -> Iterator[Callable[[int, int], None]]:
-        """Show a part of a phase from its first to its last report of (done, total)."""
+        """Show a part of a phase, from the first to the last call of the yielded function."""
         begun = False
 
         def report(done: int, total: int) -> None:
@@ -201,7 +209,7 @@ def _rest(errors: list[tuple[float, float]], goal: float) -> float:
     """Estimate how many seconds a solve still takes, from (time, error) so far; NaN if unknown.
 
     The logarithm of the error decreases about linearly, more slowly towards the end. The rate of
-    the last half of the time is extrapolated.
+    the second half of the time since the term began is extrapolated.
     """
     now, error = errors[-1]
     half = (errors[0][0] + now) / 2

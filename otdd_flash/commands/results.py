@@ -1,7 +1,7 @@
 """A command's result: its files, its tables, and the tracker that `log=` names.
 
 `commands.compare` and `commands.adapt` call `write_run`: result.json is written and the tables are
-printed before anything is drawn, so that no failure to draw loses the numbers. They and
+printed before anything is drawn, so an error in drawing loses no number. They and
 `commands.study` then call `track_distance`, `track_flow` and `track_study`. A tracker that fails
 gives a notice and a missing file in the report, never an error, because the result is already on
 the disk. `_placed` decides where a run is stored. Users select numbers and series in their tracker

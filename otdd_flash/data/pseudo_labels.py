@@ -19,7 +19,8 @@ from otdd_flash.samples import LabeledSamples
 def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int = 0) -> LabeledSamples:
     """Label samples by their k-means cluster, replacing labels that they have.
 
-    Clusters are weighted by the samples' masses and numbered from the largest to the smallest.
+    Clusters are weighted by the samples' masses, and numbered by their number of rows, the largest
+    first.
 
     Args:
         samples: n feature vectors.
@@ -35,11 +36,12 @@ def with_pseudo_labels(samples: LabeledSamples, k: int, seed: int = 0) -> Labele
 def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[LabeledSamples]:
     """Label the parts of one dataset by the clusters of the first part.
 
-    Clusters are weighted by the masses of the first part and numbered from the largest to the
-    smallest. Rows of the other parts, such as test rows, get the nearest cluster.
+    Clusters are weighted by the masses of the first part, and numbered by their number of its rows,
+    the largest first. Rows of the other parts, such as test rows, get the nearest cluster. A notice
+    says that labels are replaced if the first part has any.
 
     Args:
-        parts: feature vectors; the first part has n.
+        parts: feature vectors; the first part has n rows.
         k: number of clusters, 1 <= k <= n. Fewer distinct points give fewer clusters.
         seed: seed of the initial centres.
 
@@ -60,13 +62,14 @@ def label_parts(parts: Sequence[LabeledSamples], k: int, seed: int) -> list[Labe
     distinct = len(np.unique(points, axis=0)) if k > 1 else 1
     clustering = KMeans(n_clusters=min(k, distinct), n_init=4, random_state=seed)
     clusters = clustering.fit_predict(points, sample_weight=samples.masses.cpu().numpy())
-    found, sizes = np.unique(clusters, return_counts=True)
+    found, clusters, sizes = np.unique(clusters, return_inverse=True, return_counts=True)
+    # rank[c]: the place of cluster c when they are sorted by size.
     rank = np.argsort(np.argsort(-sizes, kind="stable"), kind="stable")
     names = tuple(f"cluster {cluster}" for cluster in range(len(found)))
-    numbers = np.zeros(clustering.n_clusters, dtype=np.int64)
-    numbers[found] = rank
+    # Points that differ by rounding may leave clusters without rows, which have no number.
+    clustering.cluster_centers_ = clustering.cluster_centers_[found]
     every = [clusters, *(clustering.predict(some.astype(points.dtype)) for some in others)]
     return [
-        replace(part, labels=torch.from_numpy(numbers[ones]), class_names=names)
+        replace(part, labels=torch.from_numpy(rank[ones]), class_names=names)
         for part, ones in zip(parts, every, strict=True)
     ]

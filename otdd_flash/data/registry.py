@@ -53,6 +53,8 @@ SOURCES: Registry[Callable[..., LabeledDataset]] = Registry(
 )
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
 @computes
 @takes(classes=optional(classes), weights=optional(weights))
 def load(

@@ -1,9 +1,10 @@
-"""The rows of a dataset that are used: chosen classes, then a seeded, stratified draw.
+"""The rows of a dataset that are used: chosen classes, then a seeded draw, stratified by labels.
 
-`data.registry`, `data.given`, `data.digits`, `flows.run`, `sampling.comparison`,
-`study.training` and `commands.study` call it. A change must keep the draw a function of
-labels, count and seed alone, and the rows in their original order: results record the rows by a
-hash, and a later run with the same settings must compare the same rows.
+`data.registry`, `data.given` and `commands.study` call `subset`; `data.digits`, `flows.run`,
+`sampling.comparison`, `study.training` and `commands.study` draw by `stratified_rows`. A change
+must keep the draw a function of labels, count and seed alone, and the rows in their original order:
+results record the rows by a hash, and a later run with the same settings must compare the same
+rows.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ def subset(
 ) -> LabeledDataset:
     """Keep the chosen classes, drop classes without samples, draw at most `max_samples` rows.
 
-    The draw keeps class proportions with at least one row per class, depends on `seed` alone, and
-    keeps the rows in their original order.
+    The draw keeps class proportions with at least one row per class, is the same for the same
+    labels, count and seed, and keeps the rows in their original order. Rows without labels are
+    drawn uniformly.
 
     Args:
         dataset: all rows of a split.
         classes: class names or indices, which are renumbered in this order; None keeps all. An
-            entry that equals a class name means that class, else an integer is a class index.
+            entry that equals a class name, as text, means that class (also the integer 3 a class
+            "3"); any other integer is a class index.
         max_samples: upper limit on the rows; None takes all.
         seed: seed of the draw.
 
@@ -54,13 +57,16 @@ def stratified_rows(
     """Draw `count` row numbers (sorted) in proportion to the classes.
 
     Args:
-        labels: (n,) class indices; n >= count >= at_least * number of distinct classes.
+        labels: (n,) class indices. It is not checked that n >= count >= `at_least` times the
+            number of distinct classes.
         count: number of rows.
         generator: the only source of randomness.
-        at_least: smallest number of rows drawn of a class; every class must have as many.
+        at_least: smallest number of rows drawn of a class; every class must have as many,
+            which is not checked.
     """
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     quota = _quotas(sizes, count, at_least)
+    # Shuffled rows, sorted by class: the first of each class are a random draw of it.
     order = generator.permutation(len(labels))
     grouped = order[np.argsort(classes[order], kind="stable")]
     starts = np.cumsum(sizes) - sizes

@@ -30,6 +30,7 @@ ImageShape = tuple[int, int, int]
 DATASET_MARK = "state.json"
 
 
+# `takes` checks arguments by their annotations.
 @takes()
 def write_npz(samples: LabeledSamples, path: str | Path) -> None:
     """Write samples as an npz file that the source `arrays` reads.

@@ -76,6 +76,7 @@ FACTORIES: Registry[Callable[..., Extractor]] = Registry(
 OTHER_SETTINGS = ("batch_size", "mixed_precision", "num_workers", "standardize", "pca")
 
 
+# `takes` checks arguments by their annotations.
 @takes()
 def build_extractor(name: str, **parameters: Any) -> Extractor:
     """Build the extractor called `name` from its parameters.

@@ -77,6 +77,8 @@ SUITABLE = {
 }
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
 @computes
 @takes(
     dataset=dataset,

@@ -8,7 +8,7 @@ file.
 A change must keep the rule that existing rows are read again and compared with that sum before they
 are used: damaged or foreign rows are never continued. Rows reach the disk before the record says
 so, because the machine may stop in between. The record carries the version of its format
-(`files.tensor_file`), which a change that an earlier version would misread must raise.
+(`files.tensor_file`). A change that an earlier version would misread must increase that number.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ from otdd_flash.fingerprint import MODULUS, digest_of_rows
 
 # Bytes after which rows are synchronised to the disk and recorded.
 NOTED_BYTES = 1 << 26
-# Largest difference, as a share of its norm, that is taken for rounding when a function computes a
-# batch again.
+# Largest difference between a stored batch and the same batch computed again that is taken for
+# rounding, as a share of the stored batch's norm.
 ROUNDING = 1e-3
 
-# blocks(first): blocks of rows from `first` on.
+# blocks(first): blocks of all rows from `first` on. Their number is not checked before the file is
+# renamed, but `_complete` refuses a file with fewer.
 Blocks = Callable[[int], Iterator[Tensor]]
-# again(row): the first row of the batch that contains `row`, and that batch computed again.
+# again(row): computes the batch that contains `row` once more; returns the number of its first row
+# and the batch.
 Again = Callable[[int], tuple[int, Tensor]]
 
 logger = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ class FeatureStore:
         self._note_file = self.path.with_name(f"{self.path.name}.json")
         self._key, self._count = key, count
         self._name, self._again = name, again
-        # The fields of the record that name the versions of the program that wrote it.
+        # Version and format that the record was written with.
         self._written: dict[str, Any] = {}
 
     def write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
@@ -202,19 +204,20 @@ class FeatureStore:
             unlock(place, descriptor)
 
     def _write(self, blocks: Blocks, progress: Callable[[int, int], None] | None) -> None:
-        note = self._begun()
-        if note is None:
-            # An old record would vouch for rows that do not exist.
-            self._note_file.unlink(missing_ok=True)
-        unnoted = 0
+        # Refused first: `_begun` may truncate the file.
         if self._partial.is_symlink():
             raise InputError(
                 f"{self._partial} is a link, and would be written elsewhere; delete it, or choose "
                 "another features_path"
             )
+        note = self._begun()
+        if note is None:
+            # An old record would vouch for rows that do not exist.
+            self._note_file.unlink(missing_ok=True)
+        unnoted = 0
         done = 0 if note is None else note.rows
-        # The generator is closed at once, not when an error's traceback is freed; see
-        # `embedding._gather`.
+        # A generator, so that `closing` can end it at once and not when an error's traceback is
+        # freed; see `embedding._gather`.
         missing = (block for block in (blocks(done) if done < self._count else ()))
         begun: Literal["wb", "ab"] = "wb" if note is None else "ab"
         with self._partial.open(begun, buffering=0) as file, closing(missing):
@@ -261,7 +264,8 @@ class FeatureStore:
             logger.warning("%s is not what was written there; extracting all again", self._partial)
             return None
         self._check_again(there)
-        # Rows written after the last record are of unknown length.
+        # How many rows were written after the last record, and whether the last is whole, is
+        # unknown.
         os.truncate(self._partial, start + there.nbytes)
         return note
 

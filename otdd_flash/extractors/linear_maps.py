@@ -28,6 +28,8 @@ ROWS_AT_ONCE = 4096
 HUGE = 1e100
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
 @computes
 @takes()
 def standardize(source: Samples, target: Samples) -> tuple[LabeledSamples, LabeledSamples]:

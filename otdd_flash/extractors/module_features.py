@@ -29,7 +29,7 @@ from otdd_flash.real_numbers import check_integers
 from otdd_flash.shown import listing
 
 WRAP = "wrap the network in a module whose forward returns one row of features per input"
-# Types of images as arrays, whose range and order of dimensions networks do not expect.
+# Types in which arrays hold images; networks expect another range and order of dimensions.
 STORED = (np.uint8, np.uint16, np.bool_)
 # Number of submodules named in a message.
 NAMED = 5
@@ -41,8 +41,8 @@ class ModuleFeatures(Network):
 
     Attributes:
         batch_size: inputs per forward pass if `embed` is given none.
-        device: where the module runs if `embed` says "auto"; "auto" here too is where its weights
-            are.
+        device: where the module runs if `embed` says "auto". If this is "auto" too, it runs where
+            its first weight is.
     """
 
     batch_size: Count = 256
@@ -50,7 +50,7 @@ class ModuleFeatures(Network):
 
     @property
     def key(self) -> str:
-        """The description and a digest of module and transform; without one, the description."""
+        """The description with a digest of module and transform, or alone if there is no digest."""
         return self._identity()[0]
 
     @property
@@ -102,11 +102,12 @@ class ModuleFeatures(Network):
         return batch_size or self.batch_size, resolve_device(chosen), precision
 
     def _identity(self) -> tuple[str, str]:
-        """Return the key, and why it identifies no features."""
+        """Return the key, and the reason why it does not identify the features; "" if it does."""
         parts: tuple[Any, ...] = (self.module, self.prepare, self.forward)
         transform = getattr(self.prepare, "transform", None)
         if isinstance(transform, nn.Module):
-            # Only the network is set to evaluation mode: a transform keeps the mode that it has.
+            # `embed` puts only the network into evaluation mode. A transform keeps its mode, which
+            # changes its result and is not in the content's digest.
             parts = (*parts, [part.training for part in transform.modules()])
         try:
             return f"{self.description} {content_digest(parts)}", ""
@@ -114,6 +115,7 @@ class ModuleFeatures(Network):
             return self.description, f"{self} holds what has no content to tell it by ({error})"
 
 
+# `takes` checks arguments by their annotations.
 @takes()
 def from_module(
     net: nn.Module,
@@ -138,12 +140,13 @@ def from_module(
     content cannot be determined, a notice says so and they are not cached.
 
     Args:
-        net: the module. It is not copied: features are of its weights at the time of `embed`.
+        net: the module. It is not copied: features are of its weights at the time of `embed`, which
+            must still have the type that they have now.
         transform: converts one input to the tensor that the module takes, without a batch
             dimension. Its argument is an item of the dataset: a PIL image, a text, an array or a
-            tensor. Without a transform, tensors are passed unchanged, and so are arrays,
-            floating-point numbers in the type of the weights; PIL images, images as arrays of
-            integers, and texts are refused.
+            tensor. Without a transform, tensors are passed unchanged; arrays become tensors,
+            floating-point ones in the type of the weights. PIL images, texts, and arrays of the
+            types in which images are stored (uint8, uint16, bool) are refused.
         layer: name of a submodule, as in `net.named_modules()`, whose output to take. It must run
             once per forward pass.
         batch_size: inputs per forward pass.
@@ -162,7 +165,7 @@ def from_module(
     if not isinstance(net, nn.Module):
         raise refused("net", "be a torch.nn.Module; from_callable takes functions", net)
     if layer is not None:
-        _require_layer(net, layer)
+        layer = _layer_of(net, layer)
     kind = type(getattr(net, "_orig_mod", net)).__qualname__
     said = [kind]
     if transform is not None:
@@ -259,6 +262,8 @@ class ModuleOutput:
             with user_code(f"network {self.kind}"):
                 module(batch)
         finally:
+            # A hook that stayed would run in every later pass of the user's module, and refuse
+            # batches of another size.
             handle.remove()
         if len(outputs) != 1:
             times = f"runs {len(outputs)} times" if outputs else "does not run"
@@ -306,16 +311,20 @@ def _shape(part: Any) -> str:
     return str(tuple(part.shape)) if isinstance(part, Tensor) else shown(part)
 
 
-def _require_layer(net: nn.Module, layer: str) -> None:
-    names = [name for name, _ in net.named_modules() if name]
-    if layer in names:
-        return
-    # A compiled module's names have a prefix that those of the original, which runs, lack.
-    inside = [name.removeprefix("_orig_mod.") for name in names]
-    if layer in inside and hasattr(net, "_orig_mod"):
-        return
-    near = [name for name in inside if name.endswith(f".{layer}") or name.startswith(f"{layer}.")]
-    near = near or get_close_matches(layer, inside, n=NAMED, cutoff=0.5) or inside
+def _layer_of(net: nn.Module, layer: str) -> str:
+    """Return the name of a layer in the module that runs, which is the original of a compiled one.
+
+    Raises:
+        InputError: there is no such submodule.
+    """
+    original = getattr(net, "_orig_mod", net)
+    names = [name for name, _ in original.named_modules() if name]
+    # A compiled module's names have a prefix that those of the original lack.
+    wanted = layer if original is net else layer.removeprefix("_orig_mod.")
+    if wanted in names:
+        return wanted
+    near = [name for name in names if name.endswith(f".{wanted}") or name.startswith(f"{wanted}.")]
+    near = near or get_close_matches(wanted, names, n=NAMED, cutoff=0.5) or names
     hint = f"close names: {listing(near, NAMED)}" if near else "it has none"
     raise InputError(f"{type(net).__qualname__} has no submodule {layer!r}; {hint}")
 

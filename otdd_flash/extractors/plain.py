@@ -1,11 +1,14 @@
-"""The extractors that are no network: `pixels`, `identity` for numeric vectors, and `callable`.
+"""The extractors without a network: `pixels`, `identity` for numeric vectors, and `callable`.
 
-`otdd_flash.extractors` exports them and builds them by name; `extractors.embedding`,
-`extractors.vision_models` and `commands.sides` recognise their classes; `extractors.feature_store`
-calls `require_same_shape`. The features of all three are never cached: those of pixels and vectors
-are cheap, and what a user's function computes cannot be identified. Errors of a user's function are
-reported with its name. Resizing must stay differentiable, because flows move pixels through it.
-Numbers are never rounded silently, because vectors are the user's data.
+`otdd_flash.extractors` exports them and builds them by name. `extractors.embedding`,
+`extractors.vision_models` (which makes the features of flows by `resized` and `on_tensors`) and
+`commands.sides` recognise their classes; `extractors.embedding` and `extractors.feature_store` call
+`require_same_shape`.
+
+Their features are never cached: pixels and vectors are cheap to compute, and a function has no
+content that identifies what it computes. Errors of a user's function are reported with its name.
+Resizing must stay differentiable, because flows move pixels through it. Numbers are never rounded
+silently, because vectors are the user's data.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class PixelValues:
     """The extractor of pixel values; see `pixels`.
 
     Attributes:
-        three_channels: repeat grey values in three channels, for datasets of both grey and colour.
+        three_channels: repeat grey values in three channels, if a dataset holds images of both
+            kinds. It follows from the data, so it is not in `key`.
     """
 
     size: int | None = None
@@ -70,7 +74,7 @@ class PixelValues:
         return torch.cat(images)
 
     def resized(self, images: Tensor) -> Tensor:
-        """Return images (b, c, h, w) in [0, 1] as (b, c or 1, size, size), differentiable."""
+        """Return images (b, c, h, w) in [0, 1] as (b, 1, 3 or c, size, size), differentiable."""
         if self.three_channels:
             images = images.expand(-1, 3, -1, -1)
         elif self.grayscale and images.shape[1] == 3:
@@ -79,6 +83,7 @@ class PixelValues:
             return images
         count, channels = images.shape[:2]
         needed = count * channels * self.size**2 * images.element_size()
+        # Small requests need no question to the device.
         if needed > UNASKED and needed > (free := free_memory(images.device)):
             raise InputError(
                 f"extractor.size={self.size} makes {count} images of {readable_bytes(needed)} in "
@@ -93,6 +98,7 @@ class PixelValues:
         return self.images(batch).flatten(1)
 
 
+# `takes` checks arguments by their annotations.
 @takes(prefix="extractor.")
 def pixels(size: Count | None = None, grayscale: bool = False) -> PixelValues:
     """Make an extractor of the pixel values of images, vectors in [0, 1].
@@ -103,7 +109,7 @@ def pixels(size: Count | None = None, grayscale: bool = False) -> PixelValues:
     Args:
         size: side in pixels to which every image is resized (bilinear, antialiased when it shrinks;
             the aspect ratio is not kept); None keeps the native size, which all images must share.
-        grayscale: average colour channels to luma, so that colour and grey images compare.
+        grayscale: average colour channels to luma, so that colour and grey images can be compared.
 
     Raises:
         InputError: the size is not a positive integer; when called, images of different shapes.
@@ -130,11 +136,12 @@ def require_one_shape(shapes: list[tuple[int, ...]]) -> None:
 
 
 def require_same_shape(first: torch.Size, shape: torch.Size, name: str) -> None:
-    """Refuse features of an input of a dataset in another shape than the first input's.
+    """Refuse an input whose features have another shape than those of the first input.
 
     Raises:
         InputError: they differ.
     """
+    # Three dimensions: an image (c, h, w).
     if len(first) == 3:
         require_one_shape([tuple(first), tuple(shape)])
     if shape != first:
@@ -163,6 +170,7 @@ class RawVectors:
             raise
         except ValueError:
             values = np.asarray(batch, dtype=object)
+        # Floats, signed and unsigned integers, booleans.
         if values.dtype.kind not in "fiub":
             raise InputError(
                 f"identity takes rows of numbers of one length, got {values.dtype} such as "

@@ -23,6 +23,7 @@ from otdd_flash.extractors.network import Network
 from otdd_flash.offline import ALLOW, network
 
 
+# `takes` checks arguments by their annotations.
 @takes(prefix="extractor.")
 def text(model: str, download: bool = False) -> Network:
     """Make a sentence-transformers model an extractor of one vector per text (b, d).

@@ -53,6 +53,7 @@ from otdd_flash.extractors.plain import ImportedFunction, PixelValues
 from otdd_flash.offline import ALLOW, network
 
 
+# `takes` checks arguments by their annotations.
 @takes(prefix="extractor.")
 def timm(
     model: str,

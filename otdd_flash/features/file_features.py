@@ -5,18 +5,20 @@ Arrow files. `matrix_of` locates it (Arrow files by `features.arrow_column`) as 
 `Piece`s: rows that are contiguous in a file. `FeatureFile` reads them: passes over all rows read
 blocks of rows (`read`), a few rows in any order come from memory-mapped files (`take`). A matrix in
 one piece is memory-mapped, so that any operation reads what it touches (`FileFeatures`). A column
-in record batches is not contiguous, so it cannot be one mapped tensor (`ScatteredFeatures`): of
-rows only those are read, the largest entry is found block by block, and any other operation reads
-all of it. `samples`, `fingerprint`, `operators`, `solver.tensor_problem`, `flows.run` and
+in record batches is not contiguous, so it cannot be one mapped tensor (`ScatteredFeatures`): an
+operation that takes rows reads only those rows, the largest entry is found block by block, and any
+other operation reads the whole matrix.
+
+`samples`, `fingerprint`, `operators`, `solver.tensor_problem`, `flows.run` and
 `extractors.feature_store` recognise or open such tensors; `operators.sharing` sends their files to
 other ranks (processes).
 
 A change must keep three things. No row of another file is returned: a file that is truncated, or
 changes while it is open, raises an `InputError`. The stamps of all files are therefore checked
-after every `read`, and before and after every `take`; callers of `mapped` check by themselves. What
-is written to such a tensor does not reach its files, which passes over all rows read again: changes
-in place are refused. Of mapped features the next `check` finds the change, of scattered ones the
-operation itself raises. Pickling sends the names of files, not their content.
+after every `read`, and before and after every `take`; callers of `mapped` check by themselves.
+Changes in place are refused, because they would not reach the files, and passes over all rows read
+the files again. A change of a mapped matrix is found by the next `check`; an operation that changes
+a scattered one raises itself. Pickling sends the names of files, not their content.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ CHANGED = (
 class FileFeatures(Tensor):
     """A matrix with the files that hold it; results of operations are plain tensors.
 
-    Only a detached or aliased `ScatteredFeatures` is one again.
+    A detached or aliased `ScatteredFeatures` is a `ScatteredFeatures` again, no other result.
 
     Attributes:
         file: the matrix in its files.
@@ -63,13 +65,15 @@ class FileFeatures(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def check(self) -> None:
-        """Refuse a change of the files, and one of mapped numbers in memory, which no file has.
+        """Refuse files that changed after they were opened, and a mapped matrix that was changed.
+
+        The file does not have the changed numbers.
 
         Raises:
             InputError: a file or a number in memory has changed.
         """
         self.file.check()
-        # Inference tensors have no count of changes.
+        # Inference tensors count no changes, so theirs are not found.
         if not self.is_inference() and self._version > 0:
             raise InputError(CHANGED)
 
@@ -100,7 +104,8 @@ class ScatteredFeatures(FileFeatures):
     def __setitem__(self, *_: Any) -> None:
         raise InputError(CHANGED)
 
-    # `tolist` and `numpy` do not come as operations, and this tensor has no memory to share.
+    # `tolist` and `numpy` do not reach `__torch_dispatch__`, and this tensor has no memory to
+    # share.
     def tolist(self) -> Any:
         return self.numpy().tolist()
 
@@ -217,7 +222,7 @@ def row_blocks(count: int, row_bytes: int) -> list[slice]:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return the identity of a file's content: device, inode, size and time of change."""
+    """Return the identity of a file's content: device, inode, size, last modification."""
     found = os.stat(path)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -486,7 +491,7 @@ def named(
 
 
 def _entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Return type, shape, first and last byte of a tensor, as the header of its file has them.
+    """Return type, shape, first byte and the byte after the last, as the file's header has them.
 
     Bytes count from the header's end. Wrong types or values raise Python's own errors.
     """
@@ -512,7 +517,8 @@ class Matrix(NamedTuple):
         columns: d.
         dtype: type of its numbers.
         pieces: its rows in order.
-        stamps: the identity of each file's content, from before anything of it was read.
+        stamps: the identity of each file's content, taken before the file was read for the first
+            time.
     """
 
     columns: int

@@ -1,11 +1,12 @@
 """The two files of a saved result: result.json to read, result.safetensors with everything.
 
 `result`, `flows.result` and `solver.matrix.result` save and load through this module;
-`pairwise`, which has files of another form, uses SUMMARY_FILE and a message;
-`commands.results` removes an old result with `remove_result`.
-result.safetensors is complete in itself and written first, so an interrupted write never mixes two
-results. Both file names and the layout are formats on disk: files of earlier versions must stay
-readable.
+`pairwise` has one file of the name SUMMARY_FILE with a table of its own beside it, and takes
+SUMMARY_FILE and COMPUTE_AGAIN. `commands.results` removes an old result with `remove_result`.
+
+`read_result` reads result.safetensors alone, which holds the summary too. So a write that was
+interrupted between both files never mixes two results, although result.json is then older. Both
+file names and the layout are formats on disk: files of earlier versions must stay readable.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Result = TypeVar("Result")
 def write_result(path: Path, summary: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write result.safetensors with tensors and summary, then result.json with the summary.
 
-    The first is complete in itself, so that an interrupted write can never mix two results.
+    The first holds the summary too, so that an interrupted write can never mix two results.
 
     Raises:
         InputError: the directory cannot be written.
@@ -51,7 +52,7 @@ def remove_result(path: Path) -> None:
     Raises:
         InputError: it cannot be removed.
     """
-    # First the file by which a result is recognised.
+    # First result.json, by which commands recognise a result.
     for name in (SUMMARY_FILE, TENSOR_FILE):
         try:
             (path / name).unlink(missing_ok=True)
@@ -85,7 +86,7 @@ def read_result(
     try:
         return restore(json.loads(stored.texts["summary"]), stored.tensors)
     except Exception as error:
-        # Of any kind: the content of a file of an earlier version is not checked otherwise.
+        # Whatever it raises: files of earlier versions are not checked otherwise.
         raise _no_result(path, f"{error}{other_version(stored.texts)}", kind) from error
 
 

@@ -1,9 +1,12 @@
-"""The records of a flow's steps, the trajectory of its particles, and the moments for its maps.
+"""The records of a flow's steps, the trajectory of its particles, and the moments of its steps.
+
+A `Moment` is the state of a step from which an entropic map is built (`flows.result`).
 
 `flows.objective` and `flows.run` make the records, `Recorder` thins the trajectory, and
-`flows.checkpoint` stores both. `flows.result`, `commands.progress` and the modules of `report.flow`
-read them. The fields of `StepRecord` and `Moment` are part of the checkpoint format, and those of
-`StepRecord` are the columns of metrics.csv, so their names must stay.
+`flows.checkpoint` stores records, moments and the state of the `Recorder`. `flows.result`,
+`commands.progress` and the modules of `report.flow` read them. The fields of `StepRecord` and
+`Moment` are part of the checkpoint format, and those of `StepRecord` are the columns of
+metrics.csv, so their names must stay.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ from otdd_flash.solver.term.result import StoppedBy
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The evaluation of the particles before step `step`, and the step that was then taken.
+    """The evaluation of the particles from which step number `step` was taken, and that step.
 
     A step on a minibatch uses some of the points, one with noise uses displaced points. Its value
-    is an estimate of the divergence, without solver bounds; the fields for all points are then
-    None.
+    is an estimate of the divergence, so `objective`, `divergence`, `lower` and `upper`, which are
+    of all points, are None; `bound_width` is that of the estimate's own solve.
 
     Attributes:
         step: k >= 0; the last record of a flow describes its end, from which no step was taken, and
@@ -39,15 +42,16 @@ class StepRecord:
         step_size: time that the step moves forward; 0 at the end.
         iterations: of the cross term.
         marginal_error: the largest over the terms.
-        tolerance: the largest marginal error that was accepted, as asked for or as rounding allows;
-            None if the solver stopped by the width of its bounds.
+        tolerance: the largest marginal error that was accepted, as asked for, or the least that
+            rounding allows; None if the solver stopped by the width of its bounds.
         converged: whether the solve reached its goal.
         stopped_by: what ended the solve.
         seconds: wall time of evaluation and step.
-        estimate: S_epsilon of the points that the step used, where noise had moved them; None if
-            that is the divergence.
+        estimate: S_epsilon of the points that the step used, after noise moved them; None if the
+            step used all points without noise: then `divergence` is it.
         estimated_on: the number of particles of the estimate.
-        bound_width: (upper - lower) / |value| of the solve; None if the value is 0.
+        bound_width: (upper - lower) / |value| of the divergence that was solved for this step, also
+            of an estimate; None if the value is 0.
     """
 
     step: int
@@ -113,7 +117,8 @@ class Moment(NamedTuple):
     Attributes:
         step_size: time that the step moved forward.
         features: (n, d) of the particles.
-        table: W (V_x + V_y, V_x + V_y).
+        table: W (V_x + V_y, V_x + V_y), the class distances between the V_x source and V_y target
+            classes.
         g: (m,) target potential of the cross term, in units of the cost.
         f: (n,) potential of the particles' self term.
     """
@@ -126,14 +131,14 @@ class Moment(NamedTuple):
 
 
 class Recorder:
-    """Stores a thinned trajectory: at most `most` moments, evenly spaced for any length of flow.
+    """Stores a thinned trajectory: at most `most` sets of positions, evenly spaced.
 
-    When the store is full, apart from the end, every second moment is dropped and the spacing
+    When only the place for the end is left, every second stored position is dropped and the spacing
     doubles. What is stored after k steps depends on k alone, not on the number of steps to come.
 
     Args:
         rows: (k,) which particles to follow.
-        most: the largest number of moments, at least 2.
+        most: the largest number of stored positions, at least 2.
     """
 
     def __init__(self, rows: Tensor, most: int) -> None:

@@ -137,6 +137,7 @@ class NearestParticleMap:
     def __post_init__(self) -> None:
         check_same_particles(self.before, self.after)
 
+    # `computes` keeps PyTorch's surrounding modes, such as the default device, out.
     @computes
     def __call__(self, samples: LabeledSamples) -> LabeledSamples:
         """Return the moved samples; labels are matched by class name and ignored if missing.

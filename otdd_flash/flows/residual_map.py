@@ -62,6 +62,7 @@ class ResidualMap:
     reach: float
     class_names: tuple[str, ...]
 
+    # `takes` checks arguments by their annotations.
     @classmethod
     @takes()
     def fit(

@@ -119,6 +119,7 @@ class FlowResult:
         """Whether every solve of the flow reached its tolerance."""
         return all(record.converged for record in self.evaluations)
 
+    # `computes` keeps PyTorch's surrounding modes, such as the default device, out.
     @computes
     @torch.enable_grad()
     def map(self, kind: str = "nearest", **options: Any) -> FlowMap:

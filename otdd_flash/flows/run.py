@@ -92,6 +92,8 @@ ELSEWHERE = {
 }
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
 @computes
 @torch.enable_grad()
 @takes(elsewhere=ELSEWHERE)

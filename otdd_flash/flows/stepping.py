@@ -4,17 +4,19 @@ Velocities v are gradients divided by masses, so plain descent, the default, is 
 Euler step x <- x - tau v of the flow, for any number of particles.
 
 `Stepping` holds the options, which users, `commands.adapt` and `integrations.sklearn` set and
-`flows.flow` stores. `flows.run` takes steps through `Stepper`, whose `Rows` hold the rows that a
-process owns and their optimiser; the modules of `flows.modes` take a `Batch`. The optimisers
-allowed here move each number by its own gradients alone, so rows can be moved on different ranks:
-rank r has the rows `share(n)` of a variable of n rows, with their optimiser state. A rank receives
-the velocities of its rows, and rank 0 gathers the moved rows. If an evaluation has copied the
-points to all ranks, all update their copies.
+`flows.flow` stores; with TO_THE_END that decides whether the number of steps is a setting that a
+resumed flow must repeat. `flows.modes` and `flows.objective` take `Batch`. `flows.run` takes steps
+through `Stepper`, whose `Rows` hold the rows that a process owns and their optimiser. The
+optimisers allowed here move each number by its own gradients alone, so rows can be moved on
+different ranks: rank r has the rows `share(n)` of a variable of n rows, with their optimiser state.
+A rank receives the velocities of its rows, and rank 0 gathers the moved rows. If an evaluation on
+all ranks has sent the points there (`distributed.copies`), every rank moves its copy too.
 
 Random numbers (`Draw`, `generator`; `flows.objective` and `flows.run` draw by them too) depend
 only on seed, step and purpose, so a flow is the same when it is resumed, and on any device.
 Functions that ranks run (`_own`, `_call`) must stay at module level, where other processes find
-them by name.
+them by name. `Stepper` calls methods of `Rows` by name ("step", "undo", "write", "restore"), and
+the name of a variable holds no dot, because `restore` splits VARIABLE.KEY.
 """
 
 from __future__ import annotations
@@ -54,11 +56,14 @@ UNSUITABLE = ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")
 
 @dataclass(frozen=True)
 class Stepping:
-    """The steps of a flow: optimiser, schedule, noise and box.
+    """The options of a flow's steps.
+
+    `noise` moves the points at which the gradient is taken (`flows.objective`); the noise of an
+    entropy functional is added to the points by `Stepper`.
 
     Args:
-        step_size: time tau of a step, the optimiser's learning rate; with the default lambda_x and
-            plain descent, the share of the way to the target that a point moves.
+        step_size: time tau of a step, the optimiser's learning rate; with lambda_x = 0.5 and plain
+            descent, the share of the way to the target that a point moves.
         optimizer: a class of torch.optim, in upper or lower case.
         optimizer_options: its other arguments.
         schedule: of the step size, one of `SCHEDULES`.
@@ -66,8 +71,8 @@ class Stepping:
         noise: deviation of a Gaussian displacement at which the gradient is taken instead of at the
             points (Arbel et al. 2019, Maximum mean discrepancy gradient flow).
         minibatch: particles that move in a step, and target points that they are compared with;
-            None for all. Others move by their momentum alone, so that n / minibatch steps
-            correspond to one step of all.
+            None for all. Particles outside the minibatch move by their momentum alone, so that n /
+            minibatch steps correspond to one step of all.
 
     Raises:
         InputError: an unknown optimiser, option or schedule, or a number out of its range.
@@ -171,7 +176,7 @@ class Batch(NamedTuple):
     target: Tensor
 
     def only(self, rows: Tensor) -> Tensor:
-        """Set to 0 the rows (n, d), one per particle, that are outside the batch."""
+        """Return the rows (n, d), one per particle, with 0 outside the batch."""
         return torch.zeros_like(rows).index_copy_(0, self.particles, rows[self.particles])
 
 
@@ -236,6 +241,7 @@ class Stepper:
             self._copied.mark_equal()
 
     def undo(self) -> None:
+        """Return to the rows before the last step, on every rank."""
         self._take(self._all("undo"))
 
     def others(self) -> dict[str, dict[str, Any]]:
@@ -315,15 +321,16 @@ class Rows:
         """Move against velocities, after storing the current rows for `undo`.
 
         Args:
-            copy: the number of the points' copies on other ranks, which are moved too; or None.
+            copy: the number of the copies of all points that other ranks hold, which are moved too;
+                None if there are none.
             size: time tau of the step.
             spread: the factor of the noise that is added to the points.
             noise: of the own points, or None.
             *against: velocities of the own rows of each variable.
 
         Returns:
-            All rows of each variable, before they are clamped to the box; those of one process
-            have been moved where they are, and none are returned.
+            All rows of each variable, before they are clamped to the box. One process moves its
+            rows in place and returns none.
         """
         variables = {name: parameter.data for name, parameter in self._parameters.items()}
         state = {"variables": variables, "optimizer": self._optimizer.state_dict()}
@@ -349,7 +356,7 @@ class Rows:
         return whole
 
     def undo(self) -> dict[str, Tensor]:
-        """Return to the rows before the last step; return all of them as `step` does."""
+        """Put back the rows before the last step; return all of them as `step` does."""
         for name, parameter in self._parameters.items():
             if parameter.is_cuda:
                 # Wait for the copies to arrive.

@@ -1,8 +1,8 @@
 """The tracker `log=tensorboard`: event files in a folder, for `tensorboard --logdir`.
 
-`integrations.tracking.track` imports this module and calls `write`; `commands.results` looks for
-EVENTS. Each run gets a folder without other event files, because tensorboard shows the files of one
-folder as one run.
+`integrations.tracking.track` imports this module and calls `write`. `commands.results` deletes the
+EVENTS of an earlier run where the folder belongs to this run alone. Elsewhere `_folder` chooses a
+folder without other event files, because tensorboard shows the files of one folder as one run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write(run: TrackedRun) -> None:
 
 def _folder(run: TrackedRun) -> Path:
     """Return a folder for this run alone: tensorboard shows the files of a folder as one run."""
-    # TensorBoard has no server to send to, so there is always a folder.
+    # TensorBoard has no server, so `commands.results` always gives it a folder as `store`.
     first = Path(str(run.store))
     folders = (first.with_name(f"{first.name}-{number}") for number in count(2))
     folder = first

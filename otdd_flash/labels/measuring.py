@@ -6,13 +6,15 @@ below them a list of pairs: it reads the cache, measures the missing pairs in pa
 at intervals, so that a killed run loses little. `settled_metric`, `drop_small_classes` and
 `notice_single_samples` prepare metric and datasets before they are measured.
 
-`pairwise`, `sliced.distances`, `study.measures` and `flows.modes.feature_driven` call this module;
-`otdd`, `flows.run`, `sampling.comparison`, `study.study` and `study.setup` import its names through
-`otdd_flash.labels`.
+`pairwise` calls `measure_all`, `flows.modes.feature_driven` `measure_pairs`,
+`study.measures.distances` `class_block`; `pairwise` and `sliced.distances` `as_datasets`. The
+others come through `otdd_flash.labels`: `otdd`, `pairwise`, `flows.run`, `sampling.comparison`,
+`study.study` and `study.setup`.
 
-A change must keep the following rules. A distance has the same bits whatever other pairs are
-measured beside it, with and without a cache, so that a table can be measured block by block; this
-is why classes go through `merge_identical` first. Each pair of classes is measured once. No
+A change must keep the following rules. A distance has the same bits whatever other pairs are measured
+beside it, with and without a cache, so that a table can be measured block by block; this is why
+classes go through `merge_identical` first, which puts them in an order set by content alone, so
+that a pair is always measured in the same direction. Each pair of classes is measured once. No
 distance of a solve that did not converge is written, because a later run would read it without the
 warning.
 """
@@ -58,6 +60,8 @@ from otdd_flash.shown import display, listing
 from otdd_flash.solver.term.epsilon import DEFAULT_RELATIVE
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
 @computes
 @takes()
 def class_distances(
@@ -168,7 +172,7 @@ def measure_all(
     # The pairs stay on the points' device, as there may be millions of them.
     pairs = all_pairs(len(distinct), distinct[0].points.device)
     found = measure_pairs(distinct, pairs, metric, cache_dir=cache_dir, progress=progress)
-    # Distances without bounds of their own fill a table of values alone.
+    # If the metric gives no bounds of its own, only the values are kept.
     exact = torch.equal(found.lower, found.values) and torch.equal(found.upper, found.values)
     tables = [
         moved(symmetric_table(values, pairs, len(distinct))[index][:, index], torch.device("cpu"))
@@ -205,9 +209,8 @@ def measure_classes(
         source: the dataset of the first Vx classes of the table.
         target: the dataset of the last Vy classes.
         metric: how to measure.
-        statistics: (source, target) datasets that give the points of the classes instead, such as
-            the whole datasets of which `source` and `target` are subsets; classes are matched by
-            name.
+        statistics: (source, target) datasets whose rows are measured instead, such as the whole
+            datasets of which `source` and `target` are subsets; classes are matched by name.
         cache_dir: as for `class_distances`.
         progress: called with the number of pairs of classes done and their total.
 
@@ -353,9 +356,9 @@ def class_block(
     return PairDistances(*(table[rows][:, columns].cpu() for table in tables))
 
 
-# A metric prepares all classes of a part before its first pair. With so many pairs per class, parts
-# take some 5% longer than one run over all pairs, and a killed run loses one part. A GPU takes
-# seconds for whole tables and measures them in one part.
+# A metric prepares all classes of a part before its first pair. With PAIRS_PER_CLASS pairs per
+# class in a part, all parts together take some 5% longer than one run over all pairs, and a killed
+# run loses one part. A GPU takes seconds for whole tables and measures them in one part.
 PAIRS_PER_CLASS = 4
 # A write takes some milliseconds; exact distances may come at hundreds per second.
 SECONDS_BETWEEN_WRITES = 1.0

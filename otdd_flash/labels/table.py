@@ -6,7 +6,7 @@ two. `labels.measuring` builds both, `labels.metrics` reads the first from a fil
 shows its `NearestClass` rows; `sliced.distances` uses `distinct_names`, and
 `flows.modes.feature_driven` `class_names`; `otdd`, `pairwise`, `result`, `sampling.comparison`,
 `commands.compare`, `study.measures` and modules of `flows` import one of them through
-`otdd_flash.labels`.
+`otdd_flash.labels`; `sliced.distances` calls `distinct_names`.
 
 A change must respect that any `ClassDistances` is valid: all checks run in the constructor, so a
 table of the user's, of a file or of a metric obeys the same rules. The npz keys must stay: users'
@@ -100,6 +100,8 @@ class ClassDistances:
             if getattr(self, key) is not None:
                 object.__setattr__(self, key, _as_bounds(key, getattr(self, key), self.full))
 
+    # `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes,
+    # such as the default device, out.
     @classmethod
     @computes
     @takes(full=array("(Vx + Vy, Vx + Vy)"))

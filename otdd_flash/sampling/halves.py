@@ -2,9 +2,9 @@
 
 With few samples the divergence between two samples of one distribution is far from 0. A distance
 between datasets is meaningful as far as it exceeds that of their halves at equal sizes.
-`otdd_flash.sampling` exports `noise_floor`, and `commands.compare` calls `half_size` of the rows
-that are `drawable` before the main solve. The draws follow from the seed alone, so that a floor can
-be computed again.
+`otdd_flash.sampling` exports `noise_floor`, which `commands.compare` and `study.measures.distances`
+call; `commands.compare` also calls `half_size` of the rows that are `drawable`, before the main
+solve. The draws follow from the seed alone, so that a floor can be computed again.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class NoiseFloor:
         return asdict(self)
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
 @computes
 @takes()
 def noise_floor(

@@ -1,12 +1,13 @@
 """A confidence interval of the distance from subsamples drawn without replacement.
 
-With S_n the distance between n and n' samples and S_m that between m of the n and, in proportion,
-m' of the n', drawn without replacement, the deviations of K draws of S_m from their mean give the
-standard error of S_n,
+Let S_n be the distance between n and n' samples, and S_m that between m of the n and, in
+proportion, m' of the n', drawn without replacement. Let tau_n be the rate at which S_n fluctuates
+about its mean: its deviation times tau_n has a limit in n; here tau_n is sqrt(n), but for the draws
+from a finite set. The deviations of K draws of S_m from their mean give the standard error of S_n,
 
     se = (tau_m / tau_n) sd(S_m),    tau_m / tau_n = sqrt((m / n) / (1 - m / n)).
 
-Away from distance 0 the divergence fluctuates as 1 / sqrt(n) about its mean (del Barrio,
+Away from distance 0 S, the divergence, fluctuates as 1 / sqrt(n) about its mean (del Barrio,
 Gonzalez-Sanz, Loubes & Niles-Weed 2023, An improved central limit theorem and fast convergence
 rates for entropic transportation costs), which is all that subsampling requires (Politis & Romano
 1994, Large sample confidence regions based on subsamples under minimal assumptions). The factor 1 -
@@ -15,9 +16,10 @@ theory for jackknife variance estimation): m may be a good part of n. Near dista
 fluctuates as 1 / n, and se is too large.
 
 At the small epsilon of practice S_m exceeds S_n by several of its deviations, a bias that shrinks
-at another rate. Deviations are therefore taken from the mean of S_m, and the interval is one for E
-S_n, the mean distance between so many samples, not for its limit in n. An interval centred at S_n
-would cover neither. A bootstrap draws rows twice, at distance 0 from each other, and biases S.
+at another rate than the deviations. Deviations are therefore taken from the mean of S_m, and the
+interval is one for E S_n, the mean distance between so many samples, not for its limit in n.
+Quantiles of S_m - S_n would cover neither: the bias would move the interval by several deviations.
+A bootstrap draws rows twice, at distance 0 from each other, and biases S.
 
 The interval is [S_n - q se, S_n + q se (1 + 3 excess)], with q Student's quantile of K - 1 degrees
 of freedom. S_n is skewed to the right and its spread grows with it: where S_n is low, se is too
@@ -25,10 +27,12 @@ small, so intervals that miss lie below the mean. Quantiles of S_n - S_m would b
 short above, where the distribution has its long tail. How much longer the upper part must be
 depends on the tail of the rows: see `sliced.result`.
 
-`otdd_flash.sampling` exports `subsample_interval`. `commands.compare` and `study.study` check its
-settings first; `study.measures.base` uses `deviation_interval`, and `study.measures.distances` and
-`study.measures.network` use `subsample_sizes`. A change must keep draw k the same for every number
-of ranks, so that an interval does not depend on the machine; coverage is tested by simulation.
+`otdd_flash.sampling` exports `subsample_interval`. `commands.compare` and `study.study` check
+settings by `check_count`; `commands.compare`, `study.measures.distances` and
+`study.measures.network` take `subsample_sizes`. `study.measures.base` builds the intervals of a
+study by `deviation_interval` and `sampling_rate`, and `study.measures.distances` cuts the excess at
+MOST_EXCESS. A change must keep draw k the same for every number of ranks, so that an interval does
+not depend on the machine; coverage is tested by simulation.
 """
 
 from __future__ import annotations
@@ -53,10 +57,11 @@ from otdd_flash.solver.divergence import Divergence
 # The default m / n: small enough to be cheap, large enough for the classes.
 DEFAULT_FRACTION = 0.25
 FEW_PER_CLASS = 5
+# The default confidence level.
 LEVEL = 0.95
 # From simulations of normal, lognormal and Student's t rows of three degrees of freedom, 20 to 500
-# a side: the excess beyond which heavier tails need no longer interval, and the factor by which an
-# excess lengthens it.
+# a side. First the excess from which on heavier tails need no further lengthening; then the factor:
+# the interval's upper part is 1 + LONGER excess times as long as the lower.
 MOST_EXCESS, LONGER = 1.7, 3.0
 
 
@@ -73,9 +78,9 @@ class SubsampleInterval:
         rate: tau_m / tau_n, the factor of the subsamples' deviations.
         values: (K,) the distances between subsamples; on average above that of the whole.
         excess: how heavy the tail of the rows is; the upper part of the interval is 1 + 3 excess
-            times as long as the lower. About 0 for many normal rows, above 0.2 where squared
-            distances between rows have no variance.
-        identical: whether both datasets are one: the distance is 0 and nothing was drawn.
+            times as long as the lower. About 0 for many normal rows, above 0.2 where the variance
+            of squared distances between rows is infinite.
+        identical: whether both datasets are one: nothing was drawn, and both ends are the value.
     """
 
     lower: float
@@ -93,6 +98,8 @@ class SubsampleInterval:
         return asdict(self)
 
 
+# `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes, such
+# as the default device, out.
 @computes
 @takes()
 def subsample_interval(
@@ -112,9 +119,9 @@ def subsample_interval(
     Rows are drawn uniformly, so that class proportions vary as between samples; only two rows of
     every class (one, if it has no more) are always drawn. Weights go with their rows, renormalised.
     The interval covers sampling alone: add the solver bounds of `value` for the error of the solve.
-    It is too wide, not too narrow, if samples had fixed class proportions or if both datasets come
-    from one distribution. Its upper part is longer if rows have a heavy tail, of which a sample
-    contains too little.
+    It is too wide, not too narrow, if the user's samples had fixed class proportions or if both
+    datasets come from one distribution. Its upper part is longer if rows have a heavy tail, of
+    which a sample contains too little.
 
     Args:
         source: the n samples that were compared; independent of the target's.
@@ -208,7 +215,8 @@ def _values_of_ranks(
 def check_count(count: int, level: float) -> None:
     """Refuse a number of subsamples that is too small for a level.
 
-    Each tail of the level must be wide enough to hold one of them.
+    1 / (count + 1), the share that is expected beyond the largest of them, may not exceed one tail
+    of the level, (1 - level) / 2.
 
     Raises:
         InputError: there are too few, or the level is not in (0, 1).

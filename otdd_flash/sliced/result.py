@@ -1,32 +1,33 @@
 """The result of sliced distances: means over draws, their standard errors and intervals.
 
-W_2^2 has a heavy tail over draws, the heavier the larger the features are: a draw of order l
+A draw is a random projection, with random orders l of the moments of classes (`sliced.distances`).
+W_2^2 has a heavy tail over draws, the heavier the larger the features are: a moment of order l
 contributes the power 2 l of a projection. Means of L draws are skewed, and symmetric intervals that
 miss lie below the mean. With the tail excess of the draws (`tail_excess`) the interval is
 
-    [mean - q se, mean exp(q se / mean (1 + 6 excess))],
+    [mean - q se, mean exp((q se / mean) (1 + 6 excess))],
 
 with q Student's quantile of L - 1 degrees of freedom and se the deviation over draws over sqrt(L).
-An interval is never withheld because of what the draws show: where a few of them carry the sum,
-samples that lack such draws look harmless, and withholding the others would leave the intervals
-that miss.
-
-`sliced.distances` and `study.measures.distances` build `SlicedResult`; `report.pairwise` draws it.
-The keys of `to_dict` are those of files that users write, so they must stay.
+Heavy draws are no reason to withhold an interval: samples that lack such draws look harmless, and
+their intervals, the ones that miss, would remain. An interval is missing only below LEAST_DRAWS
+draws, or if its upper end is not finite.
 
 The mean of numbers with a heavy tail lies above most of the means of samples: a sample that lacks
 the rare large numbers has a mean that is too low and a spread that is too small. Intervals of means
 therefore miss on one side. How far the upper end must reach follows from the tail index gamma of
-P(X > x) ~ x^(-1/gamma), from gamma = 1/2 on X has no variance. It is estimated from the k = sqrt(n)
-largest of n numbers (Hill 1975, A simple general approach to inference about the tail of a
-distribution),
+P(X > x) ~ x^(-1/gamma), for gamma of 1/2 and more X has no finite variance. It is estimated from
+the k = sqrt(n) largest of n numbers (Hill 1975, A simple general approach to inference about the
+tail of a distribution),
 
     gamma = mean of log x_(1..k) - log x_(k+1),    standard error gamma / sqrt(k),
 
 and one standard error is added, since small samples seldom show their tail. How the excess
 lengthens an interval was fitted by simulation (`experiments.interval_coverage`); a change of the
-estimate invalidates that fit. `sampling.subsampling` and `study.measures.distances` call
-`rows_excess`.
+estimate invalidates that fit.
+
+`sliced.distances` and `study.measures.distances` build `SlicedResult`, and `report.pairwise` draws
+it; `sampling.subsampling` and `study.measures.distances` call `rows_excess`. The keys of `to_dict`
+are those of files that users write, so they must stay.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ if TYPE_CHECKING:
 
 MATRICES = ("values", "standard_errors", "lower", "upper")
 LEVEL = 0.95
-# From simulations: the fewest draws for an interval, and the factor by which an excess lengthens it
-# above.
+# From simulations: the fewest draws for an interval, and the factor by which an excess lengthens
+# the interval above the mean.
 LEAST_DRAWS, LONGER = 30, 6.0
-# If this share of the draws carries this share of the sum, the interval is of little use.
+# If the HEAVY_DRAWS largest share of the draws carries more than HEAVY_SHARE of the sum, the
+# interval is of little use.
 HEAVY_DRAWS, HEAVY_SHARE = 0.01, 0.5
 
 
@@ -69,7 +71,8 @@ class SlicedPair(NamedTuple):
         target: the name of the later one.
         value: mean of W_2^2 over the draws.
         standard_error: s / sqrt(L), with s the deviation over draws.
-        lower: lower end of a 95% interval for the mean over all draws; None below 30 draws.
+        lower: lower end of a 95% interval for the mean over all possible draws; None below 30 draws
+            or without a finite upper end.
         upper: its upper end, farther from the value the heavier the tail of the draws, or None.
         root: the square root of the value.
         root_lower: the square root of the lower end, 0 if that is negative.
@@ -94,8 +97,8 @@ class SlicedResult:
     Attributes:
         values: (K, K) float64, means of W_2^2 over the draws; symmetric, 0 on the diagonal.
         standard_errors: (K, K) s / sqrt(L), with s the deviation over draws.
-        lower: (K, K) lower ends of 95% intervals for means over all draws, which may be below 0;
-            NaN below 30 draws.
+        lower: (K, K) lower ends of 95% intervals for means over all possible draws, which may be
+            below 0; NaN below 30 draws, or if the upper end is not finite.
         upper: (K, K) upper ends.
         names: the datasets, in the order of rows and columns.
         projections: L.
@@ -218,7 +221,11 @@ class SlicedResult:
 
 
 def intervals(draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both ends (P,) of 95% intervals for means over all draws, of draws (P, L), or NaN."""
+    """Return both ends (P,) of 95% intervals for means over all possible draws, or NaN.
+
+    Args:
+        draws: (P, L) values of P pairs in L draws.
+    """
     count = draws.shape[1]
     means = draws.mean(1)
     if count < LEAST_DRAWS:
@@ -259,6 +266,7 @@ def tail_excess(numbers: Tensor) -> Tensor:
     """
     largest = max(2, round(math.sqrt(numbers.shape[-1])))
     logs = numbers.topk(largest + 1, -1).values.log()
+    # Each of the k largest minus number k + 1, the one that follows them.
     # The log difference of two zeros counts as 0, like that of any equal numbers.
     apart = (logs[..., :largest] - logs[..., largest:]).nan_to_num(0, posinf=math.inf)
     return (apart.mean(-1) * (1 + 1 / math.sqrt(largest)) - LIGHT).clamp_min(0)

@@ -1,17 +1,18 @@
 """The entry point of dataset-transfer studies: `Study`, its folder and its processes.
 
-`Study` checks tasks and settings and resolves every `auto` once; `Study.run` computes the units
-that are not done, alone or with worker processes, and gathers the result. `study_units` lists the
-units in an order in which one process can compute them. Users call `Study` from Python;
-`commands.study` makes one from a configuration, also for `experiments.transfer_study`, and looks
-for STUDY_FILE.
+`Study` checks tasks and settings and resolves every `auto` once. `Study.run` computes the units
+(`study.units`: pieces of work with a stored result, such as one distance or one training run) that
+are not done, alone or with worker processes, and gathers the result. `study_units` lists the units
+in an order in which one process can compute them. Users call `Study` from Python; `commands.study`
+makes one from a configuration, also for `experiments.transfer_study`, and looks for STUDY_FILE.
 
 The units are stored in a folder, each file complete or absent, so a study or a worker that was
 killed at any moment can be resumed. study.json holds the tasks and resolved settings, also what
 `auto` was resolved to. Several processes may enter a folder at once, so study.json is checked and
 written under a lock. A resumed study must have the settings of its folder, because its units would
 not be comparable otherwise; so a change to `Setup.to_dict` or to a unit's key makes folders of
-earlier versions useless, and the names of both files must stay.
+earlier versions useless. The names STUDY_FILE and LOCK_FILE must stay: without the first a folder
+is taken for a foreign one, and processes with other lock files would not exclude each other.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ DEFAULT_TRANSFER = Transfer()
 
 STUDY_FILE = "study.json"
 LOCK_FILE = ".study.lock"
-# What is in a folder before a study begins: Hydra's folder, the lock of `commands.outcome`, and the
-# lock of this module.
+# What is in a folder before a study begins: Hydra's folder, the lock of a command's run
+# (`commands.outcome`), and the lock of a study.
 NO_CONTENT = (".hydra", ".lock", LOCK_FILE)
 # The pause between two tries to lock a folder.
 LOCK_SECONDS = 0.05
@@ -117,10 +118,11 @@ class Study:
         cost: the ground cost, `otdd.GroundCost()` by default.
         min_class_size: drop classes with fewer training rows, with a notice.
         solver: how transport is solved to a marginal error, `otdd.Converged()` by default.
-        compute: where and how passes run, or only the device. Networks are trained on the CPU.
+        compute: where and how distances are computed, or only the device. Networks are trained on
+            the CPU.
         projections: draws of the sliced distance.
-        subsample: K, the number of subsamples for sampling intervals of all measures but sliced;
-            None for no intervals.
+        subsample: K, the number of subsamples for the sampling intervals of every measure except
+            sliced; None for none.
         subsample_size: rows of each subsample of a source; None for a quarter.
         noise_floor: also compute distances between two halves of each dataset.
         seed: of every draw.
@@ -170,6 +172,7 @@ class Study:
             raise InputError(
                 f"subsample_size={self.subsample_size} needs subsample=K, the number of subsamples"
             )
+        # Called here for its errors.
         _check_solver(self.solver)
         refuse_both(self.epsilon, self.epsilon_relative)
         metric, cost = metric_of(self.labels), self.cost or GroundCost()
@@ -179,6 +182,8 @@ class Study:
             )
         cost.check_labels(metric.name)
 
+    # `takes` checks arguments by their annotations; `computes` keeps PyTorch's surrounding modes,
+    # such as the default device, out.
     @computes
     @torch.enable_grad()
     @takes()
@@ -200,8 +205,9 @@ class Study:
             resume: continue the study that the folder holds.
             shard: I/N such as 2/4, this process's part of the work; N processes share the folder.
             workers: the number of worker processes.
-            threads: threads of units that do not need exactly one, a setting of the study; None
-                takes torch's number, divided among the workers, when the study begins.
+            threads: threads for units that may use several (`Unit.one_thread` is False). It is a
+                setting of the study, so a resumed run must have the same; None takes the folder's,
+                or torch's number, divided among the workers, when the study begins.
             progress: called as progress(units done, their total).
             stop: called between units; if it returns True, the run ends early.
 
@@ -257,6 +263,7 @@ class Study:
             for task in tasks:
                 transfer.target_rows(task.train)
             dim = tasks[0].train.dim
+            # Built once, so that errors of the network are raised before anything is computed.
             build_head(build_body(transfer, dim, 0), dim, 2, 0)
         return tasks
 
@@ -389,7 +396,8 @@ def _note(folder: Path, known: Mapping[str, Any] | None, setup: Setup) -> None:
         )
     elif different := sorted(_different(known, summary)):
         shown = ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
-        # If only the default of earlier versions differs, the message says how to give it.
+        # If epsilon differs and the folder has the default of earlier versions, the message says
+        # how to give it.
         earlier = once_default(known.get("epsilon")) if "epsilon" in different else ""
         raise InputError(
             f"{folder} holds a study with other settings: {shown} differ; give it the same, "
@@ -398,7 +406,10 @@ def _note(folder: Path, known: Mapping[str, Any] | None, setup: Setup) -> None:
 
 
 def _different(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    """Yield the dotted keys at which two summaries differ; for versions of software both values."""
+    """Yield the dotted keys at which two summaries differ.
+
+    Keys of software versions have both values with them.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {*one, *other}:
             yield from _different(one.get(key), other.get(key), f"{where}.{key}".strip("."))

@@ -149,3 +149,14 @@ def test_parts_of_one_dataset_have_the_same_clusters():
     train, test = label_parts([groups, groups.take(torch.tensor(rows))], 3, seed=0)
     assert torch.equal(test.labels, train.labels[rows])
     assert test.class_names == train.class_names
+
+
+@pytest.mark.filterwarnings("ignore:Number of distinct clusters")
+def test_rows_of_another_part_are_in_a_cluster_that_has_rows():
+    """k-means rounds the three large numbers to one, and leaves two of its centres without rows."""
+    points = torch.tensor([0.0] * 5 + [1e8, 1e8 + 8, 1e8 + 16])[:, None]
+    groups = LabeledSamples(points, None, ())
+    for seed in range(3):
+        first, second = label_parts([groups, groups], 4, seed=seed)
+        assert first.labels.tolist() == [0] * 5 + [1] * 3
+        assert torch.equal(second.labels, first.labels)

@@ -118,6 +118,21 @@ def test_bad_features_and_paths_are_refused(dataset, make_dataset, tmp_path):
             )
 
 
+def test_a_link_in_place_of_the_rows_is_refused_untouched(dataset, path, tmp_path, interrupted):
+    """Rows after the last record would be cut off in the file that it leads to."""
+    partial, note = path.with_name("x.npy.partial"), path.with_name("x.npy.json")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(partial.read_bytes() + b"more")
+    partial.unlink()
+    partial.symlink_to(elsewhere)
+    for _ in ("the rows", "other rows"):
+        before = elsewhere.read_bytes(), note.read_bytes()
+        with pytest.raises(InputError, match="is a link, and would be written elsewhere"):
+            interrupted(dataset, path)
+        assert before == (elsewhere.read_bytes(), note.read_bytes())
+        elsewhere.write_bytes(b"other rows")
+
+
 def flipped(path):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1

@@ -100,6 +100,21 @@ def test_a_layer_gives_its_own_output():
         assert not any(part._forward_hooks for part in net.modules())
 
 
+def test_a_layer_of_a_compiled_module_has_two_names():
+    """As the compiled module lists it, and as the original does."""
+    net = network()
+    listed = torch.compile(net)
+    names = {name for name, _ in listed.named_modules()}
+    assert "_orig_mod.1" in names
+    wanted = embed(images(), from_module(net, layer="1"))
+    for name in ("_orig_mod.1", "1"):
+        extractor = from_module(listed, layer=name)
+        assert extractor.key == from_module(listed, layer="1").key
+        assert torch.equal(embed(images(), extractor).features, wanted.features)
+    with pytest.raises(InputError, match=r"no submodule '_orig_mod.7'; close names: 0, 1, 2, 3, 4"):
+        from_module(listed, layer="_orig_mod.7")
+
+
 class Several(nn.Module):
     """Parts that run twice, never, and whose output is no tensor."""
 

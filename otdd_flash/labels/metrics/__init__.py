@@ -4,10 +4,10 @@
 transport between points; `sinkhorn`: debiased entropic transport between points; `means`: squared
 distance of means; `upper_bound`: squared distance of means plus both variances; `none`: zero, plain
 feature transport; `given`: a table of the user's, which `labels.measuring` reads and never measures
-with. `PairFunction` calls a function of the points of two classes; `study.study` checks by `probe`
-that a resumed run has the same function. Each is a frozen dataclass of its parameters that extends
-`LabelMetric` of `labels.metrics.base`. The numerical work is in `labels.gaussian`, `labels.exact`,
-`labels.sinkhorn_pairs` and `labels.moments`.
+with. `PairFunction` calls a function of the points of two classes; `study.study` checks by its
+`probe` that a resumed run has the same function. Each is a frozen dataclass of its parameters that
+extends `LabelMetric` of `labels.metrics.base`. The numerical work is in `labels.gaussian`,
+`labels.exact`, `labels.sinkhorn_pairs` and `labels.moments`.
 
 `metric_of` turns the `labels=` argument of the public functions into a metric, `metric_named` the
 `labels` group of a configuration. `labels.measuring` and `labels.by_ranks` import this module;

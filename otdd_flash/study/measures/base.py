@@ -1,14 +1,17 @@
 """The base classes of the measures of a study, and their readings.
 
-`Measure` is the base of all measures. For a `PairwiseMeasure` each pair is one unit, whose facts
-are the fields of `Reading`. A `PairMeasure` is a function of two datasets: another package only
-writes that function. The key of its units holds the measure's name and its package's version, so a
-new version of the package is computed again. `interval_ends` draws the subsamples of sampling
-intervals.
+`Measure` is the base of all measures. Each pair of a `PairwiseMeasure` is one unit (`study.units`),
+whose stored facts are fields of `Reading`. A `PairMeasure` is a function of two datasets: another
+package writes a subclass with that function and the attributes of `Measure`. The key of its units
+holds the measure's name, and the name and version of each package that gives a measure of that
+name, so a new version of a package is computed again. `interval_ends` makes the ends of sampling
+intervals from K subsamples.
 
-`study.measures.distances` and `study.measures.network` derive from these classes; `study.result`
-and the modules of `report.study` read `Reading`, which `study.measures` exports. Other packages
-derive from them too, so the names and arguments of their methods must stay.
+`study.measures.distances` and `study.measures.network` derive from these classes and call
+`interval_ends`; `study.result` and the modules of `report.study` read `Reading`, which
+`study.measures` exports. Other packages derive from the classes too, so the names and arguments of
+their methods must stay. Facts are stored under the names of the fields of `Reading`, so these names
+must stay too, and a new field needs a default.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ class Reading:
 
     Attributes:
         value: the measure.
-        lower: the lower solver bound, or lower end of the interval over draws; None if there is
-            none.
+        lower: the lower solver bound, or the lower end of the interval over the measure's own
+            draws, such as projections; None if there is none.
         upper: the upper bound or end.
         sample_lower: lower end of the sampling interval; None if none was asked for.
         sample_upper: its upper end.
         deviation: the standard deviation over seeds, for measures computed per seed.
-        root: the square root of the value, if that is a distance as well.
+        root: the square root of the value, for measures whose square root is a distance.
         root_lower: the square root of `lower`.
         root_upper: the square root of `upper`.
         floor_source: the distance of two halves of the source, if asked for.
@@ -73,7 +76,8 @@ class Measure(ABC):
         title: its name on the report's page.
         nearer: the sign of an improvement: -1 for a distance, 1 for a score. Statistics use
             `nearer` times the value.
-        unit: rounding is relative to at least this size: 1 for a score or an entropy.
+        unit: the least size that rounding is relative to where values are compared for ties
+            (`study.statistics.levelled`): 1 for a score or an entropy. It is no `Unit` of work.
         proven: whether `lower` and `upper` of a reading are solver bounds; otherwise they are an
             interval over draws.
         needs_transfer: whether it uses trained sources.
@@ -88,7 +92,7 @@ class Measure(ABC):
 
     @abstractmethod
     def units(self, setup: Setup) -> list[Unit]:
-        """Return the units of all pairs; their needs are added by the caller."""
+        """Return the units of all pairs; `study.units.in_order` adds the units that they need."""
 
     @abstractmethod
     def read(self, setup: Setup, store: Store) -> Iterator[tuple[Pair, Reading]]:
@@ -165,6 +169,7 @@ class PairValue(MeasureUnit):
             "measure": self.measure.name,
             "packages": [one.package for one in parts("measures").get(self.measure.name, ())],
             "fingerprints": self.fingerprints,
+            # Compute options, threads and versions of software.
             **self.setup.settings.machine,
         }
 
