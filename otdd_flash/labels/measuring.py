@@ -11,10 +11,10 @@ at intervals, so that a killed run loses little. `settled_metric`, `drop_small_c
 others come through `otdd_flash.labels`: `otdd`, `pairwise`, `flows.run`, `sampling.comparison`,
 `study.study` and `study.setup`.
 
-A change must keep the following rules. A distance has the same bits whatever other pairs are measured
-beside it, with and without a cache, so that a table can be measured block by block; this is why
-classes go through `merge_identical` first, which puts them in an order set by content alone, so
-that a pair is always measured in the same direction. Each pair of classes is measured once. No
+A change must keep the following rules. A distance has the same bits whatever other pairs are
+measured beside it, with and without a cache, so that a table can be measured block by block; this
+is why classes go through `merge_identical` first, which puts them in an order set by content alone,
+so that a pair is always measured in the same direction. Each pair of classes is measured once. No
 distance of a solve that did not converge is written, because a later run would read it without the
 warning.
 """
