@@ -113,6 +113,7 @@ class PairwiseMeasure(Measure):
         """Return the unit of a source and a target."""
 
     def pairs(self, setup: Setup) -> Iterable[Pair]:
+        """Return the pairs that have a unit: one of both directions if the measure is symmetric."""
         return setup.pairs() if self.symmetric else setup.ordered_pairs()
 
     def units(self, setup: Setup) -> list[Unit]:
