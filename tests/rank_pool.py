@@ -93,7 +93,11 @@ def _work(pipe: Connection, meeting: str, rank: int, size: int) -> None:
                 answer = function(*arguments)
             except Exception as error:
                 answer = error
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except Exception as error:
+            # An answer that cannot be pickled.
+            pipe.send(error)
 
 
 def _test() -> str:

@@ -10,9 +10,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from coverage import CoverageData
 
 from tests.mutation import __main__ as mutation
 from tests.mutation import drawing, running
+from tests.mutation.choosing import Executions
 from tests.mutation.listed import LISTS, Entry, Mutant, NotFoundError, find, read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,3 +149,20 @@ def test_files_whose_marks_are_of_plugins_are_collected() -> None:
     ask = [sys.executable, "-c", script]
     found = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
+
+
+def test_a_test_that_takes_too_long_stands_in_no_others_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = CoverageData(str(tmp_path / ".coverage"))
+    for name in ("long", "short"):
+        data.set_context(f"tests/test_a.py::test_{name}|run")
+        data.add_lines({"kernels/a.py": [3]})
+    data.write()
+    known = Executions(tmp_path / ".coverage", tmp_path / "no times")
+    seconds = {"tests/test_a.py::test_long": 50.0, "tests/test_a.py::test_short": 5.0}
+    monkeypatch.setattr(known, "seconds", seconds)
+    mutant = Mutant("kernels/a.py", 3, 3, None, 0, 1, "a", "b")
+    # The other one does much beside, and so comes after the long one.
+    monkeypatch.setattr(known, "_total", Counter({"tests/test_a.py::test_short": 9}))
+    assert known.choose(mutant, 30).tests == ["tests/test_a.py::test_short"]
