@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.one_problem import OneQuasiNewton
+from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.rule import Goal, Rule, Start
 from otdd_flash.engine.segments import Evaluation, Move, PassErrors
 from otdd_flash.operators.base import Operator
-
-# Differences that are remembered.
-MEMORY = 8
+from otdd_flash.operators.few_vectors import MEMORY, FewVectors
 
 
 class Scalars(NamedTuple):
@@ -90,9 +88,9 @@ class OneSegment(ABC):
         unit = torch.finfo(costs.dtype).eps / 2
         mean, reach = costs.error / 2, unit * costs.magnitude
         errors = PassErrors(mean, mean, 0.0, unit / 2, 0.0, 0.0, unit, reach, 0.0)
-        self.scalars = Scalars(
-            costs.dtype, costs.dtype, costs.above_lowest, costs.spread, errors, 0.0
-        )
+        self.scalars = [
+            Scalars(costs.dtype, costs.dtype, costs.above_lowest, costs.spread, errors, 0.0)
+        ]
         self.mean_cost, self.cost_spread, self.offset, *of_passes = torch.split(
             torch.tensor(
                 (costs.above_lowest, costs.spread, 0.0, *errors),
@@ -112,25 +110,18 @@ class OneSegment(ABC):
 
 
 class TorchSegment(OneSegment):
-    """A single problem with vectors in float64 and plain PyTorch, decided upon in Python floats.
-
-    The vectors are those of `engine.segments`. `_vectors` (3 + 2 memory, m) holds the newest step,
-    its residual difference and the residual, all without means taken off, and those remembered;
-    they are 0 where there is no mass, so that one product has all inner products.
-    """
+    """A single problem with vectors in float64 and plain PyTorch, decided upon in Python floats."""
 
     def __init__(self, operator: Operator, candidate: Tensor, *, symmetric: bool) -> None:
         super().__init__(operator, symmetric=symmetric, costs_on=torch.device("cpu"))
-        self._candidate = candidate.to(self.dtype)
         self._rows = torch.zeros_like(operator.a, dtype=self.dtype)
-        masses, absent = operator.b, operator.b == 0
-        self._absent = absent if bool(absent.any()) else None
-        self._kept = self._candidate.double()
-        self._residual = self._fresh = self._level = torch.zeros_like(masses)
-        self._vectors = masses.new_zeros((3 + 2 * self.memory, len(masses)))
+        # Vectors change in place, and the candidate is the caller's.
+        own = candidate[None].to(self.dtype, copy=True)
+        self._vectors = FewVectors(operator.b[None], own)
+        self._row_masses = operator.a[None, :, None]
 
     def go_on_from(self, candidate: Tensor) -> None:
-        self._candidate = candidate.to(self.dtype)
+        self._vectors.candidate[0] = candidate
 
     @property
     def rows(self) -> Tensor:
@@ -138,71 +129,27 @@ class TorchSegment(OneSegment):
 
     @property
     def kept(self) -> Tensor:
-        return self._kept.to(self.dtype)
+        return self._vectors.kept[0].to(self.dtype, copy=True)
 
     @property
     def updated(self) -> Tensor:
-        return (self._kept + self._residual).to(self.dtype)
+        return (self._vectors.kept[0] + self._vectors.residual[0]).to(self.dtype)
 
-    def iterations(self, goal: Goal, form: Form, start: Start) -> OneQuasiNewton:
-        return OneQuasiNewton(self, goal, form, start)
+    def iterations(self, goal: Goal, form: Form, start: Start) -> FewQuasiNewton:
+        return FewQuasiNewton(self, goal, form, start)
 
     def repeat(self, step: Callable[[], None]) -> None:
         step()
 
-    def evaluate(self, epsilon: float) -> Evaluation:
+    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
         """Evaluate the candidate in two softmins, or one of a cloud with itself."""
-        operator, g = self.operator, self._candidate
+        operator, g, (level,) = self.operator, self._vectors.candidate[0], epsilon
         if self.symmetric:
-            self._rows, updated = g, operator.softmin_rows(g, epsilon, g)
+            self._rows, updated = g, operator.softmin_rows(g, level, g)
         else:
-            self._rows = operator.softmin_rows(g, epsilon, self._rows)
-            updated = operator.softmin_columns(self._rows, epsilon, g)
-        f, potential, masses = self._rows.double(), g.double(), operator.b
-        self._fresh = updated.double() - potential
-        newest, memory = self._vectors[:3], self._vectors[3:]
-        torch.sub(potential, self._kept, out=newest[0])
-        torch.sub(self._residual, self._fresh, out=newest[1])
-        newest[2] = self._fresh
-        seen = potential
-        if self._absent is not None:
-            newest.masked_fill_(self._absent, 0)
-            seen = potential[~self._absent]
-            potential = potential.masked_fill(self._absent, 0)
-        change = torch.exp(newest[2] / -epsilon)
-        rows = torch.stack((f, f.abs())) @ operator.a
-        columns = torch.stack((potential, potential.abs(), (change - 1).abs(), change)) @ masses
-        weighted = newest * masses
-        means, squares = weighted.sum(1), weighted @ newest.T
-        products = (weighted[1:] @ memory.T).tolist()
-        (step_step, *of_step), (_, of_both, of_difference), _ = squares.tolist()
-        lowest, highest = torch.aminmax(seen)
-        numbers = [*rows.tolist(), *columns.tolist()]
-        numbers[4:4] = float(lowest), float(highest)
-        numbers += [*means.tolist(), step_step, of_step[0], of_both, of_step[1], of_difference]
-        return Evaluation(*numbers, *products)
+            self._rows = operator.softmin_rows(g, level, self._rows)
+            updated = operator.softmin_columns(self._rows, level, g)
+        return self._vectors.evaluate((self._rows[None], self._row_masses), updated[None], epsilon)
 
-    def move(self, move: Move) -> None:
-        """Choose the next candidate from the numbers of a move, which are floats."""
-        candidate, (step, difference) = self._candidate.double(), self._vectors[:2]
-        memory = self._vectors[3:]
-        if move.learnt:
-            slots = memory[move.slot], memory[move.slot + self.memory]
-            means = move.mean_step, move.mean_difference
-            for slot, newest, mean in zip(slots, (step, difference), means, strict=True):
-                torch.sub(newest, mean, out=slot)
-                if self._absent is not None:
-                    slot.masked_fill_(self._absent, 0)
-        if move.kept:
-            self._kept, self._residual = candidate, self._fresh
-        moved = torch.add(self._kept, self._residual, alpha=move.scale).add_(move.shift)
-        if move.weights:
-            moved += memory.T @ memory.new_tensor(move.weights)
-        if self._absent is not None:
-            moved = torch.where(self._absent, self._kept + self._residual, moved)
-        ahead = moved
-        if move.extrapolation:
-            ahead = moved + move.extrapolation * (moved - self._level)
-        if move.ends:
-            self._level = moved
-        self._candidate = ahead.to(self.dtype)
+    def move(self, k: int, move: Move) -> None:
+        self._vectors.move(k, move)

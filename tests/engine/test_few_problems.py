@@ -1,4 +1,4 @@
-"""Iterations of one problem in floats take the decisions that tensors take of many."""
+"""Iterations of a few problems in floats take the decisions that tensors take of many."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from otdd_flash.engine.differences import Differences
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
+from otdd_flash.engine.few_problems import Memory
 from otdd_flash.engine.levels import Levels
-from otdd_flash.engine.one_problem import OneMemory
 from otdd_flash.engine.quasi_newton import Progress, State, decide
 from otdd_flash.engine.rule import Goal
 from otdd_flash.engine.segments import Evaluation, PassErrors
@@ -104,7 +104,7 @@ def test_directions_are_those_of_tensors() -> None:
     # Residual differences of a convex problem: y = H s.
     hessian = basis @ basis.T / 30 + torch.eye(30, dtype=DOUBLE)
     slots = torch.zeros(2 * MEMORY, 30, dtype=DOUBLE)
-    alone, together = OneMemory(MEMORY), Differences(torch.zeros(1, dtype=DOUBLE), MEMORY)
+    alone, together = Memory(MEMORY), Differences(torch.zeros(1, dtype=DOUBLE), MEMORY)
     for k in range(20):
         step, residual = torch.randn(2, 30, generator=draw, dtype=DOUBLE)
         difference, learnt = hessian @ step, k % 5 != 3
@@ -139,4 +139,4 @@ def test_directions_are_those_of_tensors() -> None:
 
 def test_nothing_remembered_has_no_direction() -> None:
     found = Evaluation(*[0.0] * 16, [0.0] * 2 * MEMORY, [0.0] * 2 * MEMORY)
-    assert math.isnan(OneMemory(MEMORY).after(found, False, 0.0).scale)
+    assert math.isnan(Memory(MEMORY).after(found, False, 0.0).scale)
