@@ -3,7 +3,8 @@
 A problem has two clouds, n points of x and m of y, in room for N and M of them: `points` of either
 side by side, L = N + M. Its scores are one matrix (L, L) of four blocks, those of the self terms on
 the diagonal and those of the cross term beside them, once for rows of x and once for rows of y.
-`matrix_pool` is for a cost matrix that is given, of which nothing is stored.
+`kernel_pool` computes with them in Triton, `torch_pool` on a processor; `matrix_pool` is for a cost
+matrix that is given, of which nothing is stored.
 
 Everything here is launched without asking the device anything: sizes, weights and epsilon are read
 from its memory, so that one recording serves all problems that fit the room.
@@ -11,19 +12,29 @@ from its memory, so that one recording serves all problems that fit the room.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.recording import run_branches
-from otdd_flash.kernels.adder import UNIT
-from otdd_flash.kernels.stored.scores import no_scores, stored_scores
+from otdd_flash.engine.rule import Start
+from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
+from otdd_flash.operators.stored import StoredOperator
+
+# Unit roundoff of what is stored.
+UNIT = torch.finfo(torch.float32).eps / 2
 
 # Products that are in float64 at once.
 PRODUCTS = 1 << 24
+
+# The rows' and the columns' side of each term.
+SIDES = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
 
 
 class Room(NamedTuple):
@@ -37,6 +48,7 @@ class Room(NamedTuple):
         classes: of both sides together.
         dtype: of the points, or of costs that are given.
         device: where.
+        in_triton: whether kernels compute with it; else PyTorch does, on a processor.
         aligned: whether costs that are given are, as `kernels.matrix.place` says.
     """
 
@@ -47,6 +59,7 @@ class Room(NamedTuple):
     classes: int
     dtype: torch.dtype
     device: torch.device
+    in_triton: bool = True
     aligned: bool = True
 
     @property
@@ -96,8 +109,70 @@ class PooledCosts(NamedTuple):
         return self.highest - self.lowest
 
 
-class Pool:
-    """What kernels and certificates read of B problems, whatever their scores are made of.
+class PooledSegments(Protocol):
+    """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
+
+    Vectors of all problems lie one after the other: of rows (B N,), of columns (B M,), and of self
+    terms (B L,).
+    """
+
+    @property
+    def rows(self) -> Tensor:
+        """Potentials f of the last evaluation."""
+        ...
+
+    @property
+    def kept(self) -> Tensor:
+        """Potentials of columns that were kept last."""
+        ...
+
+    @property
+    def facts(self) -> PooledCosts:
+        """Facts of the costs, (S,) each."""
+        ...
+
+    @property
+    def mean_cost(self) -> Tensor:
+        """The mean cost, above the lowest one where that is negative (S,)."""
+        ...
+
+    def restart(self, candidate: Tensor) -> None:
+        """Begin again with other potentials of columns."""
+        ...
+
+    def updated(self, epsilon: Tensor) -> Tensor:
+        """T'(T(g)) of the potentials that were kept last, or T(g) of self terms.
+
+        Args:
+            epsilon: () float64, of the last evaluation.
+        """
+        ...
+
+
+class PooledRule(Protocol):
+    """Iterations of pooled segments."""
+
+    @property
+    def active(self) -> Tensor:
+        """Which segments are not done (S,)."""
+        ...
+
+    @property
+    def terms(self) -> Tensor:
+        """What is `engine.run.Told` of each, of when it was active last (S, 8)."""
+        ...
+
+    def begin(self, settings: Tensor, start: Start) -> None:
+        """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
+        ...
+
+    def step(self) -> None:
+        """Evaluate the candidates and choose the next."""
+        ...
+
+
+class Pool(ABC):
+    """What iterations and certificates read of B problems, whatever their scores are made of.
 
     Attributes:
         room: that there is.
@@ -129,9 +204,27 @@ class Pool:
         room = self.room
         return torch.zeros((room.problems, *shape), dtype=dtype, device=room.device)
 
+    @abstractmethod
     def prepare(self, *, own: bool) -> None:
-        """Everything but what was filled in, of self terms too if `own`."""
-        raise NotImplementedError
+        """Compute everything but what was filled in, of self terms too if `own`."""
+
+    @abstractmethod
+    def segments(self, tables: Sequence[Tensor], *, own: bool) -> PooledSegments:
+        """The cross terms, or the self terms, for iterations.
+
+        Args:
+            tables: of `tables_of` for all that there is room for, on the device; kernels read there
+                how many points there are.
+            own: whether these are the self terms.
+        """
+
+    @abstractmethod
+    def rule(self, segments: PooledSegments, form: Form) -> PooledRule:
+        """The iterations of segments of this pool, before any problem."""
+
+    @abstractmethod
+    def term(self, name: str) -> Certifiable:
+        """The term "xy", "xx" or "yy", for certificates."""
 
 
 class ScorePool(Pool):
@@ -154,7 +247,7 @@ class ScorePool(Pool):
 
     def __init__(self, room: Room) -> None:
         super().__init__(room)
-        self.scores = no_scores(room.problems, room.points, room.device)
+        self.scores = self.zeros(room.points, room.points, dtype=torch.float32)
         self.log2_masses = self.zeros(room.points)
         self.points = self.zeros(room.points, room.dim, dtype=room.dtype)
         self.labels = self.zeros(room.points, dtype=torch.int64)
@@ -206,23 +299,46 @@ class ScorePool(Pool):
         ]
         self.asymmetry.copy_(torch.stack(numbers, 1))
 
+    @abstractmethod
     def _store(self, points: Tensor, squares: Tensor, rows: slice, columns: slice) -> None:
-        """Store the scores of one block and its transpose, as many rows at once as fit."""
-        symmetric, labels = rows is columns, self.labels
-        width = columns.stop - columns.start
-        height = max(1, PRODUCTS // (self.room.problems * width))
-        for first in range(rows.start, rows.stop, height):
-            part = slice(first, min(first + height, rows.stop))
-            others = slice(first if symmetric else columns.start, columns.stop)
-            stored_scores(
-                torch.bmm(points[:, part], points[:, others].mT),
-                (squares[:, part], squares[:, others]),
-                (labels[:, part], labels[:, others]),
-                self.class_costs,
-                self.lambda_x,
-                (self.scores[:, part, others], self.scores[:, others, part]),
-                symmetric=symmetric,
-            )
+        """Store the scores of one block and its transpose.
+
+        Args:
+            points: (B, L, d) float64 about a centre.
+            squares: (B, L), their squared lengths.
+            rows: of the block.
+            columns: likewise; the same object for a symmetric block.
+        """
+
+    @abstractmethod
+    def signed_plan(
+        self, cross: Tensor, own: Tensor | None, epsilon: Tensor, rows: slice
+    ) -> Tensor:
+        """Rows of the plans of the problems, those of self terms negative, (B, r, L) float32.
+
+        Args:
+            cross: (B, L) float32, potentials of the cross terms.
+            own: (B, L) float32, of the self terms; None leaves their plans 0.
+            epsilon: () float64.
+            rows: which, all of them of one side.
+        """
+
+    def operator(self, term: str, sizes: tuple[int, int], costs: CostFacts) -> StoredOperator:
+        """The cost of a term of the first problem, of so many points, of which so much is known."""
+        starts, (one, two) = (0, self.room.n), SIDES[term]
+        rows, columns = (slice(starts[k], starts[k] + sizes[k]) for k in (one, two))
+        magnitudes = (self.own_magnitudes if one == two else self.cross_magnitudes)[0]
+        both = magnitudes[rows], magnitudes[columns]
+        return StoredOperator(
+            self.scores[0, rows, columns],
+            self.masses[0, rows],
+            self.masses[0, columns],
+            cost_range=CostRange(costs.lowest, costs.highest),
+            mean_cost=costs.mean,
+            magnitudes=both,
+            cost_errors=(self.error_share * both[0], self.error_share * both[1]),
+            cost_rounding=self.rounding,
+        )
 
     def _learn(self, squares: Tensor, own_squares: Tensor, apart: Tensor) -> None:
         """Compute the facts of the costs; `apart` is the product of the means (B,)."""
@@ -275,3 +391,23 @@ def _extremes(costs: Tensor, met: Tensor) -> tuple[Tensor, Tensor]:
     """The lowest and the highest of costs (..., V, V) between classes that meet."""
     low = torch.where(met, costs, torch.inf).amin((-2, -1))
     return low, torch.where(met, costs, -torch.inf).amax((-2, -1))
+
+
+def tables_of(room: Room, n: int, m: int, *, symmetric: bool) -> list[Tensor]:
+    """Where kernels find segments of so many points, (S, 8) int64 as `segmented_step` says.
+
+    Rows first, and then with columns as rows; a single table of self terms.
+    """
+    first = torch.arange(room.problems) * room.points
+    one, (start_x, start_y) = torch.ones_like(first), (first, first + room.n)
+    if symmetric:
+        sides = ((start_x, n * one), (start_y, m * one))
+        # Rows, columns and their sums all lie where the points do.
+        own = [(start, size, start, start, size, start, start, one) for start, size in sides]
+        return [torch.stack([torch.stack(columns, 1) for columns in own], 1).flatten(0, 1)]
+    index = torch.arange(room.problems)
+    of_x, of_y = (start_x, n * one, index * room.n), (start_y, m * one, index * room.m)
+    return [
+        torch.stack((*rows, *columns, rows[2], one), 1)
+        for rows, columns in ((of_x, of_y), (of_y, of_x))
+    ]

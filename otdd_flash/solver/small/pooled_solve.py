@@ -18,17 +18,12 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.levels import Levels, first_level
-from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.kernels.stored.plan import signed_plan
-from otdd_flash.operators.pooled_segments import PooledSegments, ScoredSegments, tables_of
-from otdd_flash.operators.pools import cross_segments, pool_of, term_of
-from otdd_flash.operators.score_pool import Pool, Room, ScorePool
+from otdd_flash.operators.score_pool import UNIT, Pool, PooledRule, Room, ScorePool, tables_of
 from otdd_flash.solver.small.exchanged import (
     COUNT,
     TERMS,
-    UNIT,
     Batch,
     GivenCosts,
     Inputs,
@@ -71,7 +66,7 @@ class PooledSolve:
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
         self._inputs = Inputs.of(self._numbers, room.problems)
-        self.pool: Pool = pool_of(room, self._inputs.place)
+        self.pool = _pool_of(room, self._inputs.place)
         self.pool.of_costs = self._inputs.of_costs
         self._starts = [
             torch.zeros((room.problems, size), dtype=torch.float32, device=device)
@@ -80,13 +75,11 @@ class PooledSolve:
         tables = self._inputs.tables
         count = room.problems
         of_cross = tables[:count], tables[count : 2 * count]
-        self._segments = [cross_segments(self.pool, of_cross)]
+        self._segments = [self.pool.segments(of_cross, own=False)]
         if debias:
-            assert isinstance(self.pool, ScorePool)
-            own = tables[2 * count :]
-            self._segments.append(ScoredSegments(self.pool, (own,), symmetric=True))
+            self._segments.append(self.pool.segments((tables[2 * count :],), own=True))
         self._rules = [
-            QuasiNewtonKernels(segments, Goal(1.0, 1.0, 1.0, 0), form, _nowhere(segments))
+            self.pool.rule(segments, form)
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
@@ -157,7 +150,11 @@ class PooledSolve:
             rule.begin(inputs.own, Start(Levels.descending(level), torch.zeros_like(level)))
 
     def iterate(self) -> None:
-        """Take as many iterations as the last problem took."""
+        """Take as many iterations as the last problem took, on a processor as many as it takes."""
+        if not self.room.in_triton:
+            while any(bool(rule.active.any()) for rule in self._rules):
+                self._iterate()
+            return
         for _ in range(self._replays):
             self._iterating.run(self._iterate)
 
@@ -198,9 +195,9 @@ class PooledSolve:
 
     def _certify_cross(self) -> PlanEvidence:
         cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
-        known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated(epsilon)
+        known = cross.rows, cross.kept, cross.updated(epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
-        operator = term_of(self.pool, "xy")
+        operator = self.pool.term("xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
         lost = plans.find_lost(plan, epsilon)
         return cross_evidence(operator, plan, lost, epsilon)
@@ -208,9 +205,9 @@ class PooledSolve:
     def _certify_own(self, term: str) -> PlanEvidence:
         own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
         side = room.sides[TERMS.index(term) - 1]
-        both = own.vectors.columns.kept, own.updated(epsilon)
+        both = own.kept, own.updated(epsilon)
         kept, updated = (part.view(room.problems, -1)[:, side] for part in both)
-        operator = term_of(self.pool, term)
+        operator = self.pool.term(term)
         f = ((kept + updated) / 2).double()
         plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
         lost = plans.find_lost(plan, epsilon)
@@ -244,7 +241,7 @@ class PooledSolve:
         height = max(1, ENTRIES // (room.problems * room.points))
         for first in range(side.start, side.stop, height):
             rows = slice(first, min(first + height, side.stop))
-            plan = signed_plan(pool.scores, cross, own, pool.masses, epsilon, rows, room.n)
+            plan = pool.signed_plan(cross, own, epsilon, rows)
             images = plan @ columns
             found.append(points[:, rows] * images[..., -1:] - images[..., :-1])
         self._gradients[place] = torch.cat(found, 1) * (2 * pool.lambda_x).float()
@@ -257,12 +254,27 @@ class PooledSolve:
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-def _repeat(rule: QuasiNewtonKernels) -> None:
+def _repeat(rule: PooledRule) -> None:
     for _ in range(STEPS):
         rule.step()
 
 
-def _nowhere(segments: PooledSegments) -> Start:
-    """Return the start before any problem."""
-    ones = torch.ones(len(segments.facts.mean), dtype=torch.float64)
-    return Start(Levels.descending(ones), torch.zeros_like(ones))
+def _pool_of(room: Room, place: Tensor) -> Pool:
+    """Make a pool with this room.
+
+    Args:
+        room: of a given matrix where `room.dim` is 0, else of points.
+        place: (4,) int64 on the device, of the `Place` of a given matrix; else not read.
+    """
+    # Triton may be missing where no kernel runs.
+    if not room.dim:
+        from otdd_flash.operators.matrix_pool import MatrixPool
+
+        return MatrixPool(room, place)
+    if room.in_triton:
+        from otdd_flash.operators.kernel_pool import KernelPool
+
+        return KernelPool(room)
+    from otdd_flash.operators.torch_pool import TorchPool
+
+    return TorchPool(room)
