@@ -30,7 +30,8 @@ class FewVectors:
 
     Args:
         masses: (S, m) float64, 0 also for padding.
-        candidate: (S, m), the first potentials, in the type in which they are stored.
+        candidate: (S, m), the first potentials, in the type in which they are stored; of others at
+            the next `begin`.
 
     Attributes:
         candidate: (S, m), the potentials to evaluate next.
@@ -39,28 +40,40 @@ class FewVectors:
     """
 
     def __init__(self, masses: Tensor, candidate: Tensor) -> None:
-        self._masses, absent = masses, masses == 0
-        self._absent = absent if bool(absent.any()) else None
         self.candidate = candidate
+        count, length = masses.shape
         # A copy: a move writes into rows of it.
         self.kept = candidate.to(torch.float64, copy=True)
-        self.residual, self._level, self._fresh = (torch.zeros_like(masses) for _ in range(3))
-        count, length = masses.shape
-        vectors = masses.new_zeros((count, NEWEST + 2 * MEMORY, length))
+        self.residual, self._level, self._fresh = masses.new_zeros((3, count, length)).unbind()
+        self._all = masses.new_zeros((count, NEWEST + 2 * MEMORY, length))
         # Views, as to make one takes as long as to add up thousands of numbers.
-        self._newest, self._memory = vectors[:, :NEWEST], vectors[:, NEWEST:]
+        self._newest, self._memory = self._all[:, :NEWEST], self._all[:, NEWEST:]
         self._by_newest, self._by_memory = self._newest.mT, self._memory.mT
         self._step, self._difference, self._residual = self._newest.unbind(1)
-        self._as_rows, self._as_columns = masses[:, None], masses[:, :, None]
         self._each = [self._views(k) for k in range(count)]
+        self._see(masses)
+
+    def begin(self, masses: Tensor, candidate: Tensor) -> None:
+        """Begin afresh with other problems of the same size."""
+        for part in (self.residual, self._level, self._all):
+            part.zero_()
+        self.candidate.copy_(candidate)
+        self.kept.copy_(self.candidate)
+        self._see(masses)
+
+    def _see(self, masses: Tensor) -> None:
+        absent = masses == 0
+        self._absent = absent if bool(absent.any()) else None
+        self._as_rows, self._as_columns = masses[:, None], masses[:, :, None]
 
     def evaluate(
-        self, rows: tuple[Tensor, Tensor], updated: Tensor, epsilon: Sequence[float]
+        self, rows: tuple[Tensor, Tensor] | None, updated: Tensor, epsilon: Sequence[float]
     ) -> list[Evaluation]:
         """Return the numbers of the candidates g.
 
         Args:
-            rows: potentials f = T(g) (S, n), or g, and the masses a (S, n, 1) float64.
+            rows: potentials f = T(g) (S, n) and the masses a (S, n, 1) float64; None for clouds
+                with themselves, whose f is g.
             updated: (S, m) T'(f), or T(g).
             epsilon: of each problem.
         """
@@ -79,11 +92,12 @@ class FewVectors:
         if any(level != levels for level in epsilon):
             levels = torch.tensor(epsilon, dtype=torch.float64)[:, None]
         change = torch.exp(self._residual / -levels)
-        f, a = rows
-        f = f.double()
-        of_rows = torch.bmm(torch.stack((f, f.abs()), 1), a)
         several = (potential, potential.abs(), (change - 1).abs_(), change)
-        of_columns = torch.bmm(torch.stack(several, 1), self._as_columns)
+        of_columns = of_rows = torch.bmm(torch.stack(several, 1), self._as_columns)
+        if rows is not None:
+            f, a = rows
+            f = f.double()
+            of_rows = torch.bmm(torch.stack((f, f.abs()), 1), a)
         weighted = self._newest * self._as_rows
         parts = (
             of_rows.tolist(),
@@ -98,22 +112,22 @@ class FewVectors:
 
     def move(self, k: int, move: Move) -> None:
         """Choose the next candidate of a problem from the numbers of a move, which are floats."""
-        each = self._each[k]
+        each, absent = self._each[k], None if self._absent is None else self._absent[k]
         if move.learnt:
             slots = each.slots[move.slot], each.slots[move.slot + MEMORY]
             means = move.mean_step, move.mean_difference
             for slot, newest, mean in zip(slots, each.newest, means, strict=True):
                 torch.sub(newest, mean, out=slot)
-                if each.absent is not None:
-                    slot.masked_fill_(each.absent, 0)
+                if absent is not None:
+                    slot.masked_fill_(absent, 0)
         if move.kept:
             each.kept.copy_(each.candidate)
             each.residual.copy_(each.fresh)
         moved = torch.add(each.kept, each.residual, alpha=move.scale).add_(move.shift)
         if move.weights:
             moved.addmv_(each.by_memory, torch.tensor(move.weights, dtype=torch.float64))
-        if each.absent is not None:
-            moved = torch.where(each.absent, each.kept + each.residual, moved)
+        if absent is not None:
+            moved = torch.where(absent, each.kept + each.residual, moved)
         ahead = moved
         if move.extrapolation:
             ahead = moved + move.extrapolation * (moved - each.level)
@@ -128,7 +142,6 @@ class FewVectors:
             self.residual[k],
             self._fresh[k],
             self._level[k],
-            None if self._absent is None else self._absent[k],
             (self._step[k], self._difference[k]),
             self._memory[k].unbind(),
             self._by_memory[k],
@@ -144,7 +157,6 @@ class _OneProblem(NamedTuple):
         residual: likewise.
         fresh: of the candidate that was evaluated.
         level: where the last level of epsilon ended.
-        absent: where there is no mass, or None.
         newest: the step and its residual difference.
         slots: the steps and residual differences that are remembered.
         by_memory: (m, 2 memory), these as columns.
@@ -155,7 +167,6 @@ class _OneProblem(NamedTuple):
     residual: Tensor
     fresh: Tensor
     level: Tensor
-    absent: Tensor | None
     newest: tuple[Tensor, Tensor]
     slots: tuple[Tensor, ...]
     by_memory: Tensor
@@ -171,7 +182,7 @@ def _evaluation(
     products: list[list[float]],
 ) -> Evaluation:
     """Put together the numbers of one problem."""
-    (row_value,), (row_size,) = of_rows
+    (row_value,), (row_size,), *_ = of_rows
     (value,), (size,), (gap,), (mass,) = of_columns
     (step_step, step_difference, step_residual), of_difference, _ = squares
     _, with_difference, with_residual = products

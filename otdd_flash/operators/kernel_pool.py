@@ -34,6 +34,7 @@ from otdd_flash.operators.score_pool import (
     Pool,
     PooledCosts,
     PooledSegments,
+    Room,
     ScorePool,
 )
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
@@ -43,7 +44,19 @@ UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
 
 
 class KernelPool(ScorePool):
-    """Stored scores of B problems that Triton kernels make and read."""
+    """Stored scores of B problems that Triton kernels make and read.
+
+    Attributes:
+        scores: (B, L, L) float32.
+    """
+
+    def __init__(self, room: Room) -> None:
+        super().__init__(room)
+        self.scores = self.zeros(room.points, room.points, dtype=torch.float32)
+
+    def block(self, rows: int, columns: int) -> Tensor:
+        sides = self.room.sides
+        return self.scores[:, sides[rows], sides[columns]]
 
     def segments(self, tables: Sequence[Tensor], *, own: bool) -> ScoredSegments:
         return ScoredSegments(self, tables, symmetric=own)
@@ -213,7 +226,7 @@ class PooledTerm:
         self._pool, (one, two) = pool, SIDES[term]
         rows, columns = pool.room.sides[one], pool.room.sides[two]
         self.a, self.b = pool.masses[:, rows], pool.masses[:, columns]
-        self._scores = pool.scores[:, rows, columns], pool.scores[:, columns, rows]
+        self._scores = pool.block(one, two), pool.block(two, one)
         magnitudes = pool.own_magnitudes if one == two else pool.cross_magnitudes
         self._magnitudes = magnitudes[:, rows], magnitudes[:, columns]
 

@@ -145,10 +145,10 @@ class TorchSegment(OneSegment):
         """Evaluate the candidate in two softmins, or one of a cloud with itself."""
         operator, g, (level,) = self.operator, self._vectors.candidate[0], epsilon
         if self.symmetric:
-            self._rows, updated = g, operator.softmin_rows(g, level, g)
-        else:
-            self._rows = operator.softmin_rows(g, level, self._rows)
-            updated = operator.softmin_columns(self._rows, level, g)
+            updated = operator.softmin_rows(g, level, g)
+            return self._vectors.evaluate(None, updated[None], epsilon)
+        self._rows = operator.softmin_rows(g, level, self._rows)
+        updated = operator.softmin_columns(self._rows, level, g)
         return self._vectors.evaluate((self._rows[None], self._row_masses), updated[None], epsilon)
 
     def move(self, k: int, move: Move) -> None:

@@ -186,9 +186,12 @@ class Pool(ABC):
         own: of the self terms, (B, 2).
         error_share: error of a cost over its magnitudes.
         rounding: of a score over its magnitudes.
+        both_self_terms: those of x and of y of each problem in turn, as one term of 2 B problems,
+            where that takes less time than one after the other; else None.
     """
 
     error_share, rounding = 0.0, 0.0
+    both_self_terms: Certifiable | None = None
 
     def __init__(self, room: Room) -> None:
         self.room = room
@@ -237,7 +240,6 @@ class ScorePool(Pool):
         of_costs (3,) float64, lambda_x, lambda_y and the number of the classes of x.
 
     Attributes:
-        scores: (B, L, L) float32.
         log2_masses: (B, L) float64.
         centre: (B, 1, d) float64, the mean of both clouds' means.
         class_costs: (B, V, V) float64, lambda_y W, symmetric.
@@ -247,7 +249,6 @@ class ScorePool(Pool):
 
     def __init__(self, room: Room) -> None:
         super().__init__(room)
-        self.scores = self.zeros(room.points, room.points, dtype=torch.float32)
         self.log2_masses = self.zeros(room.points)
         self.points = self.zeros(room.points, room.dim, dtype=room.dtype)
         self.labels = self.zeros(room.points, dtype=torch.int64)
@@ -286,6 +287,9 @@ class ScorePool(Pool):
     def _symmetrize(self) -> None:
         """Make the class costs of self terms symmetric, as `solver.class_blocks` says."""
         given = self.class_distances
+        if given.shape[1] == 1:
+            # One class at no distance from itself: there is no table.
+            return
         of_x = torch.arange(given.shape[1], device=given.device) < self.of_costs[2]
         rows, columns = of_x[:, None], of_x[None, :]
         crossed = torch.where(rows, given, given.mT)
@@ -311,6 +315,10 @@ class ScorePool(Pool):
         """
 
     @abstractmethod
+    def block(self, rows: int, columns: int) -> Tensor:
+        """Scores (B, r, c) float32 between the points of two sides, 0 for x and 1 for y."""
+
+    @abstractmethod
     def signed_plan(
         self, cross: Tensor, own: Tensor | None, epsilon: Tensor, rows: slice
     ) -> Tensor:
@@ -330,7 +338,7 @@ class ScorePool(Pool):
         magnitudes = (self.own_magnitudes if one == two else self.cross_magnitudes)[0]
         both = magnitudes[rows], magnitudes[columns]
         return StoredOperator(
-            self.scores[0, rows, columns],
+            self.block(one, two)[0, : sizes[one], : sizes[two]],
             self.masses[0, rows],
             self.masses[0, columns],
             cost_range=CostRange(costs.lowest, costs.highest),
@@ -343,7 +351,19 @@ class ScorePool(Pool):
     def _learn(self, squares: Tensor, own_squares: Tensor, apart: Tensor) -> None:
         """Compute the facts of the costs; `apart` is the product of the means (B,)."""
         self.log2_masses.copy_(self.masses.log2())
-        present, (x, y) = self.masses > 0, self.room.sides
+        torch.mul(own_squares, 2 * self.lambda_x, out=self.own_magnitudes)
+        torch.mul(squares, 2 * self.lambda_x, out=self.cross_magnitudes)
+        mean, highest = self._by_side(own_squares)
+        _keep(self.own, 2 * self.lambda_x * mean, 4 * self.lambda_x * highest)
+        mean, highest = self._by_side(squares)
+        reach = highest.sqrt().sum(1).square()
+        _keep(self.cross, self.lambda_x * (mean.sum(1) - 2 * apart), self.lambda_x * reach)
+        if self.room.classes > 1:
+            self._learn_classes()
+
+    def _learn_classes(self) -> None:
+        """Add what class distances are to the facts of the costs."""
+        x, y = self.room.sides
         masses = torch.stack(
             [
                 torch.zeros_like(self.class_costs[:, 0]).scatter_add_(
@@ -354,43 +374,38 @@ class ScorePool(Pool):
             1,
         )  # (B, 2, V)
         largest = self.class_costs.abs().amax(2).gather(1, self.labels)
-        self.own_magnitudes.copy_(2 * self.lambda_x * own_squares + largest)
-        self.cross_magnitudes.copy_(2 * self.lambda_x * squares + largest)
-
-        def by_side(values: Tensor) -> tuple[Tensor, Tensor]:
-            """The mean over a side's masses, and the most where there are any, (B, 2) each."""
-            weighted, there = values * self.masses, torch.where(present, values, 0)
-            return (
-                torch.stack([weighted[:, side].sum(1) for side in (x, y)], 1),
-                torch.stack([there[:, side].amax(1) for side in (x, y)], 1),
-            )
-
+        self.own_magnitudes.add_(largest)
+        self.cross_magnitudes.add_(largest)
         met = masses > 0
         met_own = met[:, :, :, None] & met[:, :, None, :]
         met_cross = met[:, 0, :, None] & met[:, 1, None, :]
-        pairs = self.class_costs[:, None]
-        of_classes = ((masses @ self.class_costs) * masses).sum(2)
-        between = ((masses[:, :1] @ self.class_costs) * masses[:, 1:]).sum((1, 2))
-        mean, highest = by_side(own_squares)
-        low, high = _extremes(pairs, met_own)
-        reach = 4 * self.lambda_x * highest
-        _keep(self.own, 2 * self.lambda_x * mean + of_classes, low, reach + high)
-        mean, highest = by_side(squares)
-        low, high = _extremes(self.class_costs, met_cross)
-        reach = self.lambda_x * highest.sqrt().sum(1).square()
-        squared = mean.sum(1) - 2 * apart
-        _keep(self.cross, self.lambda_x * squared + between, low, reach + high)
+        self.own.mean.add_(((masses @ self.class_costs) * masses).sum(2))
+        between = (masses[:, :1] @ self.class_costs) * masses[:, 1:]
+        self.cross.mean.add_(between.sum((1, 2)))
+        _widen(self.own, self.class_costs[:, None], met_own)
+        _widen(self.cross, self.class_costs, met_cross)
+
+    def _by_side(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean over a side's masses, and the most where there are any, (B, 2) each."""
+        weighted, there = values * self.masses, torch.where(self.masses > 0, values, 0)
+        sides = self.room.sides
+        return (
+            torch.stack([weighted[:, side].sum(1) for side in sides], 1),
+            torch.stack([there[:, side].amax(1) for side in sides], 1),
+        )
 
 
-def _keep(into: PooledCosts, *numbers: Tensor) -> None:
-    for known, number in zip(into, numbers, strict=True):
-        known.copy_(number)
+def _keep(into: PooledCosts, mean: Tensor, highest: Tensor) -> None:
+    """Keep the facts of costs without class distances, which are not negative."""
+    into.mean.copy_(mean)
+    into.lowest.zero_()
+    into.highest.copy_(highest)
 
 
-def _extremes(costs: Tensor, met: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest of costs (..., V, V) between classes that meet."""
-    low = torch.where(met, costs, torch.inf).amin((-2, -1))
-    return low, torch.where(met, costs, -torch.inf).amax((-2, -1))
+def _widen(facts: PooledCosts, costs: Tensor, met: Tensor) -> None:
+    """Add costs (..., V, V) between classes that meet to the range of costs."""
+    facts.lowest.add_(torch.where(met, costs, torch.inf).amin((-2, -1)))
+    facts.highest.add_(torch.where(met, costs, -torch.inf).amax((-2, -1)))
 
 
 def tables_of(room: Room, n: int, m: int, *, symmetric: bool) -> list[Tensor]:

@@ -17,7 +17,6 @@ of at most `MOST_SHIFT` each e^-47 of its sum. Certificates compute plans anew, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import cast
 
 import torch
@@ -36,6 +35,7 @@ from otdd_flash.operators.score_pool import (
     UNIT,
     PooledCosts,
     PooledSegments,
+    Room,
     ScorePool,
 )
 from otdd_flash.operators.tiled import (
@@ -59,7 +59,32 @@ UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
 
 
 class TorchPool(ScorePool):
-    """Stored scores of B problems, made and read by PyTorch."""
+    """Stored scores of B problems, made and read by PyTorch.
+
+    Attributes:
+        own_scores: (B, n, n) and (B, m, m) float32, of the self terms; views of one tensor
+            (B, 2, n, n) where both sides have as many points.
+    """
+
+    def __init__(self, room: Room) -> None:
+        super().__init__(room)
+        n, m, dtype = room.n, room.m, torch.float32
+        self.as_many = n == m
+        if not self.as_many:
+            self.own_scores = [self.zeros(n, n, dtype=dtype), self.zeros(m, m, dtype=dtype)]
+        else:
+            self._both = self.zeros(2, n, n, dtype=dtype)
+            self.own_scores = list(self._both.unbind(1))
+            self.both_self_terms = self._both_self_terms()
+        # Rows are contiguous in either direction.
+        self._between = [self.zeros(n, m, dtype=dtype), self.zeros(m, n, dtype=dtype)]
+
+    def block(self, rows: int, columns: int) -> Tensor:
+        return self.own_scores[rows] if rows == columns else self._between[rows]
+
+    def both(self) -> Tensor:
+        """Scores (2 B, n, n) of the self terms of x and y of each problem in turn, `as_many`."""
+        return self._both.flatten(0, 1)
 
     def segments(self, tables: Sequence[Tensor], *, own: bool) -> TorchSegments:
         return TorchSegments(self, own=own)
@@ -71,27 +96,45 @@ class TorchPool(ScorePool):
         return FewQuasiNewton(problems, Goal(1.0, 1.0, 1.0, 0), form, nowhere)
 
     def term(self, name: str) -> TorchTerm:
-        return TorchTerm(self, name)
+        one, two = SIDES[name]
+        own, (rows, columns) = one == two, (self.room.sides[side] for side in (one, two))
+        magnitudes = self.own_magnitudes if own else self.cross_magnitudes
+        return TorchTerm(
+            self.block(one, two),
+            (self.masses[:, rows], self.masses[:, columns]),
+            (magnitudes[:, rows], magnitudes[:, columns]),
+            self.error_share,
+            own=own,
+        )
+
+    def _both_self_terms(self) -> TorchTerm:
+        masses, sizes = (each.view(-1, self.room.n) for each in (self.masses, self.own_magnitudes))
+        pairs = (masses, masses), (sizes, sizes)
+        return TorchTerm(self.both(), *pairs, self.error_share, own=True)
 
     def signed_plan(
         self, cross: Tensor, own: Tensor | None, epsilon: Tensor, rows: slice
     ) -> Tensor:
-        scores, masses, level = self.scores[:, rows], self.masses.float(), float(epsilon)
-        out = torch.zeros_like(scores)
-        mine = self.room.sides[0 if rows.stop <= self.room.n else 1]
-        for side in self.room.sides:
+        masses, level = self.masses.float(), float(epsilon)
+        sides = self.room.sides
+        mine = 0 if rows.stop <= self.room.n else 1
+        here = slice(rows.start - sides[mine].start, rows.stop - sides[mine].start)
+        out = masses.new_zeros((len(masses), rows.stop - rows.start, self.room.points))
+        for side, columns in enumerate(sides):
             potential, sign = (own, -1.0) if side == mine else (cross, 1.0)
             if potential is None:
                 continue
-            sums = potential[:, rows, None] + potential[:, None, side]
-            entries = sums.add_(scores[:, :, side]).div_(level).exp_()
-            factors = sign * masses[:, rows, None], masses[:, None, side]
-            torch.mul(entries.mul_(factors[0]), factors[1], out=out[:, :, side])
+            sums = potential[:, rows, None] + potential[:, None, columns]
+            entries = sums.add_(self.block(mine, side)[:, here]).div_(level).exp_()
+            factors = sign * masses[:, rows, None], masses[:, None, columns]
+            torch.mul(entries.mul_(factors[0]), factors[1], out=out[:, :, columns])
         return out
 
     def _store(self, points: Tensor, squares: Tensor, rows: slice, columns: slice) -> None:
         symmetric, scale = rows is columns, float(self.lambda_x)
-        ends = squares * -scale
+        ends, starts = squares * -scale, (rows.start, columns.start)
+        sides = [0 if start == 0 else 1 for start in starts]
+        scores, transposed = self.block(*sides), self.block(*reversed(sides))
         for some in _parts(rows):
             for others in _parts(columns):
                 if symmetric and others.start < some.start:
@@ -103,9 +146,13 @@ class TorchPool(ScorePool):
                 if symmetric and some == others:
                     # Two products of the same points may differ in their last bits.
                     tile = (tile + tile.mT).div_(2)
-                self.scores[:, some, others] = tile
-                if some != others:
-                    self.scores[:, others, some] = tile.mT
+                one, two = (
+                    slice(part.start - start, part.stop - start)
+                    for part, start in zip((some, others), starts, strict=True)
+                )
+                scores[:, one, two] = tile
+                if not symmetric or some != others:
+                    transposed[:, two, one] = tile.mT
 
     def _between_classes(self, rows: slice, columns: slice) -> Tensor:
         """lambda_y W of the classes of some points (B, r, c)."""
@@ -132,23 +179,26 @@ class TorchSegments:
 
     def __init__(self, pool: TorchPool, *, own: bool) -> None:
         self._pool, self._own, room = pool, own, pool.room
-        x, y = room.sides
-        blocks = [(x, x), (y, y)] if own else [(x, y), (y, x)]
-        self._anchors = [_Anchor(pool, *block) for block in blocks]
+        x, y = pool.masses.split((room.n, room.m), 1)
         self._lengths = (room.n, room.m) if own else (room.m,)
-        self._updated = pool.zeros(len(self._lengths), max(self._lengths)).flatten(0, 1)
+        if not own:
+            self._anchors = [_Anchor(pool.block(0, 1), y), _Anchor(pool.block(1, 0), x)]
+        elif pool.as_many:
+            self._anchors = [_Anchor(pool.both(), pool.masses.view(-1, room.n))]
+        else:
+            self._anchors = [_Anchor(pool.block(0, 0), x), _Anchor(pool.block(1, 1), y)]
+        self._masses = pool.masses if own else y
+        self._row_masses = x.unsqueeze(2)
+        padded = self._padded(self._masses)
+        self._updated = torch.zeros_like(padded)
         self._rows = pool.zeros(room.n, dtype=torch.float32)
+        self._vectors = FewVectors(padded, padded.float())
         self.scalars: list[Scalars] = []
-        self.restart(torch.zeros(sum(self._lengths) * room.problems))
 
     def restart(self, candidate: Tensor) -> None:
-        pool, (x, y) = self._pool, self._pool.room.sides
-        self.scalars = [_scalars(*facts) for facts in zip(*self._numbers(), strict=True)]
-        masses = pool.masses if self._own else pool.masses[:, y]
-        self._vectors = FewVectors(self._padded(masses), self._padded(candidate.float()))
-        self._row_masses = pool.masses[:, x].unsqueeze(2)
-        if self._own:
-            self._row_masses = self._padded(masses)[:, :, None]
+        facts = (fact.tolist() for fact in self.facts)
+        self.scalars = [_scalars(*of_one) for of_one in zip(*facts, strict=True)]
+        self._vectors.begin(self._padded(self._masses), self._padded(candidate))
         for anchor in self._anchors:
             anchor.forget()
 
@@ -177,19 +227,19 @@ class TorchSegments:
         candidate, levels = self._vectors.candidate, list(epsilon)
         if not self._own:
             self._rows = self._anchors[0].softmin(candidate, levels).float()
-            self._updated = self._anchors[1].softmin(self._rows, levels)
-            return self._vectors.evaluate((self._rows, self._row_masses), self._updated, epsilon)
+            updated = self._anchors[1].softmin(self._rows, levels)
+            return self._vectors.evaluate((self._rows, self._row_masses), updated, epsilon)
+        if len(self._anchors) == 1:
+            updated = self._anchors[0].softmin(candidate, levels)
+            return self._vectors.evaluate(None, updated, epsilon)
         for k, (anchor, length) in enumerate(zip(self._anchors, self._lengths, strict=True)):
             if any(active[k::2]):
                 found = anchor.softmin(candidate[k::2, :length], levels[k::2])
                 self._updated[k::2, :length] = found
-        return self._vectors.evaluate((candidate, self._row_masses), self._updated, epsilon)
+        return self._vectors.evaluate(None, self._updated, epsilon)
 
     def move(self, k: int, move: Move) -> None:
         self._vectors.move(k, move)
-
-    def _numbers(self) -> tuple[list[float], ...]:
-        return tuple(fact.tolist() for fact in self.facts)
 
     def _padded(self, flat: Tensor) -> Tensor:
         """Vectors of self terms (B L,) as (2 B, longest), of cross terms (B M,) as (B, M)."""
@@ -220,32 +270,29 @@ def _scalars(mean: float, lowest: float, highest: float) -> Scalars:
 
 
 class _Anchor:
-    """p (B, n, m) of the rows' softmins over some columns, T° (B, n), g° (B, m) and epsilon.
+    """p (S, n, m) of the rows' softmins over some columns, T° (S, n), g° (S, m) and epsilon.
 
     Args:
-        pool: the problems.
-        rows: where the rows are among the points of a problem.
-        columns: where the columns are.
+        scores: (S, n, m) float32, which may change before `forget`.
+        masses: (S, m) float64, likewise.
     """
 
-    def __init__(self, pool: TorchPool, rows: slice, columns: slice) -> None:
-        self._pool, self._rows, self._columns = pool, rows, columns
-        count, n, m = pool.scores[:, rows, columns].shape
-        self._plan = torch.empty((count, n, m))
-        self._softmin = torch.empty((count, n), dtype=torch.float64)
-        self._potential = torch.empty((count, m), dtype=torch.float64)
+    def __init__(self, scores: Tensor, masses: Tensor) -> None:
+        self._scores, self._masses = scores, masses
+        self._plan = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        self._softmin = torch.empty(scores.shape[:2], dtype=torch.float64)
+        self._potential = torch.empty_like(masses)
         self._epsilon: list[float] = []
 
     def forget(self) -> None:
-        """Take the scores for others from now on, and the masses."""
+        """Begin with other scores and masses."""
         self._epsilon = []
-        masses = self._pool.masses[:, self._columns]
-        self._log2_masses = masses.log2().clamp_min_(LOG2_ZERO)
-        absent = masses == 0
+        self._log2_masses = self._masses.log2().clamp_min_(LOG2_ZERO)
+        absent = self._masses == 0
         self._absent = absent if bool(absent.any()) else None
 
     def softmin(self, potential: Tensor, epsilon: list[float]) -> Tensor:
-        """T(g) (B, n) float64 of potentials g (B, m)."""
+        """T(g) (S, n) float64 of potentials g (S, m)."""
         level: float | Tensor = epsilon[0]
         if any(each != level for each in epsilon):
             level = torch.tensor(epsilon, dtype=torch.float64)[:, None]
@@ -254,12 +301,17 @@ class _Anchor:
         shift = torch.sub(potential, self._potential).div_(level)
         if self._absent is not None:
             shift.masked_fill_(self._absent, 0)
-        least, most = torch.aminmax(shift)
         # Not what is NaN either.
-        if not (float(most) <= MOST_SHIFT and float(least) >= -MOST_SHIFT):
+        if not float(torch.linalg.vector_norm(shift, torch.inf)) <= MOST_SHIFT:
             return self._move(potential, epsilon, level)
-        sums = torch.bmm(self._plan, shift.exp_().float().unsqueeze(2)).squeeze(2)
+        sums = self._times(shift.exp_().float())
         return self._softmin - sums.double().log_().mul_(level)
+
+    def _times(self, factors: Tensor) -> Tensor:
+        """sum_j p_ij v_j (S, n) of factors v (S, m)."""
+        if len(factors) == 1:
+            return torch.mv(self._plan[0], factors[0])[None]
+        return torch.bmm(self._plan, factors.unsqueeze(2)).squeeze(2)
 
     def _move(self, potential: Tensor, epsilon: list[float], level: float | Tensor) -> Tensor:
         """Take the potentials as the anchor."""
@@ -281,35 +333,42 @@ class _Anchor:
     def _tiles(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield rows, their scores, and where p of them is, as many as fit the cache."""
         count, n, m = self._plan.shape
-        scores = self._pool.scores[:, self._rows, self._columns]
         height = max(1, TILE_ELEMENTS_CPU // (count * m))
         for first in range(0, n, height):
             rows = slice(first, min(first + height, n))
-            yield rows, scores[:, rows], self._plan[:, rows]
+            yield rows, self._scores[:, rows], self._plan[:, rows]
 
 
 class TorchTerm:
-    """A term of B problems; potentials and all that is made of them have a leading dimension B.
+    """A term of S problems; potentials and all that is made of them have a leading dimension S.
 
     Args:
-        pool: as `prepare` left it.
-        term: "xy", "xx" or "yy".
+        scores: (S, n, m) float32, read whenever they are asked for, like all others.
+        masses: (S, n) and (S, m) float64.
+        magnitudes: (S, n) and (S, m) float64 with |C_ij| at most their sum.
+        error_share: error of a cost in float64 over the magnitudes.
+        own: whether rows are columns, and scores symmetric.
     """
 
     dtype, costs = torch.float32, UNKNOWN
 
-    def __init__(self, pool: TorchPool, term: str) -> None:
-        self._pool, (one, two) = pool, SIDES[term]
-        rows, columns = pool.room.sides[one], pool.room.sides[two]
-        self.a, self.b = pool.masses[:, rows], pool.masses[:, columns]
-        self._scores, self._own = pool.scores[:, rows, columns], one == two
-        magnitudes = pool.own_magnitudes if self._own else pool.cross_magnitudes
-        self._magnitudes = magnitudes[:, rows], magnitudes[:, columns]
+    def __init__(
+        self,
+        scores: Tensor,
+        masses: tuple[Tensor, Tensor],
+        magnitudes: tuple[Tensor, Tensor],
+        error_share: float,
+        *,
+        own: bool,
+    ) -> None:
+        self._scores, self._own = scores, own
+        self.a, self.b = masses
+        self._magnitudes, self._error_share = magnitudes, error_share
 
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (B, n) and g (B, m), in float64 throughout."""
+        """Row and column sums of the plan of f (S, n) and g (S, m), in float64 throughout."""
         level = float(epsilon)
         f, g = present(self.a, f), present(self.b, g)
         # f_i + g_j as a product of matrices: one read and one write of a tile.
@@ -335,18 +394,13 @@ class TorchTerm:
                 columns[:, others] += torch.bmm(self.a[:, None, part], tile[:, :, rest:]).squeeze(1)
         rows = self.a * rows
         columns = rows if self._own else self.b * columns
-        share, (x, y) = self._pool.error_share, self._magnitudes
-        errors = share * x, share * y
-        return measured((rows, columns), (f, g), self._magnitudes, errors, self._pool.rounding)
+        errors = self._error_share * self._magnitudes[0], self._error_share * self._magnitudes[1]
+        return measured((rows, columns), (f, g), self._magnitudes, errors, UNIT)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (B, n) for masses q (B, m), float64: one read of the scores."""
+        """sum_j C_ij q_j (S, n) for masses q (S, m), float64: one read of the scores."""
         return -torch.bmm(self._scores.double(), masses.unsqueeze(2)).squeeze(2)
 
     def own_costs(self) -> Tensor:
-        """C_ii (B, n) for the cost of a cloud with itself, float64; computed once."""
-        return self._own_costs
-
-    @cached_property
-    def _own_costs(self) -> Tensor:
+        """C_ii (S, n) for the cost of a cloud with itself, float64."""
         return -self._scores.diagonal(dim1=1, dim2=2).double()
