@@ -60,6 +60,8 @@ class FewQuasiNewton:
 
     def __init__(self, segments: FewProblems, goal: Goal, form: Form, start: Start) -> None:
         self._segments, self._form = segments, form
+        self._goal: Goal
+        self._states: list[State]
         self._begin(goal, start)
 
     @property

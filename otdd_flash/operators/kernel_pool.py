@@ -178,10 +178,10 @@ class PooledVectors(ABC):
         return PassErrors(costs, costs, none, unit / 2, none, none, unit, reach, none)
 
 
-class ScoredSegments(PooledSegments):
+class ScoredSegments(PooledVectors):
     """Those of a pool whose scores are stored."""
 
-    def __init__(self, pool: ScorePool, tables: Sequence[Tensor], *, symmetric: bool) -> None:
+    def __init__(self, pool: KernelPool, tables: Sequence[Tensor], *, symmetric: bool) -> None:
         super().__init__(pool, tables, symmetric=symmetric)
         self._scores, room = pool, pool.room
         self._programs = [stored_programs(table) for table in tables]

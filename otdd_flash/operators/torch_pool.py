@@ -179,7 +179,7 @@ class TorchSegments:
 
     def __init__(self, pool: TorchPool, *, own: bool) -> None:
         self._pool, self._own, room = pool, own, pool.room
-        x, y = pool.masses.split((room.n, room.m), 1)
+        x, y = (pool.masses[:, side] for side in room.sides)
         self._lengths = (room.n, room.m) if own else (room.m,)
         if not own:
             self._anchors = [_Anchor(pool.block(0, 1), y), _Anchor(pool.block(1, 0), x)]
@@ -247,7 +247,7 @@ class TorchSegments:
         if min(lengths) == max(lengths):
             return flat.reshape(-1, lengths[0])
         out = flat.new_zeros((problems, 2, max(lengths)))
-        for k, part in enumerate(flat.view(problems, -1).split(lengths, 1)):
+        for k, part in enumerate(torch.split(flat.view(problems, -1), list(lengths), 1)):
             out[:, k, : lengths[k]] = part
         return out.flatten(0, 1)
 

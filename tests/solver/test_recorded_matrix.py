@@ -11,7 +11,6 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.solver.matrix import problem
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, matrix_route
@@ -122,7 +121,7 @@ def test_as_solved_in_passes(n: int, epsilon: float, monkeypatch: pytest.MonkeyP
     a, b = (torch.exp(-(((x - c) / 0.08) ** 2) / 2) + 1e-9 for c in (0.3, 0.7))
     a, b = a / a.sum(), b / b.sum()
     mine = otdd.matrix_transport(costs, a, b, epsilon=epsilon)
-    monkeypatch.setattr(problem, "is_recorded_matrix", lambda *given: False)
+    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *given: False)
     truth = otdd.matrix_transport(costs.double(), a, b, epsilon=epsilon)
     for other in (truth, otdd.matrix_transport(costs, a, b, epsilon=epsilon)):
         assert mine.converged

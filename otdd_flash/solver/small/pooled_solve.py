@@ -36,6 +36,7 @@ from otdd_flash.solver.term.plan_evidence import (
     lowered_plan,
     self_evidence,
 )
+from otdd_flash.solver.term.result import SolverProgress
 
 # Iterations of one replay.
 STEPS = 4
@@ -152,14 +153,29 @@ class PooledSolve:
             level = torch.zeros_like(constants.view(-1)) + epsilon
             rule.begin(inputs.own, Start(Levels.descending(level), torch.zeros_like(level)))
 
-    def iterate(self) -> None:
-        """Take as many iterations as the last problem took, on a processor as many as it takes."""
-        if not self.room.in_triton:
-            while any(bool(rule.active.any()) for rule in self._rules):
-                self._iterate()
+    def iterate(self, progress: SolverProgress | None = None) -> None:
+        """Take as many iterations as the last problem took.
+
+        On a processor, where to ask takes no time, as many as it takes, of which `progress` hears
+        if there is one problem.
+        """
+        if self.room.in_triton:
+            for _ in range(self._replays):
+                self._iterating.run(self._iterate)
             return
-        for _ in range(self._replays):
-            self._iterating.run(self._iterate)
+        while any(map(any, before := [rule.active.tolist() for rule in self._rules])):
+            for rule, active in zip(self._rules, before, strict=True):
+                if any(active):
+                    rule.step()
+            if progress is not None:
+                self._report(progress, [moved for active in before for moved in active])
+
+    def _report(self, progress: SolverProgress, moved: list[bool]) -> None:
+        """Tell how far the terms of one problem are, those that have moved."""
+        numbers = torch.cat([rule.terms[:, 3:6:2] for rule in self._rules]).tolist()
+        for name, (error, iterations), has_moved in zip(self.terms, numbers, moved, strict=True):
+            if has_moved:
+                progress(name, int(iterations), error)
 
     def _iterate(self) -> None:
         run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))

@@ -72,11 +72,9 @@ def room_for(request: Request, table: Tensor | None) -> Room:
     x, y = request.seen
     in_triton = uses_triton(request.compute, request.device)
     dtype = torch.promote_types(x.features.dtype, y.features.dtype)
-    sizes = [len(x), len(y), x.dim, 1 if table is None else len(table)]
-    if in_triton:
-        n, m, dim, classes = sizes
-        sizes = [padded(n), padded(m), dim, 1 if table is None else padded(classes)]
-    return Room(1, *sizes, dtype, request.device, in_triton)
+    size = padded if in_triton else int
+    classes = 1 if table is None else size(len(table))
+    return Room(1, size(len(x)), size(len(y)), x.dim, classes, dtype, request.device, in_triton)
 
 
 def padded(count: int) -> int:

@@ -71,7 +71,7 @@ class SingleSolve:
         self._solve.begin(batch, of_costs, goal, starts)
         found, done = None, False
         while found is None or not done:
-            self._solve.iterate()
+            self._solve.iterate(progress)
             found = self._solve.read()
             if not self._reachable(found, progress):
                 return None
@@ -104,7 +104,7 @@ class SingleSolve:
                 return False
             floor = rounding_floor(costs, 0.0, self._epsilon)
             reachable_tolerance(self._options, floor, self._epsilon, costs.dtype)
-            if progress is not None:
+            if progress is not None and self._solve.room.in_triton:
                 progress(name, int(read.iterations), read.error)
         return True
 
@@ -135,7 +135,7 @@ def _concluded(
         certificate,
         epsilon,
         iterations=iterations,
-        passes=certificate.passes + (2 * iterations if name == "xy" else iterations - 1),
+        passes=certificate.passes + (2.0 * iterations if name == "xy" else iterations - 1),
         tolerance=tolerance,
         asked=options.asked_tolerance,
         unless_converged="max_iterations",
