@@ -42,6 +42,16 @@ def test_every_column_block_of_every_row_block_is_taken_once(running, rows, colu
     assert ranges.most == int(ranges.slots.max())
 
 
+@pytest.mark.parametrize("running", [132], indirect=True)
+@pytest.mark.parametrize(("rows", "left", "ranges"), [(157, 25, 5), (130, 130, 1), (134, 2, 64)])
+def test_blocks_of_rows_that_are_left_are_cut_to_fill_the_device_once(
+    running: int, rows: int, left: int, ranges: int
+) -> None:
+    found = column_ranges(rows, 64, TILE, torch.device("cpu"))
+    assert (found.whole, found.most) == (rows - left, ranges)
+    assert len(found.programs) - found.whole <= running
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("n", "m", "dim", "classes"),
