@@ -224,3 +224,15 @@ def test_a_step_that_was_recorded_before_a_restart_reads_the_new_aim(monkeypatch
     for before, after in zip(*seen, strict=True):
         assert before.data_ptr() == after.data_ptr()
     assert 0.5 in seen[0][1].tolist()
+
+
+def test_other_problems_begin_with_nothing_of_those_before():
+    segments = Drawn(CROSS)
+    level = torch.full((COUNT,), GOAL.epsilon, dtype=torch.float64, device=DEVICE)
+    start = Start(Levels.descending(level), torch.zeros_like(level))
+    fresh, used = (QuasiNewtonKernels(segments, GOAL, CROSS, start) for _ in range(2))
+    for part in used._state:
+        part.fill_(0 if part.dtype == torch.bool else 3)
+    used.begin(quasi_newton_kernels.settings_of(GOAL, segments).to(DEVICE), start)
+    for found, expected in zip(used._state[:3], fresh._state[:3], strict=True):
+        assert torch.equal(found, expected)

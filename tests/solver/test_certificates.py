@@ -18,7 +18,8 @@ from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.term import plans
-from otdd_flash.solver.term.certificate import Certificate, certify, certify_self
+from otdd_flash.solver.term.certificate import Certificate, certify, certify_self, hides_little
+from otdd_flash.solver.term.plan_numbers import CrossNumbers
 
 
 def cost_between(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> LabelledCost:
@@ -193,3 +194,18 @@ def test_points_without_mass_get_the_potential_of_the_others() -> None:
     assert found.passes == 1
     updated = operator.softmin_columns(operator.softmin_rows(low, 1.0), 1.0)
     assert float(found.g[1]) == pytest.approx(float(updated[1]), rel=1e-12)
+
+
+def test_terms_side_by_side_say_where_their_plans_would_be_evaluated_once_more() -> None:
+    """One that is fine, one with too much mass in a column, one with a lost point."""
+    numbers = CrossNumbers(*(torch.zeros(3) for _ in CrossNumbers._fields))
+    numbers = numbers._replace(
+        kappa=torch.tensor([1.0, 0.9, 1.0]),
+        mass=torch.ones(3),
+        lost=torch.tensor([0.0, 0.0, 0.125]),
+        row_gap=torch.tensor([0.25, 0.25, 0.25]),
+    )
+    sums = Marginals(*(torch.zeros(1) for _ in range(4)), 0.0, 2.0**-10, 0.0)
+    _, error, fine = hides_little(numbers, sums, 2.0**-24, 1.0)
+    assert fine.tolist() == [True, False, False]
+    assert (error - numbers.lost).tolist() == [0.25 + 2.0**-9] * 3
