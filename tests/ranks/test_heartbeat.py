@@ -194,6 +194,16 @@ def test_rank_0_ends_the_others_with_its_code(monkeypatch: pytest.MonkeyPatch) -
     assert left == [130, 130]
 
 
+def test_a_rank_ends_once_all_others_are_about_to_or_time_is_up() -> None:
+    store = HashStore()
+    second = Watched(store, 1, 3)
+    for waits in (True, False):
+        store.add(heartbeat.ENDING, 1)
+        started = time.monotonic()
+        second._met(LIMIT)
+        assert (time.monotonic() - started >= LIMIT) == waits
+
+
 @pytest.mark.parametrize(("code", "expected"), [(130, [130]), (2, [2]), (1, [])])
 def test_torchrun_ends_the_others_after_a_defect(
     code: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
