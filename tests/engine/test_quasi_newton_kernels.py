@@ -236,3 +236,11 @@ def test_other_problems_begin_with_nothing_of_those_before():
     used.begin(quasi_newton_kernels.settings_of(GOAL, segments).to(DEVICE), start)
     for found, expected in zip(used._state[:3], fresh._state[:3], strict=True):
         assert torch.equal(found, expected)
+
+
+def test_the_last_iteration_is_at_the_final_epsilon():
+    levels = Levels.descending(torch.full((3,), 4.0, dtype=torch.float64))
+    start = Start(levels, torch.tensor([3.0, 4.0, 5.0], dtype=torch.float64))
+    for limit in (5, torch.tensor(5.0, dtype=torch.float64)):
+        found = quasi_newton_kernels._first_level(start, 0.5, limit)
+        assert found.tolist() == [4.0, 0.5, 0.5]
