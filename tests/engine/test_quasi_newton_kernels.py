@@ -149,6 +149,20 @@ def test_decisions_are_those_of_the_reference(form, goal):
         torch.testing.assert_close(one, two, rtol=rounding, atol=rounding, equal_nan=True)
 
 
+@pytest.mark.slow
+def test_differences_of_rounding_alone_are_not_learnt():
+    """Their curvature is above 0, and far below what roundings of a step make."""
+    moves = []
+    for rule in (QuasiNewtonKernels, QuasiNewton):
+        segments, each = begin(rule, CROSS)
+        for _, columns in segments.evaluations:
+            # <1, s>, <1, y>, <s, s> and <s, y>
+            columns[:, 6:8], columns[:, 9], columns[:, 10] = 0, 1, 1e-13
+        moves.append(all_steps(segments, each, steps=3)[3])
+    for found in moves:
+        assert not bool(found[:, :, 1].any())
+
+
 @FORMS
 def test_what_is_drawn_leads_to_every_decision(form):
     """Or the test above would compare too little."""
