@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import reference
@@ -111,6 +112,22 @@ def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
         (tall, Converged(), True),
     ):
         assert matrix_route.is_recorded_matrix(given, options) == recorded, options
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_matrix_that_recordings_take_is_solved_by_them(
+    taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they find that it needs more."""
+    given = MatrixProblem.prepare(*drawn(8, 9), ComputeOptions(device=DEVICE))
+    monkeypatch.setattr(problem, "is_recorded_matrix", lambda *_: False)
+    in_passes = given.solve(0.5, Converged()).xy
+    recorded = replace(in_passes, value=7.0)
+    monkeypatch.setattr(problem, "is_recorded_matrix", lambda *_: True)
+    monkeypatch.setattr(
+        problem, "solve_recorded_matrix", lambda *_, **__: recorded if taken else None
+    )
+    assert given.solve(0.5, Converged()).xy.value == (7.0 if taken else in_passes.value)
 
 
 @pytest.mark.gpu
