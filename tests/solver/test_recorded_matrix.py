@@ -119,13 +119,14 @@ def test_a_matrix_that_recordings_take_is_solved_by_them(
     taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless they find that it needs more."""
-    given = MatrixProblem.prepare(*drawn(8, 9), ComputeOptions(device=DEVICE))
-    monkeypatch.setattr(problem, "is_recorded_matrix", lambda *_: False)
+    in_triton = ComputeOptions(device=DEVICE, backend="triton")
+    given = MatrixProblem.prepare(*drawn(8, 9), in_triton)
+    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *_: False)
     in_passes = given.solve(0.5, Converged()).xy
     recorded = replace(in_passes, value=7.0)
-    monkeypatch.setattr(problem, "is_recorded_matrix", lambda *_: True)
+    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *_: True)
     monkeypatch.setattr(
-        problem, "solve_recorded_matrix", lambda *_, **__: recorded if taken else None
+        matrix_route, "solve_recorded_matrix", lambda *_, **__: recorded if taken else None
     )
     assert given.solve(0.5, Converged()).xy.value == (7.0 if taken else in_passes.value)
 
