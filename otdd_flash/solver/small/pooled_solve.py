@@ -112,7 +112,7 @@ class PooledSolve:
         settings = (*goal, UNIT, UNIT)
         # As in `symmetric`: the certificate evaluates one update more, which at least halves the
         # marginal error as a rule.
-        own = (*goal._replace(aim=2 * goal.aim), UNIT, UNIT)
+        own = (*goal._replace(aim=2.0), UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
         numbers[: COUNT - 4] = (*settings, *own, *flags, *of_costs)
         numbers[COUNT - 4 : COUNT].view("int64")[:] = batch.place
