@@ -125,7 +125,7 @@ class FewVectors:
             each.residual.copy_(each.fresh)
         moved = torch.add(each.kept, each.residual, alpha=move.scale).add_(move.shift)
         if move.weights:
-            moved.addmv_(each.by_memory, torch.tensor(move.weights, dtype=torch.float64))
+            moved.addmv_(each.by_memory, moved.new_tensor(move.weights))
         if absent is not None:
             moved = torch.where(absent, each.kept + each.residual, moved)
         ahead = moved
