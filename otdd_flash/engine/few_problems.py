@@ -18,7 +18,7 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import Levels
-from otdd_flash.engine.quasi_newton import Progress, State, decide, level_of, sound
+from otdd_flash.engine.quasi_newton import Progress, State, decide, goal_of, level_of, sound
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.run import Told
 from otdd_flash.engine.segments import Costs, Evaluation, Move
@@ -81,8 +81,7 @@ class FewQuasiNewton:
 
     def begin(self, settings: Tensor, start: Start) -> None:
         """Begin afresh with other problems, as `QuasiNewtonKernels.begin`."""
-        epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
-        self._begin(Goal(epsilon, tolerance, loosest, int(most), aim), start)
+        self._begin(goal_of(settings), start)
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next; nothing if all problems are done."""

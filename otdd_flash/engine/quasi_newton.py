@@ -223,7 +223,15 @@ class QuasiNewton:
     """
 
     def __init__(self, segments: Problems, goal: Goal, form: Form, start: Start) -> None:
-        self._segments, self._goal, self._form = segments, goal, form
+        self._segments, self._form = segments, form
+        self._begin(goal, start)
+
+    def begin(self, settings: Tensor, start: Start) -> None:
+        """Begin afresh with other problems, as `QuasiNewtonKernels.begin`."""
+        self._begin(goal_of(settings), start)
+
+    def _begin(self, goal: Goal, start: Start) -> None:
+        segments, self._goal = self._segments, goal
         iterations = start.iterations.to(segments.mean_cost)
         levels = Levels(*(numbers.to(iterations) for numbers in start.levels))
         self._state = State(iterations, levels, Trust.fresh(iterations), Progress.none(iterations))
@@ -290,6 +298,12 @@ class QuasiNewton:
             extrapolation=decision.extrapolation,
             weights=torch.where(plain[:, None], 0, weights),
         )
+
+
+def goal_of(settings: Tensor) -> Goal:
+    """The goal that begins the numbers (7,) of `PooledRule.begin`."""
+    epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
+    return Goal(epsilon, tolerance, loosest, int(most), aim)
 
 
 def sound(found: Evaluation, rounding: Numbers) -> Numbers:

@@ -30,12 +30,12 @@ from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 from otdd_flash.operators.score_pool import (
     PRODUCTS,
     SIDES,
-    UNIT,
     Pool,
     PooledCosts,
     PooledSegments,
     Room,
     ScorePool,
+    pass_errors,
 )
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 
@@ -172,10 +172,7 @@ class PooledVectors(ABC):
     @property
     def errors(self) -> PassErrors:
         """Estimates of what rounding does to a pass in float32."""
-        mean, lowest = self.facts.mean, self.facts.lowest.clamp_max(0)
-        none, unit = torch.zeros_like(mean), UNIT + torch.zeros_like(mean)
-        costs, reach = unit * (mean - 2 * lowest) / 2, unit * (mean - 2 * lowest)
-        return PassErrors(costs, costs, none, unit / 2, none, none, unit, reach, none)
+        return pass_errors(self.facts.mean, self.facts.lowest)
 
 
 class ScoredSegments(PooledVectors):

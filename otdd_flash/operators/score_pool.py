@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.numbers import Numbers, clamp, constant
 from otdd_flash.engine.recording import run_branches
 from otdd_flash.engine.rule import Start
+from otdd_flash.engine.segments import PassErrors
 from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 from otdd_flash.operators.stored import StoredOperator
@@ -393,6 +395,14 @@ class ScorePool(Pool):
             torch.stack([weighted[:, side].sum(1) for side in sides], 1),
             torch.stack([there[:, side].amax(1) for side in sides], 1),
         )
+
+
+def pass_errors(mean: Numbers, lowest: Numbers) -> PassErrors:
+    """Estimates of what rounding does to a pass in float32, of costs of such a mean and least."""
+    below = clamp(lowest, most=0.0)
+    none, unit = constant(mean, 0.0), constant(mean, UNIT)
+    reach = UNIT * (mean - 2 * below)
+    return PassErrors(reach / 2, reach / 2, none, unit / 2, none, none, unit, reach, none)
 
 
 def _keep(into: PooledCosts, mean: Tensor, highest: Tensor) -> None:

@@ -25,11 +25,13 @@ from torch import Tensor
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.levels import Levels
+from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import Evaluation, Move, PassErrors
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
 from otdd_flash.operators.few_vectors import MEMORY, FewVectors
 from otdd_flash.operators.one_segment import Scalars
+from otdd_flash.operators.padded_vectors import PaddedVectors
 from otdd_flash.operators.score_pool import (
     SIDES,
     UNIT,
@@ -37,6 +39,7 @@ from otdd_flash.operators.score_pool import (
     PooledSegments,
     Room,
     ScorePool,
+    pass_errors,
 )
 from otdd_flash.operators.tiled import (
     LEAST_EXPONENT,
@@ -53,6 +56,9 @@ MOST_SHIFT = 20.0
 
 # Rows and columns of a tile of scores while it is made.
 TILE = 256
+
+# Problems up to which decisions are made one by one, in Python floats.
+FEW = 4
 
 # Facts are asked for where they are.
 UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
@@ -87,13 +93,15 @@ class TorchPool(ScorePool):
         return self._both.flatten(0, 1)
 
     def segments(self, tables: Sequence[Tensor], *, own: bool) -> TorchSegments:
-        return TorchSegments(self, own=own)
+        return (TorchSegments if self.room.problems <= FEW else ManySegments)(self, own=own)
 
-    def rule(self, segments: PooledSegments, form: Form) -> FewQuasiNewton:
+    def rule(self, segments: PooledSegments, form: Form) -> FewQuasiNewton | QuasiNewton:
         ones = torch.ones(len(segments.mean_cost), dtype=torch.float64)
         nowhere = Start(Levels.descending(ones), torch.zeros_like(ones))
-        problems = cast(TorchSegments, segments)
-        return FewQuasiNewton(problems, Goal(1.0, 1.0, 1.0, 0), form, nowhere)
+        goal = Goal(1.0, 1.0, 1.0, 0)
+        if isinstance(segments, ManySegments):
+            return QuasiNewton(segments, goal, form, nowhere)
+        return FewQuasiNewton(cast(TorchSegments, segments), goal, form, nowhere)
 
     def term(self, name: str) -> TorchTerm:
         one, two = SIDES[name]
@@ -196,8 +204,10 @@ class TorchSegments:
         self.scalars: list[Scalars] = []
 
     def restart(self, candidate: Tensor) -> None:
-        facts = (fact.tolist() for fact in self.facts)
-        self.scalars = [_scalars(*of_one) for of_one in zip(*facts, strict=True)]
+        self.scalars = [
+            Scalars(torch.float32, torch.float32, scale, spread, pass_errors(mean, lowest), 0.0)
+            for mean, lowest, scale, spread in zip(*self._numbers(), strict=True)
+        ]
         self._vectors.begin(self._padded(self._masses), self._padded(candidate))
         for anchor in self._anchors:
             anchor.forget()
@@ -224,22 +234,35 @@ class TorchSegments:
 
     def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
         """Evaluate the candidates in two softmins, or one of a cloud with itself."""
-        candidate, levels = self._vectors.candidate, list(epsilon)
+        updated = self._softmins(self._vectors.candidate, list(epsilon), active)
+        rows = None if self._own else (self._rows, self._row_masses)
+        return self._vectors.evaluate(rows, updated, epsilon)
+
+    def _softmins(self, candidate: Tensor, epsilon: list[float], active: Sequence[bool]) -> Tensor:
+        """T'(T(g)) of cross terms, whose T(g) are then the rows, or T(g) of self terms."""
         if not self._own:
-            self._rows = self._anchors[0].softmin(candidate, levels).float()
-            updated = self._anchors[1].softmin(self._rows, levels)
-            return self._vectors.evaluate((self._rows, self._row_masses), updated, epsilon)
+            rows = self._anchors[0].softmin(candidate, epsilon).float()
+            if not all(active):
+                # Rows of a problem that is done go with what it kept, not with its next candidate.
+                rows = torch.where(torch.tensor(active)[:, None], rows, self._rows)
+            self._rows = rows
+            return self._anchors[1].softmin(rows, epsilon)
         if len(self._anchors) == 1:
-            updated = self._anchors[0].softmin(candidate, levels)
-            return self._vectors.evaluate(None, updated, epsilon)
+            return self._anchors[0].softmin(candidate, epsilon)
         for k, (anchor, length) in enumerate(zip(self._anchors, self._lengths, strict=True)):
             if any(active[k::2]):
-                found = anchor.softmin(candidate[k::2, :length], levels[k::2])
+                found = anchor.softmin(candidate[k::2, :length], epsilon[k::2])
                 self._updated[k::2, :length] = found
-        return self._vectors.evaluate(None, self._updated, epsilon)
+        return self._updated
 
     def move(self, k: int, move: Move) -> None:
         self._vectors.move(k, move)
+
+    def _numbers(self) -> list[list[float]]:
+        """The mean and the lowest cost, and what decisions need of costs, of each segment."""
+        facts = self.facts
+        every = facts.mean, facts.lowest, facts.above_lowest, facts.spread
+        return [each.tolist() for each in every]
 
     def _padded(self, flat: Tensor) -> Tensor:
         """Vectors of self terms (B L,) as (2 B, longest), of cross terms (B M,) as (B, M)."""
@@ -260,13 +283,50 @@ class TorchSegments:
         return torch.cat(parts, 1).flatten()
 
 
-def _scalars(mean: float, lowest: float, highest: float) -> Scalars:
-    """Put together what decisions need of a cost, with estimates of what a pass rounds."""
-    size = mean - 2 * min(lowest, 0.0)
-    costs = UNIT * size / 2
-    errors = PassErrors(costs, costs, 0.0, UNIT / 2, 0.0, 0.0, UNIT, UNIT * size, 0.0)
-    above_lowest = mean - min(lowest, 0.0)
-    return Scalars(torch.float32, torch.float32, above_lowest, highest - lowest, errors, 0.0)
+class ManySegments(TorchSegments):
+    """Those of so many problems that decisions in tensors take less time than one by one."""
+
+    dtype = sum_dtype = torch.float32
+
+    def restart(self, candidate: Tensor) -> None:
+        self._potentials = self._padded(candidate).float()
+        self._many = PaddedVectors(self._padded(self._masses), self.memory)
+        self._many.kept = self._potentials.double()
+        for anchor in self._anchors:
+            anchor.forget()
+
+    @property
+    def cost_spread(self) -> Tensor:
+        """R >= max C - min C (S,)."""
+        return self.facts.spread
+
+    @property
+    def offset(self) -> Tensor:
+        """0: no term of one side is left out of the costs (S,)."""
+        return torch.zeros_like(self.facts.mean)
+
+    @property
+    def errors(self) -> PassErrors:
+        """Estimates of what rounding does to a pass (S,)."""
+        return pass_errors(self.facts.mean, self.facts.lowest)
+
+    @property
+    def kept(self) -> Tensor:
+        return self._flat(self._many.kept).float()
+
+    def updated(self, epsilon: Tensor) -> Tensor:
+        return self._flat(self._many.kept + self._many.residual).float()
+
+    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:  # type: ignore[override]
+        updated = self._softmins(self._potentials, epsilon.tolist(), active.tolist())
+        potential = self._potentials.double()
+        rows = (potential, self._padded(self._masses))
+        if not self._own:
+            rows = self._rows.double(), self._row_masses.squeeze(2)
+        return self._many.evaluate(rows, potential, updated.double(), epsilon)
+
+    def move(self, move: Move, active: Tensor) -> None:  # type: ignore[override]
+        self._potentials = self._many.move(self._potentials.double(), move, active).float()
 
 
 class _Anchor:
@@ -296,14 +356,23 @@ class _Anchor:
         level: float | Tensor = epsilon[0]
         if any(each != level for each in epsilon):
             level = torch.tensor(epsilon, dtype=torch.float64)[:, None]
-        if epsilon != self._epsilon:
+        if not self._epsilon:
             return self._move(potential, epsilon, level)
         shift = torch.sub(potential, self._potential).div_(level)
         if self._absent is not None:
             shift.masked_fill_(self._absent, 0)
+        far = torch.linalg.vector_norm(shift, torch.inf, 1).tolist()
         # Not what is NaN either.
-        if not float(torch.linalg.vector_norm(shift, torch.inf)) <= MOST_SHIFT:
+        stale = [
+            k
+            for k, (one, other, apart) in enumerate(zip(epsilon, self._epsilon, far, strict=True))
+            if one != other or not apart <= MOST_SHIFT
+        ]
+        if len(stale) == len(epsilon):
             return self._move(potential, epsilon, level)
+        if stale:
+            shift[stale] = 0
+            self._move_some(torch.tensor(stale), potential, epsilon)
         sums = self._times(shift.exp_().float())
         return self._softmin - sums.double().log_().mul_(level)
 
@@ -329,6 +398,16 @@ class _Anchor:
             logs[:, rows] = (highest + sums.log2_()).squeeze(2)
         self._softmin = logs.mul_(LN_2).mul_(-level)
         return self._softmin
+
+    def _move_some(self, places: Tensor, potential: Tensor, epsilon: list[float]) -> None:
+        """Take the potentials of some problems (K,) as theirs."""
+        some = _Anchor(self._scores[places], self._masses[places])
+        some.forget()
+        levels = [epsilon[k] for k in places.tolist()]
+        some.softmin(potential[places], levels)
+        self._plan[places], self._softmin[places] = some._plan, some._softmin
+        self._potential[places] = some._potential
+        self._epsilon = [*epsilon]
 
     def _tiles(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield rows, their scores, and where p of them is, as many as fit the cache."""

@@ -12,7 +12,7 @@ from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor, tensors
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
-from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
+from otdd_flash.operators.build import Compute, ComputeOptions, scores_fit, uses_triton
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.loss import sinkhorn_loss
@@ -20,7 +20,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.exchanged import Batch
-from otdd_flash.solver.small.route import pays
+from otdd_flash.solver.small.route import is_quick, pays
 from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
 
 Clouds = Tensor | Sequence[Tensor]
@@ -59,8 +59,8 @@ def sinkhorn_losses(
 ) -> Tensor:
     """Return the `sinkhorn_loss` of B pairs of clouds, (B,), for autograd.
 
-    On a GPU small pairs are solved side by side, one launch a step for all of them, where only
-    points need a gradient; elsewhere, and where a pair needs more, one after the other. All numbers
+    Small pairs are solved side by side, on a GPU by one launch a step for all of them, where only
+    points need a gradient; others, and where a pair needs more, one after the other. All numbers
     are converged and proved alike.
 
     Args:
@@ -158,7 +158,10 @@ def sinkhorn_losses(
     )
     admitted = _admitted(batch, zip(x, y, strict=True))
     weights = float(lambda_x), float(lambda_y)
-    losses, proved = _side_by_side(batch, clouds, weights, epsilon, options, debias=debias)
+    in_triton = uses_triton(ComputeOptions.of(compute), clouds[0].device)
+    losses, proved = _side_by_side(
+        batch, clouds, weights, epsilon, options, debias=debias, in_triton=in_triton
+    )
     rest = (~(proved & admitted)).nonzero().flatten().tolist()
     if not rest:
         return losses
@@ -176,6 +179,7 @@ def _side_by_side(
     options: Converged,
     *,
     debias: bool,
+    in_triton: bool,
 ) -> tuple[Tensor, Tensor]:
     """Losses (B,) of all pairs, for autograd, and on the host which of them (B,) are proved.
 
@@ -186,6 +190,7 @@ def _side_by_side(
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         debias: False leaves self terms out.
+        in_triton: whether kernels solve them.
     """
     # As samples normalise them.
     of_x, of_y = (
@@ -194,7 +199,9 @@ def _side_by_side(
     batch = batch._replace(masses=(of_x, of_y))
     wanted = [k for k in (0, 1) if torch.is_grad_enabled() and clouds[k].requires_grad]
     with torch.no_grad():
-        solved = solve_batch(batch, weights, epsilon, options, debias=debias, wanted=wanted)
+        solved = solve_batch(
+            batch, weights, epsilon, options, debias=debias, wanted=wanted, in_triton=in_triton
+        )
     losses = solved.values.to(clouds[0])
     if wanted:
         moved = (clouds[k] for k in wanted)
@@ -228,13 +235,17 @@ def _match(clouds: Clouds, masses: Clouds | None, labels: Clouds | None) -> bool
 def _small(
     x: Clouds, y: Clouds, epsilon: float, options: Converged, compute: Compute | None
 ) -> bool:
-    """Whether all pairs are for recordings on a GPU."""
+    """Whether all pairs are for stored scores, side by side."""
     if options.bound_width is not None or options.max_seconds is not None:
         return False
     if not torch.finfo(torch.float32).tiny <= epsilon <= torch.finfo(torch.float32).max / 4:
         return False
     first, chosen = x[0], ComputeOptions.of(compute)
-    on_gpu = first.device.type == "cuda" and chosen.device in ("auto", str(first.device), "cuda")
+    kind = first.device.type
+    there = chosen.device in ("auto", str(first.device), kind)
+    if kind == "cpu" and chosen.device == "auto":
+        # That is a GPU if there is one.
+        there = not torch.cuda.is_available()
     same = all(
         cloud.ndim == 2
         and cloud.device == first.device
@@ -243,11 +254,16 @@ def _small(
         and len(cloud)
         for cloud in (*x, *y)
     )
-    if not (on_gpu and same and chosen.precision != "double"):
+    if not (there and same and chosen.precision != "double"):
         return False
+    in_triton = uses_triton(chosen, first.device)
     n, m = (max(map(len, side)) for side in (x, y))
-    room = Room(1, n, m, first.shape[1], 1, first.dtype, first.device)
-    return uses_triton(chosen, first.device) and pays(room)
+    room = Room(1, n, m, first.shape[1], 1, first.dtype, first.device, in_triton)
+    if kind == "cuda":
+        return in_triton and pays(room)
+    shape = n + m, 2 * (n + m)
+    budget = kind == "cpu" and scores_fit(shape, chosen.dtype, chosen, first.device)
+    return budget and not in_triton and is_quick(room)
 
 
 def _padded(clouds: Clouds) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
+from otdd_flash.operators import torch_pool
 from otdd_flash.solver import losses
 from otdd_flash.solver.small import batches, forget
 
@@ -19,12 +21,14 @@ SIZES = ((8, 5), (6, 7), (5, 6))
 EPSILON = 4.0
 
 
-@pytest.fixture
-def _side_by_side(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a GPU, where recordings solve them; here in the interpreter."""
-    monkeypatch.setattr(losses, "_small", lambda *_: True)
+@pytest.fixture(params=["few on a processor", "many on a processor", "kernels"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How pairs are solved side by side; kernels run in the interpreter where there is no GPU."""
     forget()
-    yield
+    monkeypatch.setattr(losses, "_small", lambda *_: True)
+    if request.param.startswith("many"):
+        monkeypatch.setattr(torch_pool, "FEW", 0)
+    yield "triton" if request.param == "kernels" else "torch"
     forget()
 
 
@@ -73,9 +77,10 @@ def gradients(found: Tensor, *sides: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad((weights * found).sum(), parts))
 
 
-def assert_the_same(options: dict[str, Any], rtol: float) -> None:
+def assert_the_same(options: dict[str, Any], rtol: float, backend: str = "auto") -> None:
     x, y = clouds(0), clouds(1, side=1)
-    found = otdd.sinkhorn_losses(x, y, epsilon=EPSILON, **options)
+    compute = otdd.ComputeOptions(DEVICE, backend)
+    found = otdd.sinkhorn_losses(x, y, epsilon=EPSILON, compute=compute, **options)
     expected = each(x, y, **options)
     torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
     for got, wanted in zip(gradients(found, x, y), gradients(expected, x, y), strict=True):
@@ -91,24 +96,27 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.slow(after=1)
 @pytest.mark.parametrize("options", OPTIONS, ids=["labels", "masses", "points"])
-def test_pairs_are_solved_one_after_the_other(options: dict[str, Any]) -> None:
+def test_pairs_are_solved_one_after_the_other(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "_small", lambda *_: False)
     assert_the_same(options, 0.0)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_side_by_side")
 @pytest.mark.parametrize(
     "options",
     [OPTIONS[2] | {"debias": False}, OPTIONS[1] | OPTIONS[0] | {"debias": True}],
     ids=["points", "all"],
 )
 def test_pairs_are_solved_side_by_side(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two rooms: of two pairs and of one.
-    one = batches.room_of(batch_of(clouds(0), clouds(1, side=1)), 1).bytes
-    monkeypatch.setattr(batches, "MOST_AT_ONCE", 2 * one)
-    assert_the_same(options | {"options": otdd.Converged(tolerance=2e-4)}, 1e-5)
+    given = batch_of(clouds(0), clouds(1, side=1))
+    one = batches.room_of(given, 1, in_triton=backend == "triton").bytes
+    monkeypatch.setattr(batches, "MOST_AT_ONCE", (2 * one, 2 * one))
+    assert_the_same(options | {"options": otdd.Converged(tolerance=2e-4)}, 1e-5, backend)
 
 
 def batch_of(x: list[Tensor], y: list[Tensor]) -> Any:
@@ -117,8 +125,9 @@ def batch_of(x: list[Tensor], y: list[Tensor]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_side_by_side")
-def test_a_pair_that_needs_more_is_solved_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_that_needs_more_is_solved_alone(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Equal clouds are at distance 0, and costs beyond float32 are refused by their place."""
     x, y = clouds(0), clouds(1, side=1)
     y[1] = x[1].detach().clone().requires_grad_()
@@ -127,7 +136,10 @@ def test_a_pair_that_needs_more_is_solved_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         losses, "sinkhorn_loss", lambda *given, **more: alone.append(1) or whole(*given, **more)
     )
-    found = otdd.sinkhorn_losses(x, y, epsilon=EPSILON)
+    solve = partial(
+        otdd.sinkhorn_losses, epsilon=EPSILON, compute=otdd.ComputeOptions(DEVICE, backend)
+    )
+    found = solve(x, y)
     assert found[1] == 0
     assert len(alone) == 1
     parts = gradients(found, x, y)
@@ -135,10 +147,10 @@ def test_a_pair_that_needs_more_is_solved_alone(monkeypatch: pytest.MonkeyPatch)
     assert float(parts[1].abs().max()) == 0 < float(parts[0].abs().max())
     far = [*y[:2], 3e19 * y[2].detach()]
     with pytest.raises(InputError, match=r"^pair 2: .*overflow"):
-        otdd.sinkhorn_losses(x, far, epsilon=EPSILON)
+        solve(x, far)
     lost = [*y[:2], y[2].detach() * torch.nan]
     with pytest.raises(InputError, match=r"^pair 2: y"):
-        otdd.sinkhorn_losses(x, lost, epsilon=EPSILON)
+        solve(x, lost)
 
 
 def test_clouds_of_other_sizes_are_uniform_each_by_itself() -> None:

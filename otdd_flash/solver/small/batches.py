@@ -22,7 +22,9 @@ from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
 
 # Bytes of the problems that are solved at once, and how many they are: kernels have a program for
 # each along an axis that holds 65,535.
-MOST_AT_ONCE, MOST_PROBLEMS = 1 << 30, 1 << 15
+MOST_PROBLEMS = 1 << 15
+# On a processor, and in Triton.
+MOST_AT_ONCE = 1 << 25, 1 << 30
 
 
 class BatchSolved(NamedTuple):
@@ -49,23 +51,34 @@ def solve_batch(
     *,
     debias: bool,
     wanted: Sequence[int],
+    in_triton: bool,
 ) -> BatchSolved:
     """The divergences of a batch, as many problems at once as memory is meant to hold.
 
     Args:
-        batch: on a GPU; float32 points.
+        batch: float32 points.
         weights: lambda_x and lambda_y.
         epsilon: regularisation, in units of the cost.
         options: when to stop, without limits of time and width.
         debias: whether there are self terms.
         wanted: sides, 0 for x and 1 for y, by whose points gradients are.
+        in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
     """
     problems = len(batch.points[0])
-    at_once = max(1, min(MOST_PROBLEMS, MOST_AT_ONCE // room_of(batch, 1).bytes))
+    one = room_of(batch, 1, in_triton=in_triton)
+    at_once = max(1, min(MOST_PROBLEMS, MOST_AT_ONCE[in_triton] // one.bytes))
     parts = -(-problems // at_once)
     size = -(-problems // parts)
     solved = [
-        _solve(batch.part(slice(first, first + size)), weights, epsilon, options, debias, wanted)
+        _solve(
+            batch.part(slice(first, first + size)),
+            one,
+            weights,
+            epsilon,
+            options,
+            debias,
+            wanted,
+        )
         for first in range(0, problems, size)
     ]
     values, proved, gradients = zip(*solved, strict=True)
@@ -73,16 +86,17 @@ def solve_batch(
     return BatchSolved(torch.cat(values), torch.cat(proved), by_side)
 
 
-def room_of(batch: Batch, problems: int) -> Room:
+def room_of(batch: Batch, problems: int, *, in_triton: bool) -> Room:
     """A room for so many problems of a batch."""
-    points, (n, m) = batch.points[0], batch.sizes
-    classes = 1 if batch.table is None else padded(len(batch.table))
-    sizes = padded(n), padded(m), points.shape[2]
-    return Room(problems, *sizes, classes, points.dtype, points.device)
+    points, (n, m), size = batch.points[0], batch.sizes, padded if in_triton else int
+    classes = 1 if batch.table is None else size(len(batch.table))
+    sizes = size(n), size(m), points.shape[2]
+    return Room(problems, *sizes, classes, points.dtype, points.device, in_triton)
 
 
 def _solve(
     batch: Batch,
+    room: Room,
     weights: tuple[float, float],
     epsilon: float,
     options: Converged,
@@ -92,7 +106,7 @@ def _solve(
     problems = len(batch.points[0])
     # As for a single problem.
     goal = goal_of(options, epsilon, AIM)
-    with kept(room_of(batch, problems), debias) as solve:
+    with kept(room._replace(problems=problems), debias) as solve:
         solve.begin(batch, (*weights, batch.class_totals[0]), goal, {})
         done = False
         while not done:

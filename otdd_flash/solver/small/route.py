@@ -38,11 +38,16 @@ def is_small(request: Request, options: Converged) -> bool:
         return False
     x, y = request.seen
     whole = isinstance(x.features, Tensor) and isinstance(y.features, Tensor)
-    most = max(len(x), len(y))
-    if not whole or most > MOST_POINTS or most**2 * x.dim > MOST_ON_PROCESSOR:
+    if not whole or not is_quick(room_for(request, None)):
         return False
     points = len(x) + len(y)
     return scores_fit((points, 2 * points), compute.dtype, compute, device)
+
+
+def is_quick(room: Room) -> bool:
+    """Whether a problem on a processor takes less time with its terms side by side."""
+    most = max(room.n, room.m)
+    return most <= MOST_POINTS and most**2 * room.dim <= MOST_ON_PROCESSOR
 
 
 def backend_of(request: Request) -> str:
