@@ -22,9 +22,9 @@ from experiments.environment import environment, write_result
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.certificate import Certificate, certify
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.certificate import Certificate, certify
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))
 # Of the mean cost, each with a tolerance that float32 can reach there.

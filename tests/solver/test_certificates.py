@@ -14,8 +14,7 @@ from torch import Tensor
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.term import plans
-from otdd_flash.solver.term.certificate import Certificate, certify, certify_self
+from otdd_flash.solver.certificate import Certificate, certify, certify_self, find_lost, self_plan
 
 
 def cost_between(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> LabelledCost:
@@ -133,8 +132,8 @@ def test_what_a_certificate_asks_of_a_device(
 def test_points_are_lost_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
     """A sum of which as much may be hidden: those above, not those at it or without an error."""
     operator, a, f, epsilon = one_potential(3)
-    plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
+    plan = self_plan(operator, f, epsilon, accurate=True)
     errors = torch.linspace(0.4, 0.6, len(a)).double()
-    lost = plans.find_lost(plan._replace(errors=errors * epsilon), epsilon)
+    lost = find_lost(plan._replace(errors=errors * epsilon), epsilon)
     assert lost.points.tolist() == (errors > 0.5).tolist()
     assert float(lost.hidden) == float(a[errors > 0.5].sum())

@@ -25,6 +25,14 @@ from otdd_flash.kernels.stored.plan import signed_plan
 from otdd_flash.operators.pooled_segments import PooledSegments, ScoredSegments, tables_of
 from otdd_flash.operators.pools import cross_segments, pool_of, term_of
 from otdd_flash.operators.score_pool import Pool, Room, ScorePool
+from otdd_flash.solver.certificate import (
+    PlanEvidence,
+    cross_evidence,
+    find_lost,
+    lowered_plan,
+    self_evidence,
+    self_plan,
+)
 from otdd_flash.solver.small.exchanged import (
     COUNT,
     TERMS,
@@ -33,13 +41,6 @@ from otdd_flash.solver.small.exchanged import (
     GivenCosts,
     Inputs,
     Read,
-)
-from otdd_flash.solver.term import plans
-from otdd_flash.solver.term.plan_evidence import (
-    PlanEvidence,
-    cross_evidence,
-    lowered_plan,
-    self_evidence,
 )
 
 # Iterations of one replay.
@@ -202,7 +203,7 @@ class PooledSolve:
         f, g, updated = (part.view(room.problems, -1) for part in known)
         operator = term_of(self.pool, "xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
-        lost = plans.find_lost(plan, epsilon)
+        lost = find_lost(plan, epsilon)
         return cross_evidence(operator, plan, lost, epsilon)
 
     def _certify_own(self, term: str) -> PlanEvidence:
@@ -212,8 +213,8 @@ class PooledSolve:
         kept, updated = (part.view(room.problems, -1)[:, side] for part in both)
         operator = term_of(self.pool, term)
         f = ((kept + updated) / 2).double()
-        plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
-        lost = plans.find_lost(plan, epsilon)
+        plan = self_plan(operator, f, epsilon, accurate=True)
+        lost = find_lost(plan, epsilon)
         return self_evidence(operator, plan, lost, epsilon)
 
     def gradient(self, place: int) -> Tensor:

@@ -9,13 +9,12 @@ import torch
 from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.operators.base import CostFacts
+from otdd_flash.solver.certificate import PlanEvidence, conclude, conclude_self, shows_rounding
 from otdd_flash.solver.class_blocks import ROUNDING
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import TERMS, Batch, GivenCosts, Read, TermRead
 from otdd_flash.solver.small.pooled_solve import PooledSolve
-from otdd_flash.solver.term.certificate import conclude, conclude_self, shows_rounding
 from otdd_flash.solver.term.iteration import AIM
-from otdd_flash.solver.term.plan_evidence import PlanEvidence
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
 from otdd_flash.solver.term_solves import Potentials

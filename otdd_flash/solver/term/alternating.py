@@ -17,8 +17,8 @@ from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.engine.levels import Levels
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
+from otdd_flash.solver.certificate import Certificate, certify
 from otdd_flash.solver.term.approach import approach
-from otdd_flash.solver.term.certificate import Certificate, certify
 from otdd_flash.solver.term.iteration import LITTLE_ROUNDING, Iteration
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import Limits

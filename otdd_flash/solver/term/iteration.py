@@ -17,7 +17,7 @@ from otdd_flash.engine.run import run_one
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment
-from otdd_flash.solver.term.certificate import Certificate
+from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.term.result import SolverProgress, StoppedBy
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, Limits, goal_of, reachable_tolerance
 

@@ -1,0 +1,617 @@
+"""What the potentials of one term prove: its value, an interval that holds it, its marginal error.
+
+The lower bound is the `dual` value at any potentials, the upper bound the lesser of `primal` and
+`oscillation`; both move outwards by what `perturbed_costs` allows for errors. For a cross term f is
+first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a and
+mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal. Of B terms
+side by side everything on the device has a leading dimension B.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.evidence import oscillation, primal
+from otdd_flash.engine.evidence.dual import dual_value
+from otdd_flash.engine.evidence.perturbed_costs import growth as growth_of
+from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, outwards
+from otdd_flash.engine.evidence.primal import Filling, dot
+from otdd_flash.operators.base import (
+    Certifiable,
+    CostFacts,
+    Epsilon,
+    Marginals,
+    Operator,
+    lesser,
+)
+from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
+
+# A scaling by less than this share of the missing mass, or so many units, is taken as it is.
+MOST_SCALED, SCALED_UNITS = 0.25, 16.0
+
+
+class Certificate(NamedTuple):
+    """Potentials after the certifying pass, and what they prove.
+
+    `marginal_error` is a bound of the larger of the L1 errors of rows and of columns, of which
+    `hidden` is the part that rounding may hide. `passes` counts evaluations of
+    `Operator.marginals`.
+    """
+
+    f: Tensor
+    g: Tensor
+    value: float
+    bounds: tuple[float, float]
+    marginal_error: float
+    hidden: float
+    passes: int
+
+
+def certify(
+    operator: Operator,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    updated: Tensor | None = None,
+    *,
+    polished: bool = False,
+    scaled: float = 0.0,
+) -> Certificate:
+    """One row update from g (m,), near f (n,), one column update, one pass for all sums.
+
+    With `updated`, which is T'(f), of an f that is T(g) already, the last pass alone. Where the
+    rounding of these updates shows, or if `polished`, they are done once more by exact sums, in two
+    passes. It does not show where the plan is scaled by no more than `scaled`.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    if updated is None:
+        f = operator.softmin_rows(g, epsilon, f)
+        updated = operator.softmin_columns(f, epsilon, g)
+    plan = lowered_plan(operator, f, g, updated, epsilon, accurate=polished)
+    lost = find_lost(plan, epsilon)
+    if not polished:
+        evidence = cross_evidence(operator, plan, lost, epsilon)
+        numbers = CrossNumbers(*evidence.numbers.tolist())
+        if not shows_rounding(operator.costs, numbers, epsilon, scaled):
+            return conclude(operator.costs, evidence, numbers, epsilon)
+    plan = polished_plan(operator, plan, lost, epsilon, accurate=polished)
+    evidence = cross_evidence(operator, plan, lost, epsilon)
+    numbers = CrossNumbers(*evidence.numbers.tolist())
+    return conclude(operator.costs, evidence, numbers, epsilon)
+
+
+def hides_little(
+    numbers: CrossNumbers | SelfNumbers,
+    sums: Marginals,
+    unit: float,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Read values, marginal errors and whether they hold from numbers (B,) of B terms.
+
+    They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
+    potentials, shows, or the mass overflows.
+    """
+    if isinstance(numbers, CrossNumbers):
+        fine = ~_shows_rounding(numbers.kappa, numbers.mass, numbers.lost, unit)
+        gap = torch.maximum(numbers.gap, numbers.row_gap)
+    else:
+        fine, gap = numbers.lost == 0, numbers.gap
+    error, value = gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
+    return value, error, fine & numbers.mass.isfinite() & value.isfinite()
+
+
+def shows_rounding(
+    costs: CostFacts, numbers: CrossNumbers, epsilon: float, scaled: float = 0.0
+) -> bool:
+    """Whether the rounding of the updates shows, by the numbers of the plan.
+
+    A scaling by up to `scaled` is taken as it is.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    check_mass(costs, numbers.mass, epsilon)
+    unit = torch.finfo(costs.dtype).eps / 2
+    return bool(_shows_rounding(numbers.kappa + scaled, numbers.mass, numbers.lost, unit))
+
+
+def _shows_rounding(kappa: Any, mass: Any, hidden: Any, unit: float) -> Any:
+    return (hidden > 0) | (1 - kappa > MOST_SCALED * (1 - mass) + SCALED_UNITS * unit)
+
+
+def conclude(
+    costs: CostFacts, evidence: PlanEvidence, numbers: CrossNumbers, epsilon: float
+) -> Certificate:
+    """What the plan of a cross term proves, with what was read of `PlanEvidence.numbers`.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    dual, gap, kappa, size = numbers.dual(epsilon), numbers.gap, numbers.kappa, numbers.size
+    check_mass(costs, numbers.mass, epsilon)
+    check_mass(costs, dual, epsilon)
+    sums, relative = evidence.sums, evidence.sums.relative_error
+    spread = oscillation.perturbed_spread(costs, sums, numbers.row_error + numbers.column_error)
+    paid = kappa * (numbers.paid_before + epsilon * math.log(kappa) * numbers.total)
+    kept = kappa * min(numbers.total, numbers.mass)
+    upper = primal.filled_value(numbers.filling, paid, kept, epsilon)
+    upper += primal.filled_slack(relative, size, spread, epsilon)
+    if numbers.row_gap == 0:
+        slack = oscillation.slack(relative, numbers.row_swing + numbers.column_swing, spread)
+        upper = min(upper, oscillation.bound(dual, gap, numbers.column_swing, spread) + slack)
+    bounds = outwards(costs, sums, (dual, upper), numbers.mean_error, size, epsilon)
+    if costs.forbidden:
+        # Both upper bounds move mass between any two points.
+        bounds = bounds[0], math.inf
+    hidden = numbers.noise + 2 * relative
+    error = max(gap, numbers.row_gap) + hidden
+    return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)
+
+
+def certify_self(
+    operator: Certifiable, f: Tensor, epsilon: float, *, accurate: bool = False
+) -> Certificate:
+    """The plan of one potential f (n,) between a cloud and itself: one pass.
+
+    The plan is symmetric: it is the mean of the computed one and its transpose, whose costs are
+    as near to C.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    plan = self_plan(operator, f.double(), epsilon, accurate=accurate)
+    lost = find_lost(plan, epsilon)
+    evidence = self_evidence(operator, plan, lost, epsilon)
+    numbers = SelfNumbers(*evidence.numbers.tolist())
+    if numbers.lost > 0:
+        low = lowered(plan.f, plan, plan.sides[0], lost, plan.sums.rows, epsilon)
+        plan = self_plan(operator, low, epsilon, accurate=accurate)._replace(passes=2)
+        evidence = self_evidence(operator, plan, lost, epsilon)
+        numbers = SelfNumbers(*evidence.numbers.tolist())
+    return conclude_self(operator.costs, evidence, numbers, epsilon)
+
+
+def conclude_self(
+    costs: CostFacts, evidence: PlanEvidence, numbers: SelfNumbers, epsilon: float
+) -> Certificate:
+    """What the plan of one potential proves, likewise.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    dual, gap, swing = numbers.dual(epsilon), numbers.gap, numbers.swing
+    check_mass(costs, dual, epsilon)
+    sums, relative = evidence.sums, evidence.sums.relative_error
+    spread = oscillation.perturbed_spread(costs, sums, 2 * numbers.largest_error)
+    # Of the plan that is balanced on its diagonal.
+    upper = 2 * numbers.paid + epsilon * numbers.balancing
+    if numbers.mass > 0.5:
+        # Both marginals have mass 1.
+        slack = oscillation.slack(relative, 2 * swing, spread)
+        upper = min(upper, oscillation.self_bound(dual, gap, swing, spread) + slack)
+    errors, size = 2 * numbers.mean_error, 2 * numbers.size
+    bounds = outwards(costs, sums, (dual, upper), errors, size, epsilon)
+    hidden = numbers.noise + 2 * relative
+    error = gap + hidden
+    return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)
+
+
+# By how many units in its last place a column potential is lowered, so that roundings of the
+# softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
+MARGIN = 4.0
+
+
+class PlanEvidence(NamedTuple):
+    """What was computed of a plan where it is; the host has not asked for it yet.
+
+    Attributes:
+        f: (n,) potential of rows, in the operator's type.
+        g: (m,) potential of columns, likewise.
+        numbers: float64, `CrossNumbers` or `SelfNumbers`.
+        sums: of the plan.
+        passes: evaluations of `Operator.marginals`.
+    """
+
+    f: Tensor
+    g: Tensor
+    numbers: Tensor
+    sums: Marginals
+    passes: int
+
+
+def lowered_plan(
+    operator: Certifiable,
+    f: Tensor,
+    g: Tensor,
+    updated: Tensor,
+    epsilon: Epsilon,
+    *,
+    accurate: bool = False,
+) -> Plan:
+    """The plan of f (n,) and the lesser of g (m,) and its update, which leaves no column too much.
+
+    Points without mass take the update. It asks the device nothing.
+    """
+    unit = torch.finfo(operator.dtype).eps / 2
+    g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
+    g = torch.sub(g, g.abs(), alpha=MARGIN * unit).double()
+    return cross_plan(operator, f.double(), g, epsilon, accurate=accurate)
+
+
+def polished_plan(
+    operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsilon, *, accurate: bool
+) -> Plan:
+    """Evaluate the plan after both updates once more, by exact sums.
+
+    Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
+    """
+    b, (rows, columns) = operator.b, plan.sides
+    f = plan.f + epsilon * row_update(operator, plan, lost).factors.log()
+    f = lowered(f, plan, rows, lost, plan.sums.rows, epsilon)
+    g = lowered(plan.g, plan, columns, lost, plan.sums.columns, epsilon)
+    plan = cross_plan(operator, f, g, epsilon, accurate=accurate)
+    g = g - epsilon * excess(plan.sums.columns, b)
+    return cross_plan(operator, f, g, epsilon, accurate=accurate)._replace(passes=3)
+
+
+def cross_evidence(operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsilon) -> PlanEvidence:
+    """Bound a cross term by its plan after a row update of all rows but the lost ones."""
+    sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
+    factors, updated_rows = row_update(operator, plan, lost)
+    shift = epsilon * factors.log()
+    f, g = plan.f + shift, plan.g
+    returned = f.to(operator.dtype), g.to(operator.dtype)
+    both = torch.cat((sums.rows, sums.columns), -1)
+    held = torch.cat((plan.f, g), -1).masked_fill_(plan.absent, 0)
+    paid_before = dot(both, held)
+    held[..., rows].add_(shift)
+    errors = errors_of(operator, plan, f, updated_rows, epsilon)
+    growth = _growth(both, errors, lost, held - torch.cat(returned, -1), epsilon)
+    kappa, total = primal.fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
+    # A sum of which all may be lost is not scaled up.
+    total_scaled = total.clamp_min(max(SCALABLE * sums.lost, primal.TINY))
+    updated = torch.cat((updated_rows, operator.b), -1)
+    filling = primal.filling_of(operator, *points, both, kappa)
+    row_swing, column_swing = oscillation.swings(held, plan.absent, rows, columns)
+    numbers = CrossNumbers(
+        kappa=kappa,
+        mass=sums.columns.sum(-1),
+        lost=lost.hidden,
+        total=total,
+        moved=oscillation.distance(sums.rows, updated_rows),
+        missed=oscillation.distance(sums.columns, operator.b),
+        scaled_gap=oscillation.updated_gap(both, updated, total_scaled),
+        row_gap=oscillation.distance(updated_rows, operator.a),
+        factor=factors.amax(-1),
+        row_growth=dot(updated_rows, growth[..., rows]),
+        column_growth=dot(sums.columns, growth[..., columns]),
+        largest_growth=growth[..., columns].amax(-1),
+        paid=dot(plan.masses, held),
+        updated=updated_rows.sum(-1),
+        size=dot(plan.masses, held.abs()),
+        paid_before=paid_before,
+        missing_rows=filling.rows,
+        missing_columns=filling.columns,
+        filling_costs=filling.costs,
+        filling_entropy=filling.entropy,
+        row_swing=row_swing,
+        column_swing=column_swing,
+        mean_error=dot(plan.masses, plan.cost_errors),
+        row_error=plan.cost_errors[..., rows].amax(-1),
+        column_error=plan.cost_errors[..., columns].amax(-1),
+    )
+    return PlanEvidence(*returned, torch.stack(numbers, -1), sums, plan.passes)
+
+
+def self_evidence(operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsilon) -> PlanEvidence:
+    """Bound a self term by the plan of one potential, of mass 1."""
+    a, sums, rows = operator.a, plan.sums, plan.sums.rows
+    returned, held = plan.f.to(operator.dtype), plan.f.masked_fill(plan.absent, 0)
+    growth = _growth(rows, plan.errors, lost, held - returned, epsilon)
+    costs, errors = operator.own_costs(), plan.cost_errors
+    if sums.cost_rounding:
+        errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
+    diagonal = primal.diagonal_of(a, held, costs, epsilon)
+    spread = errors / (epsilon / 4)
+    (swing,) = oscillation.swings(held, plan.absent, *plan.sides)
+    outside = primal.sums_without(diagonal, rows, sums.relative_error, spread)
+    numbers = SelfNumbers(
+        gap=oscillation.distance(rows, a),
+        mass=rows.sum(-1),
+        lost=lost.hidden,
+        growth=dot(rows, growth),
+        paid=dot(a, held),
+        size=dot(a, held.abs()),
+        swing=swing,
+        balancing=primal.balancing(a, plan.absent, diagonal, outside),
+        mean_error=dot(a, plan.cost_errors),
+        largest_error=plan.cost_errors.amax(-1),
+    )
+    return PlanEvidence(returned, returned, torch.stack(numbers, -1), sums, plan.passes)
+
+
+def _growth(sums: Tensor, errors: Tensor, lost: Lost, rounding: Tensor, epsilon: Epsilon) -> Tensor:
+    """`growth` (k,) with the errors that potentials were rounded by; lost points are apart."""
+    return growth_of(sums, errors.masked_fill(lost.points, 0) + rounding.abs(), epsilon)
+
+
+class CrossNumbers(NamedTuple):
+    """Of the plan of a cross term with sums r and c, before and after the update of its rows.
+
+    Attributes:
+        kappa: what scales it down to rows and columns of no more than their masses, before.
+        mass: sum of c, before.
+        lost: masses of points of which errors may hide all.
+        total: sum of r, before.
+        moved: sum_i r_i |s_i - 1| for the factors s of the update.
+        missed: ||c - b||_1, before.
+        scaled_gap: a bound on that after.
+        row_gap: ||r - a||_1, after.
+        factor: max s.
+        row_growth: <r, `perturbed_costs.growth`>, after.
+        column_growth: <c, growth>, before.
+        largest_growth: of a column.
+        paid: <a, f> + <b, g>, after.
+        updated: sum of r, after.
+        size: <a, |f|> + <b, |g|>, after.
+        paid_before: <r, f> + <c, g>, before.
+        missing_rows: `Filling.rows` of kappa P, before.
+        missing_columns: likewise.
+        filling_costs: likewise.
+        filling_entropy: likewise.
+        row_swing: max f - min f, after.
+        column_swing: max g - min g.
+        mean_error: of costs, <a, A> + <b, B>.
+        row_error: max A.
+        column_error: max B.
+    """
+
+    kappa: Any
+    mass: Any
+    lost: Any
+    total: Any
+    moved: Any
+    missed: Any
+    scaled_gap: Any
+    row_gap: Any
+    factor: Any
+    row_growth: Any
+    column_growth: Any
+    largest_growth: Any
+    paid: Any
+    updated: Any
+    size: Any
+    paid_before: Any
+    missing_rows: Any
+    missing_columns: Any
+    filling_costs: Any
+    filling_entropy: Any
+    row_swing: Any
+    column_swing: Any
+    mean_error: Any
+    row_error: Any
+    column_error: Any
+
+    @property
+    def filling(self) -> Filling[Any]:
+        """What kappa P misses of its masses."""
+        return Filling(
+            self.missing_rows, self.missing_columns, self.filling_costs, self.filling_entropy
+        )
+
+    @property
+    def gap(self) -> Any:
+        """Bound on ||c - b||_1 after the update."""
+        return lesser(self.moved + self.missed, self.scaled_gap)
+
+    @property
+    def noise(self) -> Any:
+        """The marginal error that errors of costs may hide."""
+        columns = hidden_after_update(
+            self.column_growth / 2, self.largest_growth / 2, self.factor, self.moved
+        )
+        return self.row_growth / 2 + self.lost + columns
+
+    def dual(self, epsilon: float) -> Any:
+        """The dual value after the update."""
+        return dual_value(self.paid, self.updated, epsilon)
+
+
+class SelfNumbers(NamedTuple):
+    """Of the plan of one potential f, made symmetric and given mass 1, with sums r.
+
+    Attributes:
+        gap: ||r - a||_1.
+        mass: sum of r.
+        lost: masses of points of which errors may hide all.
+        growth: <r, `perturbed_costs.growth`>.
+        paid: <a, f>.
+        size: <a, |f|>.
+        swing: max f - min f.
+        balancing: see `primal.balancing`.
+        mean_error: of costs, <a, A>.
+        largest_error: max A.
+    """
+
+    gap: Any
+    mass: Any
+    lost: Any
+    growth: Any
+    paid: Any
+    size: Any
+    swing: Any
+    balancing: Any
+    mean_error: Any
+    largest_error: Any
+
+    @property
+    def noise(self) -> Any:
+        """The marginal error that errors of costs may hide, on both sides."""
+        return self.growth + 2 * self.lost
+
+    def dual(self, epsilon: float) -> Any:
+        return dual_value(2 * self.paid, self.mass, epsilon)
+
+
+# A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
+SCALABLE = 2.0**64
+
+
+class Plan(NamedTuple):
+    """A plan whose entries were evaluated once.
+
+    What is known of its k points is in one vector (k,): rows and then columns, n + m of a cross
+    term, and the n points of a self term.
+
+    Attributes:
+        f: (n,) potential of rows, float64.
+        g: (m,) potential of columns, float64.
+        sums: of the plan.
+        masses: (k,).
+        absent: (k,) bool, the points without mass.
+        cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
+        errors: (k,) A and B of `perturbed_costs`, likewise.
+        passes: evaluations of `Operator.marginals`.
+    """
+
+    f: Tensor
+    g: Tensor
+    sums: Marginals
+    masses: Tensor
+    absent: Tensor
+    cost_errors: Tensor
+    errors: Tensor
+    passes: int = 1
+
+    @property
+    def sides(self) -> list[slice]:
+        """The places of rows, and of columns if they are others, among the points."""
+        n, total = self.f.shape[-1], self.masses.shape[-1]
+        return [slice(n), slice(n, total)][: 1 + (total > n)]
+
+
+def check_mass(costs: CostFacts, mass: float, epsilon: float) -> None:
+    """Refuse a plan with a mass, or a dual value, that is not finite.
+
+    Raises:
+        EpsilonOutOfRange: it overflows.
+    """
+    if not math.isfinite(mass):
+        raise EpsilonOutOfRange(
+            "some costs are too far above the mean at {given}: rounding alone makes the plan's "
+            f"mass overflow; raise {{name}}{or_double(costs.dtype)} or leave out points that "
+            "are far from all others",
+            epsilon,
+        )
+
+
+def cross_plan(
+    operator: Certifiable, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool
+) -> Plan:
+    """Evaluate the plan of f (n,) and g (m,), float64."""
+    sums = operator.marginals(f, g, epsilon, accurate=accurate)
+    masses = torch.cat((operator.a, operator.b), -1)
+    absent = masses == 0
+    errors = torch.cat((sums.row_errors, sums.column_errors), -1).masked_fill_(absent, 0)
+    plan = Plan(f, g, sums, masses, absent, errors, errors)
+    return plan._replace(errors=errors_of(operator, plan, f, sums.rows, epsilon))
+
+
+def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
+    """The plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
+
+    It keeps its mass if that is so small that all of it may be lost.
+    """
+    sums = operator.marginals(f, f, epsilon, accurate=accurate)
+    rows, row_errors, column_errors = sums.rows, sums.row_errors, sums.column_errors
+    if sums.columns is not rows:
+        rows = (rows + sums.columns) / 2
+    total = rows.sum(-1, keepdim=True)
+    total.masked_fill_(total < SCALABLE * sums.lost, 1)
+    f, rows = f - epsilon / 2 * total.log(), rows / total
+    largest, absent = _larger(row_errors, column_errors), operator.a == 0
+    cost_errors = errors = largest.masked_fill(absent, 0)
+    if sums.cost_rounding:
+        x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon))
+        errors = torch.maximum(row_errors + x, column_errors + y).masked_fill_(absent, 0)
+    sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
+    return Plan(f, f, sums, operator.a, absent, cost_errors, errors)
+
+
+def _larger(one: Tensor, other: Tensor) -> Tensor:
+    return one if one is other else torch.maximum(one, other)
+
+
+def errors_of(
+    operator: Certifiable, plan: Plan, f: Tensor, rows: Tensor, epsilon: Epsilon
+) -> Tensor:
+    """A and B (n + m,) of a plan with another f (n,) and row sums (n,)."""
+    if not plan.sums.cost_rounding:
+        return plan.cost_errors
+    sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon), -1)
+    return plan.cost_errors + plan.sums.cost_rounding * sizes.masked_fill_(plan.absent, 0)
+
+
+def _sizes(
+    operator: Certifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
+) -> tuple[Tensor, Tensor]:
+    """Numbers (n,) and (m,) whose sums bound |C_ij| in a plan with these potentials and row sums.
+
+    A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
+    log b_j; where it is negative, |e| exp(e) < 1. Unspecified where there is no mass.
+    """
+    above = (rows / operator.a).log().clamp_min(0) + 1
+    return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
+
+
+class Lost(NamedTuple):
+    """Points (k,) bool with mass of which errors of costs may hide all.
+
+    Their masses `hidden` () are what rounding loses, and more than errors may make up for.
+    """
+
+    points: Tensor
+    hidden: Tensor
+
+
+def find_lost(plan: Plan, epsilon: Epsilon) -> Lost:
+    """The points with mass and 2 A_i > epsilon."""
+    points = plan.errors > epsilon / 2
+    return Lost(points, (plan.masses * points).sum(-1))
+
+
+class RowUpdate(NamedTuple):
+    """What a row update scales the rows (n,) of a plan by, and what they sum to then."""
+
+    factors: Tensor
+    rows: Tensor
+
+
+def row_update(operator: Certifiable, plan: Plan, lost: Lost) -> RowUpdate:
+    """Scale rows by a / r, except lost ones and those of whose sum all may be lost."""
+    a, rows = operator.a, plan.sums.rows
+    kept = (rows <= SCALABLE * plan.sums.lost * a) | lost.points[..., plan.sides[0]]
+    return RowUpdate((a / rows).masked_fill_(kept, 1), torch.where(kept, rows, a))
+
+
+def lowered(
+    potential: Tensor, plan: Plan, side: slice, lost: Lost, sums: Tensor, epsilon: Epsilon
+) -> Tensor:
+    """A potential (n,) of a side with which lost points have at most a_i exp(-2 A_i / epsilon).
+
+    Now they have these sums (n,).
+    """
+    errors, masses, points = (each[..., side] for each in (plan.errors, plan.masses, lost.points))
+    drop = 4 * errors + epsilon * excess(sums, masses)
+    return torch.where(points, potential - drop, potential)
+
+
+def excess(part: Tensor, masses: Tensor) -> Tensor:
+    """log(r_i / a_i) where it is positive, else 0."""
+    return torch.where(part > masses, (part / masses).log(), 0)
