@@ -26,12 +26,20 @@ from otdd_flash.operators.base import (
     Epsilon,
     Marginals,
     Operator,
+    larger,
     lesser,
 )
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0
+
+# By how many units in its last place a column potential is lowered, so that roundings of the
+# softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
+MARGIN = 4.0
+
+# A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
+SCALABLE = 2.0**64
 
 
 class Certificate(NamedTuple):
@@ -74,84 +82,15 @@ def certify(
         f = operator.softmin_rows(g, epsilon, f)
         updated = operator.softmin_columns(f, epsilon, g)
     plan = lowered_plan(operator, f, g, updated, epsilon, accurate=polished)
-    lost = find_lost(plan, epsilon)
     if not polished:
-        evidence = cross_evidence(operator, plan, lost, epsilon)
+        evidence = cross_evidence(operator, plan, epsilon)
         numbers = CrossNumbers(*evidence.numbers.tolist())
         if not shows_rounding(operator.costs, numbers, epsilon, scaled):
             return conclude(operator.costs, evidence, numbers, epsilon)
-    plan = polished_plan(operator, plan, lost, epsilon, accurate=polished)
-    evidence = cross_evidence(operator, plan, lost, epsilon)
+    plan = polished_plan(operator, plan, epsilon, accurate=polished)
+    evidence = cross_evidence(operator, plan, epsilon)
     numbers = CrossNumbers(*evidence.numbers.tolist())
     return conclude(operator.costs, evidence, numbers, epsilon)
-
-
-def hides_little(
-    numbers: CrossNumbers | SelfNumbers,
-    sums: Marginals,
-    unit: float,
-    epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Read values, marginal errors and whether they hold from numbers (B,) of B terms.
-
-    They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
-    potentials, shows, or the mass overflows.
-    """
-    if isinstance(numbers, CrossNumbers):
-        fine = ~_shows_rounding(numbers.kappa, numbers.mass, numbers.lost, unit)
-        gap = torch.maximum(numbers.gap, numbers.row_gap)
-    else:
-        fine, gap = numbers.lost == 0, numbers.gap
-    error, value = gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
-    return value, error, fine & numbers.mass.isfinite() & value.isfinite()
-
-
-def shows_rounding(
-    costs: CostFacts, numbers: CrossNumbers, epsilon: float, scaled: float = 0.0
-) -> bool:
-    """Whether the rounding of the updates shows, by the numbers of the plan.
-
-    A scaling by up to `scaled` is taken as it is.
-
-    Raises:
-        EpsilonOutOfRange: the plan's mass overflows.
-    """
-    check_mass(costs, numbers.mass, epsilon)
-    unit = torch.finfo(costs.dtype).eps / 2
-    return bool(_shows_rounding(numbers.kappa + scaled, numbers.mass, numbers.lost, unit))
-
-
-def _shows_rounding(kappa: Any, mass: Any, hidden: Any, unit: float) -> Any:
-    return (hidden > 0) | (1 - kappa > MOST_SCALED * (1 - mass) + SCALED_UNITS * unit)
-
-
-def conclude(
-    costs: CostFacts, evidence: PlanEvidence, numbers: CrossNumbers, epsilon: float
-) -> Certificate:
-    """What the plan of a cross term proves, with what was read of `PlanEvidence.numbers`.
-
-    Raises:
-        EpsilonOutOfRange: the plan's mass overflows.
-    """
-    dual, gap, kappa, size = numbers.dual(epsilon), numbers.gap, numbers.kappa, numbers.size
-    check_mass(costs, numbers.mass, epsilon)
-    check_mass(costs, dual, epsilon)
-    sums, relative = evidence.sums, evidence.sums.relative_error
-    spread = oscillation.perturbed_spread(costs, sums, numbers.row_error + numbers.column_error)
-    paid = kappa * (numbers.paid_before + epsilon * math.log(kappa) * numbers.total)
-    kept = kappa * min(numbers.total, numbers.mass)
-    upper = primal.filled_value(numbers.filling, paid, kept, epsilon)
-    upper += primal.filled_slack(relative, size, spread, epsilon)
-    if numbers.row_gap == 0:
-        slack = oscillation.slack(relative, numbers.row_swing + numbers.column_swing, spread)
-        upper = min(upper, oscillation.bound(dual, gap, numbers.column_swing, spread) + slack)
-    bounds = outwards(costs, sums, (dual, upper), numbers.mean_error, size, epsilon)
-    if costs.forbidden:
-        # Both upper bounds move mass between any two points.
-        bounds = bounds[0], math.inf
-    hidden = numbers.noise + 2 * relative
-    error = max(gap, numbers.row_gap) + hidden
-    return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)
 
 
 def certify_self(
@@ -166,45 +105,65 @@ def certify_self(
         EpsilonOutOfRange: the plan's mass overflows.
     """
     plan = self_plan(operator, f.double(), epsilon, accurate=accurate)
-    lost = find_lost(plan, epsilon)
-    evidence = self_evidence(operator, plan, lost, epsilon)
+    evidence = self_evidence(operator, plan, epsilon)
     numbers = SelfNumbers(*evidence.numbers.tolist())
     if numbers.lost > 0:
-        low = lowered(plan.f, plan, plan.sides[0], lost, plan.sums.rows, epsilon)
-        plan = self_plan(operator, low, epsilon, accurate=accurate)._replace(passes=2)
-        evidence = self_evidence(operator, plan, lost, epsilon)
+        low = lowered(plan.f, plan, plan.sides[0], plan.sums.rows, epsilon)
+        again = self_plan(operator, low, epsilon, accurate=accurate)
+        evidence = self_evidence(operator, again._replace(lost=plan.lost, passes=2), epsilon)
         numbers = SelfNumbers(*evidence.numbers.tolist())
-    return conclude_self(operator.costs, evidence, numbers, epsilon)
+    return conclude(operator.costs, evidence, numbers, epsilon)
 
 
-def conclude_self(
-    costs: CostFacts, evidence: PlanEvidence, numbers: SelfNumbers, epsilon: float
+def conclude(
+    costs: CostFacts, evidence: PlanEvidence, numbers: PlanNumbers, epsilon: float
 ) -> Certificate:
-    """What the plan of one potential proves, likewise.
+    """What the plan of a term proves, with what was read of `PlanEvidence.numbers`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
-    dual, gap, swing = numbers.dual(epsilon), numbers.gap, numbers.swing
+    check_mass(costs, numbers.mass, epsilon)
+    dual, sums = numbers.dual(epsilon), evidence.sums
     check_mass(costs, dual, epsilon)
-    sums, relative = evidence.sums, evidence.sums.relative_error
-    spread = oscillation.perturbed_spread(costs, sums, 2 * numbers.largest_error)
-    # Of the plan that is balanced on its diagonal.
-    upper = 2 * numbers.paid + epsilon * numbers.balancing
-    if numbers.mass > 0.5:
-        # Both marginals have mass 1.
-        slack = oscillation.slack(relative, 2 * swing, spread)
-        upper = min(upper, oscillation.self_bound(dual, gap, swing, spread) + slack)
-    errors, size = 2 * numbers.mean_error, 2 * numbers.size
-    bounds = outwards(costs, sums, (dual, upper), errors, size, epsilon)
-    hidden = numbers.noise + 2 * relative
-    error = gap + hidden
+    ends = dual, numbers.upper(costs, sums, epsilon)
+    bounds = outwards(costs, sums, ends, numbers.mean_error, numbers.size, epsilon)
+    if costs.forbidden:
+        # Both upper bounds of a cross term move mass between any two points.
+        bounds = bounds[0], math.inf
+    hidden = numbers.noise + 2 * sums.relative_error
+    error = numbers.gap + hidden
     return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)
 
 
-# By how many units in its last place a column potential is lowered, so that roundings of the
-# softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
-MARGIN = 4.0
+def shows_rounding(
+    costs: CostFacts, numbers: CrossNumbers, epsilon: float, scaled: float = 0.0
+) -> bool:
+    """Whether the rounding of the updates shows, by the numbers of the plan.
+
+    A scaling by up to `scaled` is taken as it is.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    check_mass(costs, numbers.mass, epsilon)
+    return bool(numbers.needs_more(torch.finfo(costs.dtype).eps / 2, scaled))
+
+
+def hides_little(
+    numbers: PlanNumbers,
+    sums: Marginals,
+    unit: float,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Read values, marginal errors and whether they hold from numbers (B,) of B terms.
+
+    They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
+    potentials, shows, or the mass overflows.
+    """
+    error, value = numbers.gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
+    fine = ~numbers.needs_more(unit)
+    return value, error, fine & numbers.mass.isfinite() & value.isfinite()
 
 
 class PlanEvidence(NamedTuple):
@@ -213,7 +172,7 @@ class PlanEvidence(NamedTuple):
     Attributes:
         f: (n,) potential of rows, in the operator's type.
         g: (m,) potential of columns, likewise.
-        numbers: float64, `CrossNumbers` or `SelfNumbers`.
+        numbers: float64, `PlanNumbers` in the order of their fields.
         sums: of the plan.
         passes: evaluations of `Operator.marginals`.
     """
@@ -244,26 +203,25 @@ def lowered_plan(
     return cross_plan(operator, f.double(), g, epsilon, accurate=accurate)
 
 
-def polished_plan(
-    operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsilon, *, accurate: bool
-) -> Plan:
+def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accurate: bool) -> Plan:
     """Evaluate the plan after both updates once more, by exact sums.
 
     Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
     """
     b, (rows, columns) = operator.b, plan.sides
-    f = plan.f + epsilon * row_update(operator, plan, lost).factors.log()
-    f = lowered(f, plan, rows, lost, plan.sums.rows, epsilon)
-    g = lowered(plan.g, plan, columns, lost, plan.sums.columns, epsilon)
-    plan = cross_plan(operator, f, g, epsilon, accurate=accurate)
-    g = g - epsilon * excess(plan.sums.columns, b)
-    return cross_plan(operator, f, g, epsilon, accurate=accurate)._replace(passes=3)
+    factors, _ = row_update(operator, plan)
+    f = lowered(plan.f + epsilon * factors.log(), plan, rows, plan.sums.rows, epsilon)
+    g = lowered(plan.g, plan, columns, plan.sums.columns, epsilon)
+    scaled = cross_plan(operator, f, g, epsilon, accurate=accurate)
+    g = g - epsilon * excess(scaled.sums.columns, b)
+    polished = cross_plan(operator, f, g, epsilon, accurate=accurate)
+    return polished._replace(lost=plan.lost, passes=3)
 
 
-def cross_evidence(operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsilon) -> PlanEvidence:
+def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Bound a cross term by its plan after a row update of all rows but the lost ones."""
     sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
-    factors, updated_rows = row_update(operator, plan, lost)
+    factors, updated_rows = row_update(operator, plan)
     shift = epsilon * factors.log()
     f, g = plan.f + shift, plan.g
     returned = f.to(operator.dtype), g.to(operator.dtype)
@@ -272,7 +230,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsil
     paid_before = dot(both, held)
     held[..., rows].add_(shift)
     errors = errors_of(operator, plan, f, updated_rows, epsilon)
-    growth = _growth(both, errors, lost, held - torch.cat(returned, -1), epsilon)
+    growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
     kappa, total = primal.fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
     # A sum of which all may be lost is not scaled up.
     total_scaled = total.clamp_min(max(SCALABLE * sums.lost, primal.TINY))
@@ -282,7 +240,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsil
     numbers = CrossNumbers(
         kappa=kappa,
         mass=sums.columns.sum(-1),
-        lost=lost.hidden,
+        lost=(plan.masses * plan.lost).sum(-1),
         total=total,
         moved=oscillation.distance(sums.rows, updated_rows),
         missed=oscillation.distance(sums.columns, operator.b),
@@ -309,11 +267,11 @@ def cross_evidence(operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsil
     return PlanEvidence(*returned, torch.stack(numbers, -1), sums, plan.passes)
 
 
-def self_evidence(operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsilon) -> PlanEvidence:
+def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Bound a self term by the plan of one potential, of mass 1."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
     returned, held = plan.f.to(operator.dtype), plan.f.masked_fill(plan.absent, 0)
-    growth = _growth(rows, plan.errors, lost, held - returned, epsilon)
+    growth = _growth(plan, rows, plan.errors, held - returned, epsilon)
     costs, errors = operator.own_costs(), plan.cost_errors
     if sums.cost_rounding:
         errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
@@ -324,21 +282,21 @@ def self_evidence(operator: Certifiable, plan: Plan, lost: Lost, epsilon: Epsilo
     numbers = SelfNumbers(
         gap=oscillation.distance(rows, a),
         mass=rows.sum(-1),
-        lost=lost.hidden,
+        lost=(plan.masses * plan.lost).sum(-1),
         growth=dot(rows, growth),
         paid=dot(a, held),
-        size=dot(a, held.abs()),
+        row_size=dot(a, held.abs()),
         swing=swing,
         balancing=primal.balancing(a, plan.absent, diagonal, outside),
-        mean_error=dot(a, plan.cost_errors),
+        row_error=dot(a, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
     )
     return PlanEvidence(returned, returned, torch.stack(numbers, -1), sums, plan.passes)
 
 
-def _growth(sums: Tensor, errors: Tensor, lost: Lost, rounding: Tensor, epsilon: Epsilon) -> Tensor:
+def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon: Epsilon) -> Tensor:
     """`growth` (k,) with the errors that potentials were rounded by; lost points are apart."""
-    return growth_of(sums, errors.masked_fill(lost.points, 0) + rounding.abs(), epsilon)
+    return growth_of(sums, errors.masked_fill(plan.lost, 0) + rounding.abs(), epsilon)
 
 
 class CrossNumbers(NamedTuple):
@@ -406,9 +364,14 @@ class CrossNumbers(NamedTuple):
         )
 
     @property
-    def gap(self) -> Any:
+    def column_gap(self) -> Any:
         """Bound on ||c - b||_1 after the update."""
         return lesser(self.moved + self.missed, self.scaled_gap)
+
+    @property
+    def gap(self) -> Any:
+        """Bound on the larger of the marginal errors after the update."""
+        return larger(self.column_gap, self.row_gap)
 
     @property
     def noise(self) -> Any:
@@ -422,6 +385,28 @@ class CrossNumbers(NamedTuple):
         """The dual value after the update."""
         return dual_value(self.paid, self.updated, epsilon)
 
+    def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
+        """The lesser upper bound for the perturbed costs, on the host."""
+        kappa, relative = self.kappa, sums.relative_error
+        spread = oscillation.perturbed_spread(costs, sums, self.row_error + self.column_error)
+        paid = kappa * (self.paid_before + epsilon * math.log(kappa) * self.total)
+        kept = kappa * min(self.total, self.mass)
+        upper: float = primal.filled_value(self.filling, paid, kept, epsilon)
+        upper += primal.filled_slack(relative, self.size, spread, epsilon)
+        if self.row_gap == 0:
+            dual, swing = self.dual(epsilon), self.column_swing
+            slack = oscillation.slack(relative, self.row_swing + swing, spread)
+            upper = min(upper, oscillation.bound(dual, self.column_gap, swing, spread) + slack)
+        return upper
+
+    def needs_more(self, unit: float, scaled: float = 0.0) -> Any:
+        """Whether the plan is to be evaluated once more: rounding of the potentials' unit shows.
+
+        A scaling by up to `scaled` is taken as it is.
+        """
+        most = MOST_SCALED * (1 - self.mass) + SCALED_UNITS * unit
+        return (self.lost > 0) | (1 - (self.kappa + scaled) > most)
+
 
 class SelfNumbers(NamedTuple):
     """Of the plan of one potential f, made symmetric and given mass 1, with sums r.
@@ -432,10 +417,10 @@ class SelfNumbers(NamedTuple):
         lost: masses of points of which errors may hide all.
         growth: <r, `perturbed_costs.growth`>.
         paid: <a, f>.
-        size: <a, |f|>.
+        row_size: <a, |f|>.
         swing: max f - min f.
         balancing: see `primal.balancing`.
-        mean_error: of costs, <a, A>.
+        row_error: of costs, <a, A>.
         largest_error: max A.
     """
 
@@ -444,11 +429,21 @@ class SelfNumbers(NamedTuple):
     lost: Any
     growth: Any
     paid: Any
-    size: Any
+    row_size: Any
     swing: Any
     balancing: Any
-    mean_error: Any
+    row_error: Any
     largest_error: Any
+
+    @property
+    def size(self) -> Any:
+        """<a, |f|> of both sides."""
+        return 2 * self.row_size
+
+    @property
+    def mean_error(self) -> Any:
+        """<a, A> of both sides."""
+        return 2 * self.row_error
 
     @property
     def noise(self) -> Any:
@@ -456,11 +451,28 @@ class SelfNumbers(NamedTuple):
         return self.growth + 2 * self.lost
 
     def dual(self, epsilon: float) -> Any:
+        """The dual value of both potentials, which are one."""
         return dual_value(2 * self.paid, self.mass, epsilon)
 
+    def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
+        """The lesser upper bound for the perturbed costs, on the host."""
+        spread = oscillation.perturbed_spread(costs, sums, 2 * self.largest_error)
+        # Of the plan that is balanced on its diagonal.
+        upper: float = 2 * self.paid + epsilon * self.balancing
+        if self.mass > 0.5:
+            # Both marginals have mass 1.
+            dual, swing = self.dual(epsilon), self.swing
+            slack = oscillation.slack(sums.relative_error, 2 * swing, spread)
+            upper = min(upper, oscillation.self_bound(dual, self.gap, swing, spread) + slack)
+        return upper
 
-# A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
-SCALABLE = 2.0**64
+    def needs_more(self, unit: float) -> Any:
+        """Whether the plan is to be evaluated once more: a point's mass may be lost."""
+        return self.lost > 0
+
+
+# What a device sums up of a plan: tensors () or (B,) there, numbers once the host has read them.
+PlanNumbers = CrossNumbers | SelfNumbers
 
 
 class Plan(NamedTuple):
@@ -477,6 +489,8 @@ class Plan(NamedTuple):
         absent: (k,) bool, the points without mass.
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
         errors: (k,) A and B of `perturbed_costs`, likewise.
+        lost: (k,) bool, the points with mass of which errors of costs may hide all. What they send
+            is lost to rounding, and more than errors may make up for.
         passes: evaluations of `Operator.marginals`.
     """
 
@@ -487,6 +501,7 @@ class Plan(NamedTuple):
     absent: Tensor
     cost_errors: Tensor
     errors: Tensor
+    lost: Tensor
     passes: int = 1
 
     @property
@@ -519,8 +534,9 @@ def cross_plan(
     masses = torch.cat((operator.a, operator.b), -1)
     absent = masses == 0
     errors = torch.cat((sums.row_errors, sums.column_errors), -1).masked_fill_(absent, 0)
-    plan = Plan(f, g, sums, masses, absent, errors, errors)
-    return plan._replace(errors=errors_of(operator, plan, f, sums.rows, epsilon))
+    plan = Plan(f, g, sums, masses, absent, errors, errors, lost=absent)
+    errors = errors_of(operator, plan, f, sums.rows, epsilon)
+    return plan._replace(errors=errors, lost=find_lost(errors, epsilon))
 
 
 def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
@@ -535,17 +551,16 @@ def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: b
     total = rows.sum(-1, keepdim=True)
     total.masked_fill_(total < SCALABLE * sums.lost, 1)
     f, rows = f - epsilon / 2 * total.log(), rows / total
-    largest, absent = _larger(row_errors, column_errors), operator.a == 0
+    largest, absent = row_errors, operator.a == 0
+    if column_errors is not row_errors:
+        largest = torch.maximum(row_errors, column_errors)
     cost_errors = errors = largest.masked_fill(absent, 0)
     if sums.cost_rounding:
         x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon))
         errors = torch.maximum(row_errors + x, column_errors + y).masked_fill_(absent, 0)
     sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
-    return Plan(f, f, sums, operator.a, absent, cost_errors, errors)
-
-
-def _larger(one: Tensor, other: Tensor) -> Tensor:
-    return one if one is other else torch.maximum(one, other)
+    lost = find_lost(errors, epsilon)
+    return Plan(f, f, sums, operator.a, absent, cost_errors, errors, lost)
 
 
 def errors_of(
@@ -570,46 +585,30 @@ def _sizes(
     return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
 
 
-class Lost(NamedTuple):
-    """Points (k,) bool with mass of which errors of costs may hide all.
+def find_lost(errors: Tensor, epsilon: Epsilon) -> Tensor:
+    """The points (k,) with 2 A_i > epsilon; errors are 0 where there is no mass."""
+    return errors > epsilon / 2
 
-    Their masses `hidden` () are what rounding loses, and more than errors may make up for.
+
+def row_update(operator: Certifiable, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Scale rows by a / r, except lost ones and those of whose sum all may be lost.
+
+    Returns:
+        The factors (n,), and what the rows sum to then.
     """
-
-    points: Tensor
-    hidden: Tensor
-
-
-def find_lost(plan: Plan, epsilon: Epsilon) -> Lost:
-    """The points with mass and 2 A_i > epsilon."""
-    points = plan.errors > epsilon / 2
-    return Lost(points, (plan.masses * points).sum(-1))
-
-
-class RowUpdate(NamedTuple):
-    """What a row update scales the rows (n,) of a plan by, and what they sum to then."""
-
-    factors: Tensor
-    rows: Tensor
-
-
-def row_update(operator: Certifiable, plan: Plan, lost: Lost) -> RowUpdate:
-    """Scale rows by a / r, except lost ones and those of whose sum all may be lost."""
     a, rows = operator.a, plan.sums.rows
-    kept = (rows <= SCALABLE * plan.sums.lost * a) | lost.points[..., plan.sides[0]]
-    return RowUpdate((a / rows).masked_fill_(kept, 1), torch.where(kept, rows, a))
+    kept = (rows <= SCALABLE * plan.sums.lost * a) | plan.lost[..., plan.sides[0]]
+    return (a / rows).masked_fill_(kept, 1), torch.where(kept, rows, a)
 
 
-def lowered(
-    potential: Tensor, plan: Plan, side: slice, lost: Lost, sums: Tensor, epsilon: Epsilon
-) -> Tensor:
+def lowered(potential: Tensor, plan: Plan, side: slice, sums: Tensor, epsilon: Epsilon) -> Tensor:
     """A potential (n,) of a side with which lost points have at most a_i exp(-2 A_i / epsilon).
 
     Now they have these sums (n,).
     """
-    errors, masses, points = (each[..., side] for each in (plan.errors, plan.masses, lost.points))
+    errors, masses, lost = (each[..., side] for each in (plan.errors, plan.masses, plan.lost))
     drop = 4 * errors + epsilon * excess(sums, masses)
-    return torch.where(points, potential - drop, potential)
+    return torch.where(lost, potential - drop, potential)
 
 
 def excess(part: Tensor, masses: Tensor) -> Tensor:

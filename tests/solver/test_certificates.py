@@ -14,7 +14,15 @@ from torch import Tensor
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.certificate import Certificate, certify, certify_self, find_lost, self_plan
+from otdd_flash.solver.certificate import (
+    Certificate,
+    SelfNumbers,
+    certify,
+    certify_self,
+    find_lost,
+    self_evidence,
+    self_plan,
+)
 
 
 def cost_between(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> LabelledCost:
@@ -134,6 +142,7 @@ def test_points_are_lost_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
     operator, a, f, epsilon = one_potential(3)
     plan = self_plan(operator, f, epsilon, accurate=True)
     errors = torch.linspace(0.4, 0.6, len(a)).double()
-    lost = find_lost(plan._replace(errors=errors * epsilon), epsilon)
-    assert lost.points.tolist() == (errors > 0.5).tolist()
-    assert float(lost.hidden) == float(a[errors > 0.5].sum())
+    lost = find_lost(errors * epsilon, epsilon)
+    assert lost.tolist() == (errors > 0.5).tolist()
+    numbers = self_evidence(operator, plan._replace(lost=lost), epsilon).numbers
+    assert float(SelfNumbers(*numbers).lost) == float(a[errors > 0.5].sum())

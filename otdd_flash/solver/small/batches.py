@@ -125,8 +125,7 @@ class _Reached:
 
     def __init__(self, read: TermRead, options: Converged, epsilon: float, *, cross: bool) -> None:
         self.cross, self.numbers = cross, read.numbers
-        size = read.numbers.size * (1 if cross else 2)
-        least = 2 * rounding_floor(facts_of(read), size, epsilon)
+        least = 2 * rounding_floor(facts_of(read), read.numbers.size, epsilon)
         asked, gives_way = options.asked_tolerance, options.tolerance is None
         self.tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
         largest = torch.maximum(read.costs.lowest.abs(), read.costs.highest.abs())

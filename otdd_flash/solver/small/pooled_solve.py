@@ -28,7 +28,6 @@ from otdd_flash.operators.score_pool import Pool, Room, ScorePool
 from otdd_flash.solver.certificate import (
     PlanEvidence,
     cross_evidence,
-    find_lost,
     lowered_plan,
     self_evidence,
     self_plan,
@@ -203,8 +202,7 @@ class PooledSolve:
         f, g, updated = (part.view(room.problems, -1) for part in known)
         operator = term_of(self.pool, "xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
-        lost = find_lost(plan, epsilon)
-        return cross_evidence(operator, plan, lost, epsilon)
+        return cross_evidence(operator, plan, epsilon)
 
     def _certify_own(self, term: str) -> PlanEvidence:
         own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
@@ -214,8 +212,7 @@ class PooledSolve:
         operator = term_of(self.pool, term)
         f = ((kept + updated) / 2).double()
         plan = self_plan(operator, f, epsilon, accurate=True)
-        lost = find_lost(plan, epsilon)
-        return self_evidence(operator, plan, lost, epsilon)
+        return self_evidence(operator, plan, epsilon)
 
     def gradient(self, place: int) -> Tensor:
         """Compute the gradient of the divergences by one side's points, at the potentials read.
