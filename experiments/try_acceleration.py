@@ -24,7 +24,7 @@ from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import Certificate, certify
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_alternating
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))
 # Of the mean cost, each with a tolerance that float32 can reach there.

@@ -42,9 +42,8 @@ from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_alternating, solve_symmetric
 from otdd_flash.solver.term.epsilon import epsilon_given_as
-from otdd_flash.solver.term.symmetric import solve_symmetric
 from otdd_flash.solver.term.tolerance import rounded_away
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ import torch
 from single_problems import InTriton, draw, problem
 
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.symmetric import solve_symmetric
+from otdd_flash.solver.solve import solve_alternating, solve_symmetric
 
 SOLVES = {False: solve_alternating, True: solve_symmetric}
 

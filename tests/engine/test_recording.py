@@ -17,8 +17,7 @@ from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.symmetric import solve_symmetric
+from otdd_flash.solver.solve import solve_alternating, solve_symmetric
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -15,7 +15,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_alternating
 
 Case = tuple[Tensor, Tensor, Tensor]
 TOLERANCE = 1e-3

@@ -16,8 +16,7 @@ from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term import approach
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_alternating
 
 N, M = 400, 333
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,8 +25,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of a few points, so that small problems have one too."""
-    monkeypatch.setattr(approach, "FEWEST", 24)
-    monkeypatch.setattr(approach, "SCORES_PER_SAMPLED", 1)
+    monkeypatch.setattr("otdd_flash.solver.solve.FEWEST", 24)
+    monkeypatch.setattr("otdd_flash.solver.solve.SCORES_PER_SAMPLED", 1)
 
 
 def masses(size: int, draw: torch.Generator) -> Tensor:

@@ -24,9 +24,8 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_alternating, solve_symmetric
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.term.symmetric import solve_symmetric
 
 # The reference stops at a marginal error of 1e-11, which leaves its value this uncertain.
 REFERENCE_ERROR = 1e-10

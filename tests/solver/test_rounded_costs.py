@@ -11,7 +11,7 @@ import torch
 from otdd_flash.operators.base import Execution
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_alternating
 
 
 class Rounded:

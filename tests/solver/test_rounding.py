@@ -10,7 +10,7 @@ from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_alternating
 
 
 def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:

@@ -17,7 +17,7 @@ from otdd_flash.solver.small.exchanged import UNIT, Batch, TermRead
 from otdd_flash.solver.small.kept_solves import kept
 from otdd_flash.solver.small.route import padded
 from otdd_flash.solver.small.single import facts_of
-from otdd_flash.solver.term.iteration import AIM
+from otdd_flash.solver.solve import AIM
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
 
 # Bytes of the problems that are solved at once, and how many they are: kernels have a program for

@@ -14,7 +14,7 @@ from otdd_flash.solver.class_blocks import ROUNDING
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import TERMS, Batch, GivenCosts, Read, TermRead
 from otdd_flash.solver.small.pooled_solve import PooledSolve
-from otdd_flash.solver.term.iteration import AIM
+from otdd_flash.solver.solve import AIM
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
 from otdd_flash.solver.term_solves import Potentials
