@@ -146,7 +146,7 @@ class PooledSolve:
         start = Start(Levels.trying(epsilon, top), torch.zeros_like(top))
         self._rules[0].begin(inputs.cross, start)
         for own, rule in zip(self._segments[1:], self._rules[1:], strict=True):
-            # As in `symmetric`.
+            # As `solve.begin` does.
             squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
             highest = -epsilon * torch.stack(squares, 1).log()
             constants = torch.minimum(pool.own.mean, highest) / 2
