@@ -18,13 +18,20 @@ from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, largest_entry, same_content
 from otdd_flash.solver.class_blocks import ClassBlocks
-from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
+from otdd_flash.solver.divergence import (
+    Divergence,
+    Known,
+    Potentials,
+    Pulled,
+    Solved,
+    solve_divergence,
+    solve_identical,
+)
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.route import is_small, solve_small
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term_solves import Known, Potentials, Pulled, Solved
 
 Cloud = LabeledSamples | Tensor
 

@@ -26,7 +26,7 @@ CORE = {
     "ranks": r"/distributed/|/ring|/(sharded|sharing|\w*self_share|owned|parts|by_ranks)\.py"
     r"|commands/ranks\.py",
     "certificate": r"solver/(term/|matrix/(result|plan)\.|"
-    r"(solve|certificate|groups?|group_flows|bound_width|shortfall|divergence)\.)",
+    r"(solve|certificate|groups?|group_flows|shortfall|divergence)\.)",
     "evidence": r"/engine/",
     "passes": r"/operators/|^kernels/",
 }

@@ -10,12 +10,12 @@ from otdd_flash.operators.memory import UNASKED, free_memory
 from otdd_flash.operators.pooled_term import single_operator
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room, ScorePool
+from otdd_flash.solver.divergence import Potentials, Pulled, Solved
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.kept_solves import is_kept, kept
 from otdd_flash.solver.small.single import SingleSolve
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term_solves import Potentials, Pulled, Solved
 
 # Scores of a cross term up to which storing them pays, and products of coordinates on cards that
 # compute as fast in float64 as in float32, and on others.

@@ -11,13 +11,13 @@ from otdd_flash.kernels.adder import UNIT
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
 from otdd_flash.solver.class_blocks import ROUNDING
+from otdd_flash.solver.divergence import Potentials
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import TERMS, Batch, GivenCosts, Read, TermRead
 from otdd_flash.solver.small.pooled_solve import PooledSolve
 from otdd_flash.solver.solve import AIM
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
-from otdd_flash.solver.term_solves import Potentials
 
 
 def facts_of(read: TermRead) -> CostFacts:
