@@ -191,7 +191,7 @@ class ScorePool(Pool):
         )
 
     def _symmetrize(self) -> None:
-        """Make the class costs of self terms symmetric, as `solver.class_blocks` says."""
+        """Make the class costs of self terms symmetric, as `operators.class_table` says."""
         given = self.class_distances
         of_x = torch.arange(given.shape[1], device=given.device) < self.of_costs[2]
         rows, columns = of_x[:, None], of_x[None, :]

@@ -13,11 +13,11 @@ from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
+from otdd_flash.operators.class_table import ClassBlocks
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
 from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, largest_entry, same_content
-from otdd_flash.solver.class_blocks import ClassBlocks
 from otdd_flash.solver.divergence import (
     Divergence,
     Known,

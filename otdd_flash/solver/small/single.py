@@ -9,8 +9,8 @@ import torch
 from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.operators.base import CostFacts
+from otdd_flash.operators.class_table import ROUNDING
 from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
-from otdd_flash.solver.class_blocks import ROUNDING
 from otdd_flash.solver.divergence import Potentials
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import TERMS, Batch, GivenCosts, Read, TermRead
