@@ -382,17 +382,14 @@ class TermSolves:
     ) -> None:
         operator = self.operators(name)
         before = self.terms.get(name)
-        if before is None:
-            self._iterate(operator, name, tolerance, sharers, self._start.get(name))
-        elif name != "xy":
-            self._iterate(operator, name, tolerance, sharers, before.g)
-        else:
-            # At a small epsilon, mass between points that are far apart may take thousands of
-            # iterations to move. A descent from large ones moves it within some ten a level.
-            most = max(FEWEST_ON, before.iterations)
-            self._iterate(operator, name, tolerance, sharers, before.g, most)
-            if self.terms[name].stopped_by == "max_iterations" and self._left(name):
-                self._iterate(operator, name, tolerance, sharers, None)
+        start = self._start.get(name) if before is None else before.g
+        # At a small epsilon, mass between points that are far apart may take thousands of
+        # iterations to move. A descent from large ones moves it within some ten a level.
+        most = None if before is None or name != "xy" else max(FEWEST_ON, before.iterations)
+        self._iterate(operator, name, tolerance, sharers, start, most)
+        stopped_by = self.terms[name].stopped_by
+        if most is not None and stopped_by == "max_iterations" and self._left(name):
+            self._iterate(operator, name, tolerance, sharers, None)
         if solved is not None:
             solved(name, operator, self.terms[name])
 
