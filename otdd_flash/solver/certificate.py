@@ -3,8 +3,13 @@
 The lower bound is the `dual` value at any potentials, the upper bound the lesser of `primal` and
 `oscillation`; both move outwards by what `perturbed_costs` allows for errors. For a cross term f is
 first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a and
-mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal. Of B terms
-side by side everything on the device has a leading dimension B.
+mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal.
+
+`certify` and `certify_self` take four steps: a `Plan` whose entries are evaluated once, its
+`PlanEvidence`, which the device sums up into some numbers, the reading of these, and `conclude`.
+`solver.solve` and the schedule of geomloss call them; `solver.small` records the first two steps
+and reads the numbers of many terms at once. So nothing before `conclude` may ask the device, and
+everything there has a leading dimension B of B terms side by side.
 """
 
 from __future__ import annotations
@@ -69,11 +74,11 @@ def certify(
     polished: bool = False,
     scaled: float = 0.0,
 ) -> Certificate:
-    """One row update from g (m,), near f (n,), one column update, one pass for all sums.
+    """Prove what a cross term's g (m,), near f (n,), is worth: both updates, a pass for all sums.
 
-    With `updated`, which is T'(f), of an f that is T(g) already, the last pass alone. Where the
-    rounding of these updates shows, or if `polished`, they are done once more by exact sums, in two
-    passes. It does not show where the plan is scaled by no more than `scaled`.
+    With `updated`, which is T'(f), of an f that is T(g) already, it takes the last pass alone.
+    Where the rounding of these updates shows, or if `polished`, they are done once more by exact
+    sums, in two passes. It does not show where the plan is scaled by no more than `scaled`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -96,7 +101,7 @@ def certify(
 def certify_self(
     operator: Certifiable, f: Tensor, epsilon: float, *, accurate: bool = False
 ) -> Certificate:
-    """The plan of one potential f (n,) between a cloud and itself: one pass.
+    """Prove what the potential f (n,) of a self term is worth, in one pass.
 
     The plan is symmetric: it is the mean of the computed one and its transpose, whose costs are
     as near to C.
@@ -118,7 +123,7 @@ def certify_self(
 def conclude(
     costs: CostFacts, evidence: PlanEvidence, numbers: PlanNumbers, epsilon: float
 ) -> Certificate:
-    """What the plan of a term proves, with what was read of `PlanEvidence.numbers`.
+    """Conclude from the numbers of a plan, as read of `PlanEvidence.numbers`, what it proves.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -139,7 +144,7 @@ def conclude(
 def shows_rounding(
     costs: CostFacts, numbers: CrossNumbers, epsilon: float, scaled: float = 0.0
 ) -> bool:
-    """Whether the rounding of the updates shows, by the numbers of the plan.
+    """Tell from the numbers of a plan whether the rounding of the updates shows.
 
     A scaling by up to `scaled` is taken as it is.
 
@@ -156,7 +161,7 @@ def hides_little(
     unit: float,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Read values, marginal errors and whether they hold from numbers (B,) of B terms.
+    """Conclude values, marginal errors and whether they hold from numbers (B,) of B terms.
 
     They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
     potentials, shows, or the mass overflows.
@@ -167,7 +172,7 @@ def hides_little(
 
 
 class PlanEvidence(NamedTuple):
-    """What was computed of a plan where it is; the host has not asked for it yet.
+    """What a device has computed of a plan; the host has not read it yet.
 
     Attributes:
         f: (n,) potential of rows, in the operator's type.
@@ -193,9 +198,9 @@ def lowered_plan(
     *,
     accurate: bool = False,
 ) -> Plan:
-    """The plan of f (n,) and the lesser of g (m,) and its update, which leaves no column too much.
+    """Evaluate the plan of f (n,) and the lesser of g (m,) and its update: no column has too much.
 
-    Points without mass take the update. It asks the device nothing.
+    Points without mass take the update.
     """
     unit = torch.finfo(operator.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
@@ -295,12 +300,12 @@ def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEv
 
 
 def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon: Epsilon) -> Tensor:
-    """`growth` (k,) with the errors that potentials were rounded by; lost points are apart."""
+    """Return `growth` (k,) with what potentials were rounded by; lost points are apart."""
     return growth_of(sums, errors.masked_fill(plan.lost, 0) + rounding.abs(), epsilon)
 
 
 class CrossNumbers(NamedTuple):
-    """Of the plan of a cross term with sums r and c, before and after the update of its rows.
+    """Numbers of a cross term's plan with sums r and c, before and after the update of its rows.
 
     Attributes:
         kappa: what scales it down to rows and columns of no more than their masses, before.
@@ -409,7 +414,7 @@ class CrossNumbers(NamedTuple):
 
 
 class SelfNumbers(NamedTuple):
-    """Of the plan of one potential f, made symmetric and given mass 1, with sums r.
+    """Numbers of a self term's plan, made symmetric and given mass 1, with sums r.
 
     Attributes:
         gap: ||r - a||_1.
@@ -542,7 +547,7 @@ def cross_plan(
 
 
 def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
-    """The plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
+    """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
     It keeps its mass if that is so small that all of it may be lost.
     """
@@ -568,7 +573,7 @@ def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: b
 def errors_of(
     operator: Certifiable, plan: Plan, f: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> Tensor:
-    """A and B (n + m,) of a plan with another f (n,) and row sums (n,)."""
+    """Return A and B (n + m,) of a plan with another f (n,) and row sums (n,)."""
     if not plan.sums.cost_rounding:
         return plan.cost_errors
     sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon), -1)
@@ -578,7 +583,7 @@ def errors_of(
 def _sizes(
     operator: Certifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> tuple[Tensor, Tensor]:
-    """Numbers (n,) and (m,) whose sums bound |C_ij| in a plan with these potentials and row sums.
+    """Return (n,) and (m,) whose sums bound |C_ij| in a plan of these potentials and row sums.
 
     A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
     log b_j; where it is negative, |e| exp(e) < 1. Unspecified where there is no mass.
@@ -588,7 +593,7 @@ def _sizes(
 
 
 def find_lost(errors: Tensor, epsilon: Epsilon) -> Tensor:
-    """The points (k,) with 2 A_i > epsilon; errors are 0 where there is no mass."""
+    """Find the points (k,) with 2 A_i > epsilon; errors are 0 where there is no mass."""
     return errors > epsilon / 2
 
 
@@ -604,9 +609,9 @@ def row_update(operator: Certifiable, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def lowered(potential: Tensor, plan: Plan, side: slice, sums: Tensor, epsilon: Epsilon) -> Tensor:
-    """A potential (n,) of a side with which lost points have at most a_i exp(-2 A_i / epsilon).
+    """Lower a potential (n,) until lost points have at most a_i exp(-2 A_i / epsilon).
 
-    Now they have these sums (n,).
+    With the potential as it is they have these sums (n,).
     """
     errors, masses, lost = (each[..., side] for each in (plan.errors, plan.masses, plan.lost))
     drop = 4 * errors + epsilon * excess(sums, masses)
@@ -614,5 +619,5 @@ def lowered(potential: Tensor, plan: Plan, side: slice, sums: Tensor, epsilon: E
 
 
 def excess(part: Tensor, masses: Tensor) -> Tensor:
-    """log(r_i / a_i) where it is positive, else 0."""
+    """Return log(r_i / a_i) where it is positive, else 0."""
     return torch.where(part > masses, (part / masses).log(), 0)

@@ -88,7 +88,7 @@ def solve_term(
     start: Tensor | None = None,
     progress: SolverProgress | None = None,
 ) -> TransportTerm:
-    """OT_epsilon between the two sides of an operator, or of a cloud with itself.
+    """Solve OT_epsilon between the two sides of an operator, or of a cloud with itself.
 
     Args:
         operator: the cost (n, m) and the masses; of a self term both sides are one.
@@ -212,7 +212,7 @@ def begin(
 
 
 def _constant(operator: Operator, epsilon: float) -> Tensor:
-    """A constant potential (n,) whose plan has about mass 1: -epsilon log of its mass at 0, halved.
+    """Return a constant f (n,) whose plan has about mass 1: half of -epsilon log of its mass at 0.
 
     By Jensen's inequality the mass at 0 is no less than exp(-mean cost / epsilon), its value far
     above the costs, nor less than that of the diagonal, sum_i a_i^2 exp(-C_ii / epsilon), all
@@ -426,7 +426,7 @@ def certify_solved(
 
 
 def prove(budget: Budget, segment: OneSegment, *, polished: bool, refine: bool) -> Certificate:
-    """What the potentials evaluated last prove; if `polished`, as well as they can.
+    """Certify the potentials evaluated last; if `polished`, as well as they can be.
 
     Without `refine` a scaling within the tolerance is taken as it is.
     """
