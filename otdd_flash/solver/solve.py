@@ -176,6 +176,11 @@ class Budget:
         """Whether the last potentials were evaluated at the final epsilon, with none to come."""
         return self.converged or self.stopped_by == "rounding"
 
+    @property
+    def timed_out(self) -> bool:
+        """Whether iterations ended because `max_seconds` were over."""
+        return self.stopped_by == "max_seconds"
+
     def count(self, certificate: Certificate) -> None:
         """Count the iteration that certified."""
         self.iterations += 1
@@ -380,8 +385,8 @@ def iterate(budget: Budget, segment: OneSegment, rule: Rule, aim: float) -> None
         return budget.left() <= 0
 
     told = run_one(segment, rule, watch, wait=segment.waits)
-    error, timed_out = told.marginal_error, budget.stopped_by == "max_seconds"
-    if timed_out or (budget.left() <= 0 and error > LOOSEST_DEFAULT):
+    error = told.marginal_error
+    if budget.timed_out or (budget.left() <= 0 and error > LOOSEST_DEFAULT):
         return
     costs = segment.operator.costs
     budget.admit(segment.operator, rounding_floor(costs, told.size, budget.epsilon))
