@@ -28,7 +28,6 @@ and `labels.sinkhorn_pairs` call it; `solver.small` takes the same steps in reco
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,27 +260,17 @@ def approach(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]
         top = first_level(budget.epsilon, _scale(operator))
         return nothing, Levels.trying(budget.epsilon, top), 0.0
     top = first_level(budget.epsilon, _scale(operator), SAMPLED_TOP)
-    f, passes = _of_sample(budget, operator, sample, float(top))
+    f, passes = _of_sample(budget, operator, *sample, float(top))
     budget.iterations += 1
     return operator.softmin_columns(f, float(top)), Levels.descending(top), passes
 
 
-class Sample(NamedTuple):
-    """Some points of both sides, each with the same mass.
+def draw_sample(operator: Operator) -> tuple[Tensor, Operator] | None:
+    """Draw one point of each equal share of the mass, on both sides; None if that does not pay.
 
-    Attributes:
-        rows: (k,) int64.
-        columns: (l,) int64.
-        operator: the cost between them.
+    Returns:
+        The columns (l,) int64, and the cost between the rows and these, of equal masses each.
     """
-
-    rows: Tensor
-    columns: Tensor
-    operator: Operator
-
-
-def draw_sample(operator: Operator) -> Sample | None:
-    """Draw one point of each equal share of the mass, on both sides; None if that does not pay."""
     n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
     sampled = operator.execution.sampled
@@ -292,8 +281,8 @@ def draw_sample(operator: Operator) -> Sample | None:
     ):
         return None
     draw = torch.Generator().manual_seed(0)
-    drawn = _drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw)
-    return Sample(*drawn, sampled(*drawn))
+    of_rows, of_columns = _drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw)
+    return of_columns, sampled(of_rows, of_columns)
 
 
 def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
@@ -303,10 +292,9 @@ def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
 
 
 def _of_sample(
-    budget: Budget, operator: Operator, sample: Sample, level: float
+    budget: Budget, operator: Operator, columns: Tensor, sampled: Operator, level: float
 ) -> tuple[Tensor, float]:
     """Solve a sample; return its row potential (n,) and passes beside those of an iteration."""
-    sampled = sample.operator
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
     nothing = torch.zeros_like(sampled.b)
@@ -314,8 +302,8 @@ def _of_sample(
     levels = Levels.descending(first_level(level, _scale(sampled)))
     rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
     told = run_one(segment, rule, lambda *_: budget.late(), wait=segment.waits)
-    f, part = _extended(operator, sample.columns, segment.updated, level)
-    share = len(sample.rows) * len(sample.columns) / (len(operator.a) * len(operator.b))
+    f, part = _extended(operator, columns, segment.updated, level)
+    share = len(sampled.a) * len(sampled.b) / (len(operator.a) * len(operator.b))
     return f, 2 * told.iterations * share + part - 1
 
 
