@@ -11,6 +11,7 @@ from operation_counts import OperationCounts
 from refusals import Refusals
 from torch import Tensor
 
+from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
@@ -20,6 +21,7 @@ from otdd_flash.solver.certificate import (
     certify,
     certify_self,
     find_lost,
+    hides_little,
     self_evidence,
     self_plan,
 )
@@ -135,6 +137,17 @@ def test_what_a_certificate_asks_of_a_device(
     assert 0.8 * operations <= counts.operations <= operations
     assert sum(counts.launches.values()) == launches
     assert counts.reads == 1
+
+
+def test_self_terms_side_by_side_say_where_a_point_is_lost() -> None:
+    """Its mass may be missing from both marginals."""
+    lost = torch.tensor([0.0, 0.125])
+    numbers = SelfNumbers(*(torch.zeros(2) for _ in SelfNumbers._fields))
+    numbers = numbers._replace(mass=torch.ones(2), gap=torch.full((2,), 0.25), lost=lost)
+    sums = Marginals(*(torch.zeros(1) for _ in range(4)), 0.0, 2.0**-10, 0.0)
+    _, error, fine = hides_little(numbers, sums, 2.0**-24, 1.0)
+    assert fine.tolist() == [True, False]
+    assert (error - 2 * lost).tolist() == [0.25 + 2.0**-9] * 2
 
 
 def test_points_are_lost_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
