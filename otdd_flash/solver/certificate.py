@@ -539,9 +539,8 @@ def cross_plan(
     masses = torch.cat((operator.a, operator.b), -1)
     absent = masses == 0
     errors = torch.cat((sums.row_errors, sums.column_errors), -1).masked_fill_(absent, 0)
-    plan = Plan(f, g, sums, masses, absent, errors, errors, find_lost(errors, epsilon))
-    if not sums.cost_rounding:
-        return plan
+    # Errors of stored costs are found from the rest of the plan, and lost points from all errors.
+    plan = Plan(f, g, sums, masses, absent, errors, errors, lost=absent)
     errors = errors_of(operator, plan, f, sums.rows, epsilon)
     return plan._replace(errors=errors, lost=find_lost(errors, epsilon))
 
