@@ -15,11 +15,22 @@ Between two levels the potential is taken for a linear function of epsilon,
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.numbers import (
+    Numbers,
+    clamp,
+    constant,
+    is_finite,
+    log,
+    negation,
+    ratio,
+    where,
+)
 from otdd_flash.operators.base import Epsilon
 
 # The first level over the mean cost, about. Above it a solve takes a few steps from anywhere.
@@ -54,11 +65,11 @@ class Levels(NamedTuple):
         descended: 1 once there are potentials of a level above, else 0.
     """
 
-    level: Tensor
-    top: Tensor
-    allowed: Tensor
-    error: Tensor
-    descended: Tensor
+    level: Numbers
+    top: Numbers
+    allowed: Numbers
+    error: Numbers
+    descended: Numbers
 
     @classmethod
     def trying(cls, epsilon: Epsilon, top: Tensor) -> Levels:
@@ -69,25 +80,25 @@ class Levels(NamedTuple):
         return cls(zero + epsilon, top, allowed, torch.full_like(top, torch.inf), zero)
 
     @classmethod
-    def descending(cls, top: Tensor) -> Levels:
+    def descending(cls, top: Numbers) -> Levels:
         """A descent from `top` (S,)."""
-        zero = torch.zeros_like(top)
-        return cls(top, top, zero, torch.full_like(top, torch.inf), zero)
+        zero = constant(top, 0.0)
+        return cls(top, top, zero, constant(top, math.inf), zero)
 
-    def hopeless(self, iterations: Tensor, error: Tensor, tolerance: Tensor) -> Tensor:
+    def hopeless(self, iterations: Numbers, error: Numbers, tolerance: Numbers) -> Numbers:
         """Whether a try, after so many iterations at a marginal error (S,), should give up."""
-        decrease = (self.error / error).log()
-        forecast = iterations + (error / tolerance).log() / decrease
-        late = ~((error > 0) & (decrease > 0)) | (forecast > self.allowed)
-        return (self.allowed > 0) & torch.where(self.error.isfinite(), late, error > FAR)
+        decrease = log(ratio(self.error, error))
+        forecast = iterations + ratio(log(error / tolerance), decrease)
+        late = negation((error > 0) & (decrease > 0)) | (forecast > self.allowed)
+        return (self.allowed > 0) & where(is_finite(self.error), late, error > FAR)
 
-    def after(self, error: Tensor, ends: Tensor, gives_up: Tensor, epsilon: float) -> Levels:
+    def after(self, error: Numbers, ends: Numbers, gives_up: Numbers, epsilon: float) -> Levels:
         """After an evaluation: where its level ends (S,), or a try gives up (S,)."""
-        below = torch.where(ends, self.level / 2, self.level).clamp_min(epsilon)
+        below = clamp(where(ends, self.level / 2, self.level), epsilon)
         return Levels(
-            torch.where(gives_up, self.top, below),
+            where(gives_up, self.top, below),
             self.top,
-            torch.where(gives_up, 0, self.allowed),
+            where(gives_up, 0.0, self.allowed),
             error,
-            torch.where(ends, 1, torch.where(gives_up, 0, self.descended)),
+            where(ends, 1.0, where(gives_up, 0.0, self.descended)),
         )

@@ -21,6 +21,7 @@ This file is the reference; where passes run in Triton, `quasi_newton_kernels` d
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from otdd_flash.engine.differences import Differences
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
+from otdd_flash.engine.numbers import Numbers, clamp, constant, is_finite, negation, sqrt, where
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.run import Told
 from otdd_flash.engine.segments import Costs, Evaluation, Move
@@ -52,29 +54,136 @@ class Progress(NamedTuple):
         age: iterations since one of them did.
     """
 
-    gap: Tensor
-    dual: Tensor
-    age: Tensor
+    gap: Numbers
+    dual: Numbers
+    age: Numbers
 
     @classmethod
-    def none(cls, like: Tensor) -> Progress:
+    def none(cls, like: Numbers) -> Progress:
         """Start before the first evaluation of S segments, `like` being of shape (S,)."""
-        infinity = torch.full_like(like, torch.inf)
-        return cls(infinity, -infinity, torch.zeros_like(like))
+        infinity = constant(like, math.inf)
+        return cls(infinity, -infinity, constant(like, 0.0))
 
-    def after(self, gap: Tensor, dual: Tensor, slack: Tensor) -> Progress:
+    def after(self, gap: Numbers, dual: Numbers, slack: Numbers) -> Progress:
         """Count one more evaluation; a dual may be off by `slack`. Marks only get harder."""
         fallen, risen = gap <= FALLEN * self.gap, dual > self.dual + slack
         return Progress(
-            torch.where(fallen, gap, self.gap),
-            torch.where(risen, dual, self.dual),
-            torch.where(fallen | risen, 0, self.age + 1),
+            where(fallen, gap, self.gap),
+            where(risen, dual, self.dual),
+            where(fallen | risen, 0.0, self.age + 1),
         )
 
-    def restarted(self, where: Tensor) -> Progress:
+    def restarted(self, changed: Numbers) -> Progress:
         """Start afresh the segments where the flags (S,) are set."""
         fresh = Progress.none(self.gap)
-        return Progress(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
+        return Progress(*(where(changed, a, b) for a, b in zip(fresh, self, strict=True)))
+
+
+class State(NamedTuple):
+    """Where S problems stand: tensors (S,), or floats of one problem.
+
+    Attributes:
+        iterations: that were taken.
+        levels: of epsilon.
+        trust: in quasi-Newton steps.
+        progress: of the marginal error and the dual.
+    """
+
+    iterations: Numbers
+    levels: Levels
+    trust: Trust
+    progress: Progress
+
+    def restarted(self, epsilon: float) -> State:
+        """Go on at the final epsilon; only the iterations taken so far count."""
+        return State(
+            self.iterations,
+            Levels.descending(constant(self.iterations, epsilon)),
+            Trust.fresh(self.iterations),
+            Progress.none(self.iterations),
+        )
+
+
+class Decision(NamedTuple):
+    """What follows from an evaluation; each (S,) or of one problem.
+
+    Attributes:
+        kept: whether the potentials are, as something to go on from.
+        plain: whether a plain update follows, or nothing.
+        changes: whether a level of epsilon ends or a try at the final one is given up.
+        done: whether the problem is.
+        extrapolation: as in `Move`.
+        rounding: what a single softmin may be off by.
+        told: the fields of `run.Told`.
+        state: after the evaluation.
+    """
+
+    kept: Numbers
+    plain: Numbers
+    changes: Numbers
+    done: Numbers
+    extrapolation: Numbers
+    rounding: Numbers
+    told: tuple[Numbers, ...]
+    state: State
+
+
+def level_of(state: State, goal: Goal) -> Numbers:
+    """Return the epsilon (S,) to evaluate at: the final one in the last iteration."""
+    return where(state.iterations >= goal.max_iterations, goal.epsilon, state.levels.level)
+
+
+def decide(goal: Goal, form: Form, costs: Costs, state: State, found: Evaluation) -> Decision:
+    """Decide what to keep, when a level or the problem ends, and how to go on.
+
+    Args:
+        goal: when a problem is done.
+        form: of the problems.
+        costs: theirs.
+        state: before the evaluation, which its iterations include.
+        found: the numbers of the evaluation.
+    """
+    iterations, before, trust, progress = state
+    last, level = iterations >= goal.max_iterations, level_of(state, goal)
+    evidence = form.reading(costs, found, level)
+    rounding = level * evidence.noise
+    slack = DUAL_ROUNDING * rounding
+    kept, trust = trust.judge(evidence.dual, evidence.gain, found.gap, slack)
+    progress = progress.after(found.gap, evidence.dual, slack)
+    stalled = (progress.age >= STALLED) & (found.gap <= STALLED_FLOORS * evidence.floor)
+    tolerance = clamp(2 * evidence.reach, goal.tolerance, goal.loosest)
+    # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from
+    # its marginals has larger errors than the one that it becomes, and so has a step too far.
+    near = found.gap <= clamp(evidence.reach, LEVEL_TOLERANCE)
+    hopeless = kept & near & (2 * evidence.reach > tolerance)
+    final, reached = level <= goal.epsilon, evidence.error <= goal.aim * tolerance
+    done = final & (last | reached | hopeless | stalled)
+    # What the last iteration ends may be a step too far.
+    near_enough = final & (reached | stalled)
+    # A loose tolerance is for the end alone: steps from potentials of a level above that are
+    # far from its marginals take hundreds of iterations more than they save there.
+    ends = negation(final) & (evidence.error <= clamp(2 * evidence.reach, LEVEL_TOLERANCE))
+    gives_up = negation(done) & before.hopeless(iterations, evidence.error, tolerance)
+    changes = ends | gives_up
+    size = 2 * found.size if form.symmetric else found.row_size + found.size
+    hidden = where(stalled, evidence.error, evidence.floor)
+    goes_on = where(done, constant(size, 0.0), constant(size, 1.0))
+    certificate = evidence.value, evidence.lower, evidence.upper, evidence.error
+    return Decision(
+        kept | near_enough | changes,
+        done | changes | (trust.plain > 0),
+        changes,
+        done,
+        where(ends, before.descended / 2, 0.0),
+        rounding,
+        (*certificate, hidden, iterations, size, goes_on),
+        State(
+            iterations,
+            before.after(evidence.error, ends, gives_up, goal.epsilon),
+            trust.restarted(changes),
+            progress.restarted(changes),
+        ),
+    )
 
 
 class Problems(Costs, Protocol):
@@ -115,123 +224,79 @@ class QuasiNewton:
 
     def __init__(self, segments: Problems, goal: Goal, form: Form, start: Start) -> None:
         self._segments, self._goal, self._form = segments, goal, form
-        self._iterations = iterations = start.iterations.to(segments.mean_cost)
-        self._levels = Levels(*(numbers.to(iterations) for numbers in start.levels))
-        self._trust = Trust.fresh(iterations)
-        self._progress = Progress.none(iterations)
+        iterations = start.iterations.to(segments.mean_cost)
+        levels = Levels(*(numbers.to(iterations) for numbers in start.levels))
+        self._state = State(iterations, levels, Trust.fresh(iterations), Progress.none(iterations))
         self._differences = Differences(iterations, segments.memory)
         self.active = torch.ones_like(iterations, dtype=torch.bool)
         self.terms = iterations.new_zeros((len(iterations), len(Told._fields)))
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next."""
-        goal, before, active = self._goal, self._levels, self.active
-        self._iterations = self._iterations + active
-        last = self._iterations >= goal.max_iterations
-        level = torch.where(last, goal.epsilon, before.level)
-        found = self._segments.evaluate(level, active)
-        evidence = self._form.reading(self._segments, found, level)
+        active, state = self.active, self._state
+        state = state._replace(iterations=state.iterations + active)
+        found = self._segments.evaluate(level_of(state, self._goal), active)
+        decision = decide(self._goal, self._form, self._segments, state, found)
         # Only the last g that was kept at this level has a residual to compare with.
-        started = active & self._trust.dual.isfinite()
-        rounding = level * evidence.noise
-        slack = DUAL_ROUNDING * rounding
-        kept, trust = self._trust.judge(evidence.dual, evidence.gain, found.gap, slack)
-        progress = self._progress.after(found.gap, evidence.dual, slack)
-        stalled = (progress.age >= STALLED) & (found.gap <= STALLED_FLOORS * evidence.floor)
-        tolerance = (2 * evidence.reach).clamp(goal.tolerance, goal.loosest)
-        # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from
-        # its marginals has larger errors than the one that it becomes, and so has a step too far.
-        near = found.gap <= evidence.reach.clamp_min(LEVEL_TOLERANCE)
-        hopeless = kept & near & (2 * evidence.reach > tolerance)
-        final, reached = level <= goal.epsilon, evidence.error <= goal.aim * tolerance
-        done = final & (last | reached | hopeless | stalled)
-        # What the last iteration ends may be a step too far.
-        near_enough = final & (reached | stalled)
-        # A loose tolerance is for the end alone: steps from potentials of a level above that are
-        # far from its marginals take hundreds of iterations more than they save there.
-        ends = ~final & (evidence.error <= (2 * evidence.reach).clamp_min(LEVEL_TOLERANCE))
-        gives_up = ~done & before.hopeless(self._iterations, evidence.error, tolerance)
-        changes = ends | gives_up
-        plain = done | changes | (trust.plain > 0)
-        sound = started & _sound(found, rounding)
-        extrapolation = torch.where(ends, before.descended / 2, 0)
-        move = self._move(found, kept | near_enough | changes, sound, plain, changes, extrapolation)
-        self._segments.move(move, active)
-        self._trust, self._progress = trust.restarted(changes), progress.restarted(changes)
-        self._levels = before.after(evidence.error, ends, gives_up, goal.epsilon)
-        hidden = torch.where(stalled, evidence.error, evidence.floor)
-        terms = (
-            evidence.value,
-            evidence.lower,
-            evidence.upper,
-            evidence.error,
-            hidden,
-            self._iterations,
-            2 * found.size if self._form.symmetric else found.row_size + found.size,
-            (~done).double(),
-        )
-        self.terms = torch.where(active[:, None], torch.stack(terms, 1), self.terms)
-        self.active = active & ~done
+        started = active & is_finite(state.trust.dual)
+        self._segments.move(self._move(found, started, decision), active)
+        self._state = decision.state
+        self.terms = torch.where(active[:, None], torch.stack(decision.told, 1), self.terms)
+        self.active = active & ~decision.done
 
     def restart(self, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""
         self._goal = self._goal._replace(aim=aim)
-        self._trust = Trust.fresh(self._iterations)
-        self._progress = Progress.none(self._iterations)
-        self._levels = Levels.descending(torch.full_like(self._levels.level, self._goal.epsilon))
+        self._state = self._state.restarted(self._goal.epsilon)
         self.active = torch.ones_like(self.active)
 
     def keep(self, order: Tensor) -> None:
         self.active, self.terms = self.active[order], self.terms[order]
-        self._iterations = self._iterations[order]
-        self._levels = Levels(*(numbers[order] for numbers in self._levels))
-        self._trust = Trust(*(numbers[order] for numbers in self._trust))
-        self._progress = Progress(*(numbers[order] for numbers in self._progress))
+        iterations, levels, trust, progress = self._state
+        self._state = State(
+            iterations[order],
+            Levels(*(numbers[order] for numbers in levels)),
+            Trust(*(numbers[order] for numbers in trust)),
+            Progress(*(numbers[order] for numbers in progress)),
+        )
         self._differences.keep(order)
 
-    def _move(
-        self,
-        found: Evaluation,
-        kept: Tensor,
-        sound: Tensor,
-        plain: Tensor,
-        ends: Tensor,
-        extrapolation: Tensor,
-    ) -> Move:
+    def _move(self, found: Evaluation, started: Tensor, decision: Decision) -> Move:
         """Learn from the newest differences, and choose what to evaluate next."""
         differences, here = self._differences, self._differences.here
         slot = differences.slot
+        learnt = started & sound(found, decision.rounding)
         newest = _centred(
             found, found.step_difference, found.difference_difference, found.mean_difference
         )
         difference = _with_newest(found.remembered_differences, here, newest)
-        differences.learn(sound, *difference.chunk(2, 1))
+        differences.learn(learnt, *difference.chunk(2, 1))
         # After a step that is not kept comes a plain one, so that r is that of this evaluation.
         mean = found.mean_residual
         newest = _centred(found, found.step_residual, found.difference_residual, mean)
-        residual = _with_newest(found.remembered_residual, here & sound[:, None], newest)
+        residual = _with_newest(found.remembered_residual, here & learnt[:, None], newest)
         scale, weights = differences.direction(*residual.chunk(2, 1))
-        plain = plain | ~(scale.isfinite() & weights.isfinite().all(1))
+        plain = decision.plain | ~(scale.isfinite() & weights.isfinite().all(1))
         return Move(
-            kept,
-            sound,
+            decision.kept,
+            learnt,
             slot,
             found.mean_step,
             found.mean_difference,
             scale=torch.where(plain, self._form.damping, scale),
             # The mean, of which the differences say nothing, moves as in a plain update.
             shift=torch.where(plain, 0, (self._form.damping - scale) * mean),
-            ends=ends,
-            extrapolation=extrapolation,
+            ends=decision.changes,
+            extrapolation=decision.extrapolation,
             weights=torch.where(plain[:, None], 0, weights),
         )
 
 
-def _sound(found: Evaluation, rounding: Tensor) -> Tensor:
-    """Whether the curvature of the newest differences (S,) exceeds rounding."""
+def sound(found: Evaluation, rounding: Numbers) -> Numbers:
+    """Return whether the curvature of the newest differences exceeds rounding."""
     curvature = found.step_difference - found.mean_step * found.mean_difference
-    square = found.step_step - found.mean_step.square()
-    return (curvature > rounding * square.clamp_min(0).sqrt()) & curvature.isfinite()
+    square = found.step_step - found.mean_step * found.mean_step
+    return (curvature > rounding * sqrt(clamp(square, 0.0))) & is_finite(curvature)
 
 
 def _centred(found: Evaluation, step: Tensor, difference: Tensor, mean: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.numbers import Numbers
+
 # Numbers of the columns in an evaluation, without those of remembered vectors.
 NUMBERS = 14
 
@@ -60,15 +62,15 @@ class PassErrors(NamedTuple):
         exponents: what float64 loses of exponents, relative to potentials and the spread of costs.
     """
 
-    mean: Tensor
-    largest: Tensor
-    peak: Tensor
-    sums: Tensor
-    stored: Tensor
-    offset: Tensor
-    potentials: Tensor
-    reach: Tensor
-    exponents: Tensor
+    mean: Numbers
+    largest: Numbers
+    peak: Numbers
+    sums: Numbers
+    stored: Numbers
+    offset: Numbers
+    potentials: Numbers
+    reach: Numbers
+    exponents: Numbers
 
 
 class Evaluation(NamedTuple):
@@ -98,24 +100,24 @@ class Evaluation(NamedTuple):
         remembered_residual: (S, 2 memory), with r.
     """
 
-    row_value: Tensor
-    row_size: Tensor
-    value: Tensor
-    size: Tensor
-    lowest: Tensor
-    highest: Tensor
-    gap: Tensor
-    mass: Tensor
-    mean_step: Tensor
-    mean_difference: Tensor
-    mean_residual: Tensor
-    step_step: Tensor
-    step_difference: Tensor
-    difference_difference: Tensor
-    step_residual: Tensor
-    difference_residual: Tensor
-    remembered_differences: Tensor
-    remembered_residual: Tensor
+    row_value: Numbers
+    row_size: Numbers
+    value: Numbers
+    size: Numbers
+    lowest: Numbers
+    highest: Numbers
+    gap: Numbers
+    mass: Numbers
+    mean_step: Numbers
+    mean_difference: Numbers
+    mean_residual: Numbers
+    step_step: Numbers
+    step_difference: Numbers
+    difference_difference: Numbers
+    step_residual: Numbers
+    difference_residual: Numbers
+    remembered_differences: Numbers
+    remembered_residual: Numbers
 
     @classmethod
     def of(cls, rows: Tensor, columns: Tensor) -> Evaluation:
@@ -149,16 +151,16 @@ class Move(NamedTuple):
         weights: (S, 2 memory) float64, of steps and of residual differences, the newest among them.
     """
 
-    kept: Tensor
-    learnt: Tensor
-    slot: Tensor
-    mean_step: Tensor
-    mean_difference: Tensor
-    scale: Tensor
-    shift: Tensor
-    ends: Tensor
-    extrapolation: Tensor
-    weights: Tensor
+    kept: Numbers
+    learnt: Numbers
+    slot: Numbers
+    mean_step: Numbers
+    mean_difference: Numbers
+    scale: Numbers
+    shift: Numbers
+    ends: Numbers
+    extrapolation: Numbers
+    weights: Numbers
 
     @property
     def numbers(self) -> Tensor:
@@ -184,12 +186,12 @@ class Costs(Protocol):
         ...
 
     @property
-    def mean_cost(self) -> Tensor:
+    def mean_cost(self) -> Numbers:
         """Bound on the mean |C'| over a plan, where epsilon scaling starts (S,)."""
         ...
 
     @property
-    def cost_spread(self) -> Tensor:
+    def cost_spread(self) -> Numbers:
         """R >= max C' - min C' over the support (S,)."""
         ...
 
@@ -199,6 +201,6 @@ class Costs(Protocol):
         ...
 
     @property
-    def offset(self) -> Tensor:
+    def offset(self) -> Numbers:
         """<a, p> + <b, q> (S,)."""
         ...

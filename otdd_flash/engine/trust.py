@@ -10,10 +10,10 @@ error is at most `GROWTH` times its lowest, and the lowest is not older than `PA
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from otdd_flash.engine.numbers import Numbers, clamp, constant, negation, where
 
 # How far the marginal error may grow over its lowest where the dual cannot tell, and for how long.
 GROWTH = 4.0
@@ -32,25 +32,25 @@ class Trust(NamedTuple):
         penalty: how many follow the next step that is not kept.
     """
 
-    dual: Tensor
-    gain: Tensor
-    lowest: Tensor
-    stale: Tensor
-    plain: Tensor
-    penalty: Tensor
+    dual: Numbers
+    gain: Numbers
+    lowest: Numbers
+    stale: Numbers
+    plain: Numbers
+    penalty: Numbers
 
     @classmethod
-    def fresh(cls, like: Tensor) -> Trust:
+    def fresh(cls, like: Numbers) -> Trust:
         """Start with nothing known of S problems, `like` being of shape (S,)."""
-        zero, infinity = torch.zeros_like(like), torch.full_like(like, torch.inf)
+        zero, infinity = constant(like, 0.0), constant(like, math.inf)
         return cls(-infinity, zero, infinity, zero, zero, zero + 1)
 
-    def restarted(self, where: Tensor) -> Trust:
+    def restarted(self, changed: Numbers) -> Trust:
         """Start afresh the problems where the flags (S,) are set."""
         fresh = Trust.fresh(self.dual)
-        return Trust(*(torch.where(where, a, b) for a, b in zip(fresh, self, strict=True)))
+        return Trust(*(where(changed, a, b) for a, b in zip(fresh, self, strict=True)))
 
-    def judge(self, dual: Tensor, gain: Tensor, gap: Tensor, slack: Tensor) -> Judgement:
+    def judge(self, dual: Numbers, gain: Numbers, gap: Numbers, slack: Numbers) -> Judgement:
         """Keep the potentials that were just evaluated or not.
 
         Args:
@@ -63,17 +63,17 @@ class Trust(NamedTuple):
         surplus = dual - self.dual - self.gain
         better, level = surplus > slack, surplus >= -slack
         steady = (gap <= GROWTH * self.lowest) & (self.stale < PATIENCE)
-        kept = plain | self.dual.isneginf() | better | (level & steady)
+        kept = plain | (self.dual == -math.inf) | better | (level & steady)
         # Trust comes back with a step that certainly gained something.
-        forgiven = kept & ~plain & (better | lower)
-        penalty = torch.where(forgiven, (self.penalty / 2).clamp_min(1), self.penalty)
+        forgiven = kept & negation(plain) & (better | lower)
+        penalty = where(forgiven, clamp(self.penalty / 2, 1.0), self.penalty)
         trust = Trust(
-            torch.where(kept, dual, self.dual),
-            torch.where(kept, gain, self.gain),
-            torch.where(kept & lower, gap, self.lowest),
-            torch.where(kept & lower, 0, self.stale + 1),
-            torch.where(kept, (self.plain - 1).clamp_min(0), penalty),
-            torch.where(kept, penalty, 2 * penalty),
+            where(kept, dual, self.dual),
+            where(kept, gain, self.gain),
+            where(kept & lower, gap, self.lowest),
+            where(kept & lower, 0.0, self.stale + 1),
+            where(kept, clamp(self.plain - 1, 0.0), penalty),
+            where(kept, penalty, 2 * penalty),
         )
         return Judgement(kept, trust)
 
@@ -81,5 +81,5 @@ class Trust(NamedTuple):
 class Judgement(NamedTuple):
     """Which potentials are kept, () or (S,) bool, and where their problems stand then."""
 
-    kept: Tensor
+    kept: Numbers
     trust: Trust

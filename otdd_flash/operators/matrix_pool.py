@@ -12,15 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
-from otdd_flash.operators.pooled_segments import PooledSegments
-from otdd_flash.operators.pooled_term import UNKNOWN
-from otdd_flash.operators.score_pool import Pool, Room
+from otdd_flash.operators.kernel_pool import UNKNOWN, PooledVectors, kernel_rule
+from otdd_flash.operators.score_pool import Pool, PooledSegments, Room
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 
 
@@ -48,7 +49,7 @@ class MatrixPool(Pool):
         self.weights = torch.zeros(room.n, dtype=torch.float32, device=room.device)
 
     def prepare(self, *, own: bool) -> None:
-        """Logarithms and weights of the masses, and `cross` of `of_costs`."""
+        """Compute logarithms and weights of the masses, and take `cross` from `of_costs`."""
         assert not own
         for logs, side in zip(self.log_masses, self.sides, strict=True):
             torch.log(side, out=logs)
@@ -56,13 +57,24 @@ class MatrixPool(Pool):
         for known, number in zip(self.cross, self.of_costs, strict=True):
             known.copy_(number)
 
+    def segments(self, tables: Sequence[Tensor], *, own: bool) -> PooledMatrix:
+        assert not own
+        return PooledMatrix(self, tables)
+
+    def rule(self, segments: PooledSegments, form: Form) -> QuasiNewtonKernels:
+        return kernel_rule(segments, form)
+
+    def term(self, name: str) -> MatrixTerm:
+        assert name == "xy"
+        return MatrixTerm(self)
+
     @property
     def sides(self) -> tuple[Tensor, Tensor]:
         """Masses (N,) and (M,)."""
         return self.masses[0, : self.room.n], self.masses[0, self.room.n :]
 
 
-class PooledMatrix(PooledSegments):
+class PooledMatrix(PooledVectors):
     """The matrix as the only segment of the engine; an evaluation is one read of it.
 
     Args:

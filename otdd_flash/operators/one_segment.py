@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.quasi_newton import QuasiNewton
+from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.rule import Goal, Rule, Start
 from otdd_flash.engine.segments import Evaluation, Move, PassErrors
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.padded_vectors import PaddedVectors
+from otdd_flash.operators.few_vectors import MEMORY, FewVectors
 
-# Differences that are remembered.
-MEMORY = 8
+
+class Scalars(NamedTuple):
+    """The costs of one problem as `engine.segments.Costs` has those of many, in floats."""
+
+    dtype: torch.dtype
+    sum_dtype: torch.dtype
+    mean_cost: float
+    cost_spread: float
+    errors: PassErrors
+    offset: float
 
 
 class OneSegment(ABC):
@@ -77,19 +86,20 @@ class OneSegment(ABC):
         costs = operator.costs
         self.dtype = self.sum_dtype = costs.dtype
         unit = torch.finfo(costs.dtype).eps / 2
-        facts = (
-            costs.above_lowest,
-            costs.spread,
-            costs.error / 2,
-            unit / 2,
-            unit,
-            unit * costs.magnitude,
+        mean, reach = costs.error / 2, unit * costs.magnitude
+        errors = PassErrors(mean, mean, 0.0, unit / 2, 0.0, 0.0, unit, reach, 0.0)
+        self.scalars = [
+            Scalars(costs.dtype, costs.dtype, costs.above_lowest, costs.spread, errors, 0.0)
+        ]
+        self.mean_cost, self.cost_spread, self.offset, *of_passes = torch.split(
+            torch.tensor(
+                (costs.above_lowest, costs.spread, 0.0, *errors),
+                dtype=torch.float64,
+                device=self._costs_on,
+            ),
+            1,
         )
-        self.mean_cost, self.cost_spread, mean, sums, potentials, reach = torch.split(
-            torch.tensor(facts, dtype=torch.float64, device=self._costs_on), 1
-        )
-        none = self.offset = torch.zeros_like(mean)
-        self.errors = PassErrors(mean, mean, none, sums, none, none, potentials, reach, none)
+        self.errors = PassErrors(*of_passes)
 
     def coarse(self, tolerance: float) -> None:
         return
@@ -100,17 +110,18 @@ class OneSegment(ABC):
 
 
 class TorchSegment(OneSegment):
-    """A single problem with vectors in float64 and plain PyTorch."""
+    """A single problem with vectors in float64 and plain PyTorch, decided upon in Python floats."""
 
     def __init__(self, operator: Operator, candidate: Tensor, *, symmetric: bool) -> None:
-        super().__init__(operator, symmetric=symmetric, costs_on=operator.a.device)
-        self._candidate = candidate.to(self.dtype)
+        super().__init__(operator, symmetric=symmetric, costs_on=torch.device("cpu"))
         self._rows = torch.zeros_like(operator.a, dtype=self.dtype)
-        self._vectors = PaddedVectors(operator.b[None], self.memory)
-        self._vectors.kept = self._candidate.double()[None]
+        # Vectors change in place, and the candidate is the caller's.
+        own = candidate[None].to(self.dtype, copy=True)
+        self._vectors = FewVectors(operator.b[None], own)
+        self._row_masses = operator.a[None, :, None]
 
     def go_on_from(self, candidate: Tensor) -> None:
-        self._candidate = candidate.to(self.dtype)
+        self._vectors.candidate[0] = candidate
 
     @property
     def rows(self) -> Tensor:
@@ -118,29 +129,27 @@ class TorchSegment(OneSegment):
 
     @property
     def kept(self) -> Tensor:
-        return self._vectors.kept[0].to(self.dtype)
+        return self._vectors.kept[0].to(self.dtype, copy=True)
 
     @property
     def updated(self) -> Tensor:
-        return (self._vectors.kept + self._vectors.residual)[0].to(self.dtype)
+        return (self._vectors.kept[0] + self._vectors.residual[0]).to(self.dtype)
 
-    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        return QuasiNewton(self, goal, form, start)
+    def iterations(self, goal: Goal, form: Form, start: Start) -> FewQuasiNewton:
+        return FewQuasiNewton(self, goal, form, start)
 
     def repeat(self, step: Callable[[], None]) -> None:
         step()
 
-    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        operator, g = self.operator, self._candidate
-        level = epsilon[0] if epsilon.is_cuda else float(epsilon)
+    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
+        """Evaluate the candidate in two softmins, or one of a cloud with itself."""
+        operator, g, (level,) = self.operator, self._vectors.candidate[0], epsilon
         if self.symmetric:
-            self._rows, updated = g, operator.softmin_rows(g, level, g)
-        else:
-            self._rows = operator.softmin_rows(g, level, self.rows)
-            updated = operator.softmin_columns(self.rows, level, g)
-        rows = self.rows.double()[None], operator.a[None]
-        return self._vectors.evaluate(rows, g.double()[None], updated.double()[None], epsilon)
+            updated = operator.softmin_rows(g, level, g)
+            return self._vectors.evaluate(None, updated[None], epsilon)
+        self._rows = operator.softmin_rows(g, level, self._rows)
+        updated = operator.softmin_columns(self._rows, level, g)
+        return self._vectors.evaluate((self._rows[None], self._row_masses), updated[None], epsilon)
 
-    def move(self, move: Move, active: Tensor) -> None:
-        moved = self._vectors.move(self._candidate.double()[None], move, active)
-        self._candidate = moved[0].to(self.dtype)
+    def move(self, k: int, move: Move) -> None:
+        self._vectors.move(k, move)

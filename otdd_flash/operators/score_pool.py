@@ -3,7 +3,8 @@
 A problem has two clouds, n points of x and m of y, in room for N and M of them: `points` of either
 side by side, L = N + M. Its scores are one matrix (L, L) of four blocks, those of the self terms on
 the diagonal and those of the cross term beside them, once for rows of x and once for rows of y.
-`matrix_pool` is for a cost matrix that is given, of which nothing is stored.
+`kernel_pool` computes with them in Triton, `torch_pool` on a processor; `matrix_pool` is for a cost
+matrix that is given, of which nothing is stored.
 
 Everything here is launched without asking the device anything: sizes, weights and epsilon are read
 from its memory, so that one recording serves all problems that fit the room.
@@ -11,19 +12,29 @@ from its memory, so that one recording serves all problems that fit the room.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.recording import run_branches
-from otdd_flash.kernels.adder import UNIT
-from otdd_flash.kernels.stored.scores import no_scores, stored_scores
+from otdd_flash.engine.rule import Start
+from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
+from otdd_flash.operators.stored import StoredOperator
+
+# Unit roundoff of what is stored.
+UNIT = torch.finfo(torch.float32).eps / 2
 
 # Products that are in float64 at once.
 PRODUCTS = 1 << 24
+
+# The rows' and the columns' side of each term.
+SIDES = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
 
 
 class Room(NamedTuple):
@@ -37,6 +48,7 @@ class Room(NamedTuple):
         classes: of both sides together.
         dtype: of the points, or of costs that are given.
         device: where.
+        in_triton: whether kernels compute with it; else PyTorch does, on a processor.
         aligned: whether costs that are given are, as `kernels.matrix.place` says.
     """
 
@@ -47,6 +59,7 @@ class Room(NamedTuple):
     classes: int
     dtype: torch.dtype
     device: torch.device
+    in_triton: bool = True
     aligned: bool = True
 
     @property
@@ -96,8 +109,70 @@ class PooledCosts(NamedTuple):
         return self.highest - self.lowest
 
 
-class Pool:
-    """What kernels and certificates read of B problems, whatever their scores are made of.
+class PooledSegments(Protocol):
+    """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
+
+    Vectors of all problems lie one after the other: of rows (B N,), of columns (B M,), and of self
+    terms (B L,).
+    """
+
+    @property
+    def rows(self) -> Tensor:
+        """Potentials f of the last evaluation."""
+        ...
+
+    @property
+    def kept(self) -> Tensor:
+        """Potentials of columns that were kept last."""
+        ...
+
+    @property
+    def facts(self) -> PooledCosts:
+        """Facts of the costs, (S,) each."""
+        ...
+
+    @property
+    def mean_cost(self) -> Tensor:
+        """The mean cost, above the lowest one where that is negative (S,)."""
+        ...
+
+    def restart(self, candidate: Tensor) -> None:
+        """Begin again with other potentials of columns."""
+        ...
+
+    def updated(self, epsilon: Tensor) -> Tensor:
+        """T'(T(g)) of the potentials that were kept last, or T(g) of self terms.
+
+        Args:
+            epsilon: () float64, of the last evaluation.
+        """
+        ...
+
+
+class PooledRule(Protocol):
+    """Iterations of pooled segments."""
+
+    @property
+    def active(self) -> Tensor:
+        """Which segments are not done (S,)."""
+        ...
+
+    @property
+    def terms(self) -> Tensor:
+        """What is `engine.run.Told` of each, of when it was active last (S, 8)."""
+        ...
+
+    def begin(self, settings: Tensor, start: Start) -> None:
+        """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
+        ...
+
+    def step(self) -> None:
+        """Evaluate the candidates and choose the next."""
+        ...
+
+
+class Pool(ABC):
+    """What iterations and certificates read of B problems, whatever their scores are made of.
 
     Attributes:
         room: that there is.
@@ -111,9 +186,12 @@ class Pool:
         own: of the self terms, (B, 2).
         error_share: error of a cost over its magnitudes.
         rounding: of a score over its magnitudes.
+        both_self_terms: those of x and of y of each problem in turn, as one term of 2 B problems,
+            where that takes less time than one after the other; else None.
     """
 
     error_share, rounding = 0.0, 0.0
+    both_self_terms: Certifiable | None = None
 
     def __init__(self, room: Room) -> None:
         self.room = room
@@ -129,9 +207,27 @@ class Pool:
         room = self.room
         return torch.zeros((room.problems, *shape), dtype=dtype, device=room.device)
 
+    @abstractmethod
     def prepare(self, *, own: bool) -> None:
-        """Everything but what was filled in, of self terms too if `own`."""
-        raise NotImplementedError
+        """Compute everything but what was filled in, of self terms too if `own`."""
+
+    @abstractmethod
+    def segments(self, tables: Sequence[Tensor], *, own: bool) -> PooledSegments:
+        """The cross terms, or the self terms, for iterations.
+
+        Args:
+            tables: of `tables_of` for all that there is room for, on the device; kernels read there
+                how many points there are.
+            own: whether these are the self terms.
+        """
+
+    @abstractmethod
+    def rule(self, segments: PooledSegments, form: Form) -> PooledRule:
+        """The iterations of segments of this pool, before any problem."""
+
+    @abstractmethod
+    def term(self, name: str) -> Certifiable:
+        """The term "xy", "xx" or "yy", for certificates."""
 
 
 class ScorePool(Pool):
@@ -144,7 +240,6 @@ class ScorePool(Pool):
         of_costs (3,) float64, lambda_x, lambda_y and the number of the classes of x.
 
     Attributes:
-        scores: (B, L, L) float32.
         log2_masses: (B, L) float64.
         centre: (B, 1, d) float64, the mean of both clouds' means.
         class_costs: (B, V, V) float64, lambda_y W, symmetric.
@@ -154,7 +249,6 @@ class ScorePool(Pool):
 
     def __init__(self, room: Room) -> None:
         super().__init__(room)
-        self.scores = no_scores(room.problems, room.points, room.device)
         self.log2_masses = self.zeros(room.points)
         self.points = self.zeros(room.points, room.dim, dtype=room.dtype)
         self.labels = self.zeros(room.points, dtype=torch.int64)
@@ -193,6 +287,9 @@ class ScorePool(Pool):
     def _symmetrize(self) -> None:
         """Make the class costs of self terms symmetric, as `operators.class_table` says."""
         given = self.class_distances
+        if given.shape[1] == 1:
+            # One class at no distance from itself: there is no table.
+            return
         of_x = torch.arange(given.shape[1], device=given.device) < self.of_costs[2]
         rows, columns = of_x[:, None], of_x[None, :]
         crossed = torch.where(rows, given, given.mT)
@@ -206,28 +303,67 @@ class ScorePool(Pool):
         ]
         self.asymmetry.copy_(torch.stack(numbers, 1))
 
+    @abstractmethod
     def _store(self, points: Tensor, squares: Tensor, rows: slice, columns: slice) -> None:
-        """Store the scores of one block and its transpose, as many rows at once as fit."""
-        symmetric, labels = rows is columns, self.labels
-        width = columns.stop - columns.start
-        height = max(1, PRODUCTS // (self.room.problems * width))
-        for first in range(rows.start, rows.stop, height):
-            part = slice(first, min(first + height, rows.stop))
-            others = slice(first if symmetric else columns.start, columns.stop)
-            stored_scores(
-                torch.bmm(points[:, part], points[:, others].mT),
-                (squares[:, part], squares[:, others]),
-                (labels[:, part], labels[:, others]),
-                self.class_costs,
-                self.lambda_x,
-                (self.scores[:, part, others], self.scores[:, others, part]),
-                symmetric=symmetric,
-            )
+        """Store the scores of one block and its transpose.
+
+        Args:
+            points: (B, L, d) float64 about a centre.
+            squares: (B, L), their squared lengths.
+            rows: of the block.
+            columns: likewise; the same object for a symmetric block.
+        """
+
+    @abstractmethod
+    def block(self, rows: int, columns: int) -> Tensor:
+        """Scores (B, r, c) float32 between the points of two sides, 0 for x and 1 for y."""
+
+    @abstractmethod
+    def signed_plan(
+        self, cross: Tensor, own: Tensor | None, epsilon: Tensor, rows: slice
+    ) -> Tensor:
+        """Rows of the plans of the problems, those of self terms negative, (B, r, L) float32.
+
+        Args:
+            cross: (B, L) float32, potentials of the cross terms.
+            own: (B, L) float32, of the self terms; None leaves their plans 0.
+            epsilon: () float64.
+            rows: which, all of them of one side.
+        """
+
+    def operator(self, term: str, sizes: tuple[int, int], costs: CostFacts) -> StoredOperator:
+        """The cost of a term of the first problem, of so many points, of which so much is known."""
+        starts, (one, two) = (0, self.room.n), SIDES[term]
+        rows, columns = (slice(starts[k], starts[k] + sizes[k]) for k in (one, two))
+        magnitudes = (self.own_magnitudes if one == two else self.cross_magnitudes)[0]
+        both = magnitudes[rows], magnitudes[columns]
+        return StoredOperator(
+            self.block(one, two)[0, : sizes[one], : sizes[two]],
+            self.masses[0, rows],
+            self.masses[0, columns],
+            cost_range=CostRange(costs.lowest, costs.highest),
+            mean_cost=costs.mean,
+            magnitudes=both,
+            cost_errors=(self.error_share * both[0], self.error_share * both[1]),
+            cost_rounding=self.rounding,
+        )
 
     def _learn(self, squares: Tensor, own_squares: Tensor, apart: Tensor) -> None:
         """Compute the facts of the costs; `apart` is the product of the means (B,)."""
         self.log2_masses.copy_(self.masses.log2())
-        present, (x, y) = self.masses > 0, self.room.sides
+        torch.mul(own_squares, 2 * self.lambda_x, out=self.own_magnitudes)
+        torch.mul(squares, 2 * self.lambda_x, out=self.cross_magnitudes)
+        mean, highest = self._by_side(own_squares)
+        _keep(self.own, 2 * self.lambda_x * mean, 4 * self.lambda_x * highest)
+        mean, highest = self._by_side(squares)
+        reach = highest.sqrt().sum(1).square()
+        _keep(self.cross, self.lambda_x * (mean.sum(1) - 2 * apart), self.lambda_x * reach)
+        if self.room.classes > 1:
+            self._learn_classes()
+
+    def _learn_classes(self) -> None:
+        """Add what class distances are to the facts of the costs."""
+        x, y = self.room.sides
         masses = torch.stack(
             [
                 torch.zeros_like(self.class_costs[:, 0]).scatter_add_(
@@ -238,40 +374,55 @@ class ScorePool(Pool):
             1,
         )  # (B, 2, V)
         largest = self.class_costs.abs().amax(2).gather(1, self.labels)
-        self.own_magnitudes.copy_(2 * self.lambda_x * own_squares + largest)
-        self.cross_magnitudes.copy_(2 * self.lambda_x * squares + largest)
-
-        def by_side(values: Tensor) -> tuple[Tensor, Tensor]:
-            """The mean over a side's masses, and the most where there are any, (B, 2) each."""
-            weighted, there = values * self.masses, torch.where(present, values, 0)
-            return (
-                torch.stack([weighted[:, side].sum(1) for side in (x, y)], 1),
-                torch.stack([there[:, side].amax(1) for side in (x, y)], 1),
-            )
-
+        self.own_magnitudes.add_(largest)
+        self.cross_magnitudes.add_(largest)
         met = masses > 0
         met_own = met[:, :, :, None] & met[:, :, None, :]
         met_cross = met[:, 0, :, None] & met[:, 1, None, :]
-        pairs = self.class_costs[:, None]
-        of_classes = ((masses @ self.class_costs) * masses).sum(2)
-        between = ((masses[:, :1] @ self.class_costs) * masses[:, 1:]).sum((1, 2))
-        mean, highest = by_side(own_squares)
-        low, high = _extremes(pairs, met_own)
-        reach = 4 * self.lambda_x * highest
-        _keep(self.own, 2 * self.lambda_x * mean + of_classes, low, reach + high)
-        mean, highest = by_side(squares)
-        low, high = _extremes(self.class_costs, met_cross)
-        reach = self.lambda_x * highest.sqrt().sum(1).square()
-        squared = mean.sum(1) - 2 * apart
-        _keep(self.cross, self.lambda_x * squared + between, low, reach + high)
+        self.own.mean.add_(((masses @ self.class_costs) * masses).sum(2))
+        between = (masses[:, :1] @ self.class_costs) * masses[:, 1:]
+        self.cross.mean.add_(between.sum((1, 2)))
+        _widen(self.own, self.class_costs[:, None], met_own)
+        _widen(self.cross, self.class_costs, met_cross)
+
+    def _by_side(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean over a side's masses, and the most where there are any, (B, 2) each."""
+        weighted, there = values * self.masses, torch.where(self.masses > 0, values, 0)
+        sides = self.room.sides
+        return (
+            torch.stack([weighted[:, side].sum(1) for side in sides], 1),
+            torch.stack([there[:, side].amax(1) for side in sides], 1),
+        )
 
 
-def _keep(into: PooledCosts, *numbers: Tensor) -> None:
-    for known, number in zip(into, numbers, strict=True):
-        known.copy_(number)
+def _keep(into: PooledCosts, mean: Tensor, highest: Tensor) -> None:
+    """Keep the facts of costs without class distances, which are not negative."""
+    into.mean.copy_(mean)
+    into.lowest.zero_()
+    into.highest.copy_(highest)
 
 
-def _extremes(costs: Tensor, met: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest of costs (..., V, V) between classes that meet."""
-    low = torch.where(met, costs, torch.inf).amin((-2, -1))
-    return low, torch.where(met, costs, -torch.inf).amax((-2, -1))
+def _widen(facts: PooledCosts, costs: Tensor, met: Tensor) -> None:
+    """Add costs (..., V, V) between classes that meet to the range of costs."""
+    facts.lowest.add_(torch.where(met, costs, torch.inf).amin((-2, -1)))
+    facts.highest.add_(torch.where(met, costs, -torch.inf).amax((-2, -1)))
+
+
+def tables_of(room: Room, n: int, m: int, *, symmetric: bool) -> list[Tensor]:
+    """Where kernels find segments of so many points, (S, 8) int64 as `segmented_step` says.
+
+    Rows first, and then with columns as rows; a single table of self terms.
+    """
+    first = torch.arange(room.problems) * room.points
+    one, (start_x, start_y) = torch.ones_like(first), (first, first + room.n)
+    if symmetric:
+        sides = ((start_x, n * one), (start_y, m * one))
+        # Rows, columns and their sums all lie where the points do.
+        own = [(start, size, start, start, size, start, start, one) for start, size in sides]
+        return [torch.stack([torch.stack(columns, 1) for columns in own], 1).flatten(0, 1)]
+    index = torch.arange(room.problems)
+    of_x, of_y = (start_x, n * one, index * room.n), (start_y, m * one, index * room.m)
+    return [
+        torch.stack((*rows, *columns, rows[2], one), 1)
+        for rows, columns in ((of_x, of_y), (of_y, of_x))
+    ]

@@ -178,7 +178,7 @@ class PlanEvidence(NamedTuple):
         f: (n,) potential of rows, in the operator's type.
         g: (m,) potential of columns, likewise.
         numbers: float64, `PlanNumbers` in the order of their fields.
-        sums: of the plan.
+        sums: of the plan; of terms side by side only their number and what errors they have.
         passes: evaluations of `Operator.marginals`.
     """
 
@@ -187,6 +187,11 @@ class PlanEvidence(NamedTuple):
     numbers: Tensor
     sums: Marginals
     passes: int
+
+    def every_other(self, first: int) -> PlanEvidence:
+        """Of terms side by side, those of two kinds in turn, the first or the second kind."""
+        part = slice(first, None, 2)
+        return self._replace(f=self.f[part], g=self.g[part], numbers=self.numbers[part])
 
 
 def lowered_plan(

@@ -15,7 +15,6 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.class_table import ClassBlocks
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
-from otdd_flash.operators.pooled_term import BACKEND
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, largest_entry, same_content
 from otdd_flash.solver.divergence import (
@@ -29,7 +28,7 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small.route import is_small, solve_small
+from otdd_flash.solver.small.route import backend_of, is_small, solve_small
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
@@ -232,7 +231,7 @@ class Problem:
                     pulled=pulled,
                 )
                 if small is not None:
-                    return Divergence.of_terms(small, options, offset, BACKEND)
+                    return Divergence.of_terms(small, options, offset, backend_of(request))
             # All of them, before the first takes its time.
             for term in terms:
                 self.block(term)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from otdd_flash.commands.outcome import LOCK_FILE, claim
+from otdd_flash.commands.outcome import LOCK_FILE, claim, claimed
 from otdd_flash.commands.start import at_the_end
 from otdd_flash.errors import InputError
 from otdd_flash.files import atomic as locks
@@ -138,3 +138,11 @@ def test_a_run_folder_in_the_home_folder_is_there_and_not_beside(
     assert {entry.name for entry in folder.iterdir()} == before
     for argument in ("hydra.run.dir=", "cache_dir=''", "data_root=''", "source.path=''"):
         assert command(argument).code == 2, argument
+
+
+def test_a_claim_within_a_claim_ends_with_the_outer_one():
+    with claimed(Path("run"), "hydra.run.dir", replace=False):
+        with claimed(Path("run"), "hydra.run.dir", replace=False):
+            assert (Path("run") / LOCK_FILE).exists()
+        assert (Path("run") / LOCK_FILE).exists()
+    assert not (Path("run") / LOCK_FILE).exists()

@@ -59,6 +59,7 @@ TABLE = """
     device=cuda:99 -> cuda:99 | on this machine | auto, cpu
     memory_budget=lots -> memory_budget | lots | GiB
     log_level=LOUD -> log_level | 'LOUD' | INFO
+    log=tensorboard log.uri=https://a/b -> log.uri=https://a/b has no meaning with log=tensorboard
     epsilon_relative=1e-30 -> epsilon_relative=1e-30 is too small for float32 | raise epsilon_r
     epsilon=0.1 epsilon_relative=0.2 -> got both, epsilon=0.1 and epsilon_relative=0.2
     epsilon=1e-30 -> , or give epsilon_relative=0.01 in its place

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from otdd_flash.commands.messages import messages
 from otdd_flash.distance import main as distance
 from otdd_flash.flow import main as flow
 from otdd_flash.pairwise import pairwise_distances
@@ -149,3 +150,12 @@ def test_errors_and_sweeps_repeat_values_without_their_effects(
         assert "#0 : source=arrays" in said.out
     else:
         assert len(said.error) <= 4000
+
+
+def test_messages_act_on_no_terminal() -> None:
+    """Letters of any language and line ends stay."""
+    for text in ("a\nb", "a\x1b[31mb", "\x9b31m", "gr\u00fc\u00df \u65e5\u672c", "\u202ea"):
+        with messages.capture() as said:
+            messages.print(text, soft_wrap=True)
+        _assert_harmless(said.get())
+        assert said.get().count("\n") == text.count("\n") + 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 from single_problems import InTriton, draw, problem
 
+from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 
@@ -62,3 +63,28 @@ def test_whole_solves_in_triton_are_those_of_the_reference(size, relative) -> No
         softmin, without = operator.softmin_rows(found.g, epsilon), operator.a == 0
         off = (found.f - softmin)[without].abs().max()
         assert float(off) < 1e-3 * epsilon
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_pass_may_be_off_by_half_a_unit_of_its_sums(dtype) -> None:
+    """And by a unit of potentials; costs by half of what they may be off by together."""
+    operator, unit = problem(30, 40, dtype), torch.finfo(dtype).eps / 2
+    errors = operator.execution.segment(operator, draw(40).to(dtype), symmetric=False).errors
+    costs = operator.costs
+    assert float(errors.mean) == float(errors.largest) == pytest.approx(costs.error / 2)
+    assert float(errors.sums) == unit / 2
+    assert float(errors.potentials) == unit
+    assert float(errors.reach) == pytest.approx(unit * costs.magnitude)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_an_evaluation_of_a_cloud_with_itself_is_one_pass(symmetric, monkeypatch) -> None:
+    operator, passes = problem(30, None if symmetric else 40, torch.float32), []
+    for name in ("softmin_rows", "softmin_columns"):
+        run = getattr(operator, name)
+        monkeypatch.setattr(
+            operator, name, lambda *given, run=run, name=name: passes.append(name) or run(*given)
+        )
+    segment = KernelSegment(operator, 0 * operator.b.float(), symmetric=symmetric)
+    segment.numbers(torch.ones(1).double(), torch.ones(1, dtype=torch.bool))
+    assert passes == ["softmin_rows", "softmin_columns"][: 1 if symmetric else 2]

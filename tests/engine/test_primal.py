@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import reference
 import torch
@@ -170,3 +172,9 @@ def test_the_slack_of_a_filled_plan() -> None:
     size = a @ potentials[0].abs() + b @ potentials[1].abs()
     spread = torch.tensor(operator.costs.spread)
     assert_nearly_attained(true - seen, filled_slack(relative, size, spread, epsilon))
+
+
+def test_the_slack_of_a_filled_plan_is_that_of_the_formula() -> None:
+    """Its logarithms count where epsilon is large beside potentials and costs."""
+    found = filled_slack(1e-3, 2.0, 0.25, 4.0)
+    assert found == pytest.approx(1e-3 * (2.0 + 4 * 0.25 + 2 * 4.0 * (1 - math.log(1e-3))))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, Levels
+from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, TOP, Levels, first_level
 from otdd_flash.engine.quasi_newton import FALLEN, STALLED, Progress
 from otdd_flash.engine.trust import GROWTH, PATIENCE, Trust
 
@@ -114,3 +114,18 @@ def test_where_the_dual_cannot_tell_the_marginal_error_decides(growth, stale, ke
     trust = after((1.0, 0.0, 0.1))._replace(stale=numbers(stale))
     judged = trust.judge(numbers(1.0), numbers(0.0), numbers(0.1 * growth), numbers(1e-6))
     assert bool(judged.kept) is kept
+
+
+def test_the_first_level_is_a_power_of_two_times_epsilon_below_a_share_of_the_mean_cost() -> None:
+    mean_costs = torch.tensor([0.01, 0.09, 1.0, 37.0, 1e9], dtype=torch.float64)
+    found = first_level(0.01, mean_costs)
+    powers = found / 0.01
+    assert torch.equal(powers, 2 ** powers.log2().round())
+    assert powers[:2].tolist() == [1, 1]
+    assert bool((found[2:] <= TOP * mean_costs[2:]).all())
+    assert bool((found[2:] > TOP * mean_costs[2:] / 2).all())
+
+
+def test_the_first_step_that_is_not_kept_is_followed_by_one_plain_update() -> None:
+    trust = Trust.fresh(torch.zeros(1, dtype=torch.float64))
+    assert [float(part) for part in trust] == [-math.inf, 0, math.inf, 0, 0, 1]

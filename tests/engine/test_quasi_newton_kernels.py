@@ -149,6 +149,20 @@ def test_decisions_are_those_of_the_reference(form, goal):
         torch.testing.assert_close(one, two, rtol=rounding, atol=rounding, equal_nan=True)
 
 
+@pytest.mark.slow
+def test_differences_of_rounding_alone_are_not_learnt():
+    """Their curvature is above 0, and far below what roundings of a step make."""
+    moves = []
+    for rule in (QuasiNewtonKernels, QuasiNewton):
+        segments, each = begin(rule, CROSS)
+        for _, columns in segments.evaluations:
+            # <1, s>, <1, y>, <s, s> and <s, y>
+            columns[:, 6:8], columns[:, 9], columns[:, 10] = 0, 1, 1e-13
+        moves.append(all_steps(segments, each, steps=3)[3])
+    for found in moves:
+        assert not bool(found[:, :, 1].any())
+
+
 @FORMS
 def test_what_is_drawn_leads_to_every_decision(form):
     """Or the test above would compare too little."""
@@ -224,3 +238,23 @@ def test_a_step_that_was_recorded_before_a_restart_reads_the_new_aim(monkeypatch
     for before, after in zip(*seen, strict=True):
         assert before.data_ptr() == after.data_ptr()
     assert 0.5 in seen[0][1].tolist()
+
+
+def test_other_problems_begin_with_nothing_of_those_before():
+    segments = Drawn(CROSS)
+    level = torch.full((COUNT,), GOAL.epsilon, dtype=torch.float64, device=DEVICE)
+    start = Start(Levels.descending(level), torch.zeros_like(level))
+    fresh, used = (QuasiNewtonKernels(segments, GOAL, CROSS, start) for _ in range(2))
+    for part in used._state:
+        part.fill_(0 if part.dtype == torch.bool else 3)
+    used.begin(quasi_newton_kernels.settings_of(GOAL, segments).to(DEVICE), start)
+    for found, expected in zip(used._state[:3], fresh._state[:3], strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_last_iteration_is_at_the_final_epsilon():
+    levels = Levels.descending(torch.full((3,), 4.0, dtype=torch.float64))
+    start = Start(levels, torch.tensor([3.0, 4.0, 5.0], dtype=torch.float64))
+    for limit in (5, torch.tensor(5.0, dtype=torch.float64)):
+        found = quasi_newton_kernels._first_level(start, 0.5, limit)
+        assert found.tolist() == [4.0, 0.5, 0.5]

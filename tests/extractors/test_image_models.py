@@ -157,6 +157,20 @@ WRAPPINGS = {
 }
 
 
+def test_a_part_that_is_called_as_a_wrapper_keeps_its_name(tmp_path):
+    class Outer(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.module = network(seed)
+
+    given, loaded = Outer(1), Outer(2)
+    state = {f"_orig_mod.module.{name}": value for name, value in given.state_dict().items()}
+    torch.save(state, tmp_path / "w.pt")
+    load_checkpoint(loaded, str(tmp_path / "w.pt"), ())
+    for key, tensor in given.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor), key
+
+
 def test_wrapped_weights_are_found(tmp_path):
     from safetensors.torch import save_file
 

@@ -18,7 +18,7 @@ from otdd_flash import shown
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.errors import DataNotice, InputError
 from otdd_flash.extractors import embed, from_module
-from otdd_flash.extractors.network import Network
+from otdd_flash.extractors.network import Network, evaluating
 
 IMAGES = torch.rand(7, 3, 6, 5, generator=torch.Generator().manual_seed(0))
 FACTOR = 2.0
@@ -271,6 +271,25 @@ def test_auto_leaves_a_network_where_it_is_and_a_device_has_it_only_meanwhile():
     assert net[0].weight.is_cuda
 
 
+class Moving(nn.Linear):
+    """Notes where it is moved to."""
+
+    def __init__(self):
+        super().__init__(2, 3)
+        self.places = []
+
+    def to(self, device):
+        self.places.append(device.type)
+        return self
+
+
+def test_a_network_is_moved_to_a_device_and_back_if_it_is_not_there():
+    for device, places in (("meta", ["meta", "cpu"]), ("cpu", [])):
+        with evaluating(net := Moving(), torch.device(device)):
+            assert net.places == places[:1]
+        assert net.places == places
+
+
 # Caching.
 
 
@@ -315,6 +334,14 @@ def test_equal_networks_have_one_entry_whatever_their_mode(tmp_path, monkeypatch
     entries = sorted(tmp_path.rglob("*"))
     assert torch.equal(embed(images(), again, cache_dir=tmp_path).features, features)
     assert sorted(tmp_path.rglob("*")) == entries
+
+
+@pytest.mark.slow
+def test_compiled_networks_have_the_entry_of_what_was_compiled():
+    one, two, other = (torch.compile(Own(), backend="eager") for _ in range(3))
+    CHANGES["weights"](other)
+    keys = [from_module(net).key for net in (one, two, other)]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_layers_and_transforms_are_told_apart(monkeypatch):

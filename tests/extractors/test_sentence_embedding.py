@@ -47,6 +47,19 @@ def stand_in(monkeypatch):
     return StandIn
 
 
+def test_nothing_is_fetched_unless_asked_for(stand_in, monkeypatch):
+    local = []
+
+    def load(model, device, local_files_only):
+        local.append(local_files_only)
+        return stand_in(model, device, local_files_only)
+
+    monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", load)
+    for given in ({}, {"download": False}, {"download": True}):
+        text("a model", **given)
+    assert local == [True, True, False]
+
+
 def test_texts_are_embedded_in_batches_and_cached_by_content(make_dataset, stand_in, tmp_path):
     for texts in (TEXTS, np.array(TEXTS)):
         features = embed(make_dataset(texts, "text"), text("small"), batch_size=2).features

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from otdd_flash.kernels.passes import resident_half_step
+from otdd_flash.kernels.points.class_terms import ClassTerms
 from otdd_flash.kernels.points.packed_points import arrange, pack, power_of_two_scale
+from otdd_flash.kernels.tiling import Tile
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
@@ -29,6 +34,31 @@ def test_points_of_any_type_and_strides_are_packed(dtype):
     high = packed.rounded(1).square().sum(1)
     torch.testing.assert_close(squares[0], high, rtol=1e-6, atol=0)
     assert not bool(packed.squares[:, ~layout.filled].any())
+
+
+@pytest.mark.parametrize("shifted", [True, False])
+def test_resident_rows_take_a_guess_of_the_highest_logits_where_there_is_one(
+    shifted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launch on a Hopper card is given, without one."""
+    given: dict[str, object] = {}
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **constants: given.update(constants, shift=args[6])
+
+    monkeypatch.setattr(resident_half_step, "resident_half_step_kernel", Noted())
+    places = SimpleNamespace(from_tensor=lambda *_: None)
+    monkeypatch.setattr(resident_half_step, "TensorDescriptor", places)
+    x, bias = torch.zeros(512, 320, dtype=torch.float16), torch.zeros(256)
+    terms = ClassTerms("in_bias", bias, bias, torch.zeros(1, 1))
+    shift, sums = torch.ones(256) if shifted else None, torch.zeros(1, 256)
+    resident_half_step.resident_half_step(
+        *(x, x, bias, terms, shift, torch.zeros(2, 4), sums, sums, torch.ones(()), 1.0),
+        Tile(256, 64, 4, 3, descriptors=True),
+    )
+    assert given["SHIFTED"] == shifted
+    assert given["shift"] is (bias if shift is None else shift)
 
 
 @pytest.mark.parametrize("largest", [1e-20, 0.99, 1.0, 3.0, 1e20])

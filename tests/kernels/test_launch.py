@@ -13,6 +13,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.kernels import launch
+from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.launch import on_its_device
 
 KERNELS = Path(launch.__file__).resolve().parent
@@ -78,6 +79,12 @@ def test_the_device_of_the_first_tensor_is_current(monkeypatch: pytest.MonkeyPat
     kernel.run(torch.zeros(1), there, grid=(1,))
     assert kernel.seen == [1, 1, 0]
     assert CURRENT == [0]
+
+
+def test_an_epsilon_that_is_there_is_read_where_it_is() -> None:
+    """A recorded launch reads the level that is written there next."""
+    epsilon = torch.tensor(0.3, dtype=torch.float64)
+    assert on_device(epsilon, epsilon.device) is epsilon
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
+from otdd_flash.kernels.passes.block_sums import add_halves
 from otdd_flash.kernels.points.packed_points import arrange
 from otdd_flash.operators.plan import KeptPlan, Products
 from otdd_flash.operators.triton_plans import HeldPlan
@@ -146,6 +147,9 @@ def test_slots_are_added_up_where_they_are_read(
     found = halves.from_halves(products, scales, layout, weights)
     by_point = weights[:, None] * expected[layout.position, :3] / scales
     torch.testing.assert_close(found, by_point, rtol=1e-12, atol=1e-14)
+    sums, fits = row_sums.row_sums(products, layout, weights)
+    torch.testing.assert_close(sums, weights * expected[layout.position, 0], rtol=1e-12, atol=0)
+    assert not fits
     packed, now = onward.onward(products, scales, layout.spread(weights, 0.0))
     assert len(now) == 3
     assert bool((packed[..., 3:] == 0).all())
@@ -153,3 +157,18 @@ def test_slots_are_added_up_where_they_are_read(
         halves.Unmerged.of(packed.float()), now, layout, torch.ones_like(weights)
     )
     torch.testing.assert_close(found, by_point, rtol=1e-5, atol=1e-6)
+
+
+def test_all_parts_of_a_block_and_of_columns_are_multiplied_but_both_low_ones() -> None:
+    draw = torch.Generator().manual_seed(0)
+    entries = torch.rand(5, 40, generator=draw, dtype=torch.float64).to(DEVICE)
+    values = torch.randn(40, 8, generator=draw, dtype=torch.float64).to(DEVICE)
+    block, (high, low) = (
+        torch.stack((whole.half(), (whole - whole.half().double()).half()))
+        for whole in (entries, values)
+    )
+    found = torch.full((5, 8), torch.nan, device=DEVICE)
+    for columns in (slice(0, 16), slice(16, 40)):
+        add_halves(block[:, :, columns].contiguous(), (high, low), columns, found)
+    most = entries @ values.abs()
+    assert float(((found.double() - entries @ values).abs() / most).max()) <= 2.0**-20

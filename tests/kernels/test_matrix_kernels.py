@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from otdd_flash.kernels.matrix import sums as matrix_sums_module
 from otdd_flash.kernels.matrix.exponential import exact_power_of_two
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import matrix_half_step
-from otdd_flash.kernels.matrix.place import Place
+from otdd_flash.kernels.matrix.place import Place, is_aligned
 from otdd_flash.kernels.matrix.sums import matrix_sums
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -96,3 +97,32 @@ def test_powers_of_two_are_known_to_two_units() -> None:
             assert abs(mpmath.mpf(found) / mpmath.power(2, exponent) - 1) <= 2.0**-52
     large = torch.tensor([1024.0, 5000.0, 1e300], dtype=torch.float64)
     assert powers(large).tolist() == [math.inf] * 3
+
+
+def test_a_matrix_is_aligned_if_its_address_and_its_rows_are() -> None:
+    wide = torch.zeros(4, 24, dtype=torch.float32, device=DEVICE)
+    assert wide.data_ptr() % 16 == 0
+    assert is_aligned(wide)
+    assert is_aligned(wide[:, 4:20])
+    assert is_aligned(wide.half()[:, :16])
+    # A first entry, rows that end, and rows that start between.
+    assert not is_aligned(wide[:, 1:21])
+    assert not is_aligned(wide[:, :22])
+    assert not is_aligned(torch.zeros(4, 18, device=DEVICE)[:, :16])
+
+
+@pytest.mark.parametrize(("m", "lanes"), [(3, 4), (1000, 1024), (1 << 22, 2048)])
+def test_tiles_of_sums_are_no_wider_than_the_columns_nor_than_a_program_holds(
+    m: int, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, int]] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            return lambda *_, LANES, **__: launched.append((grid[0], LANES))
+
+    monkeypatch.setattr(matrix_sums_module, "matrix_sums_kernel", Noted())
+    place = Place(torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.float32, aligned=True)
+    of_rows, of_columns = (torch.zeros(k, device=DEVICE).double() for k in (2, m))
+    matrix_sums(place, (of_rows, of_columns), (of_rows, of_columns), EPSILON, -700.0)
+    assert launched == [(triton.cdiv(m, lanes), lanes)]

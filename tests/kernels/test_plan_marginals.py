@@ -169,6 +169,17 @@ def test_chunks_give_the_sums_of_the_whole(case, digits, symmetric, small_chunks
     check_sums(case, digits, symmetric=symmetric)
 
 
+def test_stripes_of_a_symmetric_plan_add_up_to_it():
+    side = side_of(140, 2, 1, 3, 1)
+    assert side.layout.size == 256
+    whole, _ = plan_marginals(side, side, None, 1e-3, 3, symmetric=True)
+    parts = [
+        plan_marginals(side, side, None, 1e-3, 3, symmetric=True, stripes=[stripe])[0]
+        for stripe in ((0, 128), (128, 256))
+    ]
+    check(sum(parts), whole, 2 * SUM_ERROR, side.layout.size)
+
+
 @pytest.fixture(params=[256, 128])
 def base(request, monkeypatch):
     """Digits of either base."""

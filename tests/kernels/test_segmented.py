@@ -7,6 +7,8 @@ import torch
 
 from otdd_flash.engine.segments import Evaluation, Move, WeightedPoints
 from otdd_flash.kernels.adder import UNIT
+from otdd_flash.kernels.segments.softmin import blocks_of, segmented_softmin
+from otdd_flash.kernels.segments.step import PARTIAL, RANGES, ROWS, Sums
 from otdd_flash.kernels.segments.totals import BLOCK, first_blocks, segmented_totals
 from otdd_flash.operators.class_pool import ClassPool
 from otdd_flash.operators.kernel_segments import KernelSegments, is_small
@@ -258,3 +260,20 @@ def test_a_move_is_its_formula(sizes, dim, pairs):
                 torch.testing.assert_close(vector, expected[segment][place], rtol=1e-5, atol=1e-4)
             else:
                 assert torch.equal(vector, before[place][segment])
+
+
+def test_ranges_of_columns_are_added_each_from_its_own_maximum():
+    """Of a row whose highest comes first, one where it comes last, and one of equal ones."""
+    highest = torch.tensor([3.0, -1.0, 2.0, 1.0, 4.0, 2.0, 0.0, 4.0, 2.0], device=DEVICE)
+    sums = torch.tensor([1.0, 3.0, 1.0, 2.0, 1.5, 1.0, 1.0, 1.0, 2.0], device=DEVICE).double()
+    table = torch.zeros((1, 8), dtype=torch.int64, device=DEVICE)
+    table[0, ROWS], table[0, PARTIAL], table[0, RANGES] = 3, 0, 3
+    masses = torch.full((3,), 1 / 3, dtype=torch.float64, device=DEVICE)
+    epsilon, potential = torch.full_like(masses[:1], EPSILON), torch.empty(3, device=DEVICE)
+    active = torch.ones(1, dtype=torch.bool, device=DEVICE)
+    given = masses, blocks_of(table), table, active, epsilon, potential
+    partial = segmented_softmin(Sums(highest, sums), *given)
+    expected = -EPSILON * (sums * highest.double().exp2()).view(3, 3).sum(0).log()
+    torch.testing.assert_close(potential.double(), expected, rtol=1e-6, atol=0)
+    totals = torch.stack((masses @ expected, masses @ expected.abs()))
+    torch.testing.assert_close(partial[0], totals, rtol=1e-6, atol=0)

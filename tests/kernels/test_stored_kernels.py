@@ -12,8 +12,8 @@ from torch import Tensor
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.plan import stored_plan, stored_product
 from otdd_flash.kernels.stored.step import stored_programs, stored_step
-from otdd_flash.operators.pooled_segments import tables_of
-from otdd_flash.operators.score_pool import Room, ScorePool
+from otdd_flash.operators.kernel_pool import KernelPool
+from otdd_flash.operators.score_pool import Room, tables_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES, ROOM = (37, 21), (48, 32)
@@ -49,10 +49,10 @@ class Clouds:
             self.labels[two],
         )
 
-    def pool(self) -> ScorePool:
+    def pool(self) -> KernelPool:
         """In a room that is larger, with other points in what is left of it."""
         room = Room(1, *ROOM, 5, 8, self.points[0].dtype, DEVICE)
-        pool = ScorePool(room)
+        pool = KernelPool(room)
         pool.points.fill_(17.0)
         pool.labels.fill_(6)
         for side, first in enumerate((0, ROOM[0])):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
-from labelled_costs import labelled_cost
+from labelled_costs import dense_labelled_cost, labelled_cost
 from torch import Tensor
 
 from otdd_flash.kernels import tiling
@@ -40,6 +41,34 @@ def test_every_column_block_of_every_row_block_is_taken_once(running, rows, colu
     assert bool((taken == 1).all())
     assert [sorted(seen) for seen in slots] == [list(range(k)) for k in ranges.slots.tolist()]
     assert ranges.most == int(ranges.slots.max())
+
+
+@pytest.mark.parametrize("running", [132], indirect=True)
+@pytest.mark.parametrize(("rows", "left", "ranges"), [(157, 25, 5), (130, 130, 1), (134, 2, 64)])
+def test_blocks_of_rows_that_are_left_are_cut_to_fill_the_device_once(
+    running: int, rows: int, left: int, ranges: int
+) -> None:
+    found = column_ranges(rows, 64, TILE, torch.device("cpu"))
+    assert (found.whole, found.most) == (rows - left, ranges)
+    assert len(found.programs) - found.whole <= running
+
+
+@pytest.mark.parametrize("running", [1], indirect=True)
+@pytest.mark.parametrize("beside", [None, 0.0, -200.0, 200.0])
+def test_a_row_over_several_tiles_is_summed_whatever_the_guess(
+    running: int, beside: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later tiles have higher logits; sums beside a guess that is far off leave float32's range."""
+    monkeypatch.setattr(kernel, "MANY_SCORES", 1)
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(20, 3, generator=draw), torch.randn(400, 3, generator=draw)
+    cost = labelled_cost(x, y, 1)
+    g = torch.linspace(0, 2, 400)
+    dense = dense_labelled_cost(cost)
+    expected = reference.softmin_rows(dense, cost.b, g.double(), EPSILON)
+    guess = None if beside is None else (expected + beside * EPSILON).float()
+    found = KernelOperator(cost, "high").softmin_rows(g, EPSILON, guess)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.gpu

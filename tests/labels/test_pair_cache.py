@@ -344,3 +344,19 @@ def test_an_entry_that_was_never_measured_is_not_believed(tmp_path, caplog):
     cache.keep("recipe", classes(2), pairs, upside_down)
     assert not len(PairCache(tmp_path).find("recipe", classes(2), pairs)[0])
     assert "damaged" in caplog.text
+
+
+def test_pairs_are_written_while_others_are_measured(datasets, tmp_path, monkeypatch):
+    """So that a process that is killed loses seconds."""
+    monkeypatch.setattr(measuring, "SECONDS_BETWEEN_WRITES", 0.0)
+    monkeypatch.setattr(measuring, "PAIRS_PER_CLASS", 1)
+    kept, keep = [], PairCache.keep
+
+    def counted(cache, recipe, classes, pairs, distances):
+        kept.append(len(pairs))
+        keep(cache, recipe, classes, pairs, distances)
+
+    monkeypatch.setattr(PairCache, "keep", counted)
+    class_distances(datasets, Gaussian(), cache_dir=tmp_path)
+    assert len(kept) > 1
+    assert entries(tmp_path) == sum(kept)

@@ -10,6 +10,7 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import InputError, UserCodeError
+from otdd_flash.labels.pairs import chunk_size
 
 
 def dense(*datasets):
@@ -143,3 +144,16 @@ def test_a_study_goes_on_with_the_same_function_alone(sides, tmp_path):
     with pytest.raises(InputError, match=r"other settings: labels\.probe differ"):
         study(Medians(1.0)).run(tmp_path, resume=True)
     assert study(Medians()).run(tmp_path, resume=True).complete
+
+
+def test_a_chunk_of_pairs_fits_a_core_and_keeps_a_card_busy():
+    cpu, card = torch.device("cpu"), torch.device("cuda")
+    for entries, device, size in (
+        (0, cpu, 4096),
+        (2**10, cpu, 2**10),
+        (2**20, cpu, 1),
+        (2**21, cpu, 1),
+        (2**21, card, 32),
+        (2**10, card, 4096),
+    ):
+        assert chunk_size(entries, device) == size

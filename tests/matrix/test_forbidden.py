@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.operators.matrix_facts import matrix_facts
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,11 @@ def test_a_point_without_partners_is_refused(closed: tuple, b: Tensor | None, si
     costs[closed] = math.inf
     with pytest.raises(otdd.InputError, match=f"costs forbids all pairs of {side}"):
         otdd.matrix_transport(costs, b=b, epsilon=0.1)
+
+
+def test_the_range_of_costs_is_that_of_allowed_pairs_of_points_with_mass() -> None:
+    costs = torch.tensor([[2.0, math.inf, 9.0], [3.0, 5.0, 9.0], [0.5, 8.0, 9.0]]).double()
+    a, b = torch.tensor([0.5, 0.5, 0.0]).double(), torch.tensor([0.25, 0.75, 0.0]).double()
+    facts = matrix_facts([(slice(0, 2), costs[:2]), (slice(2, 3), costs[2:])], a, b)
+    assert facts.range == (2.0, 5.0)
+    assert facts.extreme == 9.0

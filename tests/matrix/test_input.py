@@ -35,6 +35,7 @@ def with_entry(value: float) -> torch.Tensor:
         ({"a": torch.ones(2)}, "a must sum to 1, got 2"),
         ({"b": torch.tensor([0.5, 0.75, -0.25])}, r"b\[2\] is -0.25"),
         ({"b": torch.tensor([0.5, math.nan, 0.5])}, r"b\[1\] is nan"),
+        ({"b": torch.tensor([0.5, 0.5, math.inf])}, r"b must be finite .*b\[2\] is inf"),
         ({"epsilon_relative": 1.0, "costs": -COSTS}, "needs a positive mean cost; here it is -2"),
         ({"epsilon": 1e-9}, r"epsilon=1e-09 is too small for float32.*precision=double"),
         ({"epsilon": 1e-45}, "overflow in torch.float32"),

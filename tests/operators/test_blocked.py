@@ -134,6 +134,21 @@ def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
     assert live.highest < n * dim * 4 / 2
 
 
+def test_the_largest_of_several_costs_says_whether_points_are_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = sides(tmp_path)
+    monkeypatch.setattr(request, "UNASKED", 0)
+    monkeypatch.setattr(request, "cost_size", lambda x, y: (len(x), len(y)))
+    monkeypatch.setattr(request, "operator_bytes", lambda size, *_: size[0] * size[1])
+    needed = max(N, M) ** 2
+    for budget, streams in ((needed - 1, True), (needed, False)):
+        compute = ComputeOptions("cpu", "torch", memory_budget=budget)
+        for pairs in ([(0, 0), (0, 1), (1, 1)], [(1, 1), (0, 0)]):
+            found = request._streaming(given, pairs, compute, torch.device("cpu"))
+            assert (found is not None) == streams
+
+
 def test_a_budget_says_whether_points_are_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,3 +105,11 @@ def test_differences_of_points_are_kept_far_from_the_origin(far: float) -> None:
         # Of neighbours in float64 the difference is exact.
         error = (points[k] - points[0]) - (cloud.points[k] - cloud.points[0])
         assert float(error.norm()) <= 2 * (lost + 2.0**-50 * reach)
+
+
+def test_classes_that_are_padded_to_one_size_are_together_while_they_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In groups of similar sizes, of so many coordinates at the most unless one has more."""
+    monkeypatch.setattr(class_pool, "TOGETHER", 24)
+    assert [*class_pool._groups((4, 1, 2, 30, 3, 4), 2)] == [[1, 2, 4], [0, 5], [3]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from otdd_flash.operators import host_points
+from otdd_flash.operators.cloud import Cloud
 from otdd_flash.operators.host_points import Arrived, Block, HostPoints, Streaming, slices
 
 BLOCKS = slices(50, 10)
@@ -103,3 +104,17 @@ def test_particles_are_read_after_a_stream_of_the_users_wrote_them() -> None:
         found = [there.clone() for there in points.stream(slices(1 << 20, 1 << 18))]
     torch.cuda.synchronize()
     assert all(bool((there == 1).all()) for there in found)
+
+
+def test_distances_from_the_mean_come_with_those_from_another_centre() -> None:
+    """The points are read once more for the mean, and once for both."""
+    points = on_cpu()
+    masses = torch.full((50,), 1 / 50, dtype=torch.float64)
+    cloud = Cloud(points, masses, torch.zeros(50, dtype=torch.int64))
+    mean, tally = cloud.extent.mean, points.streaming.tally
+    once = tally.moved
+    for centre in (torch.zeros(2).double(), mean):
+        found = cloud.distances(centre).squares
+        expected = (points.features.double() - centre).square().sum(1)
+        torch.testing.assert_close(found, expected)
+    assert tally.moved == 2 * once > 0

@@ -10,7 +10,7 @@ import torch
 from live_bytes import peak
 
 from otdd_flash.errors import InputError
-from otdd_flash.operators import memory
+from otdd_flash.operators import float64_rows, memory, segment_tiles
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.float64_rows import (
     CHUNK_ELEMENTS_CPU,
@@ -191,3 +191,25 @@ def test_a_failed_allocation_is_told_in_numbers(
     assert told.startswith("out of memory on cuda:0: ")
     assert said in told
     assert "2.9 KiB in all; use fewer samples (max_samples)" in told
+
+
+def test_a_row_that_is_longer_than_a_chunk_is_taken_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 12)
+    for dim, sizes in ((4, [3, 2]), (12, [1] * 5), (13, [1] * 5)):
+        points = torch.arange(5.0 * dim).view(5, dim)
+        seen = [(rows, some.clone()) for rows, some in float64_rows.in_float64(points)]
+        assert [len(some) for _, some in seen] == sizes
+        assert torch.equal(torch.cat([some for _, some in seen]), points.double())
+
+
+def test_tiles_of_padded_problems_fit_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole problems while several fit, else rows of one; the scratch is no larger than either."""
+    monkeypatch.setattr(segment_tiles, "TILE_ELEMENTS_CPU", 100)
+    for size, most in (((7, 5, 6), 90), ((2, 5, 6), 60), ((3, 20, 9), 99), ((2, 3, 200), 200)):
+        taken = torch.zeros(size[:2], dtype=torch.int64)
+        for segments, rows, scratch in segment_tiles.tiles(size, torch.float64, CPU):
+            taken[segments, rows] += 1
+            assert scratch.untyped_storage().nbytes() == 8 * most
+        assert bool((taken == 1).all())

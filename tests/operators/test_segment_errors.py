@@ -138,4 +138,9 @@ def test_errors_of_stored_costs_are_those_derived() -> None:
     assert_near(errors.largest, largest)
     assert_near(errors.peak, [two / one for one, two in zip(mean, largest, strict=True)])
     assert_near(errors.sums, [(max(SHAPE) + 512) * unit] * len(PAIRS))
+    # The spread of the costs as they were computed, and what each end may be off by.
+    for k, (i, j) in enumerate(PAIRS):
+        stored = segments.costs[k, : SIZES[i], : SIZES[j]]
+        beyond = segments.cost_spread[k] - (stored.max() - stored.min())
+        assert float(beyond) == pytest.approx(2 * largest[k], rel=0.1)
     assert not bool(torch.stack((errors.stored, errors.offset, segments.offset)).any())

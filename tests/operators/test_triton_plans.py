@@ -88,8 +88,9 @@ def test_what_weights_entries_on_both_sides_is_packed_once(monkeypatch: pytest.M
     x = cost.cost.points[0]
     f, _ = potentials(cost)
     without_memory(monkeypatch)
-    found, along = plan_of(cost, f, f, EPSILON), x.double().flip(0)
-    points = x.double()
+    # So large that what products of weights may be is all that keeps them in float16.
+    points = 1e3 * x.double()
+    found, along = plan_of(cost, f, f, EPSILON), points.flip(0)
     with operation_counts.OperationCounts(monkeypatch) as counts:
         got = found.times(points, (along, points), (points, along))
     assert counts.launches["pack_kernel"] == 2

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,30 @@ def test_rank_0_ends_the_others_with_its_code(monkeypatch: pytest.MonkeyPatch) -
         first.end_others(130)
         assert waited(lambda: len(left) == 2)
     assert left == [130, 130]
+
+
+def test_a_rank_ends_once_all_others_are_about_to_or_time_is_up() -> None:
+    store = HashStore()
+    second = Watched(store, 1, 3)
+    for waits in (True, False):
+        store.add(heartbeat.ENDING, 1)
+        started = time.monotonic()
+        second._met(LIMIT)
+        assert (time.monotonic() - started >= LIMIT) == waits
+
+
+@pytest.mark.parametrize(("code", "expected"), [(130, [130]), (2, [2]), (1, [])])
+def test_torchrun_ends_the_others_after_a_defect(
+    code: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may start them again then; they are not told to end with a code of their own."""
+    ended: list[int] = []
+    dismissed: list[int] = []
+    monkeypatch.setattr(heartbeat, "_heartbeat", SimpleNamespace(end_others=ended.append))
+    monkeypatch.setattr(heartbeat, "_end_as_meant", lambda: None)
+    monkeypatch.setattr(heartbeat, "_leave", lambda: None)
+    heartbeat._dismiss(SimpleNamespace(apart=True, dismiss=dismissed.append), code)
+    assert (ended, dismissed) == (expected, [code])
 
 
 SHORT = """

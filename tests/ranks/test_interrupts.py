@@ -14,6 +14,7 @@ import torch
 from rank_pool import RankPool, lead, pool
 
 import otdd_flash as otdd
+from otdd_flash.distributed.interrupts import Interrupts
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, LostRankError
 from otdd_flash.flows.history import StepRecord
@@ -67,6 +68,41 @@ def test_a_flow_says_what_rank_0_lacked_in_a_pass() -> None:
         answer = own.answer_of(0, short_in_a_flow)
     assert isinstance(answer, InputError)
     assert "the flow cannot go on after step 1: out of memory on cpu" in str(answer)
+
+
+@pytest.fixture
+def came() -> Iterator[list[int]]:
+    """Ctrl-C that comes through."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: found.append(number))
+    yield found
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_pressed_twice_comes_at_once_and_once(came: list[int]) -> None:
+    def press_twice() -> None:
+        with Interrupts().held():
+            signal.raise_signal(signal.SIGINT)
+            assert came == []
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert came == []
+
+
+def test_an_interrupt_that_was_held_comes_where_it_is_heard(came: list[int]) -> None:
+    interrupts = Interrupts()
+    with interrupts.held():
+        signal.raise_signal(signal.SIGINT)
+        assert came == []
+        with interrupts.heard():
+            assert came == [signal.SIGINT]
+            signal.raise_signal(signal.SIGINT)
+            assert came == [signal.SIGINT] * 2
+        signal.raise_signal(signal.SIGINT)
+        assert came == [signal.SIGINT] * 2
+    assert came == [signal.SIGINT] * 3
 
 
 def interrupted(ranks: Ranks) -> tuple[list[str], float]:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from otdd_flash.commands import ranks, start
+from otdd_flash.errors import InputError
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
@@ -33,6 +34,23 @@ def test_more_processes_than_gpus_are_told_once(
     assert (expected in " ".join(said.split())) == (rank == "0")
     # A restart does not try again.
     assert store.check([ranks.REFUSED]) == (rank == "0")
+
+
+def test_processes_that_do_not_meet_are_told_where_they_were_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(backend: str, **how: object) -> None:
+        raise torch.distributed.DistStoreError("Timed out after 1 second\nin a store")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "init_process_group", never)
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "there", "MASTER_PORT": "29500"}
+    for key, value in place.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(InputError) as error:
+        ranks._joined()
+    for part in ("the 2 processes", "there:29500", "(Timed out after 1 second);", "torchrun"):
+        assert part in str(error.value)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

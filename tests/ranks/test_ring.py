@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import reference
 import torch
-from labelled_costs import labelled_cost
+from labelled_costs import dense_labelled_cost, labelled_cost
 from operation_counts import OperationCounts
 from rank_pool import lead, pool
 from test_shared_distance import EPSILON, datasets
@@ -56,6 +57,27 @@ def test_distances_are_those_of_one_process(size: int, precision: str) -> None:
         again = pool(size).run(in_a_ring, distance, precision)[0]
         assert torch.equal(f, again[2])
         assert (value, bounds) == (again[0], again[1])
+
+
+def few(counts: tuple[int, int]) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(count, 3, generator=draw) for count in counts]
+
+
+def distance_of_few(ranks: Ranks, counts: tuple[int, int]) -> float:
+    compute = otdd.ComputeOptions("cpu", precision="double", memory_budget=0, group=ranks)
+    found = otdd.dataset_distance(*few(counts), epsilon=EPSILON, labels="none", compute=compute)
+    assert found.shared.layout == "ring"
+    return found.value
+
+
+@pytest.mark.parametrize("counts", [(6, 7), (3, 1)])
+def test_few_points_are_halved_among_ranks(counts: tuple[int, int]) -> None:
+    """Halves of what a rank has are of one point, or of none."""
+    found = pool(2).run(in_a_ring, distance_of_few, counts)[0]
+    compute = otdd.ComputeOptions("cpu", precision="double")
+    alone = otdd.dataset_distance(*few(counts), epsilon=EPSILON, labels="none", compute=compute)
+    assert found == pytest.approx(alone.value, abs=1e-9)
 
 
 def held_points() -> int:
@@ -148,6 +170,24 @@ def launches(m: int | None) -> dict[str, tuple[int, int]]:
 def test_a_pass_is_few_launches_and_no_wait(m: int | None, expected: dict[str, Any]) -> None:
     """But for whether sums are in range, which ranks tell each other once a pass."""
     assert pool(2).run(launches, m) == [expected] * 2
+
+
+def refined_pass() -> Tensor:
+    """The softmin of a cloud with itself whose kernels have read half of its digits before."""
+    ranks = Ranks()
+    f, _ = held(ranks, 61, None)
+    parts.refine(ranks, 0, 1)
+    return parts.softmin_self(ranks, 1, f, EPSILON)
+
+
+@pytest.mark.slow
+def test_pairs_are_refined_to_the_points_themselves() -> None:
+    draw = torch.Generator().manual_seed(1)
+    cost = labelled_cost(torch.randn(61, 5, generator=draw), massless=True)
+    f = 0.1 * torch.randn(61, generator=draw)
+    expected = reference.softmin_rows(dense_labelled_cost(cost), cost.a, f.double(), EPSILON)
+    for found in pool(2).run(refined_pass):
+        assert torch.allclose(found.double(), expected, rtol=0, atol=1e-5)
 
 
 def order_of_events() -> tuple[list[str], list[int]]:

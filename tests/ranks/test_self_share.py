@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from labelled_costs import labelled_cost
 from torch import Tensor
 
 from otdd_flash.kernels.passes import symmetric_step
+from otdd_flash.operators import parts
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
+from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 
@@ -80,8 +83,18 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("size", [2, 4])
 def test_pytorch_computes_pairs_of_one_range_twice(size: int) -> None:
     n = 64
-    parts = shares(cost_of(n), partial(StoredOperator.keep, dtype=torch.float64), size)
-    scores = [sum(math.prod(tile.operator.shape) for tile in part._pairs.tiles()) for part in parts]
+    held = shares(cost_of(n), partial(StoredOperator.keep, dtype=torch.float64), size)
+    scores = [sum(math.prod(tile.operator.shape) for tile in part._pairs.tiles()) for part in held]
     # Half of all, and half of the squares on the diagonal once more.
     assert sum(scores) == n**2 / 2 + 2 * size * (n / (2 * size)) ** 2 / 2
     assert len(set(scores)) == 1
+
+
+def test_sums_of_one_potential_are_ordered_of_pairs() -> None:
+    """Which are half as many scores; those of two are not symmetric."""
+    operator = object.__new__(ShardedOperator)
+    operator.ranks = SimpleNamespace(order=lambda work, *given: work)
+    operator._number, operator._by_pairs = 0, True
+    f = torch.zeros(3)
+    assert operator.marginals(f, f, EPSILON) is parts.marginals_self
+    assert operator.marginals(f, f.clone(), EPSILON) is parts.marginals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import FeatureFile
-from otdd_flash.operators import blocked, request
+from otdd_flash.operators import blocked, request, sharing
+from otdd_flash.operators.host_points import Streaming
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -115,3 +117,14 @@ def test_a_file_that_one_rank_lacks_is_refused_on_every_rank(tmp_path: Path) -> 
         assert isinstance(answer, InputError)
         assert "another process cannot read" in str(answer)
         assert "x.gone" in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("device", "budget", "room"),
+    [("cpu", "auto", 500), ("cpu", 1000, 1000), ("cuda", "auto", 1000)],
+)
+def test_ranks_share_free_memory_of_the_host(device: str, budget: Any, room: int) -> None:
+    """A card is of one rank, and what is asked for is for each."""
+    compute = otdd.ComputeOptions(device, memory_budget=budget)
+    whole, ranks = Streaming(torch.device(device), 1000), SimpleNamespace(size=2)
+    assert sharing._of_one_rank(whole, ranks, compute).room == room

@@ -218,6 +218,13 @@ def test_a_report_has_all_its_files_whatever_the_users_style(tmp_path):
     assert listing(tmp_path / "none") == {"projection.png", *COUPLING}
 
 
+@pytest.mark.parametrize("content", ["table", "none"])
+def test_a_report_of_tables_has_no_pictures_and_one_of_nothing_no_files(content, tmp_path):
+    written = write_report(result(), tmp_path / "run", content=content).written
+    tables = {name for name in ALL if name.endswith(".csv")}
+    assert {path.name for path in written} == (tables if content == "table" else set())
+
+
 @pytest.mark.slow
 def test_fonts_that_cannot_be_read_cost_no_table(tmp_path, monkeypatch):
     def unreadable(*_):

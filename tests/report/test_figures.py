@@ -13,7 +13,12 @@ from otdd_flash.errors import DataNotice
 from otdd_flash.report.distance import draw_class_coupling
 from otdd_flash.report.figures import page as fonts
 from otdd_flash.report.figures.heat_maps import (
+    BRACKET_POINTS,
+    LARGEST,
+    SMALLEST,
     Group,
+    _name_cells,
+    _place_names,
     cell_texts,
     class_orders,
     draw_class_distances,
@@ -155,6 +160,33 @@ def test_cells_show_classes_in_the_order_asked_for_and_hide_empty_ones(figures):
     assert [text.get_text() for text in figures[2].axes[0].texts] == ["50.0", "", "10.0", "40.0"]
 
 
+def test_names_of_narrow_cells_are_smaller_and_at_the_smallest_some_are_left_out():
+    with own_style():
+        for length, points, count in ((9.0, LARGEST, 40), (5.0, 7.2, 40), (2.0, SMALLEST, 14)):
+            axis = new_figure().add_subplot().yaxis
+            _name_cells(axis, [Group("all", names(40), "0.5")], length)
+            labels = axis.get_ticklabels()
+            assert [label.get_fontsize() for label in labels] == [pytest.approx(points)] * count
+
+
+def test_names_of_narrow_groups_move_aside_and_none_leaves_the_axis():
+    groups = [Group(name, ("a",), "0.5") for name in ("a name", "another name", "one more")]
+    with own_style():
+        axes = new_figure().add_subplot()
+        for edges in ([0.0, 0.1, 0.2, 6.0], [0.0, 5.8, 5.9, 6.0], [0.0, 2.0, 4.0, 6.0]):
+            texts, centres = _place_names(axes, groups, np.array(edges))
+            assert texts == [group.name for group in groups]
+            bold = {"fontweight": "bold"}
+            widths = [measure(axes.figure, text, BRACKET_POINTS, **bold)[0] for text in texts]
+            ends = [
+                (at - wide / 2, at + wide / 2) for at, wide in zip(centres, widths, strict=True)
+            ]
+            assert ends[0][0] > 0
+            assert ends[-1][1] < 6
+            assert all(left[1] < right[0] for left, right in itertools.pairwise(ends))
+    assert centres == [1, 3, 5]
+
+
 @pytest.mark.slow
 def test_colours_of_signed_values_diverge_from_white_at_0(figures):
     for values in ([3.0, -1.0], [-4.0, -1.0], [0.0, 0.0]):
@@ -251,3 +283,17 @@ def test_a_picture_is_a_png_of_the_size_of_its_page_in_a_font_that_is_there(tmp_
     assert {ord(character) for character in "aZß" + PRESENT} <= known
     assert not {ord(character) for character in LACKING} & known
     assert fonts.DEFAULT in fonts._installed()
+
+
+def test_a_page_grows_around_axes_that_keep_their_sizes():
+    with own_style():
+        figure = new_figure()
+        figure.set_size_inches(4.0, 2.0)
+        axes = figure.add_axes((0.25, 0.25, 0.5, 0.5))
+        axes.set_ylabel("far " * 40)
+        fonts.grow_page(figure)
+        width, height = figure.get_size_inches()
+        assert height > 4
+        box = axes.get_position(original=True)
+        assert (box.width * width, box.height * height) == pytest.approx((2.0, 1.0))
+        check_on_page(figure, [axes.yaxis.label])

@@ -1,7 +1,10 @@
 """What is written of a flow: its data, the objective, paths, images and an animation."""
 
 import csv
+import io
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +12,11 @@ import torch
 from flow_report_cases import Flow, blobs, image_flow, record, straight_flow
 from picture_checks import check_apart, check_on_page
 from PIL import Image
+from rich.console import Console
 
 from otdd_flash.errors import InputError
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.report.figures.page import TARGET_COLOR
+from otdd_flash.report.figures.page import TARGET_COLOR, new_figure
 from otdd_flash.report.figures.planes import fit_plane
 from otdd_flash.report.flow import images as animation
 from otdd_flash.report.flow import writing as flow_writing
@@ -24,7 +28,12 @@ from otdd_flash.report.flow.images import (
     write_animation,
 )
 from otdd_flash.report.flow.paths import MOST_CLASSES, MOST_LINES, draw_paths, evenly_over_classes
-from otdd_flash.report.flow.writing import draw_objective, write_flow_report, write_metrics_csv
+from otdd_flash.report.flow.writing import (
+    draw_objective,
+    flow_table,
+    write_flow_report,
+    write_metrics_csv,
+)
 from otdd_flash.samples import LabeledSamples
 
 # Files.
@@ -188,6 +197,24 @@ def test_the_scale_suits_the_values_and_all_are_in_sight(drawn):
     assert panels[0].yaxis.get_offset_text().get_text() == ""
     low, high = panels[1].get_ylim()
     assert 1e-6 / (high - low) > 0.1
+
+
+def test_bounds_are_in_sight_where_no_value_is_finite():
+    axes = new_figure().add_subplot()
+    nothing, lower, upper = np.array([np.nan]), np.array([0.25]), np.array([0.75])
+    assert flow_writing._choose_scale(axes, nothing, lower, upper) == (lower, upper)
+    low, high = axes.get_ylim()
+    assert -0.5 < low < 0
+    assert 1 < high < 1.5
+
+
+@pytest.mark.parametrize("converged", [True, False])
+def test_a_table_says_whether_steps_stopped_early(converged):
+    saved = Path(__file__).parents[1] / "fixtures/saved/flow/result.json"
+    table = flow_table(json.loads(saved.read_text("utf-8")) | {"converged": converged})
+    console = Console(width=120, file=io.StringIO())
+    console.print(table)
+    assert ("some step stopped early" in console.file.getvalue()) != converged
 
 
 # paths.png

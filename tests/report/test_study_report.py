@@ -244,6 +244,28 @@ def test_before_anything_is_gained_distances_are_told(result, tmp_path):
     assert "Sampling error was not measured: subsample=50" in " ".join(table.split())
 
 
+def test_the_table_ends_with_the_mean_over_targets(result):
+    (line,) = (line for line in shown(result).splitlines() if line.strip(" │").startswith("mean"))
+    rows = result.choices()
+    names = ("regret", "random_regret", "largest_regret")
+    means = [np.mean([getattr(row, name) for row in rows]) for name in names]
+    numbers = [float(each) for each in re.findall(r"-?\d+\.\d+", line)]
+    assert numbers == pytest.approx(means, abs=0.051)
+
+
+def test_error_bars_reach_to_the_ends_of_an_interval():
+    for reading, reach in (
+        (Reading(2.0, 1.75, 2.5), (0.25, 0.5)),
+        (Reading(2.0, 1.75, 2.5, 1.0, 4.0), (1.0, 2.0)),
+        # The interval is for the mean, beside which the value may lie.
+        (Reading(2.0, 2.25, 2.5), (0.0, 0.5)),
+        (Reading(2.0, 1.0, 1.5), (1.0, 0.0)),
+        (Reading(2.0, deviation=0.125), (0.125, 0.125)),
+        (Reading(2.0), (0.0, 0.0)),
+    ):
+        assert writing._reach(reading) == reach
+
+
 def test_an_interval_is_called_what_it_is():
     for measure, row, text in (
         ("otdd", Reading(2.0, 1.5, 2.5), "2.00 [1.50, 2.50] (solver bounds)"),

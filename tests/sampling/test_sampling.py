@@ -11,7 +11,7 @@ from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning
 from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling import comparison, noise_floor, subsample_interval
+from otdd_flash.sampling import comparison, noise_floor, subsample_interval, subsampling
 from otdd_flash.sampling.comparison import least_rows, most_per_half, subsample, two_halves
 from otdd_flash.solver.schedules.converged import Converged
 
@@ -344,3 +344,19 @@ def test_what_has_no_halves_is_refused(pair, compared):
     assert noise_floor(*small, labels="means", epsilon=100.0, min_class_size=4).size == 4
     # Labels that do not count do not limit the halves.
     assert noise_floor(numbered(8, 3), numbered(6, 6), labels="none", epsilon=100.0).size == 5
+
+
+def test_a_draw_depends_on_its_number_alone():
+    """As ranks share them."""
+    draw = torch.Generator().manual_seed(0)
+    sides = [LabeledSamples(torch.randn(9, 1, generator=draw), None, ()) for _ in range(2)]
+
+    def distance(x, y):
+        return SimpleNamespace(value=float(x.features.sum() - y.features.sum()))
+
+    drawn = SimpleNamespace(source=sides[0], target=sides[1], distance=distance)
+    whole, some = (
+        subsampling._values(drawn, (4, 3), wanted, 0, None) for wanted in (range(5), range(1, 5, 2))
+    )
+    assert len(set(whole)) == 5
+    assert some == whole[1::2]

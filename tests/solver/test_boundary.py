@@ -14,7 +14,9 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators import build, memory
 from otdd_flash.operators.cost_tiles import CentredProducts
 from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.torch_pool import TorchPool, TorchTerm
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver.small import route
 from tests.refusals import naming
 
 # Kernels on a GPU, else in the interpreter.
@@ -206,22 +208,34 @@ def test_a_self_term_that_will_not_fit_is_seen_before_the_cross_term(
         otdd.sinkhorn_divergence(*sides, progress=fails, **settings)
 
 
-@pytest.mark.parametrize("broken", ["building", "passing"])
+BROKEN: dict[str, tuple[type, str]] = {
+    "building": (CentredProducts, "add"),
+    "passing": (StoredOperator, "softmin_rows"),
+    "building side by side": (TorchPool, "_store"),
+    "passing side by side": (TorchTerm, "marginals"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 def test_memory_that_runs_out_is_said_without_a_traceback(
     pair: Pair, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out(*_: object, **__: object) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
-    if broken == "building":
-        monkeypatch.setattr(CentredProducts, "add", run_out)
-    else:
-        monkeypatch.setattr(StoredOperator, "softmin_rows", run_out)
+    holder, method = BROKEN[broken]
+    monkeypatch.setattr(holder, method, run_out)
+    several = "side by side" in broken
+    if not several:
+        monkeypatch.setattr(route, "MOST_POINTS", 0)
     pattern = (
         r"out of memory on cpu: an allocation of 2\.00 GiB found [\d.]+ GiB free, and 40 x (33|40) "
         r"points of dimension 3 need at least [\d.]+ KiB in all; use fewer samples"
     )
     for name, solve in entries(pair, compute=STORED).items():
+        if several and name == "of itself":
+            # It has one term.
+            continue
         with naming(name), pytest.raises(InputError, match=pattern) as raised:
             solve()
         # Nothing holds the frames of the solve, and with them its tensors.
@@ -232,7 +246,7 @@ def test_other_failures_are_defects(pair: Pair, monkeypatch: pytest.MonkeyPatch)
     def break_down(*_: object, **__: object) -> Any:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(StoredOperator, "softmin_rows", break_down)
+    monkeypatch.setattr(TorchTerm, "marginals", break_down)
     with pytest.raises(RuntimeError, match="illegal memory access") as raised:
         otdd.sinkhorn(*pair, epsilon=0.5, compute=STORED)
     assert not isinstance(raised.value, InputError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -221,3 +222,15 @@ def test_costs_below_the_normal_numbers(count: int) -> None:
         # All of the cloud is moved to one point.
         assert found.bounds[0] <= distance**2 / 2 <= found.bounds[1]
         assert found.bounds[1] - found.bounds[0] < 2e-45
+
+
+def test_a_term_of_a_cost_that_is_off_moves_outwards() -> None:
+    """By the error; each sum of the plan, of which there is 1 + its error, by exp(error / eps)."""
+    f = torch.zeros(1)
+    term = TransportTerm(
+        f, f, 2.0, 3.0, (2.5, 3.5), 0.25, 0.5, 1, 2.0, converged=True, stopped_by="tolerance"
+    )
+    found = term.widened(2.0 * math.log(1.5))
+    assert found.bounds == pytest.approx((2.5 - 2 * math.log(1.5), 3.5 + 2 * math.log(1.5)))
+    assert found.marginal_error == pytest.approx(0.25 + 0.5 * 1.25)
+    assert found.value == 3.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import Any
 
 import pytest
 import reference
@@ -17,6 +19,7 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.certificate import (
     Certificate,
+    CrossNumbers,
     SelfNumbers,
     certify,
     certify_self,
@@ -159,3 +162,70 @@ def test_points_are_lost_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
     assert lost.tolist() == (errors > 0.5).tolist()
     numbers = self_evidence(operator, plan._replace(lost=lost), epsilon).numbers
     assert float(SelfNumbers(*numbers).lost) == float(a[errors > 0.5].sum())
+
+
+class Off:
+    """An operator whose costs may be off by so much for every row and every column."""
+
+    def __init__(self, exact: StreamedOperator, of_row: float, of_column: float) -> None:
+        self.exact, self.of_row, self.of_column = exact, of_row, of_column
+
+    def marginals(self, *given: Any, **more: Any) -> Marginals:
+        found = self.exact.marginals(*given, **more)
+        errors = torch.full_like(found.rows, self.of_row)
+        return found._replace(
+            row_errors=errors, column_errors=torch.full_like(found.columns, self.of_column)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.exact, name)
+
+
+def test_what_errors_of_costs_may_hide_of_the_marginals() -> None:
+    """Half of the growth of rows and half of that of columns, whose sums are masses."""
+    draw, epsilon = torch.Generator().manual_seed(0), 0.5
+    x, a = torch.randn(6, 2, generator=draw).double(), torch.rand(6, generator=draw).double()
+    a /= a.sum()
+    _, f, g = reference.entropic_transport(reference.dense_cost(x, x + 1, 1.0), a, a, epsilon)
+    operator = Off(StreamedOperator(cost_between(x, x + 1, a, a), torch.float64), 0.01, 0.03)
+    expected = (math.expm1(2 * 0.01 / epsilon) + math.expm1(2 * 0.03 / epsilon)) / 2
+    for updated in (g, None):
+        found = certify(operator, f, g, epsilon, updated=updated)
+        assert found.hidden == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_plan_with_too_much_mass_in_a_column_is_evaluated_once_more() -> None:
+    """Unless it may be scaled down by as much."""
+    x, a = torch.arange(4.0).double()[:, None], torch.full((4,), 0.25, dtype=torch.float64)
+    operator = StreamedOperator(cost_between(x, x + 1, a, a), torch.float64)
+    f, cost = torch.zeros(4).double(), reference.dense_cost(x, x + 1, 1.0)
+    f -= reference.plan(cost, a, a, f, f, 1.0).sum().log()
+    prove = partial(certify, operator, f, 0 * f, 1.0, updated=0 * f)
+    assert prove().passes == 3
+    assert prove(scaled=1.0).passes == 1
+
+
+def test_points_without_mass_get_the_potential_of_the_others() -> None:
+    x, a = torch.arange(4.0).double()[:, None], torch.full((4,), 0.25, dtype=torch.float64)
+    b = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
+    operator = StreamedOperator(cost_between(x, x + 1, a, b), torch.float64)
+    low = torch.tensor([0.0, -100.0, 0.0, 0.0], dtype=torch.float64)
+    found = certify(operator, torch.zeros(4).double(), low, 1.0)
+    assert found.passes == 1
+    updated = operator.softmin_columns(operator.softmin_rows(low, 1.0), 1.0)
+    assert float(found.g[1]) == pytest.approx(float(updated[1]), rel=1e-12)
+
+
+def test_terms_side_by_side_say_where_their_plans_would_be_evaluated_once_more() -> None:
+    """One that is fine, one with too much mass in a column, one with a lost point."""
+    numbers = CrossNumbers(*(torch.zeros(3) for _ in CrossNumbers._fields))
+    numbers = numbers._replace(
+        kappa=torch.tensor([1.0, 0.9, 1.0]),
+        mass=torch.ones(3),
+        lost=torch.tensor([0.0, 0.0, 0.125]),
+        row_gap=torch.tensor([0.25, 0.25, 0.25]),
+    )
+    sums = Marginals(*(torch.zeros(1) for _ in range(4)), 0.0, 2.0**-10, 0.0)
+    _, error, fine = hides_little(numbers, sums, 2.0**-24, 1.0)
+    assert fine.tolist() == [True, False, False]
+    assert (error - numbers.lost).tolist() == [0.25 + 2.0**-9] * 3

@@ -13,6 +13,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.solver import group_flows
 from tests import reference
 
 STRICT = otdd.Converged(require_convergence=True)
@@ -275,3 +276,17 @@ def test_a_permutation(count) -> None:
         f = found.f
     if count == 100:
         torch.testing.assert_close(f - f.mean(), u - u.mean(), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(("flow", "moves"), [(2e-9, True), (5e-10, False)])
+def test_a_direction_that_larger_flows_may_hide_is_left_to_the_cuts(
+    flow: float, moves: bool
+) -> None:
+    """Two pairs of groups exchange 1 within and little between: their eigenvalue is that flow."""
+    shares = np.zeros((4, 4))
+    shares[0, 1] = shares[2, 3] = 0.5
+    shares[1, 2] = flow / 2
+    with np.errstate(divide="ignore"):
+        logs = np.log(shares + shares.T)
+    step = group_flows._newton(logs, 1e-10 * np.array([1.0, 0.0, 0.0, -1.0]))
+    assert step[0] - step[3] == pytest.approx(1e-10 / flow if moves else 0.0, rel=1e-3, abs=1e-9)

@@ -141,6 +141,16 @@ def test_a_pair_that_needs_more_is_solved_alone(monkeypatch: pytest.MonkeyPatch)
         otdd.sinkhorn_losses(x, lost, epsilon=EPSILON)
 
 
+def test_clouds_of_other_sizes_are_uniform_each_by_itself() -> None:
+    """Points that fill up a smaller one have no mass; clouds of one size need none said."""
+    two, three = torch.zeros(2, 1), torch.zeros(3, 1)
+    found = losses._masses([two, three], None)
+    torch.testing.assert_close(
+        found, torch.tensor([[0.5, 0.5, 0.0], [1 / 3] * 3], dtype=torch.float64)
+    )
+    assert losses._masses([two, two], None) is None
+
+
 def batch() -> dict[str, Tensor]:
     """Two pairs of clouds (B, n, d), with masses and labels of each."""
     draw = torch.Generator().manual_seed(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import reference
@@ -11,7 +12,6 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.solver.matrix import problem
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, matrix_route
@@ -114,6 +114,23 @@ def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
         assert matrix_route.is_recorded_matrix(given, options) == recorded, options
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_matrix_that_recordings_take_is_solved_by_them(
+    taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless they find that it needs more."""
+    in_triton = ComputeOptions(device=DEVICE, backend="triton")
+    given = MatrixProblem.prepare(*drawn(8, 9), in_triton)
+    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *_: False)
+    in_passes = given.solve(0.5, Converged()).xy
+    recorded = replace(in_passes, value=7.0)
+    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *_: True)
+    monkeypatch.setattr(
+        matrix_route, "solve_recorded_matrix", lambda *_, **__: recorded if taken else None
+    )
+    assert given.solve(0.5, Converged()).xy.value == (7.0 if taken else in_passes.value)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "epsilon"), [(64, 0.1), (256, 0.001), (1000, 0.01), (3000, 0.1)])
 def test_as_solved_in_passes(n: int, epsilon: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +139,7 @@ def test_as_solved_in_passes(n: int, epsilon: float, monkeypatch: pytest.MonkeyP
     a, b = (torch.exp(-(((x - c) / 0.08) ** 2) / 2) + 1e-9 for c in (0.3, 0.7))
     a, b = a / a.sum(), b / b.sum()
     mine = otdd.matrix_transport(costs, a, b, epsilon=epsilon)
-    monkeypatch.setattr(problem, "is_recorded_matrix", lambda *given: False)
+    monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *given: False)
     truth = otdd.matrix_transport(costs.double(), a, b, epsilon=epsilon)
     for other in (truth, otdd.matrix_transport(costs, a, b, epsilon=epsilon)):
         assert mine.converged

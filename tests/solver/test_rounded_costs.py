@@ -30,11 +30,14 @@ class Rounded:
         return getattr(self.inner, name)
 
 
-@pytest.mark.parametrize(("digits", "said", "little"), [(13, True, True), (5, False, False)])
+@pytest.mark.parametrize(
+    ("digits", "said", "relative", "little"),
+    [(13, 1.0, 0.1, True), (5, 0.0, 0.01, False), (13, 1e6, 10.0, False)],
+)
 def test_the_original_points_go_on_where_rounding_is_not_little(
-    digits: int, said: bool, little: bool, monkeypatch: pytest.MonkeyPatch
+    digits: int, said: float, relative: float, little: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the estimate is wrong; else they certify alone."""
+    """Also where the estimate is wrong, either way; else they certify alone."""
     draw, unit = torch.Generator().manual_seed(0), 2.0**-digits
     x, y = torch.randn(100, 24, generator=draw), torch.randn(80, 24, generator=draw) + 0.7
     a, b = (torch.full((size,), 1 / size, dtype=torch.float64) for size in (100, 80))
@@ -48,8 +51,8 @@ def test_the_original_points_go_on_where_rounding_is_not_little(
         monkeypatch.setattr(
             original, name, lambda *given, run=run, **more: passes.append("") or run(*given, **more)
         )
-    operator = Rounded(MatrixOperator(rounded, a, b), original, error if said else 0.0)
-    epsilon = (0.1 if little else 0.01) * original.costs.mean
+    operator = Rounded(MatrixOperator(rounded, a, b), original, said * error)
+    epsilon = relative * original.costs.mean
     term = solve_term(operator, epsilon, Converged())
     truth, *_ = reference.entropic_transport(exact, a, b, epsilon)
     assert term.converged

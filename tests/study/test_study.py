@@ -444,6 +444,16 @@ def test_bad_input_ends_in_a_sentence(tmp_path):
         as_tasks(tasks, min_class_size=None, families=None, transfer=True)
 
 
+@pytest.mark.parametrize(("given", "transfer"), [(SOME, True), (None, False)])
+def test_test_rows_that_do_no_harm_are_not_said(given, transfer):
+    """Where none was trained on, and where no errors are counted."""
+    train, _ = SOME["task 0"]
+    tasks = given or {**SOME, "task 0": (train, train)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DataNotice)
+        as_tasks(tasks, min_class_size=None, families=None, transfer=transfer)
+
+
 KILLS = 3
 
 

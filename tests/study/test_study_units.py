@@ -184,3 +184,8 @@ def test_a_shard_waits_for_others_and_takes_over_from_a_dead_one(begin, tmp_path
     assert sorted({*computed()}) == [*range(12), 100]
     # The one that was under way when its process died may have been begun twice.
     assert len(computed()) <= 14
+
+
+def test_a_key_of_what_is_no_number_of_json_is_a_defect():
+    with pytest.raises(ValueError, match="JSON"):
+        _ = Sum(float("nan")).digest

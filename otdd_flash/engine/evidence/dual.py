@@ -10,11 +10,10 @@ All arguments and results have shape () or (S,), in units of the cost but for th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from otdd_flash.engine.numbers import Numbers, clamp, log, where
 from otdd_flash.operators.base import Epsilon, Number
 
 # The masses of a plan that a float64 tells from 0 and infinity.
@@ -27,7 +26,7 @@ def dual_value(paid: Number, mass: Number, epsilon: Any) -> Number:
     return value
 
 
-def gain(mean_residual: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:
+def gain(mean_residual: Numbers, mass: Numbers, epsilon: Epsilon) -> Numbers:
     """What g <- g + r adds to D at the least: <b, r> + epsilon (sum P - 1) = epsilon KL(b || c).
 
     As r = epsilon log(b / c), with c the column sums (`quasi_newton`); `mean_residual` is <b, r>.
@@ -35,17 +34,17 @@ def gain(mean_residual: Tensor, mass: Tensor, epsilon: Epsilon) -> Tensor:
     return mean_residual + epsilon * (mass - 1)
 
 
-def self_shift(mass: Tensor, epsilon: Epsilon) -> Tensor:
+def self_shift(mass: Numbers, epsilon: Epsilon) -> Numbers:
     """Return epsilon log sum P: f less half of it has a plan of mass 1, if a float64 holds it."""
-    return epsilon * mass.clamp(LEAST_MASS, MOST_MASS).log()
+    return epsilon * log(clamp(mass, LEAST_MASS, MOST_MASS))
 
 
-def self_dual(paid: Tensor, mass: Tensor, shift: Tensor) -> Tensor:
+def self_dual(paid: Numbers, mass: Numbers, shift: Numbers) -> Numbers:
     """Return D of f less half the shift, where `paid` is <a, f>; -inf if the shift is too small."""
-    return torch.where(mass <= MOST_MASS, 2 * paid - shift, -torch.inf)
+    return where(mass <= MOST_MASS, 2 * paid - shift, -math.inf)
 
 
-def self_gain(mean_residual: Tensor, shift: Tensor) -> Tensor:
+def self_gain(mean_residual: Numbers, shift: Numbers) -> Numbers:
     """What the averaged update adds to D at the least, from <a, T(f) - f> before the shift.
 
     D is concave and symmetric: moving both potentials halfway gains no less than moving one.

@@ -6,16 +6,15 @@ that to certify takes no further pass. Upper bounds are those by oscillation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from otdd_flash.engine.evidence import oscillation
 from otdd_flash.engine.evidence.dual import dual_value, gain, self_dual, self_gain, self_shift
 from otdd_flash.engine.evidence.scale import rounding_noise
 from otdd_flash.engine.evidence.two_passes import rounding_of
+from otdd_flash.engine.numbers import Numbers, constant, maximum, where
 from otdd_flash.engine.segments import Costs, Evaluation
 
 
@@ -34,24 +33,24 @@ class Evidence(NamedTuple):
         error: bound on the marginal error, floor included.
     """
 
-    dual: Tensor
-    gain: Tensor
-    noise: Tensor
-    floor: Tensor
-    reach: Tensor
-    value: Tensor
-    lower: Tensor
-    upper: Tensor
-    error: Tensor
+    dual: Numbers
+    gain: Numbers
+    noise: Numbers
+    floor: Numbers
+    reach: Numbers
+    value: Numbers
+    lower: Numbers
+    upper: Numbers
+    error: Numbers
 
 
-def evaluate_cross(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
+def evaluate_cross(costs: Costs, found: Evaluation, epsilon: Numbers) -> Evidence:
     """Bound the plan of f = T(g) and g, epsilon (S,); the upper bound takes exact f and rows."""
     size = found.row_size + found.size
     floor, rounding = rounding_of(costs, found.row_size, size, found.gap, epsilon)
     error, exact = oscillation.total_error(found.gap, floor), found.row_value + found.value
     dual = dual_value(exact, found.mass, epsilon)
-    value, highest = dual + costs.offset, torch.maximum(exact, dual) + costs.offset
+    value, highest = dual + costs.offset, maximum(exact, dual) + costs.offset
     upper = oscillation.bound(highest, error, found.highest - found.lowest, costs.cost_spread)
     step = gain(found.mean_residual, found.mass, epsilon)
     noise = rounding_noise(costs, size, epsilon)
@@ -59,16 +58,16 @@ def evaluate_cross(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence
     return Evidence(dual, step, noise, floor, reach, value, *ends, error)
 
 
-def evaluate_self(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
+def evaluate_self(costs: Costs, found: Evaluation, epsilon: Numbers) -> Evidence:
     """Bound the plan of one potential, shifted to mass 1; epsilon (S,)."""
     shift, off = self_shift(found.mass, epsilon), oscillation.gap_at_mass_one(found.gap, found.mass)
     # Potentials are taken as they are stored.
-    stored, size = torch.zeros_like(off), 2 * found.size + shift.abs()
+    stored, size = constant(off, 0.0), 2 * found.size + abs(shift)
     floor, rounding = rounding_of(costs, stored, size, off, epsilon)
     error, dual = oscillation.total_error(off, floor), self_dual(found.value, found.mass, shift)
     value = dual + costs.offset
     # Nothing is known of a plan whose mass is not.
-    highest = torch.where(dual == -torch.inf, torch.inf, value)
+    highest = where(dual == -math.inf, math.inf, value)
     upper = oscillation.self_bound(highest, error, found.highest - found.lowest, costs.cost_spread)
     step = self_gain(found.mean_residual, shift)
     noise = rounding_noise(costs, 2 * found.size, epsilon)
@@ -77,7 +76,7 @@ def evaluate_self(costs: Costs, found: Evaluation, epsilon: Tensor) -> Evidence:
 
 
 # (costs, found, epsilon (S,)): what it tells.
-Reading = Callable[[Costs, Evaluation, Tensor], Evidence]
+Reading = Callable[[Costs, Evaluation, Numbers], Evidence]
 
 
 class Form(NamedTuple):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.numbers import Numbers, clamp
 from otdd_flash.operators.base import CostFacts, Marginals, Number
 
 # The L1 distance of two masses, at the most.
@@ -68,11 +69,11 @@ def updated_gap(sums: Tensor, updated: Tensor, total: Tensor) -> Tensor:
     return distance(sums / total[..., None], updated)
 
 
-def gap_at_mass_one(gap: Tensor, mass: Tensor) -> Tensor:
+def gap_at_mass_one(gap: Numbers, mass: Numbers) -> Numbers:
     """Bound on ||r / t - a||_1 of a plan with row sums r and mass t: ||r - a||_1 + |t - 1|."""
-    return gap + (mass - 1).abs()
+    return gap + abs(mass - 1)
 
 
-def total_error(gap: Tensor, floor: Tensor) -> Tensor:
+def total_error(gap: Numbers, floor: Numbers) -> Numbers:
     """Bound on a marginal error: what was measured, and what rounding may hide."""
-    return (gap + floor).clamp_max(MOST_ERROR)
+    return clamp(gap + floor, most=MOST_ERROR)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.numbers import Numbers
 from otdd_flash.engine.segments import Costs
 from otdd_flash.operators.base import CostFacts, Number, Operator
 
@@ -36,7 +37,7 @@ def rounding_floor(costs: CostFacts, size: Number, epsilon: float) -> Number:
     return hidden_error(costs, size, epsilon) + unit * costs.magnitude / epsilon
 
 
-def rounding_noise(costs: Costs, size: Tensor, epsilon: Tensor) -> Tensor:
+def rounding_noise(costs: Costs, size: Numbers, epsilon: Numbers) -> Numbers:
     """The size of marginal errors that rounding makes as a rule (S,)."""
     unit, unit_of_sums = (torch.finfo(dtype).eps / 2 for dtype in (costs.dtype, costs.sum_dtype))
     return unit * (size + 2 * costs.mean_cost) / epsilon + 4 * unit_of_sums

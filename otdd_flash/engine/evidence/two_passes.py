@@ -41,10 +41,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
+from otdd_flash.engine.numbers import Numbers, clamp, exp, minimum
 from otdd_flash.engine.segments import Costs, PassErrors
 from otdd_flash.operators.base import Epsilon
 
@@ -57,12 +55,12 @@ TRIFLE, VALUE_TRIFLE = 2.0**-48, 2.0**-38
 class Rounding(NamedTuple):
     """What rounding may have done, () or (S,): to the marginal error, and to the value."""
 
-    floor: Tensor
-    value: Tensor
+    floor: Numbers
+    value: Numbers
 
 
 def rounding_of(
-    costs: Costs, stored: Tensor, size: Tensor, off: Tensor, epsilon: Epsilon
+    costs: Costs, stored: Numbers, size: Numbers, off: Numbers, epsilon: Epsilon
 ) -> Rounding:
     """Both bounds, from numbers (S,): the marginal error as measured is `off`.
 
@@ -71,7 +69,7 @@ def rounding_of(
     """
     errors, spread = costs.errors, costs.cost_spread
     trifles = errors.exponents * (size + spread)
-    whole = VALUE_TRIFLE * (size + spread + costs.offset.abs() + epsilon)
+    whole = VALUE_TRIFLE * (size + spread + abs(costs.offset) + epsilon)
     kept = errors.stored * stored
     # The largest |f| is that of the mean and of the spread of the cost.
     theta = exponent_error(errors, kept + errors.stored * spread + trifles, epsilon)
@@ -81,32 +79,32 @@ def rounding_of(
     return Rounding(floor, value_rounding(errors, mean, kept, off, epsilon) + whole)
 
 
-def exponent_error(errors: PassErrors, others: Tensor, epsilon: Epsilon) -> Tensor:
+def exponent_error(errors: PassErrors, others: Numbers, epsilon: Epsilon) -> Numbers:
     """Return theta, the largest error of an exponent of two passes; `others` in cost units."""
     return (2 * errors.largest + others) / epsilon + 2 * errors.sums
 
 
-def growth_of(theta: Tensor) -> Tensor:
+def growth_of(theta: Numbers) -> Numbers:
     """Return e^(theta + theta e^theta), which turns first-order terms in theta into bounds."""
-    return (theta + theta * theta.exp()).exp()
+    return exp(theta + theta * exp(theta))
 
 
-def mean_error(errors: PassErrors, off: Tensor, theta: Tensor) -> Tensor:
+def mean_error(errors: PassErrors, off: Numbers, theta: Numbers) -> Numbers:
     """Mean error of the costs over a plan whose marginals are `off`, as measured."""
-    most = (off + 2 * growth_of(theta) * theta).clamp_max(MOST_ERROR)
-    return torch.minimum(errors.mean * (1 + most * errors.peak), errors.largest)
+    most = clamp(off + 2 * growth_of(theta) * theta, most=MOST_ERROR)
+    return minimum(errors.mean * (1 + most * errors.peak), errors.largest)
 
 
 def hidden_floor(
-    errors: PassErrors, mean: Tensor, others: Tensor, theta: Tensor, epsilon: Epsilon
-) -> Tensor:
+    errors: PassErrors, mean: Numbers, others: Numbers, theta: Numbers, epsilon: Epsilon
+) -> Numbers:
     """Bound on ||P~ - P||_1, from mean errors: of costs, and `others`, in units of the cost."""
     return growth_of(theta) * ((2 * mean + others) / epsilon + 2 * errors.sums)
 
 
 def value_rounding(
-    errors: PassErrors, mean: Tensor, kept: Tensor, off: Tensor, epsilon: Epsilon
-) -> Tensor:
+    errors: PassErrors, mean: Numbers, kept: Numbers, off: Numbers, epsilon: Epsilon
+) -> Numbers:
     """What errors of passes and of the offset may do to either end of the interval."""
     # A sum off by a share rho below 1/2 has a logarithm off by at most rho (1 + rho).
     of_sums = epsilon * errors.sums * (1 + errors.sums) * (1 + off)

@@ -31,9 +31,8 @@ from otdd_flash.solver.matrix.given import (
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.small.matrix_route import is_recorded_matrix, solve_recorded_matrix
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
-from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 # What `matrix_transport` takes for costs.
 Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
@@ -201,13 +200,12 @@ class MatrixProblem:
                 "the end alone; set solver.tolerance"
             )
         start = self._checked_start(start or {})
-        if isinstance(options, Converged) and is_recorded_matrix(self, options):
-            term = solve_recorded_matrix(self, epsilon, options, start=start, progress=progress)
-            if term is not None:
-                if solved is not None:
-                    solved("xy", self.operator, term)
-                backend = self.operator.execution.backend
-                return Divergence.of_terms({"xy": term}, options, NO_OFFSET, backend)
+        term = self._recorded(epsilon, options, start, progress)
+        if term is not None:
+            if solved is not None:
+                solved("xy", self.operator, term)
+            backend = self.operator.execution.backend
+            return Divergence.of_terms({"xy": term}, options, NO_OFFSET, backend)
         made: dict[str, Callable[[], Operator]] = {"xy": lambda: self.operator}
         if self.self_costs is not None:
             made |= {name: partial(self._self_operator, name) for name in ("xx", "yy")}
@@ -219,6 +217,25 @@ class MatrixProblem:
             start=start,
             progress=progress,
             solved=solved,
+        )
+
+    def _recorded(
+        self,
+        epsilon: float,
+        options: Schedule,
+        start: Potentials,
+        progress: SolverProgress | None,
+    ) -> TransportTerm | None:
+        """The term from recordings, or None where it needs another solve."""
+        if not (isinstance(options, Converged) and self.in_triton):
+            return None
+        # Triton may be missing where no kernel runs.
+        from otdd_flash.solver.small import matrix_route
+
+        if not matrix_route.is_recorded_matrix(self, options):
+            return None
+        return matrix_route.solve_recorded_matrix(
+            self, epsilon, options, start=start, progress=progress
         )
 
     def _checked_start(self, start: Potentials) -> Potentials:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.operators.class_table import ROUNDING
-from otdd_flash.operators.score_pool import Room
+from otdd_flash.operators.score_pool import UNIT, Room
 from otdd_flash.solver.certificate import hides_little
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small.exchanged import UNIT, Batch, TermRead
+from otdd_flash.solver.small.exchanged import Batch, TermRead
 from otdd_flash.solver.small.kept_solves import kept
 from otdd_flash.solver.small.route import padded
 from otdd_flash.solver.small.single import facts_of

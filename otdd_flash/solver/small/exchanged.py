@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.kernels.matrix.place import numbers_of
 from otdd_flash.operators.score_pool import Pool, PooledCosts, ScorePool
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.certificate import CrossNumbers, PlanEvidence, SelfNumbers
@@ -17,7 +16,6 @@ from otdd_flash.solver.certificate import CrossNumbers, PlanEvidence, SelfNumber
 TERMS, GOAL = ("xy", "xx", "yy"), 7
 # Numbers of inputs before tables.
 COUNT = 2 * GOAL + 10
-UNIT = torch.finfo(torch.float32).eps / 2
 
 
 class Inputs(NamedTuple):
@@ -134,20 +132,17 @@ class GivenCosts(NamedTuple):
         costs: C (n, m), finite, a row contiguous.
         masses: (n,) and (m,) float64.
         magnitudes: (n,) and (m,) float64, with |C_ij| at most their sum.
+        place: the numbers of the costs' `kernels.matrix.place.Place`.
     """
 
     costs: Tensor
     masses: tuple[Tensor, Tensor]
     magnitudes: tuple[Tensor, Tensor]
+    place: tuple[int, ...]
 
     @property
     def sizes(self) -> tuple[int, int]:
         return self.costs.shape[0], self.costs.shape[1]
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """The numbers of the costs' `Place`."""
-        return numbers_of(self.costs)
 
     def fill(self, pool: Pool, *, uniform: bool) -> bool:
         for known, sides in ((pool.masses, self.masses), (pool.cross_magnitudes, self.magnitudes)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from threading import Lock, RLock
 
@@ -34,11 +34,12 @@ def _turn(device: torch.device) -> RLock:
 def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
     """A solve that nobody else uses meanwhile, kept for the next problem of its size.
 
-    On a device they take turns, whatever threads and streams they are of: recordings share the
-    memory in which cuBLAS computes.
+    On a GPU they take turns, whatever threads and streams they are of: recordings share the memory
+    in which cuBLAS computes.
     """
     key = room, debias
-    with _turn(room.device), current(room.device):
+    turn = nullcontext() if room.device.type == "cpu" else _turn(room.device)
+    with turn, current(room.device):
         with _changing:
             solve = _taken(key)
         if room.device in _left:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from otdd_flash.kernels.matrix.place import is_aligned
+from otdd_flash.kernels.matrix.place import is_aligned, numbers_of
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS
 from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 from otdd_flash.operators.score_pool import Room
@@ -40,7 +40,7 @@ def is_recorded_matrix(problem: MatrixProblem, options: Converged) -> bool:
 def matrix_room(lines: Tensor) -> Room:
     """A room for costs (n, m) whose rows are contiguous."""
     n, m = (padded(size) for size in lines.shape)
-    return Room(1, n, m, 0, 1, lines.dtype, lines.device, is_aligned(lines))
+    return Room(1, n, m, 0, 1, lines.dtype, lines.device, aligned=is_aligned(lines))
 
 
 def _lines(problem: MatrixProblem) -> tuple[Tensor, bool]:
@@ -79,7 +79,7 @@ def solve_recorded_matrix(
         start = {
             name: problem.operator.softmin_rows(g, epsilon) for name, g in (start or {}).items()
         }
-    batch = GivenCosts(lines, masses, magnitudes)
+    batch = GivenCosts(lines, masses, magnitudes, numbers_of(lines))
     with kept(matrix_room(lines), False) as solve:
         small = SingleSolve(solve, batch.sizes, epsilon, options, problem.tiles.costs)
         terms = small.solved(batch, (facts.mean, *facts.range), start, progress)

@@ -10,7 +10,7 @@ measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -18,13 +18,9 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.levels import Levels, first_level
-from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.kernels.stored.plan import signed_plan
-from otdd_flash.operators.pooled_segments import PooledSegments, ScoredSegments, tables_of
-from otdd_flash.operators.pools import cross_segments, pool_of, term_of
-from otdd_flash.operators.score_pool import Pool, Room, ScorePool
+from otdd_flash.operators.score_pool import UNIT, Pool, PooledRule, Room, ScorePool, tables_of
 from otdd_flash.solver.certificate import (
     PlanEvidence,
     cross_evidence,
@@ -35,12 +31,13 @@ from otdd_flash.solver.certificate import (
 from otdd_flash.solver.small.exchanged import (
     COUNT,
     TERMS,
-    UNIT,
     Batch,
     GivenCosts,
     Inputs,
     Read,
 )
+from otdd_flash.solver.solve import BEFORE_LAST_UPDATE
+from otdd_flash.solver.term.result import SolverProgress
 
 # Iterations of one replay.
 STEPS = 4
@@ -71,7 +68,7 @@ class PooledSolve:
         self._resize((room.n, room.m))
         self._numbers = self._host.to(device)
         self._inputs = Inputs.of(self._numbers, room.problems)
-        self.pool: Pool = pool_of(room, self._inputs.place)
+        self.pool = _pool_of(room, self._inputs.place)
         self.pool.of_costs = self._inputs.of_costs
         self._starts = [
             torch.zeros((room.problems, size), dtype=torch.float32, device=device)
@@ -80,13 +77,11 @@ class PooledSolve:
         tables = self._inputs.tables
         count = room.problems
         of_cross = tables[:count], tables[count : 2 * count]
-        self._segments = [cross_segments(self.pool, of_cross)]
+        self._segments = [self.pool.segments(of_cross, own=False)]
         if debias:
-            assert isinstance(self.pool, ScorePool)
-            own = tables[2 * count :]
-            self._segments.append(ScoredSegments(self.pool, (own,), symmetric=True))
+            self._segments.append(self.pool.segments((tables[2 * count :],), own=True))
         self._rules = [
-            QuasiNewtonKernels(segments, Goal(1.0, 1.0, 1.0, 0), form, _nowhere(segments))
+            self.pool.rule(segments, form)
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
@@ -116,8 +111,9 @@ class PooledSolve:
         """
         numbers = self._host.numpy()
         settings = (*goal, UNIT, UNIT)
+        own = (*goal._replace(aim=BEFORE_LAST_UPDATE), UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
-        numbers[: COUNT - 4] = (*settings, *settings, *flags, *of_costs)
+        numbers[: COUNT - 4] = (*settings, *own, *flags, *of_costs)
         numbers[COUNT - 4 : COUNT].view("int64")[:] = batch.place
         self._resize(batch.sizes)
         self._numbers.copy_(self._host, non_blocking=True)
@@ -156,10 +152,29 @@ class PooledSolve:
             level = torch.zeros_like(constants.view(-1)) + epsilon
             rule.begin(inputs.own, Start(Levels.descending(level), torch.zeros_like(level)))
 
-    def iterate(self) -> None:
-        """Take as many iterations as the last problem took."""
-        for _ in range(self._replays):
-            self._iterating.run(self._iterate)
+    def iterate(self, progress: SolverProgress | None = None) -> None:
+        """Take as many iterations as the last problem took.
+
+        On a processor, where to ask takes no time, as many as it takes, of which `progress` hears
+        if there is one problem.
+        """
+        if self.room.in_triton:
+            for _ in range(self._replays):
+                self._iterating.run(self._iterate)
+            return
+        while any(map(any, before := [rule.active.tolist() for rule in self._rules])):
+            for rule, active in zip(self._rules, before, strict=True):
+                if any(active):
+                    rule.step()
+            if progress is not None:
+                self._report(progress, [moved for active in before for moved in active])
+
+    def _report(self, progress: SolverProgress, moved: list[bool]) -> None:
+        """Tell how far the terms of one problem are, those that have moved."""
+        numbers = torch.cat([rule.terms[:, 3:6:2] for rule in self._rules]).tolist()
+        for name, (error, iterations), has_moved in zip(self.terms, numbers, moved, strict=True):
+            if has_moved:
+                progress(name, int(iterations), error)
 
     def _iterate(self) -> None:
         run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))
@@ -177,42 +192,48 @@ class PooledSolve:
 
     def _certify(self) -> None:
         """Compute all that `read` reads, and the potentials that are certified."""
-        (of_cross, *rest) = run_branches(
-            self.room.device,
-            self._certify_cross,
-            *(partial(self._certify_own, term) for term in self.terms[1:]),
-        )
-        found = [self.pool.asymmetry]
-        for k, evidence in enumerate((of_cross, *rest)):
+        launches: list[Callable[[], list[PlanEvidence]]] = [self._certify_cross]
+        if len(self.terms) > 1:
+            together = self.pool.both_self_terms
+            terms = self.terms[1:] if together is None else [None]
+            launches += [partial(self._certify_own, term) for term in terms]
+        parts = run_branches(self.room.device, *launches)
+        found, every = [self.pool.asymmetry], [each for part in parts for each in part]
+        for k, evidence in enumerate(every):
             # Self terms of x and y are segments in turn.
             segments, rule = self._segments[min(k, 1)], self._rules[min(k, 1)]
             mine = slice(None) if k == 0 else slice(k - 1, None, 2)
             facts = torch.stack(segments.facts, 1)[mine]
             found += [rule.terms[mine, 3:6:2], facts, evidence.numbers]
         active = torch.cat([rule.active for rule in self._rules]).any().double()
-        self._evidence = [of_cross, *rest]
+        self._evidence = every
         self._found = torch.cat((active[None], torch.cat(found, 1).view(-1)))
         self._potentials = torch.cat(
             [self._evidence[0].f, *(evidence.g for evidence in self._evidence)], 1
         )
 
-    def _certify_cross(self) -> PlanEvidence:
+    def _certify_cross(self) -> list[PlanEvidence]:
         cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
-        known = cross.vectors.rows, cross.vectors.columns.kept, cross.updated(epsilon)
+        known = cross.rows, cross.kept, cross.updated(epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
-        operator = term_of(self.pool, "xy")
+        operator = self.pool.term("xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
-        return cross_evidence(operator, plan, epsilon)
+        return [cross_evidence(operator, plan, epsilon)]
 
-    def _certify_own(self, term: str) -> PlanEvidence:
+    def _certify_own(self, term: str | None) -> list[PlanEvidence]:
+        """Certify one self term, or both at once."""
         own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
-        side = room.sides[TERMS.index(term) - 1]
-        both = own.vectors.columns.kept, own.updated(epsilon)
-        kept, updated = (part.view(room.problems, -1)[:, side] for part in both)
-        operator = term_of(self.pool, term)
-        f = ((kept + updated) / 2).double()
-        plan = self_plan(operator, f, epsilon, accurate=True)
-        return self_evidence(operator, plan, epsilon)
+        f = (own.kept + own.updated(epsilon)) / 2
+        if term is None:
+            operator = self.pool.both_self_terms
+            assert operator is not None
+            f = f.view(len(operator.a), -1)
+        else:
+            operator = self.pool.term(term)
+            f = f.view(room.problems, -1)[:, room.sides[TERMS.index(term) - 1]]
+        plan = self_plan(operator, f.double(), epsilon, accurate=True)
+        evidence = self_evidence(operator, plan, epsilon)
+        return [evidence] if term is not None else [evidence.every_other(k) for k in (0, 1)]
 
     def gradient(self, place: int) -> Tensor:
         """Compute the gradient of the divergences by one side's points, at the potentials read.
@@ -242,7 +263,7 @@ class PooledSolve:
         height = max(1, ENTRIES // (room.problems * room.points))
         for first in range(side.start, side.stop, height):
             rows = slice(first, min(first + height, side.stop))
-            plan = signed_plan(pool.scores, cross, own, pool.masses, epsilon, rows, room.n)
+            plan = pool.signed_plan(cross, own, epsilon, rows)
             images = plan @ columns
             found.append(points[:, rows] * images[..., -1:] - images[..., :-1])
         self._gradients[place] = torch.cat(found, 1) * (2 * pool.lambda_x).float()
@@ -255,12 +276,27 @@ class PooledSolve:
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-def _repeat(rule: QuasiNewtonKernels) -> None:
+def _repeat(rule: PooledRule) -> None:
     for _ in range(STEPS):
         rule.step()
 
 
-def _nowhere(segments: PooledSegments) -> Start:
-    """Return the start before any problem."""
-    ones = torch.ones(len(segments.facts.mean), dtype=torch.float64)
-    return Start(Levels.descending(ones), torch.zeros_like(ones))
+def _pool_of(room: Room, place: Tensor) -> Pool:
+    """Make a pool with this room.
+
+    Args:
+        room: of a given matrix where `room.dim` is 0, else of points.
+        place: (4,) int64 on the device, of the `Place` of a given matrix; else not read.
+    """
+    # Triton may be missing where no kernel runs.
+    if not room.dim:
+        from otdd_flash.operators.matrix_pool import MatrixPool
+
+        return MatrixPool(room, place)
+    if room.in_triton:
+        from otdd_flash.operators.kernel_pool import KernelPool
+
+        return KernelPool(room)
+    from otdd_flash.operators.torch_pool import TorchPool
+
+    return TorchPool(room)

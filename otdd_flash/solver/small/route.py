@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import uses_triton
+from otdd_flash.operators.build import scores_fit, uses_triton
 from otdd_flash.operators.memory import UNASKED, free_memory
-from otdd_flash.operators.pooled_term import single_operator
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room, ScorePool
 from otdd_flash.solver.divergence import Potentials, Pulled, Solved
@@ -17,6 +16,9 @@ from otdd_flash.solver.small.kept_solves import is_kept, kept
 from otdd_flash.solver.small.single import SingleSolve
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
+# Points of a side, and products of coordinates, up to which it pays on a processor.
+MOST_POINTS, MOST_ON_PROCESSOR = 1 << 10, 1 << 28
+
 # Scores of a cross term up to which storing them pays, and products of coordinates on cards that
 # compute as fast in float64 as in float32, and on others.
 MOST_SCORES = 1 << 27
@@ -24,12 +26,29 @@ FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
 
 
 def is_small(request: Request, options: Converged) -> bool:
-    """Whether a problem is one for stored scores on a GPU, with nothing that needs another way."""
-    alone = request.compute.group is None and request.streaming is None
+    """Whether a problem is one for stored scores, with nothing that needs another way."""
+    compute, device = request.compute, request.device
+    alone = compute.group is None and request.streaming is None
     if not alone or options.bound_width is not None or options.max_seconds is not None:
         return False
-    on_gpu = request.device.type == "cuda" and uses_triton(request.compute, request.device)
-    return on_gpu and pays(room := room_for(request, None)) and _has_memory(room)
+    in_triton = uses_triton(compute, device)
+    if device.type == "cuda":
+        return in_triton and pays(room := room_for(request, None)) and _has_memory(room)
+    if in_triton or device.type != "cpu" or compute.dtype != torch.float32:
+        return False
+    x, y = request.seen
+    whole = isinstance(x.features, Tensor) and isinstance(y.features, Tensor)
+    most = max(len(x), len(y))
+    if not whole or most > MOST_POINTS or most**2 * x.dim > MOST_ON_PROCESSOR:
+        return False
+    points = len(x) + len(y)
+    return scores_fit((points, 2 * points), compute.dtype, compute, device)
+
+
+def backend_of(request: Request) -> str:
+    """What passes of a small solve run in."""
+    in_triton = uses_triton(request.compute, request.device)
+    return f"{'triton' if in_triton else 'torch'}, scores kept"
 
 
 def pays(room: Room) -> bool:
@@ -49,11 +68,13 @@ def _has_memory(room: Room) -> bool:
 
 
 def room_for(request: Request, table: Tensor | None) -> Room:
-    """A room for a problem, with sizes rounded up so that few are needed."""
+    """A room for a problem; on a GPU with sizes rounded up, so that few are recorded."""
     x, y = request.seen
-    classes = 1 if table is None else padded(len(table))
+    in_triton = uses_triton(request.compute, request.device)
     dtype = torch.promote_types(x.features.dtype, y.features.dtype)
-    return Room(1, padded(len(x)), padded(len(y)), x.dim, classes, dtype, request.device)
+    size = padded if in_triton else int
+    classes = 1 if table is None else size(len(table))
+    return Room(1, size(len(x)), size(len(y)), x.dim, classes, dtype, request.device, in_triton)
 
 
 def padded(count: int) -> int:
@@ -104,6 +125,6 @@ def solve_small(
         elif solved is not None:
             assert isinstance(solve.pool, ScorePool)
             for name in ("xx", "yy", "xy") if debias else ("xy",):
-                operator = single_operator(solve.pool, name, sizes, small.costs[name])
+                operator = solve.pool.operator(name, sizes, small.costs[name])
                 solved(name, operator, terms[name])
     return terms

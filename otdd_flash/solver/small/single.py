@@ -7,9 +7,9 @@ import math
 import torch
 
 from otdd_flash.engine.evidence.scale import rounding_floor
-from otdd_flash.kernels.adder import UNIT
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.class_table import ROUNDING
+from otdd_flash.operators.score_pool import UNIT
 from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
 from otdd_flash.solver.divergence import Potentials
 from otdd_flash.solver.schedules.converged import Converged
@@ -70,7 +70,7 @@ class SingleSolve:
         self._solve.begin(batch, of_costs, goal, starts)
         found, done = None, False
         while found is None or not done:
-            self._solve.iterate()
+            self._solve.iterate(progress)
             found = self._solve.read()
             if not self._reachable(found, progress):
                 return None
@@ -103,7 +103,7 @@ class SingleSolve:
                 return False
             floor = rounding_floor(costs, 0.0, self._epsilon)
             reachable_tolerance(self._options, floor, self._epsilon, costs.dtype)
-            if progress is not None:
+            if progress is not None and self._solve.room.in_triton:
                 progress(name, int(read.iterations), read.error)
         return True
 
@@ -133,7 +133,7 @@ def _concluded(
         certificate,
         epsilon,
         iterations=iterations,
-        passes=certificate.passes + (2 * iterations if name == "xy" else iterations - 1),
+        passes=certificate.passes + (2.0 * iterations if name == "xy" else iterations - 1),
         tolerance=tolerance,
         asked=options.asked_tolerance,
         unless_converged="max_iterations",

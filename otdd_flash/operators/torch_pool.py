@@ -1,0 +1,406 @@
+"""Small problems on a processor: their scores, segments of the engine, and terms for certificates.
+
+An operation of PyTorch takes as long to be asked for as to compute thousands of numbers. So the
+terms of a divergence are iterated on side by side, and a softmin that was computed once, at g° and
+epsilon, is an anchor for those near it: with
+
+    p_ij = b_j exp((g°_j + S_ij + T°_i) / epsilon),    sum_j p_ij = 1,
+
+T(g)_i is T°_i - epsilon log sum_j p_ij exp((g_j - g°_j) / epsilon), a product of a matrix and a
+vector in place of n m exponentials (Schmitzer 2019, Stabilized sparse scaling algorithms for
+entropy regularized transport problems, absorbs potentials into the kernel in this way).
+
+p is float32, of rows and of columns. What underflows in it is smaller than e^-87, and after shifts
+of at most `MOST_SHIFT` each e^-47 of its sum. Certificates compute plans anew, from the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.few_problems import FewQuasiNewton
+from otdd_flash.engine.levels import Levels
+from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.segments import Evaluation, Move, PassErrors
+from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
+from otdd_flash.operators.few_vectors import MEMORY, FewVectors
+from otdd_flash.operators.one_segment import Scalars
+from otdd_flash.operators.score_pool import (
+    SIDES,
+    UNIT,
+    PooledCosts,
+    PooledSegments,
+    Room,
+    ScorePool,
+)
+from otdd_flash.operators.tiled import (
+    LEAST_EXPONENT,
+    LN_2,
+    LOG2_E,
+    LOG2_ZERO,
+    TILE_ELEMENTS_CPU,
+    measured,
+    present,
+)
+
+# How far, in units of epsilon, a potential may be from that of an anchor.
+MOST_SHIFT = 20.0
+
+# Rows and columns of a tile of scores while it is made.
+TILE = 256
+
+# Facts are asked for where they are.
+UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
+
+
+class TorchPool(ScorePool):
+    """Stored scores of B problems, made and read by PyTorch.
+
+    Attributes:
+        own_scores: (B, n, n) and (B, m, m) float32, of the self terms; views of one tensor
+            (B, 2, n, n) where both sides have as many points.
+    """
+
+    def __init__(self, room: Room) -> None:
+        super().__init__(room)
+        n, m, dtype = room.n, room.m, torch.float32
+        self.as_many = n == m
+        if not self.as_many:
+            self.own_scores = [self.zeros(n, n, dtype=dtype), self.zeros(m, m, dtype=dtype)]
+        else:
+            self._both = self.zeros(2, n, n, dtype=dtype)
+            self.own_scores = list(self._both.unbind(1))
+            self.both_self_terms = self._both_self_terms()
+        # Rows are contiguous in either direction.
+        self._between = [self.zeros(n, m, dtype=dtype), self.zeros(m, n, dtype=dtype)]
+
+    def block(self, rows: int, columns: int) -> Tensor:
+        return self.own_scores[rows] if rows == columns else self._between[rows]
+
+    def both(self) -> Tensor:
+        """Scores (2 B, n, n) of the self terms of x and y of each problem in turn, `as_many`."""
+        return self._both.flatten(0, 1)
+
+    def segments(self, tables: Sequence[Tensor], *, own: bool) -> TorchSegments:
+        return TorchSegments(self, own=own)
+
+    def rule(self, segments: PooledSegments, form: Form) -> FewQuasiNewton:
+        ones = torch.ones(len(segments.mean_cost), dtype=torch.float64)
+        nowhere = Start(Levels.descending(ones), torch.zeros_like(ones))
+        problems = cast(TorchSegments, segments)
+        return FewQuasiNewton(problems, Goal(1.0, 1.0, 1.0, 0), form, nowhere)
+
+    def term(self, name: str) -> TorchTerm:
+        one, two = SIDES[name]
+        own, (rows, columns) = one == two, (self.room.sides[side] for side in (one, two))
+        magnitudes = self.own_magnitudes if own else self.cross_magnitudes
+        return TorchTerm(
+            self.block(one, two),
+            (self.masses[:, rows], self.masses[:, columns]),
+            (magnitudes[:, rows], magnitudes[:, columns]),
+            self.error_share,
+            own=own,
+        )
+
+    def _both_self_terms(self) -> TorchTerm:
+        masses, sizes = (each.view(-1, self.room.n) for each in (self.masses, self.own_magnitudes))
+        pairs = (masses, masses), (sizes, sizes)
+        return TorchTerm(self.both(), *pairs, self.error_share, own=True)
+
+    def signed_plan(
+        self, cross: Tensor, own: Tensor | None, epsilon: Tensor, rows: slice
+    ) -> Tensor:
+        masses, level = self.masses.float(), float(epsilon)
+        sides = self.room.sides
+        mine = 0 if rows.stop <= self.room.n else 1
+        here = slice(rows.start - sides[mine].start, rows.stop - sides[mine].start)
+        out = masses.new_zeros((len(masses), rows.stop - rows.start, self.room.points))
+        for side, columns in enumerate(sides):
+            potential, sign = (own, -1.0) if side == mine else (cross, 1.0)
+            if potential is None:
+                continue
+            sums = potential[:, rows, None] + potential[:, None, columns]
+            entries = sums.add_(self.block(mine, side)[:, here]).div_(level).exp_()
+            factors = sign * masses[:, rows, None], masses[:, None, columns]
+            torch.mul(entries.mul_(factors[0]), factors[1], out=out[:, :, columns])
+        return out
+
+    def _store(self, points: Tensor, squares: Tensor, rows: slice, columns: slice) -> None:
+        symmetric, scale = rows is columns, float(self.lambda_x)
+        ends, starts = squares * -scale, (rows.start, columns.start)
+        sides = [0 if start == 0 else 1 for start in starts]
+        scores, transposed = self.block(*sides), self.block(*reversed(sides))
+        for some in _parts(rows):
+            for others in _parts(columns):
+                if symmetric and others.start < some.start:
+                    continue
+                tile = ends[:, some, None] + ends[:, None, others]
+                tile.baddbmm_(points[:, some], points[:, others].mT, alpha=2 * scale)
+                if self.room.classes > 1:
+                    tile -= self._between_classes(some, others)
+                if symmetric and some == others:
+                    # Two products of the same points may differ in their last bits.
+                    tile = (tile + tile.mT).div_(2)
+                one, two = (
+                    slice(part.start - start, part.stop - start)
+                    for part, start in zip((some, others), starts, strict=True)
+                )
+                scores[:, one, two] = tile
+                if not symmetric or some != others:
+                    transposed[:, two, one] = tile.mT
+
+    def _between_classes(self, rows: slice, columns: slice) -> Tensor:
+        """lambda_y W of the classes of some points (B, r, c)."""
+        problem = torch.arange(self.room.problems)[:, None, None]
+        labels = self.labels[:, rows, None], self.labels[:, None, columns]
+        return self.class_costs[problem, *labels]
+
+
+def _parts(points: slice) -> list[slice]:
+    """Cut points into tiles that fit the cache."""
+    starts = range(points.start, points.stop, TILE)
+    return [slice(start, min(start + TILE, points.stop)) for start in starts]
+
+
+class TorchSegments:
+    """The cross terms of a pool, or its self terms, those of x and of y of each problem in turn.
+
+    Args:
+        pool: the problems.
+        own: whether these are the self terms.
+    """
+
+    memory = MEMORY
+
+    def __init__(self, pool: TorchPool, *, own: bool) -> None:
+        self._pool, self._own, room = pool, own, pool.room
+        x, y = (pool.masses[:, side] for side in room.sides)
+        self._lengths = (room.n, room.m) if own else (room.m,)
+        if not own:
+            self._anchors = [_Anchor(pool.block(0, 1), y), _Anchor(pool.block(1, 0), x)]
+        elif pool.as_many:
+            self._anchors = [_Anchor(pool.both(), pool.masses.view(-1, room.n))]
+        else:
+            self._anchors = [_Anchor(pool.block(0, 0), x), _Anchor(pool.block(1, 1), y)]
+        self._masses = pool.masses if own else y
+        self._row_masses = x.unsqueeze(2)
+        padded = self._padded(self._masses)
+        self._updated = torch.zeros_like(padded)
+        self._rows = pool.zeros(room.n, dtype=torch.float32)
+        self._vectors = FewVectors(padded, padded.float())
+        self.scalars: list[Scalars] = []
+
+    def restart(self, candidate: Tensor) -> None:
+        facts = (fact.tolist() for fact in self.facts)
+        self.scalars = [_scalars(*of_one) for of_one in zip(*facts, strict=True)]
+        self._vectors.begin(self._padded(self._masses), self._padded(candidate))
+        for anchor in self._anchors:
+            anchor.forget()
+
+    @property
+    def facts(self) -> PooledCosts:
+        known = self._pool.own if self._own else self._pool.cross
+        return PooledCosts(*(number.reshape(-1) for number in known))
+
+    @property
+    def mean_cost(self) -> Tensor:
+        return self.facts.above_lowest
+
+    @property
+    def rows(self) -> Tensor:
+        return self.kept if self._own else self._rows.flatten()
+
+    @property
+    def kept(self) -> Tensor:
+        return self._flat(self._vectors.kept).float()
+
+    def updated(self, epsilon: Tensor) -> Tensor:
+        return self._flat(self._vectors.kept + self._vectors.residual).float()
+
+    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
+        """Evaluate the candidates in two softmins, or one of a cloud with itself."""
+        candidate, levels = self._vectors.candidate, list(epsilon)
+        if not self._own:
+            self._rows = self._anchors[0].softmin(candidate, levels).float()
+            updated = self._anchors[1].softmin(self._rows, levels)
+            return self._vectors.evaluate((self._rows, self._row_masses), updated, epsilon)
+        if len(self._anchors) == 1:
+            updated = self._anchors[0].softmin(candidate, levels)
+            return self._vectors.evaluate(None, updated, epsilon)
+        for k, (anchor, length) in enumerate(zip(self._anchors, self._lengths, strict=True)):
+            if any(active[k::2]):
+                found = anchor.softmin(candidate[k::2, :length], levels[k::2])
+                self._updated[k::2, :length] = found
+        return self._vectors.evaluate(None, self._updated, epsilon)
+
+    def move(self, k: int, move: Move) -> None:
+        self._vectors.move(k, move)
+
+    def _padded(self, flat: Tensor) -> Tensor:
+        """Vectors of self terms (B L,) as (2 B, longest), of cross terms (B M,) as (B, M)."""
+        problems, lengths = self._pool.room.problems, self._lengths
+        if min(lengths) == max(lengths):
+            return flat.reshape(-1, lengths[0])
+        out = flat.new_zeros((problems, 2, max(lengths)))
+        for k, part in enumerate(torch.split(flat.view(problems, -1), list(lengths), 1)):
+            out[:, k, : lengths[k]] = part
+        return out.flatten(0, 1)
+
+    def _flat(self, padded: Tensor) -> Tensor:
+        """Undo `_padded`."""
+        lengths = self._lengths
+        if min(lengths) == max(lengths):
+            return padded.flatten()
+        parts = [padded[k :: len(lengths), :length] for k, length in enumerate(lengths)]
+        return torch.cat(parts, 1).flatten()
+
+
+def _scalars(mean: float, lowest: float, highest: float) -> Scalars:
+    """Put together what decisions need of a cost, with estimates of what a pass rounds."""
+    size = mean - 2 * min(lowest, 0.0)
+    costs = UNIT * size / 2
+    errors = PassErrors(costs, costs, 0.0, UNIT / 2, 0.0, 0.0, UNIT, UNIT * size, 0.0)
+    above_lowest = mean - min(lowest, 0.0)
+    return Scalars(torch.float32, torch.float32, above_lowest, highest - lowest, errors, 0.0)
+
+
+class _Anchor:
+    """p (S, n, m) of the rows' softmins over some columns, T° (S, n), g° (S, m) and epsilon.
+
+    Args:
+        scores: (S, n, m) float32, which may change before `forget`.
+        masses: (S, m) float64, likewise.
+    """
+
+    def __init__(self, scores: Tensor, masses: Tensor) -> None:
+        self._scores, self._masses = scores, masses
+        self._plan = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        self._softmin = torch.empty(scores.shape[:2], dtype=torch.float64)
+        self._potential = torch.empty_like(masses)
+        self._epsilon: list[float] = []
+
+    def forget(self) -> None:
+        """Begin with other scores and masses."""
+        self._epsilon = []
+        self._log2_masses = self._masses.log2().clamp_min_(LOG2_ZERO)
+        absent = self._masses == 0
+        self._absent = absent if bool(absent.any()) else None
+
+    def softmin(self, potential: Tensor, epsilon: list[float]) -> Tensor:
+        """T(g) (S, n) float64 of potentials g (S, m)."""
+        level: float | Tensor = epsilon[0]
+        if any(each != level for each in epsilon):
+            level = torch.tensor(epsilon, dtype=torch.float64)[:, None]
+        if epsilon != self._epsilon:
+            return self._move(potential, epsilon, level)
+        shift = torch.sub(potential, self._potential).div_(level)
+        if self._absent is not None:
+            shift.masked_fill_(self._absent, 0)
+        # Not what is NaN either.
+        if not float(torch.linalg.vector_norm(shift, torch.inf)) <= MOST_SHIFT:
+            return self._move(potential, epsilon, level)
+        sums = self._times(shift.exp_().float())
+        return self._softmin - sums.double().log_().mul_(level)
+
+    def _times(self, factors: Tensor) -> Tensor:
+        """sum_j p_ij v_j (S, n) of factors v (S, m)."""
+        if len(factors) == 1:
+            return torch.mv(self._plan[0], factors[0])[None]
+        return torch.bmm(self._plan, factors.unsqueeze(2)).squeeze(2)
+
+    def _move(self, potential: Tensor, epsilon: list[float], level: float | Tensor) -> Tensor:
+        """Take the potentials as the anchor."""
+        self._epsilon = epsilon
+        self._potential.copy_(potential)
+        scale = LOG2_E / level
+        term = (self._log2_masses + self._potential * scale).float().unsqueeze(1)
+        factor = scale.float().unsqueeze(2) if isinstance(scale, Tensor) else scale
+        logs = self._softmin
+        for rows, scores, plan in self._tiles():
+            torch.add(torch.mul(scores, factor, out=plan), term, out=plan)
+            highest = plan.amax(2, keepdim=True)
+            sums = plan.sub_(highest).exp2_().sum(2, keepdim=True)
+            plan.div_(sums)
+            logs[:, rows] = (highest + sums.log2_()).squeeze(2)
+        self._softmin = logs.mul_(LN_2).mul_(-level)
+        return self._softmin
+
+    def _tiles(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield rows, their scores, and where p of them is, as many as fit the cache."""
+        count, n, m = self._plan.shape
+        height = max(1, TILE_ELEMENTS_CPU // (count * m))
+        for first in range(0, n, height):
+            rows = slice(first, min(first + height, n))
+            yield rows, self._scores[:, rows], self._plan[:, rows]
+
+
+class TorchTerm:
+    """A term of S problems; potentials and all that is made of them have a leading dimension S.
+
+    Args:
+        scores: (S, n, m) float32, read whenever they are asked for, like all others.
+        masses: (S, n) and (S, m) float64.
+        magnitudes: (S, n) and (S, m) float64 with |C_ij| at most their sum.
+        error_share: error of a cost in float64 over the magnitudes.
+        own: whether rows are columns, and scores symmetric.
+    """
+
+    dtype, costs = torch.float32, UNKNOWN
+
+    def __init__(
+        self,
+        scores: Tensor,
+        masses: tuple[Tensor, Tensor],
+        magnitudes: tuple[Tensor, Tensor],
+        error_share: float,
+        *,
+        own: bool,
+    ) -> None:
+        self._scores, self._own = scores, own
+        self.a, self.b = masses
+        self._magnitudes, self._error_share = magnitudes, error_share
+
+    def marginals(
+        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """Row and column sums of the plan of f (S, n) and g (S, m), in float64 throughout."""
+        level = float(epsilon)
+        f, g = present(self.a, f), present(self.b, g)
+        # f_i + g_j as a product of matrices: one read and one write of a tile.
+        left = torch.stack((f / level, torch.ones_like(f)), 2)
+        right = torch.stack((torch.ones_like(g), g / level), 1)
+        rows, columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        if self._own:
+            columns = rows
+        _, n, m = self._scores.shape
+        height = max(1, TILE_ELEMENTS_CPU // (2 * len(f) * m))
+        for first in range(0, n, height):
+            part = slice(first, min(first + height, n))
+            # Of a symmetric plan, entries from the diagonal on.
+            others = slice(first if self._own else 0, m)
+            tile = self._scores[:, part, others].double()
+            tile.baddbmm_(left[:, part], right[:, :, others], beta=1 / level)
+            # Below it exp is slow.
+            tile.clamp_min_(LEAST_EXPONENT).exp_()
+            rows[:, part] += torch.bmm(tile, self.b[:, others, None]).squeeze(2)
+            rest = height if self._own else 0
+            if m > first + rest or not self._own:
+                others = slice(first + rest if self._own else 0, m)
+                columns[:, others] += torch.bmm(self.a[:, None, part], tile[:, :, rest:]).squeeze(1)
+        rows = self.a * rows
+        columns = rows if self._own else self.b * columns
+        errors = self._error_share * self._magnitudes[0], self._error_share * self._magnitudes[1]
+        return measured((rows, columns), (f, g), self._magnitudes, errors, UNIT)
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (S, n) for masses q (S, m), float64: one read of the scores."""
+        return -torch.bmm(self._scores.double(), masses.unsqueeze(2)).squeeze(2)
+
+    def own_costs(self) -> Tensor:
+        """C_ii (S, n) for the cost of a cloud with itself, float64."""
+        return -self._scores.diagonal(dim1=1, dim2=2).double()

@@ -1,0 +1,130 @@
+"""Small problems on a processor: scores, anchored softmins, sums of plans, and when they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import otdd_flash as otdd
+from otdd_flash.operators.score_pool import Room
+from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
+from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.small.route import MOST_POINTS, is_small
+
+# The most operations of PyTorch in a certified divergence of 50 points at a tenth of the mean cost.
+MOST_OPERATIONS = 1200
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.rand(*shape, generator=draw, dtype=torch.float64)
+
+
+def pool(n: int, m: int) -> TorchPool:
+    room = Room(1, n, m, 3, 1, torch.float32, torch.device("cpu"), in_triton=False)
+    found = TorchPool(room)
+    points = 100 + torch.randn(1, n + m, 3, generator=torch.Generator().manual_seed(n))
+    found.points.copy_(points)
+    for side, size in zip(room.sides, (n, m), strict=True):
+        found.masses[:, side] = numbers(1, size, seed=size)
+        found.masses[:, side] /= found.masses[:, side].sum()
+    found.of_costs[0] = 0.5
+    found.prepare(own=True)
+    return found
+
+
+@pytest.mark.parametrize(("n", "m"), [(40, 40), (TILE + 7, 30)])
+def test_scores_of_a_cloud_with_itself_are_symmetric(n: int, m: int) -> None:
+    """Bit by bit, of clouds far from 0; and scores between clouds are held in both directions."""
+    found = pool(n, m)
+    for side in (0, 1):
+        own = found.block(side, side)
+        assert torch.equal(own, own.mT)
+    assert torch.equal(found.block(0, 1), found.block(1, 0).mT)
+    x, y = found.points[0].double().split([n, m])
+    expected = -0.5 * torch.cdist(x, y).square()
+    torch.testing.assert_close(found.block(0, 1)[0].double(), expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_anchor_is_the_softmin(count: int) -> None:
+    """At its own potential, near it, too far from it, at another epsilon; no mass has no say."""
+    scores = -10 * numbers(count, 30, 20).float()
+    masses = numbers(count, 20, seed=1)
+    masses[:, 3] = 0
+    masses /= masses.sum(1, keepdim=True)
+    anchor = _Anchor(scores, masses)
+    anchor.forget()
+    start = numbers(count, 20, seed=2)
+    far = start.clone()
+    far[:, 5] += 0.1 * (MOST_SHIFT + 1e4)
+    near = start + 0.5 * numbers(count, 20, seed=3)
+    near[:, 3] = -1e6
+    for potential, epsilon in ((start, 0.1), (near, 0.1), (far, 0.1), (near, 0.03), (start, 0.03)):
+        found = anchor.softmin(potential, [epsilon] * count)
+        exponents = (potential[:, None] + scores.double()) / epsilon + masses[:, None].log()
+        expected = -epsilon * exponents.logsumexp(2)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [20, 700])
+def test_sums_of_a_symmetric_plan_take_half_of_it(n: int) -> None:
+    """In one tile, and in several."""
+    points = numbers(n, 2)
+    scores = -torch.cdist(points, points).square().float()[None]
+    masses, f = torch.full((1, n), 1 / n, dtype=torch.float64), numbers(1, n, seed=4)
+    sides = (masses, masses), (masses, masses)
+    found = TorchTerm(scores, *sides, 0.0, own=True).marginals(f, f, 0.3)
+    entries = ((f[:, :, None] + f[:, None] + scores.double()) / 0.3).exp() / n**2
+    torch.testing.assert_close(found.rows, entries.sum(2), rtol=1e-12, atol=0)
+    assert found.columns is found.rows
+
+
+SMALL = {
+    "small": (True, {}),
+    "many": (False, {"n": MOST_POINTS + 1}),
+    "double": (False, {"compute": otdd.ComputeOptions("cpu", precision="double")}),
+    "streamed": (False, {"compute": otdd.ComputeOptions("cpu", memory_budget=0)}),
+    "width": (False, {"options": otdd.Converged(bound_width=0.1)}),
+    "time": (False, {"options": otdd.Converged(max_seconds=1.0)}),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_small_on_a_processor(name: str) -> None:
+    expected, given = SMALL[name]
+    asked: dict[str, Any] = {"n": 30, "compute": otdd.ComputeOptions("cpu"), **given}
+    x, y = numbers(asked["n"], 2).float(), numbers(20, 2).float()
+    problem = Problem.between(x, y, 1.0, compute=asked["compute"])
+    assert is_small(problem.request, asked.get("options", otdd.Converged())) == expected
+
+
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch is asked for while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_small_divergence_asks_for_few_operations() -> None:
+    """Each takes as long as thousands of additions: the time of a small divergence is theirs."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(50, 16, generator=draw), torch.randn(50, 16, generator=draw) + 0.5
+    epsilon = 0.1 * float(torch.cdist(x, y).square().mean())
+    options = otdd.Converged(tolerance=1e-3)
+    otdd.sinkhorn_loss(x, y, epsilon=epsilon, options=options)
+    with Operations() as operations:
+        otdd.sinkhorn_loss(x, y, epsilon=epsilon, options=options)
+    assert operations.count <= MOST_OPERATIONS
