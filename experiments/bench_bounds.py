@@ -31,9 +31,9 @@ from experiments.environment import environment, write_result
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.term.certificate import certify, certify_self
 from otdd_flash.solver.term.result import TransportTerm
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))

@@ -22,9 +22,9 @@ from experiments.environment import environment, write_result
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.certificate import Certificate, certify
 from otdd_flash.solver.problem import Problem
-from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.certificate import Certificate, certify
+from otdd_flash.solver.solve import solve_term
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))
 # Of the mean cost, each with a tolerance that float32 can reach there.
@@ -69,7 +69,7 @@ def measure(operator: Operator, relative: float, tolerance: float) -> dict[str, 
     started = time.perf_counter()
     passes, proof = plain(operator, epsilon, tolerance)
     between = time.perf_counter()
-    term = solve_alternating(operator, epsilon, otdd.Converged(tolerance))
+    term = solve_term(operator, epsilon, otdd.Converged(tolerance))
     ended = time.perf_counter()
     overlap = max(term.bounds[0], proof.bounds[0]) <= min(term.bounds[1], proof.bounds[1])
     if not (term.converged and overlap):

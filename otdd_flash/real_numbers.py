@@ -2,7 +2,7 @@
 
 Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.arrays`,
 `data.hugging_face`, `labels.table`, `extractors.plain`, `extractors.module_features`,
-`solver.matrix`, `solver.class_blocks`, `operators.cost_blocks`, `result`, `integrations.sklearn`
+`solver.matrix`, `operators.class_table`, `operators.cost_blocks`, `result`, `integrations.sklearn`
 and `integrations.torchmetrics` call it; `fingerprint` takes its `in_one_row`.
 
 A change must keep the rule, because a rounded identifier or value would give another result

@@ -19,7 +19,7 @@ from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs, build_operator, mean_cost
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.term.certificate import certify
+from otdd_flash.solver.certificate import certify
 
 TARGET = 1e-3
 DATASETS = ("mnist", "usps", "fashion_mnist")

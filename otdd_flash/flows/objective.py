@@ -35,11 +35,11 @@ from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
 from otdd_flash.operators.build import class_indices
+from otdd_flash.operators.class_table import ClassBlocks
 from otdd_flash.operators.cloud import mass_per_class
 from otdd_flash.operators.float64_rows import squared_distances, squared_norms, weighted_mean
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
-from otdd_flash.solver.class_blocks import ClassBlocks
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem

@@ -42,9 +42,8 @@ from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term.epsilon import epsilon_given_as
-from otdd_flash.solver.term.symmetric import solve_symmetric
 from otdd_flash.solver.term.tolerance import rounded_away
 
 if TYPE_CHECKING:
@@ -347,8 +346,8 @@ def _solve_streamed(
         lambda_x=1.0,
     )
     operator = StreamedOperator(cost, torch.float64)
-    solve = solve_symmetric if rows is columns else solve_alternating
-    term = solve(operator, epsilon, options)
+    name = "xx" if rows is columns else "xy"
+    term = solve_term(operator, epsilon, options, name=name)
     rounding = term.marginal_error if term.stopped_by == "rounding" else 0.0
     numbers = (term.value, *term.bounds, term.marginal_error, rounding, float(term.iterations))
     return SegmentTerms(*torch.tensor(numbers, dtype=torch.float64).unsqueeze(1))

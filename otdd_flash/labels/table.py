@@ -30,10 +30,10 @@ from otdd_flash.checks import array
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import STAMP, read_arrays, write_arrays
+from otdd_flash.operators.class_table import ROUNDING, symmetrized
 from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing
-from otdd_flash.solver.class_blocks import ROUNDING, symmetrized
 
 # Distances between coinciding classes are pure rounding, with no larger entry as a scale. Values
 # this far below zero, or this far from the transpose, count as rounding as well.

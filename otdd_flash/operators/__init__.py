@@ -2,12 +2,13 @@
 
 Between labelled clouds: `request` has the datasets of a comparison, checked, moved and seen by the
 `ground` cost once; a `cloud` is one of them with what it tells of itself, `labelled_cost` two and
-their cost, which the others read; `float64_rows` are points a few at a time. `build` chooses
-between `kernel`, the passes in Triton on a GPU, and `tiled`, those in PyTorch: `stored` scores kept
-in memory, or `streamed` ones computed again in every pass. `rounding` is about what points in
-float16 change in costs, and `packed_masses` are those of their blocks. `footprint` says what
-operators take, `memory` and `control_groups` what there is. `remembered` keeps what follows from
-tensors that stay as they are while points move, such as labels, and from samples.
+their cost, which the others read, with a block of the `class_table`; `float64_rows` are points a
+few at a time. `build` chooses between `kernel`, the passes in Triton on a GPU, and `tiled`, those
+in PyTorch: `stored` scores kept in memory, or `streamed` ones computed again in every pass.
+`rounding` is about what points in float16 change in costs, and `packed_masses` are those of their
+blocks. `footprint` says what operators take, `memory` and `control_groups` what there is.
+`remembered` keeps what follows from tensors that stay as they are while points move, such as
+labels, and from samples.
 
 What certificates read: `cost_tiles` are costs in float64, `fixed_point` the sums of a plan in
 Triton, `whole_points` and `lattice` points whose products are exact, `product_errors` what other

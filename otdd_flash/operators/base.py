@@ -38,6 +38,13 @@ def lesser(one: Number, other: Number) -> Number:
     return min(one, other)
 
 
+def larger(one: Number, other: Number) -> Number:
+    """The larger of two numbers, or of each two of many."""
+    if isinstance(one, Tensor):
+        return torch.maximum(one, other)
+    return max(one, other)
+
+
 class CostRange(NamedTuple):
     """Bounds on the cost over the support of both masses, in units of the cost."""
 

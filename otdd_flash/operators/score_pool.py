@@ -287,7 +287,7 @@ class ScorePool(Pool):
         )
 
     def _symmetrize(self) -> None:
-        """Make the class costs of self terms symmetric, as `solver.class_blocks` says."""
+        """Make the class costs of self terms symmetric, as `operators.class_table` says."""
         given = self.class_distances
         if given.shape[1] == 1:
             # One class at no distance from itself: there is no table.

@@ -1,20 +1,19 @@
 """Entropic optimal transport, solved to a marginal error and certified; written against `Operator`.
 
-`problem` is two clouds and their three terms, `divergence` their debiased combination. `schedules`
-are the ways to solve a term: `converged` to a goal, or `geomloss`, the fixed updates of that
-library, for comparisons. `term` is one solve, from where it starts to its certificate; the
-iterations themselves are those of `engine`, and `segmented` solves many problems by them side by
-side. `term_solves` solves all terms within one budget, `bound_width` until their bounds are narrow,
-and `shortfall` says what to do when they are not. `small` problems are solved on a GPU with all
-terms side by side; `matrix` has the problems of given costs.
+`problem` is two clouds and their three terms; `divergence` solves these in turn, within one budget
+or until their bounds are narrow, and is their debiased combination; `shortfall` says what to do
+where that stops early. `schedules` are the ways to solve a term: `converged` to a goal, or
+`geomloss`, the fixed updates of that library, for comparisons. `solve` is one term from a start to
+its `certificate`, and `term` what it is asked and what it gives; the iterations themselves are
+those of `engine`, and `segmented` solves many problems by them side by side. `small` problems are
+solved on a GPU with all terms side by side; `matrix` has the problems of given costs.
 
-First derivatives in closed form: `term_gradient` of a solved term, `gradient` of the divergence,
-with the symmetry of `class_blocks`. What needs the linear system of `schur`: `curvature` and
-`hessian` are second derivatives, `adjoint` and `cost_weights` the derivatives of a function of the
-plan or of its potentials. Of few points the plan is held (`dense_plan`) and the system decomposed
-(`direct`), of more it is solved by `conjugate_gradients`, preconditioned by `low_rank` where that
-is slow; what results are linear in has its `units`. `known_gradient`, `second_derivatives` and
-`solved_gradient` hand them to autograd.
+First derivatives in closed form: `term_gradient` of a solved term, `gradient` of the divergence.
+What needs the linear system of `schur`: `curvature` and `hessian` are second derivatives, `adjoint`
+and `cost_weights` the derivatives of a function of the plan or of its potentials. Of few points the
+plan is held (`dense_plan`) and the system decomposed (`direct`), of more it is solved by
+`conjugate_gradients`, preconditioned by `low_rank` where that is slow; what results are linear in
+has its `units`. `known_gradient`, `second_derivatives` and `solved_gradient` hand them to autograd.
 
 Entry points are `clouds`, and of tensors, checked by `tensor_problem`: `loss`, `losses`,
 `potentials` and `transport_map`, whose plans `plan_blocks` applies about an origin (`centred`).

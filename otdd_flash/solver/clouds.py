@@ -10,12 +10,11 @@ from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute, ComputeOptions
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.solver.divergence import Divergence, report_convergence
+from otdd_flash.solver.divergence import Divergence, Potentials, report_convergence
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term_solves import Potentials
 
 
 @computes

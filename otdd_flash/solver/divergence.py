@@ -1,8 +1,21 @@
-"""The debiased Sinkhorn divergence S = OT(x, y) - OT(x, x) / 2 - OT(y, y) / 2, and its bounds."""
+"""The debiased Sinkhorn divergence S = OT(x, y) - OT(x, x) / 2 - OT(y, y) / 2, and its bounds.
+
+`TermSolves` solves its terms in turn, within one budget of time and iterations. Where the width of
+the bounds is asked for and not a marginal error, `solve_to_width` has it go on: the bounds of the
+cross term are about as wide as its marginal error times the costs, those of a self term narrower
+still, but the value they are compared with is known only once all terms are. So the terms are
+solved coarsely first; then those that make the interval wide go on from where they are, at a
+marginal error lowered by the factor that is missing.
+
+`solver.problem` and `solver.matrix.problem` call it with the operators of their terms.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +24,6 @@ from torch import Tensor
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
-from otdd_flash.solver.bound_width import relative_width, solve_to_width
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import shortfall
@@ -21,7 +33,36 @@ from otdd_flash.solver.term.result import (
     TransportTerm,
     largest_tolerance,
 )
-from otdd_flash.solver.term_solves import Known, Potentials, Solved, TermSolves
+
+# The fewest iterations after which a cross term that goes on from its potentials is begun anew.
+FEWEST_ON = 50
+
+FIRST_TOLERANCE = 0.1
+
+# What a term adds to the width is left alone below this share of what is allowed. Two such self
+# terms and a cross term at the rest make up all of it.
+NEGLIGIBLE = 0.1
+
+# How much of the allowance the next tolerance aims at, and by what it falls at the least and most:
+# the first values are rough.
+AIM = 0.8
+LEAST_FALL, MOST_FALL = 0.5, 0.01
+
+# The share of its own width that a term adds to that of the divergence.
+SHARES = {"xy": 1.0, "xx": 0.5, "yy": 0.5}
+
+# Potentials by term: g (m,) of "xy", f (n,) of "xx", g (m,) of "yy"; any may be left out.
+Potentials = Mapping[str, Tensor]
+
+# Self terms "xx" and "yy" that have been solved before, of the same cloud at the same cost.
+Known = Mapping[str, TransportTerm]
+
+# solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
+Solved = Callable[[str, Operator, TransportTerm], None]
+
+# By side, 0 or 1, of which it is wanted: what takes the gradient of the divergence by the points of
+# that side as the ground cost sees them.
+Pulled = Mapping[int, Callable[[Tensor], None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,3 +324,181 @@ def report_convergence(divergence: Divergence, options: Schedule) -> None:
     if options.require_convergence:
         raise ConvergenceError(message)
     warn(message, NotConvergedWarning)
+
+
+class TermSolves:
+    """Solves terms one after the other, and goes on with those that it has solved.
+
+    Args:
+        operators: makes the operator of a term when its turn comes, so that the scores of one term
+            at a time are held.
+        epsilon: regularisation, in units of the cost.
+        options: how to solve and when to stop; a limit of seconds counts from here, for all terms
+            together, and one of iterations for each term, however often it goes on.
+        start: potentials to start from at this epsilon, without scaling.
+        known: self terms that are there already.
+        progress: told of every iteration.
+
+    Attributes:
+        terms: what has been solved or was known, by name.
+        iterations: what was done here, by term.
+        backends: how passes ran, by term.
+    """
+
+    def __init__(
+        self,
+        operators: Callable[[str], Operator],
+        epsilon: float,
+        options: Schedule,
+        *,
+        start: Potentials | None = None,
+        known: Known | None = None,
+        progress: SolverProgress | None = None,
+    ) -> None:
+        self.operators, self.epsilon, self.options = operators, epsilon, options
+        self.terms: dict[str, TransportTerm] = dict(known or {})
+        self.iterations: Counter[str] = Counter()
+        self.backends: dict[str, str] = {}
+        self._start, self._progress = start or {}, progress
+        self._started = time.perf_counter()
+        self._cells: dict[str, int] = {}
+        self._swept = 0.0
+
+    @property
+    def passes(self) -> float:
+        """Sweeps over all scores so far, in units of n m; "xy" must be among the solved ones."""
+        return self._swept / self._cells["xy"]
+
+    def solve(self, tolerances: Mapping[str, float | None], solved: Solved | None = None) -> None:
+        """Bring terms to a marginal error each, None for the default, in the given order.
+
+        A term may take an equal share of the time that is left to it and those that follow.
+        """
+        for turn, (name, tolerance) in enumerate(tolerances.items()):
+            self._solve(name, tolerance, len(tolerances) - turn, solved)
+
+    def _solve(
+        self, name: str, tolerance: float | None, sharers: int, solved: Solved | None
+    ) -> None:
+        operator = self.operators(name)
+        before = self.terms.get(name)
+        start = self._start.get(name) if before is None else before.g
+        # At a small epsilon, mass between points that are far apart may take thousands of
+        # iterations to move. A descent from large ones moves it within some ten a level.
+        most = None if before is None or name != "xy" else max(FEWEST_ON, before.iterations)
+        self._iterate(operator, name, tolerance, sharers, start, most)
+        stopped_by = self.terms[name].stopped_by
+        if most is not None and stopped_by == "max_iterations" and self._left(name):
+            self._iterate(operator, name, tolerance, sharers, None)
+        if solved is not None:
+            solved(name, operator, self.terms[name])
+
+    def _left(self, name: str) -> bool:
+        """Whether a term that stopped for its iterations may have more."""
+        options = self.options
+        return isinstance(options, Converged) and self.iterations[name] < options.max_iterations
+
+    def _iterate(
+        self,
+        operator: Operator,
+        name: str,
+        tolerance: float | None,
+        sharers: int,
+        start: Tensor | None,
+        most: int | None = None,
+    ) -> None:
+        """Solve a term from potentials or from nothing, in `most` iterations at the most."""
+        options = self.options.for_term(
+            tolerance,
+            iterations=self.iterations[name],
+            seconds=time.perf_counter() - self._started,
+            sharers=sharers,
+            most=most,
+        )
+        term = options.solve_term(
+            operator, self.epsilon, name=name, start=start, progress=self._progress
+        )
+        self.backends[name] = operator.execution.backend
+        self._cells[name] = len(operator.a) * len(operator.b)
+        self._swept += term.passes * self._cells[name]
+        self.iterations[name] += term.iterations
+        if (before := self.terms.get(name)) is not None:
+            iterations, passes = before.iterations + term.iterations, before.passes + term.passes
+            term = replace(term, iterations=iterations, passes=passes)
+        self.terms[name] = term
+
+
+def solve_to_width(
+    solves: TermSolves,
+    names: Sequence[str],
+    bound_width: float,
+    max_iterations: int,
+    offset: float = 0.0,
+) -> None:
+    """Bring the terms to where their interval is `bound_width` times the value, or stop.
+
+    All terms then say what stopped the solve, and whether the width was reached.
+
+    Args:
+        solves: the terms, of which self terms may be known.
+        names: the terms of the value, in the order of their turns.
+        bound_width: (upper - lower) / |value| of the divergence.
+        max_iterations: of a term, after which it does not go on.
+        offset: what its value is raised by.
+    """
+    asked = {name: FIRST_TOLERANCE for name in names if name not in solves.terms}
+    solves.solve(asked)
+    while True:
+        terms = {name: solves.terms[name] for name in names}
+        wide, factor = _too_wide(terms, bound_width, offset)
+        able = [name for name in wide if terms[name].marginal_error <= asked.get(name, math.inf)]
+        reason = _reason(wide, able, solves, max_iterations)
+        if reason is not None:
+            reached = reason == "bound_width"
+            for name, term in terms.items():
+                solves.terms[name] = replace(
+                    term, converged=reached, stopped_by=reason, tolerance=None
+                )
+            return
+        following = {name: terms[name].marginal_error * factor for name in able}
+        solves.solve(following)
+        asked |= following
+
+
+def relative_width(value: float, bounds: tuple[float, float]) -> float:
+    """(upper - lower) / |value|."""
+    width = bounds[1] - bounds[0]
+    if width == 0:
+        return 0.0
+    return width / abs(value) if value else math.inf
+
+
+def _too_wide(
+    terms: Mapping[str, TransportTerm], target: float, offset: float
+) -> tuple[list[str], float]:
+    """The terms to go on with, none at the end, and the factor for their marginal errors."""
+    parts = {name: SHARES[name] * (term.bounds[1] - term.bounds[0]) for name, term in terms.items()}
+    signed = (term.value if name == "xy" else -term.value / 2 for name, term in terms.items())
+    allowed, total = target * abs(sum(signed) + offset), sum(parts.values())
+    if total <= allowed:
+        return [], 1.0
+    factor = min(max(AIM * allowed / total, MOST_FALL), LEAST_FALL)
+    return [name for name, part in parts.items() if part > NEGLIGIBLE * allowed], factor
+
+
+def _reason(
+    wide: Sequence[str], able: Sequence[str], solves: TermSolves, most: int
+) -> StoppedBy | None:
+    """What ends the solve, if anything does.
+
+    A term that did not stop for its budget, and yet is above the marginal error it was asked for,
+    is at its rounding floor.
+    """
+    if not wide:
+        return "bound_width"
+    late = [term for name in wide if not (term := solves.terms[name]).converged]
+    if late:
+        return late[-1].stopped_by
+    if not able:
+        return "rounding"
+    return "max_iterations" if any(solves.iterations[name] >= most for name in able) else None

@@ -15,11 +15,11 @@ from torch import Tensor
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.float64_rows import squared_norms
 from otdd_flash.operators.ground import SHARES
+from otdd_flash.solver.divergence import Pulled
 from otdd_flash.solver.groups import Groups, report_groups, settled_points
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import Gradient, Input, Needs, cross_gradient, self_gradient
-from otdd_flash.solver.term_solves import Pulled
 
 # Inputs that all terms of a divergence share.
 SHARED: Needs = frozenset({"classes", "lambda_x", "lambda_y"})

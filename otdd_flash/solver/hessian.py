@@ -16,7 +16,7 @@ from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
-from otdd_flash.solver.divergence import Divergence, report_convergence
+from otdd_flash.solver.divergence import Divergence, Potentials, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
@@ -24,7 +24,6 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.term_solves import Potentials
 from otdd_flash.solver.units import largest
 
 # Directions of up to this size or one over it are taken as they are, without a copy.

@@ -14,7 +14,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.schedules.base import Schedule
@@ -27,7 +27,6 @@ from otdd_flash.solver.tensor_problem import (
     type_of,
 )
 from otdd_flash.solver.term_gradient import Gradient, Input, Needs
-from otdd_flash.solver.term_solves import Potentials
 
 
 @computes

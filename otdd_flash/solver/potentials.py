@@ -28,7 +28,7 @@ from otdd_flash.operators.build import Compute
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.solver.adjoint import Entries, potentials_everywhere
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
-from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
@@ -37,7 +37,6 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.tensor_problem import problem_of_tensors
-from otdd_flash.solver.term_solves import Potentials
 from otdd_flash.solver.units import largest
 
 

@@ -13,17 +13,24 @@ from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
+from otdd_flash.operators.class_table import ClassBlocks
 from otdd_flash.operators.ground import NO_OFFSET, GroundCost
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, largest_entry, same_content
-from otdd_flash.solver.class_blocks import ClassBlocks
-from otdd_flash.solver.divergence import Divergence, solve_divergence, solve_identical
+from otdd_flash.solver.divergence import (
+    Divergence,
+    Known,
+    Potentials,
+    Pulled,
+    Solved,
+    solve_divergence,
+    solve_identical,
+)
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.route import backend_of, is_small, solve_small
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term_solves import Known, Potentials, Pulled, Solved
 
 Cloud = LabeledSamples | Tensor
 

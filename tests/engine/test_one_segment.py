@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from single_problems import InTriton, draw, problem
 
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.symmetric import solve_symmetric
+from otdd_flash.solver.solve import solve_term
 
-SOLVES = {False: solve_alternating, True: solve_symmetric}
+SOLVES = {own: partial(solve_term, name="xx" if own else "xy") for own in (False, True)}
 
 
 @pytest.mark.parametrize(("symmetric", "in_triton"), [(False, False), (True, False), (False, True)])

@@ -17,8 +17,7 @@ from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
-from otdd_flash.solver.term.symmetric import solve_symmetric
+from otdd_flash.solver.solve import solve_term
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -108,13 +107,13 @@ def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
 @pytest.mark.parametrize("m", [700, 900])
 def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, m, monkeypatch):
     """To the last bit, and however many steps are launched after the end."""
-    solve = solve_symmetric if m == 900 else solve_alternating
     recorded, plain = (KernelOperator(labelled_cost(900, m), "high") for _ in range(2))
     assert recorded.execution.recorded
     monkeypatch.setattr(plain, "recorded", False)
     epsilon = relative_epsilon * recorded.costs.mean
     again, first, expected = (
-        solve(operator, epsilon, Converged(1e-4)) for operator in (recorded, recorded, plain)
+        solve_term(operator, epsilon, Converged(1e-4), name="xx" if m == 900 else "xy")
+        for operator in (recorded, recorded, plain)
     )
     assert first.converged
     assert first.iterations == expected.iterations
@@ -130,7 +129,7 @@ def test_recordings_that_are_gone_keep_no_memory():
     def solve():
         operator = KernelOperator(cost, "fast")
         assert operator.execution.recorded
-        return solve_alternating(operator, 0.03 * operator.costs.mean, Converged(1e-3))
+        return solve_term(operator, 0.03 * operator.costs.mean, Converged(1e-3))
 
     for _ in range(5):
         solve()

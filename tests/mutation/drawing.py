@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = {
     "ranks": r"/distributed/|/ring|/(sharded|sharing|\w*self_share|owned|parts|by_ranks)\.py"
     r"|commands/ranks\.py",
-    "certificate": r"solver/(term/|group|bound_width|shortfall|divergence|matrix/(result|plan)\.)",
+    "certificate": r"solver/(term/|matrix/(result|plan)\.|"
+    r"(solve|certificate|groups?|group_flows|shortfall|divergence)\.)",
     "evidence": r"/engine/",
     "passes": r"/operators/|^kernels/",
 }

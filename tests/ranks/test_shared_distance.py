@@ -12,7 +12,6 @@ from rank_pool import lead, pool
 
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.solver.term import iteration
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -138,7 +137,8 @@ def late_on_one(slow: int) -> dict[str, Any]:
     clock = iter(range(0, 10**9, 10**4))
     with pytest.MonkeyPatch.context() as patched:
         if torch.distributed.get_rank() == slow:
-            patched.setattr(iteration.time, "perf_counter", lambda: float(next(clock)))
+            seconds = "otdd_flash.solver.solve.time.perf_counter"
+            patched.setattr(seconds, lambda: float(next(clock)))
         return lead(limited)
 
 

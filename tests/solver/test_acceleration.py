@@ -15,7 +15,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_term
 
 Case = tuple[Tensor, Tensor, Tensor]
 TOLERANCE = 1e-3
@@ -101,7 +101,7 @@ def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
 
     monkeypatch.setattr(Differences, "direction", direction)
     start = torch.zeros_like(operator.b)
-    term = solve_alternating(operator, epsilon, Converged(TOLERANCE), start=start)
+    term = solve_term(operator, epsilon, Converged(TOLERANCE), start=start)
     assert term.converged
     # In float32 the dual does not see a step that stands still; patience runs out again and again.
     held_up = 12 if dtype == torch.float64 else plain // 2
@@ -117,9 +117,9 @@ def test_every_tolerance_that_is_not_refused_is_reached_in_float32(
     """Just above the refusal, the measured error does not stall above what is left to it."""
     operator = operator_of(case_of(make), torch.float32)
     epsilon = relative * operator.costs.mean
-    coarse = solve_alternating(operator, epsilon, Converged(0.02))
+    coarse = solve_term(operator, epsilon, Converged(0.02))
     floor = rounding_floor(operator.costs, float(magnitude(operator, coarse.f, coarse.g)), epsilon)
     with pytest.raises(InputError, match=r"too tight for float32.*precision=double"):
-        solve_alternating(operator, epsilon, Converged(1.9 * floor))
-    term = solve_alternating(operator, epsilon, Converged(2.5 * floor, max_iterations=2000))
+        solve_term(operator, epsilon, Converged(1.9 * floor))
+    term = solve_term(operator, epsilon, Converged(2.5 * floor, max_iterations=2000))
     assert term.converged

@@ -16,8 +16,7 @@ from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term import approach
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_term
 
 N, M = 400, 333
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,8 +25,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture
 def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of a few points, so that small problems have one too."""
-    monkeypatch.setattr(approach, "FEWEST", 24)
-    monkeypatch.setattr(approach, "SCORES_PER_SAMPLED", 1)
+    monkeypatch.setattr("otdd_flash.solver.solve.FEWEST", 24)
+    monkeypatch.setattr("otdd_flash.solver.solve.SCORES_PER_SAMPLED", 1)
 
 
 def masses(size: int, draw: torch.Generator) -> Tensor:
@@ -69,7 +68,7 @@ def test_the_solution_is_that_of_dense_newton(
         monkeypatch.setattr(StreamedOperator, name, counted)
     operator = StreamedOperator(cost, torch.float64)
     epsilon = relative * operator.costs.mean
-    term = solve_alternating(operator, epsilon, Converged(1e-8))
+    term = solve_term(operator, epsilon, Converged(1e-8))
     assert min(passes) < 1 == max(passes)
     assert term.passes == pytest.approx(sum(passes))
     value, _, _ = reference.entropic_transport(dense(cost), cost.a, cost.b, epsilon)
@@ -82,11 +81,11 @@ def test_the_solution_is_that_of_dense_newton(
 @pytest.mark.parametrize("options", [Converged(max_seconds=1e-9), Converged(max_iterations=2)])
 def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converged) -> None:
     operator = StreamedOperator(labelled_cost(), torch.float64)
-    term = solve_alternating(operator, operator.costs.mean, options)
+    term = solve_term(operator, operator.costs.mean, options)
     assert term.stopped_by in ("max_seconds", "max_iterations")
     assert term.iterations == 2
     once = Converged(1e-9, max_iterations=1)
-    nothing = solve_alternating(operator, operator.costs.mean, once)
+    nothing = solve_term(operator, operator.costs.mean, once)
     assert (nothing.iterations, nothing.converged) == (1, False)
     assert 3 * term.marginal_error < nothing.marginal_error
 

@@ -25,9 +25,8 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.term.symmetric import solve_symmetric
 
 # The reference stops at a marginal error of 1e-11, which leaves its value this uncertain.
 REFERENCE_ERROR = 1e-10
@@ -166,8 +165,16 @@ def check_term(problem: Problem, refusals: Refusals, own: bool) -> None:
     if problem.warm:
         # Potentials of a problem nearby, as the previous step of a flow leaves them.
         start = (optimal + epsilon * torch.sin(torch.arange(len(optimal)))).to(problem.dtype)
-    solve = solve_symmetric if own else solve_alternating
-    term = refusals.outcome(lambda: solve(operator, epsilon, problem.options, start=start))
+    term = refusals.outcome(
+        partial(
+            solve_term,
+            operator,
+            epsilon,
+            problem.options,
+            name="xx" if own else "xy",
+            start=start,
+        )
+    )
     if term is None:
         return
     assert (term.f is term.g) == own

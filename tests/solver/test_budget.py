@@ -12,14 +12,11 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.errors import NotConvergedWarning
-from otdd_flash.solver import term_solves
-from otdd_flash.solver.bound_width import relative_width
-from otdd_flash.solver.divergence import Divergence
+from otdd_flash.solver.divergence import Divergence, relative_width
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.shortfall import shortfall
-from otdd_flash.solver.term import iteration
 
 EPSILON = 0.05
 DOUBLE = otdd.ComputeOptions("cpu", precision="double")
@@ -111,8 +108,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """A clock that goes on by a second with every look at the marginals, as a `progress`."""
     seconds = [0.0]
     fake = SimpleNamespace(perf_counter=lambda: seconds[0])
-    for module in (iteration, term_solves):
-        monkeypatch.setattr(module, "time", fake)
+    for module in ("solve", "divergence"):
+        monkeypatch.setattr(f"otdd_flash.solver.{module}.time", fake)
 
     def tick(*_: object) -> None:
         seconds[0] += 1

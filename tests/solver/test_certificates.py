@@ -17,9 +17,17 @@ from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.solver.term import plans
-from otdd_flash.solver.term.certificate import Certificate, certify, certify_self, hides_little
-from otdd_flash.solver.term.plan_numbers import CrossNumbers
+from otdd_flash.solver.certificate import (
+    Certificate,
+    CrossNumbers,
+    SelfNumbers,
+    certify,
+    certify_self,
+    find_lost,
+    hides_little,
+    self_evidence,
+    self_plan,
+)
 
 
 def cost_between(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> LabelledCost:
@@ -134,14 +142,26 @@ def test_what_a_certificate_asks_of_a_device(
     assert counts.reads == 1
 
 
+def test_self_terms_side_by_side_say_where_a_point_is_lost() -> None:
+    """Its mass may be missing from both marginals."""
+    lost = torch.tensor([0.0, 0.125])
+    numbers = SelfNumbers(*(torch.zeros(2) for _ in SelfNumbers._fields))
+    numbers = numbers._replace(mass=torch.ones(2), gap=torch.full((2,), 0.25), lost=lost)
+    sums = Marginals(*(torch.zeros(1) for _ in range(4)), 0.0, 2.0**-10, 0.0)
+    _, error, fine = hides_little(numbers, sums, 2.0**-24, 1.0)
+    assert fine.tolist() == [True, False]
+    assert (error - 2 * lost).tolist() == [0.25 + 2.0**-9] * 2
+
+
 def test_points_are_lost_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
     """A sum of which as much may be hidden: those above, not those at it or without an error."""
     operator, a, f, epsilon = one_potential(3)
-    plan = plans.evaluate_self(operator, f, epsilon, accurate=True)
+    plan = self_plan(operator, f, epsilon, accurate=True)
     errors = torch.linspace(0.4, 0.6, len(a)).double()
-    lost = plans.find_lost(plan._replace(errors=errors * epsilon), epsilon)
-    assert lost.points.tolist() == (errors > 0.5).tolist()
-    assert float(lost.hidden) == float(a[errors > 0.5].sum())
+    lost = find_lost(errors * epsilon, epsilon)
+    assert lost.tolist() == (errors > 0.5).tolist()
+    numbers = self_evidence(operator, plan._replace(lost=lost), epsilon).numbers
+    assert float(SelfNumbers(*numbers).lost) == float(a[errors > 0.5].sum())
 
 
 class Off:

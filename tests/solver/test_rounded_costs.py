@@ -11,7 +11,7 @@ import torch
 from otdd_flash.operators.base import Execution
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_term
 
 
 class Rounded:
@@ -53,7 +53,7 @@ def test_the_original_points_go_on_where_rounding_is_not_little(
         )
     operator = Rounded(MatrixOperator(rounded, a, b), original, said * error)
     epsilon = relative * original.costs.mean
-    term = solve_alternating(operator, epsilon, Converged())
+    term = solve_term(operator, epsilon, Converged())
     truth, *_ = reference.entropic_transport(exact, a, b, epsilon)
     assert term.converged
     assert term.bounds[0] <= truth <= term.bounds[1]

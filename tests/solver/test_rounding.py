@@ -10,7 +10,7 @@ from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_term
 
 
 def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:
@@ -42,12 +42,10 @@ def test_a_far_point_of_little_mass(relative_epsilon: float) -> None:
         cost = with_a_far_point(seed, far, mass)
         epsilon = relative_epsilon * cost.mean_cost
         # In float64, one that no rounding spoils.
-        truth = solve_alternating(
-            StreamedOperator(cost, torch.float64), epsilon, Converged(1e-6, 500)
-        )
+        truth = solve_term(StreamedOperator(cost, torch.float64), epsilon, Converged(1e-6, 500))
         for most in (20, 300):
             options = Converged(max_iterations=most)
-            term = solve_alternating(StreamedOperator(cost, torch.float32), epsilon, options)
+            term = solve_term(StreamedOperator(cost, torch.float32), epsilon, options)
             assert term.bounds[0] <= truth.bounds[1]
             assert truth.bounds[0] <= term.bounds[1]
             assert term.bounds[1] - truth.bounds[1] <= 0.1 * cost.mean_cost
@@ -58,9 +56,9 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
     cost = with_a_far_point(0, far=1e5, mass=1e-4)
     epsilon = 1e-3 * cost.mean_cost
     assert epsilon < 2.0**-24 * 1e10 / 2
-    truth = solve_alternating(StreamedOperator(cost, torch.float64), epsilon, Converged(1e-6, 500))
+    truth = solve_term(StreamedOperator(cost, torch.float64), epsilon, Converged(1e-6, 500))
     stored = StoredOperator.keep(cost, torch.float32)
-    term = solve_alternating(stored, epsilon, Converged(max_iterations=300))
+    term = solve_term(stored, epsilon, Converged(max_iterations=300))
     assert term.marginal_error <= 1e-3
     assert term.bounds[0] <= truth.bounds[1]
     assert truth.bounds[0] <= term.bounds[1]

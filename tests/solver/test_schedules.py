@@ -14,9 +14,9 @@ import otdd_flash as otdd
 from otdd_flash.arguments import Count
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.operators.base import Operator, refined
+from otdd_flash.solver.certificate import certify
 from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.certificate import certify
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "solver"

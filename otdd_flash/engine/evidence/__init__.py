@@ -6,5 +6,5 @@ is computed with errors: `perturbed_costs` is about the plan of one problem, eac
 computed once, `two_passes` about softmins of many problems, `scale` about the usual size of errors.
 
 `evaluated` has what an `Evaluation` of S problems proves. `kernels.segments.evidence` has that once
-more, for use inside of Triton kernels; `solver.term.certificate` proves the term of one problem.
+more, for use inside of Triton kernels; `solver.certificate` proves the term of one problem.
 """

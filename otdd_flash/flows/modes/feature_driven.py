@@ -35,8 +35,8 @@ from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.labels.table import class_names
+from otdd_flash.operators.class_table import ClassBlocks
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.class_blocks import ClassBlocks
 from otdd_flash.solver.term_gradient import Needs
 
 

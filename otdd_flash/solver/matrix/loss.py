@@ -26,7 +26,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.cost_blocks import CostBlocks
-from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.groups import Groups, report_groups, settled_matrix
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
@@ -34,7 +34,6 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.term_solves import Potentials
 
 # Inputs by the term that they are costs of, and the terms of the masses of each side.
 COSTS = {"costs": "xy", "self_costs[0]": "xx", "self_costs[1]": "yy"}

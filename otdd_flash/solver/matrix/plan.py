@@ -23,7 +23,7 @@ from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.adjoint import Entries, held_plan
-from otdd_flash.solver.divergence import report_convergence
+from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_matrix
 from otdd_flash.solver.matrix.loss import check_gradient_type
 from otdd_flash.solver.matrix.problem import MatrixProblem
@@ -33,7 +33,6 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.term_solves import Potentials
 from otdd_flash.solver.units import largest
 
 # Masses of a side, or 1 for all; and rows with what is asked for of them.

@@ -21,7 +21,7 @@ from otdd_flash.operators.ground import NO_OFFSET
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.real_numbers import real_tensor
-from otdd_flash.solver.divergence import Divergence, solve_divergence
+from otdd_flash.solver.divergence import Divergence, Potentials, Solved, solve_divergence
 from otdd_flash.solver.matrix.given import (
     SelfCosts,
     checked_masses,
@@ -33,7 +33,6 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term_solves import Potentials, Solved
 
 # What `matrix_transport` takes for costs.
 Costs = Tensor | np.ndarray[Any, Any] | CostBlocks

@@ -14,7 +14,7 @@ from otdd_flash.checks import array, optional
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.operators.build import Compute
-from otdd_flash.solver.divergence import Divergence, report_convergence
+from otdd_flash.solver.divergence import Divergence, Potentials, Solved, report_convergence
 from otdd_flash.solver.matrix.forbidden import short_rows, upper_bound
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem, relative_to_mean
 from otdd_flash.solver.matrix.result import MatrixTransport
@@ -22,7 +22,6 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import epsilon_given_as, refuse_both
 from otdd_flash.solver.term.result import SolverProgress
-from otdd_flash.solver.term_solves import Potentials, Solved
 
 # Iterations that are left to masses that admit no plan, and rows that a message names.
 INFEASIBLE_ITERATIONS, NAMED = 1, 5

@@ -10,9 +10,8 @@ from torch import Tensor
 from otdd_flash.arguments import Count, Positive
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.alternating import solve_alternating
+from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term.symmetric import solve_symmetric
 
 # What is left to a term when the time is over: it then gets its one iteration.
 NO_TIME = 1e-9
@@ -73,6 +72,4 @@ class Converged(Schedule):
         progress: SolverProgress | None,
     ) -> TransportTerm:
         """Solve one term; see `Schedule.solve_term`."""
-        if name == "xy":
-            return solve_alternating(operator, epsilon, self, start=start, progress=progress)
-        return solve_symmetric(operator, epsilon, self, name=name, start=start, progress=progress)
+        return solve_term(operator, epsilon, self, name=name, start=start, progress=progress)

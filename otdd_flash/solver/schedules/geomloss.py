@@ -32,8 +32,8 @@ from otdd_flash.arguments import MarginalError, Positive, Share
 from otdd_flash.errors import InputError
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
+from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.certificate import certify, certify_self
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import check_usable
 

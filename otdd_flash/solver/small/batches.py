@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.scale import rounding_floor
+from otdd_flash.operators.class_table import ROUNDING
 from otdd_flash.operators.score_pool import UNIT, Room
-from otdd_flash.solver.class_blocks import ROUNDING
+from otdd_flash.solver.certificate import hides_little
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import Batch, TermRead
 from otdd_flash.solver.small.kept_solves import kept
 from otdd_flash.solver.small.route import padded
 from otdd_flash.solver.small.single import facts_of
-from otdd_flash.solver.term.certificate import hides_little
-from otdd_flash.solver.term.iteration import AIM
+from otdd_flash.solver.solve import AIM
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
 
 # Bytes of the problems that are solved at once, and how many they are: kernels have a program for
@@ -139,8 +139,7 @@ class _Reached:
 
     def __init__(self, read: TermRead, options: Converged, epsilon: float, *, cross: bool) -> None:
         self.cross, self.numbers = cross, read.numbers
-        size = read.numbers.size * (1 if cross else 2)
-        least = 2 * rounding_floor(facts_of(read), size, epsilon)
+        least = 2 * rounding_floor(facts_of(read), read.numbers.size, epsilon)
         asked, gives_way = options.asked_tolerance, options.tolerance is None
         self.tolerance = least.clamp_min(asked) if gives_way else torch.full_like(least, asked)
         largest = torch.maximum(read.costs.lowest.abs(), read.costs.highest.abs())

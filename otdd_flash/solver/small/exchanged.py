@@ -10,8 +10,7 @@ from torch import Tensor
 
 from otdd_flash.operators.score_pool import Pool, PooledCosts, ScorePool
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.term.plan_evidence import PlanEvidence
-from otdd_flash.solver.term.plan_numbers import CrossNumbers, SelfNumbers
+from otdd_flash.solver.certificate import CrossNumbers, PlanEvidence, SelfNumbers
 
 # Terms in the order of everything that follows, and numbers of a goal with two unit roundoffs.
 TERMS, GOAL = ("xy", "xx", "yy"), 7

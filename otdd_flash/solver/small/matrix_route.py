@@ -11,13 +11,13 @@ from otdd_flash.kernels.matrix.place import is_aligned, numbers_of
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS
 from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 from otdd_flash.operators.score_pool import Room
+from otdd_flash.solver.divergence import Potentials
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import GivenCosts
 from otdd_flash.solver.small.kept_solves import kept
 from otdd_flash.solver.small.route import padded
 from otdd_flash.solver.small.single import SingleSolve
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term_solves import Potentials
 
 if TYPE_CHECKING:
     from otdd_flash.solver.matrix.problem import MatrixProblem

@@ -21,6 +21,13 @@ from otdd_flash.engine.levels import Levels, first_level
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.operators.score_pool import UNIT, Pool, PooledRule, Room, ScorePool, tables_of
+from otdd_flash.solver.certificate import (
+    PlanEvidence,
+    cross_evidence,
+    lowered_plan,
+    self_evidence,
+    self_plan,
+)
 from otdd_flash.solver.small.exchanged import (
     COUNT,
     TERMS,
@@ -29,13 +36,7 @@ from otdd_flash.solver.small.exchanged import (
     Inputs,
     Read,
 )
-from otdd_flash.solver.term import plans
-from otdd_flash.solver.term.plan_evidence import (
-    PlanEvidence,
-    cross_evidence,
-    lowered_plan,
-    self_evidence,
-)
+from otdd_flash.solver.solve import BEFORE_LAST_UPDATE
 from otdd_flash.solver.term.result import SolverProgress
 
 # Iterations of one replay.
@@ -110,9 +111,7 @@ class PooledSolve:
         """
         numbers = self._host.numpy()
         settings = (*goal, UNIT, UNIT)
-        # As in `symmetric`: the certificate evaluates one update more, which at least halves the
-        # marginal error as a rule.
-        own = (*goal._replace(aim=2.0), UNIT, UNIT)
+        own = (*goal._replace(aim=BEFORE_LAST_UPDATE), UNIT, UNIT)
         flags = [float(term in starts) for term in TERMS]
         numbers[: COUNT - 4] = (*settings, *own, *flags, *of_costs)
         numbers[COUNT - 4 : COUNT].view("int64")[:] = batch.place
@@ -143,7 +142,7 @@ class PooledSolve:
         start = Start(Levels.trying(epsilon, top), torch.zeros_like(top))
         self._rules[0].begin(inputs.cross, start)
         for own, rule in zip(self._segments[1:], self._rules[1:], strict=True):
-            # As in `symmetric`.
+            # As `solve.begin` does.
             squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
             highest = -epsilon * torch.stack(squares, 1).log()
             constants = torch.minimum(pool.own.mean, highest) / 2
@@ -219,8 +218,7 @@ class PooledSolve:
         f, g, updated = (part.view(room.problems, -1) for part in known)
         operator = self.pool.term("xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
-        lost = plans.find_lost(plan, epsilon)
-        return [cross_evidence(operator, plan, lost, epsilon)]
+        return [cross_evidence(operator, plan, epsilon)]
 
     def _certify_own(self, term: str | None) -> list[PlanEvidence]:
         """Certify one self term, or both at once."""
@@ -233,9 +231,8 @@ class PooledSolve:
         else:
             operator = self.pool.term(term)
             f = f.view(room.problems, -1)[:, room.sides[TERMS.index(term) - 1]]
-        plan = plans.evaluate_self(operator, f.double(), epsilon, accurate=True)
-        lost = plans.find_lost(plan, epsilon)
-        evidence = self_evidence(operator, plan, lost, epsilon)
+        plan = self_plan(operator, f.double(), epsilon, accurate=True)
+        evidence = self_evidence(operator, plan, epsilon)
         return [evidence] if term is not None else [evidence.every_other(k) for k in (0, 1)]
 
     def gradient(self, place: int) -> Tensor:

@@ -9,12 +9,12 @@ from otdd_flash.operators.build import scores_fit, uses_triton
 from otdd_flash.operators.memory import UNASKED, free_memory
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room, ScorePool
+from otdd_flash.solver.divergence import Potentials, Pulled, Solved
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.kept_solves import is_kept, kept
 from otdd_flash.solver.small.single import SingleSolve
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-from otdd_flash.solver.term_solves import Potentials, Pulled, Solved
 
 # Points of a side, and products of coordinates, up to which it pays on a processor.
 MOST_POINTS, MOST_ON_PROCESSOR = 1 << 10, 1 << 28

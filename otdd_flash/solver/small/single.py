@@ -8,17 +8,16 @@ import torch
 
 from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.operators.base import CostFacts
+from otdd_flash.operators.class_table import ROUNDING
 from otdd_flash.operators.score_pool import UNIT
-from otdd_flash.solver.class_blocks import ROUNDING
+from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
+from otdd_flash.solver.divergence import Potentials
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import TERMS, Batch, GivenCosts, Read, TermRead
 from otdd_flash.solver.small.pooled_solve import PooledSolve
-from otdd_flash.solver.term.certificate import conclude, conclude_self, shows_rounding
-from otdd_flash.solver.term.iteration import AIM
-from otdd_flash.solver.term.plan_evidence import PlanEvidence
+from otdd_flash.solver.solve import AIM
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
-from otdd_flash.solver.term_solves import Potentials
 
 
 def facts_of(read: TermRead) -> CostFacts:
@@ -121,9 +120,8 @@ def _concluded(
     numbers = read.numbers
     if name == "xy" and shows_rounding(costs, numbers, epsilon):
         return None
-    certificate = (conclude if name == "xy" else conclude_self)(costs, evidence, numbers, epsilon)
-    size = numbers.size * (1 if name == "xy" else 2)
-    floor = rounding_floor(costs, size, epsilon)
+    certificate = conclude(costs, evidence, numbers, epsilon)
+    floor = rounding_floor(costs, numbers.size, epsilon)
     tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
     exhausted = read.iterations >= options.max_iterations - 1
     if (certificate.marginal_error > tolerance and not exhausted) or numbers.lost > 0:

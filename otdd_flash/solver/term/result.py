@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from otdd_flash.solver.term.certificate import Certificate
+from otdd_flash.solver.certificate import Certificate
 from otdd_flash.solver.term.tolerance import check_usable
 
 # progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".

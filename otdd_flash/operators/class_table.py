@@ -1,4 +1,7 @@
-"""The blocks [x, x] and [y, y] of a class table, which must not change when transposed.
+"""The blocks of a class table W, of which [x, x] and [y, y] must not change when transposed.
+
+`solver.problem` and `flows` cut a table into its blocks here, on the device; `labels.table` holds
+one with its names and bounds, and symmetrises by the same rule, as recorded solves do.
 
 A self term OT(x, x) has one potential for both of its sides. That potential is optimal only if the
 cost is the same in both directions, so a block W that is not symmetric would give a wrong value and

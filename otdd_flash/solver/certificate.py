@@ -1,0 +1,627 @@
+"""What the potentials of one term prove: its value, an interval that holds it, its marginal error.
+
+The lower bound is the `dual` value at any potentials, the upper bound the lesser of `primal` and
+`oscillation`; both move outwards by what `perturbed_costs` allows for errors. For a cross term f is
+first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a and
+mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal.
+
+`certify` and `certify_self` take four steps: a `Plan` whose entries are evaluated once, its
+`PlanEvidence`, which the device sums up into some numbers, the reading of these, and `conclude`.
+`solver.solve` and the schedule of geomloss call them; `solver.small` records the first two steps
+and reads the numbers of many terms at once. So nothing before `conclude` may ask the device, and
+everything there has a leading dimension B of B terms side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.evidence import oscillation, primal
+from otdd_flash.engine.evidence.dual import dual_value
+from otdd_flash.engine.evidence.perturbed_costs import growth as growth_of
+from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, outwards
+from otdd_flash.engine.evidence.primal import Filling, dot
+from otdd_flash.operators.base import (
+    Certifiable,
+    CostFacts,
+    Epsilon,
+    Marginals,
+    Operator,
+    larger,
+    lesser,
+)
+from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
+
+# A scaling by less than this share of the missing mass, or so many units, is taken as it is.
+MOST_SCALED, SCALED_UNITS = 0.25, 16.0
+
+# By how many units in its last place a column potential is lowered, so that roundings of the
+# softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
+MARGIN = 4.0
+
+# A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
+SCALABLE = 2.0**64
+
+
+class Certificate(NamedTuple):
+    """Potentials after the certifying pass, and what they prove.
+
+    `marginal_error` is a bound of the larger of the L1 errors of rows and of columns, of which
+    `hidden` is the part that rounding may hide. `passes` counts evaluations of
+    `Operator.marginals`.
+    """
+
+    f: Tensor
+    g: Tensor
+    value: float
+    bounds: tuple[float, float]
+    marginal_error: float
+    hidden: float
+    passes: int
+
+
+def certify(
+    operator: Operator,
+    f: Tensor,
+    g: Tensor,
+    epsilon: float,
+    updated: Tensor | None = None,
+    *,
+    polished: bool = False,
+    scaled: float = 0.0,
+) -> Certificate:
+    """Prove what a cross term's g (m,), near f (n,), is worth: both updates, a pass for all sums.
+
+    With `updated`, which is T'(f), of an f that is T(g) already, it takes the last pass alone.
+    Where the rounding of these updates shows, or if `polished`, they are done once more by exact
+    sums, in two passes. It does not show where the plan is scaled by no more than `scaled`.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    if updated is None:
+        f = operator.softmin_rows(g, epsilon, f)
+        updated = operator.softmin_columns(f, epsilon, g)
+    plan = lowered_plan(operator, f, g, updated, epsilon, accurate=polished)
+    if not polished:
+        evidence = cross_evidence(operator, plan, epsilon)
+        numbers = CrossNumbers(*evidence.numbers.tolist())
+        if not shows_rounding(operator.costs, numbers, epsilon, scaled):
+            return conclude(operator.costs, evidence, numbers, epsilon)
+    plan = polished_plan(operator, plan, epsilon, accurate=polished)
+    evidence = cross_evidence(operator, plan, epsilon)
+    numbers = CrossNumbers(*evidence.numbers.tolist())
+    return conclude(operator.costs, evidence, numbers, epsilon)
+
+
+def certify_self(
+    operator: Certifiable, f: Tensor, epsilon: float, *, accurate: bool = False
+) -> Certificate:
+    """Prove what the potential f (n,) of a self term is worth, in one pass.
+
+    The plan is symmetric: it is the mean of the computed one and its transpose, whose costs are
+    as near to C.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    plan = self_plan(operator, f.double(), epsilon, accurate=accurate)
+    evidence = self_evidence(operator, plan, epsilon)
+    numbers = SelfNumbers(*evidence.numbers.tolist())
+    if numbers.lost > 0:
+        low = lowered(plan.f, plan, plan.sides[0], plan.sums.rows, epsilon)
+        again = self_plan(operator, low, epsilon, accurate=accurate)
+        evidence = self_evidence(operator, again._replace(lost=plan.lost, passes=2), epsilon)
+        numbers = SelfNumbers(*evidence.numbers.tolist())
+    return conclude(operator.costs, evidence, numbers, epsilon)
+
+
+def conclude(
+    costs: CostFacts, evidence: PlanEvidence, numbers: PlanNumbers, epsilon: float
+) -> Certificate:
+    """Conclude from the numbers of a plan, as read of `PlanEvidence.numbers`, what it proves.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    check_mass(costs, numbers.mass, epsilon)
+    dual, sums = numbers.dual(epsilon), evidence.sums
+    check_mass(costs, dual, epsilon)
+    ends = dual, numbers.upper(costs, sums, epsilon)
+    bounds = outwards(costs, sums, ends, numbers.mean_error, numbers.size, epsilon)
+    if costs.forbidden:
+        # Both upper bounds of a cross term move mass between any two points.
+        bounds = bounds[0], math.inf
+    hidden = numbers.noise + 2 * sums.relative_error
+    error = numbers.gap + hidden
+    return Certificate(evidence.f, evidence.g, dual, bounds, error, hidden, evidence.passes)
+
+
+def shows_rounding(
+    costs: CostFacts, numbers: CrossNumbers, epsilon: float, scaled: float = 0.0
+) -> bool:
+    """Tell from the numbers of a plan whether the rounding of the updates shows.
+
+    A scaling by up to `scaled` is taken as it is.
+
+    Raises:
+        EpsilonOutOfRange: the plan's mass overflows.
+    """
+    check_mass(costs, numbers.mass, epsilon)
+    return bool(numbers.needs_more(torch.finfo(costs.dtype).eps / 2, scaled))
+
+
+def hides_little(
+    numbers: PlanNumbers,
+    sums: Marginals,
+    unit: float,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Conclude values, marginal errors and whether they hold from numbers (B,) of B terms.
+
+    They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
+    potentials, shows, or the mass overflows.
+    """
+    error, value = numbers.gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
+    fine = ~numbers.needs_more(unit)
+    return value, error, fine & numbers.mass.isfinite() & value.isfinite()
+
+
+class PlanEvidence(NamedTuple):
+    """What a device has computed of a plan; the host has not read it yet.
+
+    Attributes:
+        f: (n,) potential of rows, in the operator's type.
+        g: (m,) potential of columns, likewise.
+        numbers: float64, `PlanNumbers` in the order of their fields.
+        sums: of the plan; of terms side by side only their number and what errors they have.
+        passes: evaluations of `Operator.marginals`.
+    """
+
+    f: Tensor
+    g: Tensor
+    numbers: Tensor
+    sums: Marginals
+    passes: int
+
+    def every_other(self, first: int) -> PlanEvidence:
+        """Of terms side by side, those of two kinds in turn, the first or the second kind."""
+        part = slice(first, None, 2)
+        return self._replace(f=self.f[part], g=self.g[part], numbers=self.numbers[part])
+
+
+def lowered_plan(
+    operator: Certifiable,
+    f: Tensor,
+    g: Tensor,
+    updated: Tensor,
+    epsilon: Epsilon,
+    *,
+    accurate: bool = False,
+) -> Plan:
+    """Evaluate the plan of f (n,) and the lesser of g (m,) and its update: no column has too much.
+
+    Points without mass take the update.
+    """
+    unit = torch.finfo(operator.dtype).eps / 2
+    g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
+    g = torch.sub(g, g.abs(), alpha=MARGIN * unit).double()
+    return cross_plan(operator, f.double(), g, epsilon, accurate=accurate)
+
+
+def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accurate: bool) -> Plan:
+    """Evaluate the plan after both updates once more, by exact sums.
+
+    Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
+    """
+    b, (rows, columns) = operator.b, plan.sides
+    factors, _ = row_update(operator, plan)
+    f = lowered(plan.f + epsilon * factors.log(), plan, rows, plan.sums.rows, epsilon)
+    g = lowered(plan.g, plan, columns, plan.sums.columns, epsilon)
+    scaled = cross_plan(operator, f, g, epsilon, accurate=accurate)
+    g = g - epsilon * excess(scaled.sums.columns, b)
+    polished = cross_plan(operator, f, g, epsilon, accurate=accurate)
+    return polished._replace(lost=plan.lost, passes=3)
+
+
+def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
+    """Bound a cross term by its plan after a row update of all rows but the lost ones."""
+    sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
+    factors, updated_rows = row_update(operator, plan)
+    shift = epsilon * factors.log()
+    f, g = plan.f + shift, plan.g
+    returned = f.to(operator.dtype), g.to(operator.dtype)
+    both = torch.cat((sums.rows, sums.columns), -1)
+    held = torch.cat((plan.f, g), -1).masked_fill_(plan.absent, 0)
+    paid_before = dot(both, held)
+    held[..., rows].add_(shift)
+    errors = errors_of(operator, plan, f, updated_rows, epsilon)
+    growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
+    kappa, total = primal.fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
+    # A sum of which all may be lost is not scaled up.
+    total_scaled = total.clamp_min(max(SCALABLE * sums.lost, primal.TINY))
+    updated = torch.cat((updated_rows, operator.b), -1)
+    filling = primal.filling_of(operator, *points, both, kappa)
+    row_swing, column_swing = oscillation.swings(held, plan.absent, rows, columns)
+    numbers = CrossNumbers(
+        kappa=kappa,
+        mass=sums.columns.sum(-1),
+        lost=(plan.masses * plan.lost).sum(-1),
+        total=total,
+        moved=oscillation.distance(sums.rows, updated_rows),
+        missed=oscillation.distance(sums.columns, operator.b),
+        scaled_gap=oscillation.updated_gap(both, updated, total_scaled),
+        row_gap=oscillation.distance(updated_rows, operator.a),
+        factor=factors.amax(-1),
+        row_growth=dot(updated_rows, growth[..., rows]),
+        column_growth=dot(sums.columns, growth[..., columns]),
+        largest_growth=growth[..., columns].amax(-1),
+        paid=dot(plan.masses, held),
+        updated=updated_rows.sum(-1),
+        size=dot(plan.masses, held.abs()),
+        paid_before=paid_before,
+        missing_rows=filling.rows,
+        missing_columns=filling.columns,
+        filling_costs=filling.costs,
+        filling_entropy=filling.entropy,
+        row_swing=row_swing,
+        column_swing=column_swing,
+        mean_error=dot(plan.masses, plan.cost_errors),
+        row_error=plan.cost_errors[..., rows].amax(-1),
+        column_error=plan.cost_errors[..., columns].amax(-1),
+    )
+    return PlanEvidence(*returned, torch.stack(numbers, -1), sums, plan.passes)
+
+
+def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
+    """Bound a self term by the plan of one potential, of mass 1."""
+    a, sums, rows = operator.a, plan.sums, plan.sums.rows
+    returned, held = plan.f.to(operator.dtype), plan.f.masked_fill(plan.absent, 0)
+    growth = _growth(plan, rows, plan.errors, held - returned, epsilon)
+    costs, errors = operator.own_costs(), plan.cost_errors
+    if sums.cost_rounding:
+        errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
+    diagonal = primal.diagonal_of(a, held, costs, epsilon)
+    spread = errors / (epsilon / 4)
+    (swing,) = oscillation.swings(held, plan.absent, *plan.sides)
+    outside = primal.sums_without(diagonal, rows, sums.relative_error, spread)
+    numbers = SelfNumbers(
+        gap=oscillation.distance(rows, a),
+        mass=rows.sum(-1),
+        lost=(plan.masses * plan.lost).sum(-1),
+        growth=dot(rows, growth),
+        paid=dot(a, held),
+        row_size=dot(a, held.abs()),
+        swing=swing,
+        balancing=primal.balancing(a, plan.absent, diagonal, outside),
+        row_error=dot(a, plan.cost_errors),
+        largest_error=plan.cost_errors.amax(-1),
+    )
+    return PlanEvidence(returned, returned, torch.stack(numbers, -1), sums, plan.passes)
+
+
+def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon: Epsilon) -> Tensor:
+    """Return `growth` (k,) with what potentials were rounded by; lost points are apart."""
+    return growth_of(sums, errors.masked_fill(plan.lost, 0) + rounding.abs(), epsilon)
+
+
+class CrossNumbers(NamedTuple):
+    """Numbers of a cross term's plan with sums r and c, before and after the update of its rows.
+
+    Attributes:
+        kappa: what scales it down to rows and columns of no more than their masses, before.
+        mass: sum of c, before.
+        lost: masses of points of which errors may hide all.
+        total: sum of r, before.
+        moved: sum_i r_i |s_i - 1| for the factors s of the update.
+        missed: ||c - b||_1, before.
+        scaled_gap: a bound on that after.
+        row_gap: ||r - a||_1, after.
+        factor: max s.
+        row_growth: <r, `perturbed_costs.growth`>, after.
+        column_growth: <c, growth>, before.
+        largest_growth: of a column.
+        paid: <a, f> + <b, g>, after.
+        updated: sum of r, after.
+        size: <a, |f|> + <b, |g|>, after.
+        paid_before: <r, f> + <c, g>, before.
+        missing_rows: `Filling.rows` of kappa P, before.
+        missing_columns: likewise.
+        filling_costs: likewise.
+        filling_entropy: likewise.
+        row_swing: max f - min f, after.
+        column_swing: max g - min g.
+        mean_error: of costs, <a, A> + <b, B>.
+        row_error: max A.
+        column_error: max B.
+    """
+
+    kappa: Any
+    mass: Any
+    lost: Any
+    total: Any
+    moved: Any
+    missed: Any
+    scaled_gap: Any
+    row_gap: Any
+    factor: Any
+    row_growth: Any
+    column_growth: Any
+    largest_growth: Any
+    paid: Any
+    updated: Any
+    size: Any
+    paid_before: Any
+    missing_rows: Any
+    missing_columns: Any
+    filling_costs: Any
+    filling_entropy: Any
+    row_swing: Any
+    column_swing: Any
+    mean_error: Any
+    row_error: Any
+    column_error: Any
+
+    @property
+    def filling(self) -> Filling[Any]:
+        """What kappa P misses of its masses."""
+        return Filling(
+            self.missing_rows, self.missing_columns, self.filling_costs, self.filling_entropy
+        )
+
+    @property
+    def column_gap(self) -> Any:
+        """Bound on ||c - b||_1 after the update."""
+        return lesser(self.moved + self.missed, self.scaled_gap)
+
+    @property
+    def gap(self) -> Any:
+        """Bound on the larger of the marginal errors after the update."""
+        return larger(self.column_gap, self.row_gap)
+
+    @property
+    def noise(self) -> Any:
+        """The marginal error that errors of costs may hide."""
+        columns = hidden_after_update(
+            self.column_growth / 2, self.largest_growth / 2, self.factor, self.moved
+        )
+        return self.row_growth / 2 + self.lost + columns
+
+    def dual(self, epsilon: float) -> Any:
+        """The dual value after the update."""
+        return dual_value(self.paid, self.updated, epsilon)
+
+    def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
+        """The lesser upper bound for the perturbed costs, on the host."""
+        kappa, relative = self.kappa, sums.relative_error
+        spread = oscillation.perturbed_spread(costs, sums, self.row_error + self.column_error)
+        paid = kappa * (self.paid_before + epsilon * math.log(kappa) * self.total)
+        kept = kappa * min(self.total, self.mass)
+        upper: float = primal.filled_value(self.filling, paid, kept, epsilon)
+        upper += primal.filled_slack(relative, self.size, spread, epsilon)
+        if self.row_gap == 0:
+            dual, swing = self.dual(epsilon), self.column_swing
+            slack = oscillation.slack(relative, self.row_swing + swing, spread)
+            upper = min(upper, oscillation.bound(dual, self.column_gap, swing, spread) + slack)
+        return upper
+
+    def needs_more(self, unit: float, scaled: float = 0.0) -> Any:
+        """Whether the plan is to be evaluated once more: rounding of the potentials' unit shows.
+
+        A scaling by up to `scaled` is taken as it is.
+        """
+        most = MOST_SCALED * (1 - self.mass) + SCALED_UNITS * unit
+        return (self.lost > 0) | (1 - (self.kappa + scaled) > most)
+
+
+class SelfNumbers(NamedTuple):
+    """Numbers of a self term's plan, made symmetric and given mass 1, with sums r.
+
+    Attributes:
+        gap: ||r - a||_1.
+        mass: sum of r.
+        lost: masses of points of which errors may hide all.
+        growth: <r, `perturbed_costs.growth`>.
+        paid: <a, f>.
+        row_size: <a, |f|>.
+        swing: max f - min f.
+        balancing: see `primal.balancing`.
+        row_error: of costs, <a, A>.
+        largest_error: max A.
+    """
+
+    gap: Any
+    mass: Any
+    lost: Any
+    growth: Any
+    paid: Any
+    row_size: Any
+    swing: Any
+    balancing: Any
+    row_error: Any
+    largest_error: Any
+
+    @property
+    def size(self) -> Any:
+        """<a, |f|> of both sides."""
+        return 2 * self.row_size
+
+    @property
+    def mean_error(self) -> Any:
+        """<a, A> of both sides."""
+        return 2 * self.row_error
+
+    @property
+    def noise(self) -> Any:
+        """The marginal error that errors of costs may hide, on both sides."""
+        return self.growth + 2 * self.lost
+
+    def dual(self, epsilon: float) -> Any:
+        """The dual value of both potentials, which are one."""
+        return dual_value(2 * self.paid, self.mass, epsilon)
+
+    def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
+        """The lesser upper bound for the perturbed costs, on the host."""
+        spread = oscillation.perturbed_spread(costs, sums, 2 * self.largest_error)
+        # Of the plan that is balanced on its diagonal.
+        upper: float = 2 * self.paid + epsilon * self.balancing
+        if self.mass > 0.5:
+            # Both marginals have mass 1.
+            dual, swing = self.dual(epsilon), self.swing
+            slack = oscillation.slack(sums.relative_error, 2 * swing, spread)
+            upper = min(upper, oscillation.self_bound(dual, self.gap, swing, spread) + slack)
+        return upper
+
+    def needs_more(self, unit: float) -> Any:
+        """Whether the plan is to be evaluated once more: a point's mass may be lost."""
+        return self.lost > 0
+
+
+# What a device sums up of a plan: tensors () or (B,) there, numbers once the host has read them.
+PlanNumbers = CrossNumbers | SelfNumbers
+
+
+class Plan(NamedTuple):
+    """A plan whose entries were evaluated once.
+
+    What is known of its k points is in one vector (k,): rows and then columns, n + m of a cross
+    term, and the n points of a self term.
+
+    Attributes:
+        f: (n,) potential of rows, float64.
+        g: (m,) potential of columns, float64.
+        sums: of the plan.
+        masses: (k,).
+        absent: (k,) bool, the points without mass.
+        cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
+        errors: (k,) A and B of `perturbed_costs`, likewise.
+        lost: (k,) bool, the points with mass of which errors of costs may hide all. What they send
+            is lost to rounding, and more than errors may make up for.
+        passes: evaluations of `Operator.marginals`.
+    """
+
+    f: Tensor
+    g: Tensor
+    sums: Marginals
+    masses: Tensor
+    absent: Tensor
+    cost_errors: Tensor
+    errors: Tensor
+    lost: Tensor
+    passes: int = 1
+
+    @property
+    def sides(self) -> list[slice]:
+        """The places of rows, and of columns if they are others, among the points."""
+        n, total = self.f.shape[-1], self.masses.shape[-1]
+        return [slice(n), slice(n, total)][: 1 + (total > n)]
+
+
+def check_mass(costs: CostFacts, mass: float, epsilon: float) -> None:
+    """Refuse a plan with a mass, or a dual value, that is not finite.
+
+    Raises:
+        EpsilonOutOfRange: it overflows.
+    """
+    if not math.isfinite(mass):
+        raise EpsilonOutOfRange(
+            "some costs are too far above the mean at {given}: rounding alone makes the plan's "
+            f"mass overflow; raise {{name}}{or_double(costs.dtype)} or leave out points that "
+            "are far from all others",
+            epsilon,
+        )
+
+
+def cross_plan(
+    operator: Certifiable, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool
+) -> Plan:
+    """Evaluate the plan of f (n,) and g (m,), float64."""
+    sums = operator.marginals(f, g, epsilon, accurate=accurate)
+    masses = torch.cat((operator.a, operator.b), -1)
+    absent = masses == 0
+    errors = torch.cat((sums.row_errors, sums.column_errors), -1).masked_fill_(absent, 0)
+    # Errors of stored costs are found from the rest of the plan, and lost points from all errors.
+    plan = Plan(f, g, sums, masses, absent, errors, errors, lost=absent)
+    errors = errors_of(operator, plan, f, sums.rows, epsilon)
+    return plan._replace(errors=errors, lost=find_lost(errors, epsilon))
+
+
+def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
+    """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
+
+    It keeps its mass if that is so small that all of it may be lost.
+    """
+    sums = operator.marginals(f, f, epsilon, accurate=accurate)
+    rows, row_errors, column_errors = sums.rows, sums.row_errors, sums.column_errors
+    if sums.columns is not rows:
+        rows = (rows + sums.columns) / 2
+    total = rows.sum(-1, keepdim=True)
+    total.masked_fill_(total < SCALABLE * sums.lost, 1)
+    f, rows = f - epsilon / 2 * total.log(), rows / total
+    largest, absent = row_errors, operator.a == 0
+    if column_errors is not row_errors:
+        largest = torch.maximum(row_errors, column_errors)
+    cost_errors = errors = largest.masked_fill(absent, 0)
+    if sums.cost_rounding:
+        x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon))
+        errors = torch.maximum(row_errors + x, column_errors + y).masked_fill_(absent, 0)
+    sums = sums._replace(rows=rows, columns=rows, row_errors=largest, column_errors=largest)
+    lost = find_lost(errors, epsilon)
+    return Plan(f, f, sums, operator.a, absent, cost_errors, errors, lost)
+
+
+def errors_of(
+    operator: Certifiable, plan: Plan, f: Tensor, rows: Tensor, epsilon: Epsilon
+) -> Tensor:
+    """Return A and B (n + m,) of a plan with another f (n,) and row sums (n,)."""
+    if not plan.sums.cost_rounding:
+        return plan.cost_errors
+    sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon), -1)
+    return plan.cost_errors + plan.sums.cost_rounding * sizes.masked_fill_(plan.absent, 0)
+
+
+def _sizes(
+    operator: Certifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
+) -> tuple[Tensor, Tensor]:
+    """Return (n,) and (m,) whose sums bound |C_ij| in a plan of these potentials and row sums.
+
+    A cost is f_i + g_j less epsilon times the exponent e. As P_ij <= r_i, e <= log(r_i / a_i) -
+    log b_j; where it is negative, |e| exp(e) < 1. Unspecified where there is no mass.
+    """
+    above = (rows / operator.a).log().clamp_min(0) + 1
+    return f.abs() + epsilon * above, g.abs() - epsilon * operator.b.log()
+
+
+def find_lost(errors: Tensor, epsilon: Epsilon) -> Tensor:
+    """Find the points (k,) with 2 A_i > epsilon; errors are 0 where there is no mass."""
+    return errors > epsilon / 2
+
+
+def row_update(operator: Certifiable, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Scale rows by a / r, except lost ones and those of whose sum all may be lost.
+
+    Returns:
+        The factors (n,), and what the rows sum to then.
+    """
+    a, rows = operator.a, plan.sums.rows
+    kept = (rows <= SCALABLE * plan.sums.lost * a) | plan.lost[..., plan.sides[0]]
+    return (a / rows).masked_fill_(kept, 1), torch.where(kept, rows, a)
+
+
+def lowered(potential: Tensor, plan: Plan, side: slice, sums: Tensor, epsilon: Epsilon) -> Tensor:
+    """Lower a potential (n,) until lost points have at most a_i exp(-2 A_i / epsilon).
+
+    With the potential as it is they have these sums (n,).
+    """
+    errors, masses, lost = (each[..., side] for each in (plan.errors, plan.masses, plan.lost))
+    drop = 4 * errors + epsilon * excess(sums, masses)
+    return torch.where(lost, potential - drop, potential)
+
+
+def excess(part: Tensor, masses: Tensor) -> Tensor:
+    """Return log(r_i / a_i) where it is positive, else 0."""
+    return torch.where(part > masses, (part / masses).log(), 0)
