@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from otdd_flash.batched import cpu, cpu_backward
+from otdd_flash.batched import cpu
 from otdd_flash.batched.adjoint import adjoint, plan_gradient
 from otdd_flash.batched.checking import check_temperature
-from otdd_flash.batched.problems import Problems, computed_in
+from otdd_flash.batched.chunks import Problems, computed_in
 from otdd_flash.errors import InputError
 
 
@@ -85,7 +85,7 @@ def unrolled_gradient(
     problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
     given = counts, cotangents, row_cotangents, column_cotangents
     if not in_triton:
-        return cpu_backward.balance_backward(problems, *given)
+        return cpu.balance_backward(problems, *given)
     from otdd_flash.kernels.batched import tiny_balance, tiny_balance_backward
     from otdd_flash.kernels.batched.small_balance_backward import small_balance_backward
 
