@@ -1,14 +1,11 @@
-"""Chunks of a batch on a CPU, and scalings of the rows and columns of their matrices.
+"""Chunks of a batch on a CPU, and sums along the rows and columns of their matrices.
 
-Matrices stand along the last dimension, (n, m, s): operations then run along them, whatever their
-shape. `cpu` balances chunk by chunk.
+`cpu` balances chunk by chunk and `adjoint` solves by these sums. Matrices are (n, m, s), numbers of
+rows (n, s) and numbers of columns (m, s), whatever their order in memory: s is innermost where
+there are many small matrices, else columns are, so that operations run along many numbers.
 
-Scalings are taken of themselves or by logarithms. With a grid kernel and masses are natural
-logarithms, and a scaling is a pair (2, k, s) whose sum is its logarithm: the largest exponent of
-its sum, with the opposite sign, and what is left, which is small. Logits and the first of a pair
-are multiples of a number, so that their sums are exact: in float32 those of logits of 1e4 would be
-rounded by 1e-3, in every iteration anew. A grid is a number that values are rounded by, as
-(value + grid) - grid. Sums have an order that their length decides.
+A matrix gets the same bits among any others: the order of a sum depends on its length alone, so
+sums here are made of operations on single entries, which round alike wherever an entry stands.
 """
 
 from __future__ import annotations
@@ -17,6 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# Entries of the matrices of a chunk: many, as each operation on them is a call, and few enough for
+# the last cache of a processor.
+ENTRIES_AT_ONCE = 1 << 19
+# A sum of more than FEW terms begins with MOST_PIECES of them in order, a shorter one with two.
+FEW, MOST_PIECES = 8, 4
 
 
 class Problems(NamedTuple):
@@ -41,35 +44,6 @@ class Problems(NamedTuple):
     iterations: int
     tolerance: float | None
     negated: bool
-
-
-class Balanced(NamedTuple):
-    """R (B, n, m); t log phi (B, n), t log gamma (B, m), errors (B,); iterations (B,) int32."""
-
-    matrices: Tensor
-    rows: Tensor
-    columns: Tensor
-    errors: Tensor
-    counts: Tensor
-
-
-class Derivatives(NamedTuple):
-    """By matrices (B, n, m), by 1 / t (B,), by a (B, n) and by b (B, m)."""
-
-    matrices: Tensor
-    scale: Tensor
-    a: Tensor
-    b: Tensor
-
-
-def computed_in(matrices: Tensor) -> torch.dtype:
-    """Return the type to compute in: float64 for matrices of float64, else float32."""
-    return torch.promote_types(matrices.dtype, torch.float32)
-
-
-# Entries of the matrices of a chunk: enough for an operation to use all cores, and few enough for
-# their caches.
-ENTRIES_AT_ONCE = 1 << 18
 
 
 class Chunk(NamedTuple):
@@ -97,11 +71,33 @@ class Chunk(NamedTuple):
         """Keep the problems where the flags (s,) are set."""
         return Chunk(*(taken(values, which) for values in self))
 
-    def masses(self, log: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Both masses, or their logarithms; None where all are 1."""
-        if self.a is None or self.b is None:
-            return None, None
-        return (self.a.log(), self.b.log()) if log else (self.a, self.b)
+    def log_masses(self) -> tuple[Tensor | None, Tensor | None]:
+        """Logarithms of both masses; None where all are 1."""
+        return None if self.a is None else self.a.log(), None if self.b is None else self.b.log()
+
+
+class Balanced(NamedTuple):
+    """R (B, n, m); t log phi (B, n), t log gamma (B, m), errors (B,); iterations (B,) int32."""
+
+    matrices: Tensor
+    rows: Tensor
+    columns: Tensor
+    errors: Tensor
+    counts: Tensor
+
+
+class Derivatives(NamedTuple):
+    """By matrices (B, n, m), by 1 / t (B,), by a (B, n) and by b (B, m)."""
+
+    matrices: Tensor
+    scale: Tensor
+    a: Tensor
+    b: Tensor
+
+
+def computed_in(matrices: Tensor) -> torch.dtype:
+    """Return the type to compute in: float64 for matrices of float64, else float32."""
+    return torch.promote_types(matrices.dtype, torch.float32)
 
 
 def taken(values: Tensor | None, which: Tensor) -> Any:
@@ -119,10 +115,10 @@ def parts(matrices: Tensor, *, kept: int = 0) -> list[slice]:
 
 
 def chunk_of(problems: Problems, part: slice) -> Chunk:
-    """Make a chunk of some of the problems, matrices along the last dimension."""
+    """Make a chunk of some of the problems."""
     matrices = problems.matrices
     dtype, (n, m) = computed_in(matrices), matrices.shape[1:]
-    x = matrices_last(matrices[part], dtype)
+    x = side_by_side(matrices[part], dtype)
     if problems.negated:
         x.neg_()
     rows = columns = None
@@ -133,7 +129,7 @@ def chunk_of(problems: Problems, part: slice) -> Chunk:
             for size, given in zip((n, m), problems.sizes[part].T, strict=True)
         )
         x.masked_fill_(~(rows[:, None] & columns), -torch.inf)
-    highest = present(x.amax(1), rows)
+    highest = present(largest(x, 1), rows)
     scale = problems.scale[part] if problems.scale.ndim else problems.scale[None]
     scale = scale.to(dtype)
     a, b = (
@@ -143,9 +139,14 @@ def chunk_of(problems: Problems, part: slice) -> Chunk:
     return Chunk(x.sub_(highest[:, None]).mul_(scale), highest, scale, a, b, rows, columns)
 
 
-def matrices_last(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy (n, m, s) of matrices (s, n, m)."""
-    return matrices.permute(1, 2, 0).to(dtype, copy=True, memory_format=torch.contiguous_format)
+def side_by_side(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy (n, m, s) of matrices (s, n, m), in the order in memory that suits their number."""
+    count, n, m = matrices.shape
+    last = matrices.permute(1, 2, 0)
+    if count > 2 * max(n, m):
+        return last.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    first = matrices.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return first.permute(1, 2, 0)
 
 
 def _masses(
@@ -162,51 +163,104 @@ def present(values: Tensor, side: Tensor | None) -> Tensor:
     return values if side is None else torch.where(side, values, 0)
 
 
-# Terms that are summed up one after the other.
-MOST_IN_ORDER = 8
+def largest(values: Tensor, dim: int) -> Tensor:
+    """The largest of matrices (n, m, s) along their columns (0) or rows (1)."""
+    if values.stride(2) == 1:
+        return values.amax(dim)
+    # In the order of the memory, which results then have as well: several times as fast.
+    return values.permute(2, 0, 1).amax(1 + dim).T
 
 
-def scaling(
-    kernel: Tensor,
-    other: Tensor,
-    masses: Tensor | None,
-    dim: int,
-    side: Tensor | None,
-    grid: Tensor | None,
-) -> Tensor:
-    """1 over sums along a dimension of the kernel, times the scalings of it and their masses."""
-    other = with_masses(other, masses, log=grid is not None)
-    if grid is None:
-        return present(_products(kernel, other, dim).reciprocal_(), side)
-    high, low = other.unsqueeze(2 - dim)
-    return _log_scaling(kernel + high, low, dim, side, grid)
+class Products:
+    """Sums along a dimension of matrices times numbers along it, by views and buffers made once.
+
+    The dimension is cut into pieces, which are added up in order, and what they leave by halves:
+    the result of up to 128 terms is rounded nine times at the most, products included.
+
+    Attributes:
+        numbers: those of the last call, (m, s) along rows (dim 1) and (n, s) along columns (0).
+    """
+
+    def __init__(self, matrices: Tensor, dim: int) -> None:
+        if matrices.stride(dim) == 1 and matrices.stride(2) != 1:
+            # A copy that has the other dimension innermost, for operations along many numbers.
+            copied = matrices.permute(2, dim, 1 - dim).contiguous()
+            matrices = copied.permute((2, 1, 0) if dim == 1 else (1, 2, 0))
+        pieces = 2 if matrices.shape[dim] <= FEW else MOST_PIECES
+        self.numbers = torch.empty_like(matrices.select(1 - dim, 0))
+        first, *rest = matrices.chunk(pieces, dim)
+        factor, *factors = self.numbers.unsqueeze(1 - dim).chunk(pieces, dim)
+        self._first, self._total = (first, factor), torch.empty_like(first)
+        self._rest = [
+            (_first(self._total, dim, piece.shape[dim]), piece, by)
+            for piece, by in zip(rest, factors, strict=True)
+        ]
+        self._halves, self._sums = _halves(self._total, dim)
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """Return the sums, which the next call overwrites."""
+        self.numbers.copy_(numbers)
+        return self.sums()
+
+    def sums(self) -> Tensor:
+        """Return the sums with the numbers that stand in `numbers`."""
+        torch.mul(*self._first, out=self._total)
+        for total, piece, factor in self._rest:
+            total.addcmul_(piece, factor)
+        for first, second in self._halves:
+            first.add_(second)
+        return self._sums
 
 
-def with_masses(scalings: Tensor, masses: Tensor | None, *, log: bool) -> Tensor:
-    """Scalings times masses, which are 1 by default."""
-    if masses is None:
-        return scalings
-    return torch.stack((scalings[0], scalings[1] + masses)) if log else scalings * masses
+class Scaling:
+    """1 over sums along a dimension of a kernel times scalings of the other side and their masses.
+
+    Beyond the rows or columns that there are it is 0.
+    """
+
+    def __init__(
+        self, kernel: Tensor, dim: int, masses: Tensor | None, side: Tensor | None
+    ) -> None:
+        self.products, self._masses, self._side = Products(kernel, dim), masses, side
+
+    def __call__(self, other: Tensor) -> Tensor:
+        """Return the scalings of a side by those of the other."""
+        return self.of(other if self._masses is None else other * self._masses)
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return the scalings by what the other side's are with their masses."""
+        return present(self.products(numbers).reciprocal(), self._side)
 
 
-def first_scalings(chunk: Chunk, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the scalings of the first iteration, by logarithms."""
-    a, b = chunk.masses(log=True)
-    low = chunk.logits.new_zeros((1, 1)) if b is None else b[None]
-    u = _log_scaling(chunk.logits, low, 1, chunk.rows, grid)
-    if a is not None:
-        return u, scaling(chunk.logits, u, a, 0, chunk.columns, grid)
-    # The largest logit of a row is 0, and so is the first of the pair.
-    return u, _log_scaling(chunk.logits, u[1][:, None], 0, chunk.columns, grid)
+class LogScaling:
+    """A `Scaling` by logarithms: of a kernel, of masses, and of scalings.
 
+    These are pairs (2, k, s) whose sum is a logarithm: the largest exponent of a sum, with the
+    opposite sign, and what is left, which is small. Logits and the first of a pair are multiples of
+    a number, so that their sums are exact: in float32 those of logits of 1e4 would be rounded by
+    1e-3, in every iteration anew. A grid is a number that values are rounded by, as
+    (value + grid) - grid.
+    """
 
-def scaled(kernel: Tensor, phi: Tensor, gamma: Tensor, *, log: bool) -> Tensor:
-    """Return phi_i K_ij gamma_j (n, m, s); with `log` all three are given as logarithms."""
-    if log:
-        exponents = (kernel + phi[0][:, None]).add_(gamma[0])
-        return exponents.add_(phi[1][:, None] + gamma[1]).exp_()
-    # Scalings may be far apart, and their product is nearer to 1 than that with an entry.
-    return kernel * (phi[:, None] * gamma)
+    def __init__(
+        self, logits: Tensor, dim: int, masses: Tensor | None, side: Tensor | None, grid: Tensor
+    ) -> None:
+        self._logits, self._dim, self._masses, self._side = logits, dim, masses, side
+        self._grid = grid
+
+    def __call__(self, other: Tensor) -> Tensor:
+        """Return the pairs of a side by those of the other."""
+        dim = self._dim
+        high, low = with_masses(other, self._masses, log=True).unsqueeze(2 - dim)
+        exponents = self._logits + high
+        highest = on_grid((exponents + low).amax(dim), self._grid)
+        highest = torch.where(highest == -torch.inf, 0, highest)
+        terms = exponents.sub_(highest.unsqueeze(dim)).add_(low)
+        # A coarse grid leaves much of the largest in what is left.
+        left = terms.amax(dim)
+        left = torch.where(left == -torch.inf, 0, left)
+        sums = sum_by_halves(terms.sub_(left.unsqueeze(dim)).exp_(), dim)
+        return present(torch.stack((-highest, sums.log_().add_(left).neg_())), self._side)
 
 
 def grid_of(logits: Tensor) -> Tensor:
@@ -219,36 +273,41 @@ def on_grid(values: Tensor, grid: Tensor) -> Tensor:
     return (values + grid).sub_(grid)
 
 
-def _log_scaling(
-    exponents: Tensor, low: Tensor, dim: int, side: Tensor | None, grid: Tensor
-) -> Tensor:
-    """The pair of -log sum exp(exponents + low) along a dimension."""
-    highest = on_grid((exponents + low).amax(dim), grid)
-    highest = torch.where(highest == -torch.inf, 0, highest)
-    terms = (exponents - highest.unsqueeze(dim)).add_(low)
-    # A coarse grid leaves much of the largest in what is left.
-    left = terms.amax(dim)
-    left = torch.where(left == -torch.inf, 0, left)
-    sums = sum_by_halves(terms.sub_(left.unsqueeze(dim)).exp_(), dim)
-    return present(torch.stack((-highest, sums.log_().add_(left).neg_())), side)
+def with_masses(scalings: Tensor, masses: Tensor | None, *, log: bool) -> Tensor:
+    """Scalings times masses, which are 1 by default."""
+    if masses is None:
+        return scalings
+    return torch.stack((scalings[0], scalings[1] + masses)) if log else scalings * masses
 
 
-def _products(kernel: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Sums along a dimension of the kernel times the numbers along it."""
-    if kernel.shape[dim] > MOST_IN_ORDER:
-        return sum_by_halves(kernel * other.unsqueeze(1 - dim), dim)
-    # In place of a product as large as the kernel, which is most of the traffic.
-    sums = kernel.select(dim, 0) * other[0]
-    for k in range(1, kernel.shape[dim]):
-        sums.addcmul_(kernel.select(dim, k), other[k])
-    return sums
+def scaled(kernel: Tensor, phi: Tensor, gamma: Tensor, *, log: bool) -> Tensor:
+    """Return phi_i K_ij gamma_j (n, m, s); with `log` all three are given as logarithms."""
+    if log:
+        exponents = (kernel + phi[0][:, None]).add_(gamma[0])
+        return exponents.add_(phi[1][:, None] + gamma[1]).exp_()
+    # Scalings may be far apart, and their product is nearer to 1 than that with an entry.
+    return (phi[:, None] * gamma).mul_(kernel)
 
 
 def sum_by_halves(values: Tensor, dim: int) -> Tensor:
     """Sums along a dimension, in an order that only its length decides; overwrites."""
+    halves, sums = _halves(values, dim)
+    for first, second in halves:
+        first.add_(second)
+    return sums
+
+
+def _halves(values: Tensor, dim: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """What is added to what, one after the other, and where the sums then stand."""
+    halves = []
     while (size := values.shape[dim]) > 1:
         half = (size + 1) // 2
         second = values.narrow(dim, half, size - half)
         values = values.narrow(dim, 0, half)
-        values.narrow(dim, 0, size - half).add_(second)
-    return values.select(dim, 0)
+        halves.append((_first(values, dim, size - half), second))
+    return halves, values.select(dim, 0)
+
+
+def _first(values: Tensor, dim: int, length: int) -> Tensor:
+    """The first values of a dimension; a view of all of them would take as long as a sum."""
+    return values if values.shape[dim] == length else values.narrow(dim, 0, length)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from otdd_flash.arguments import BatchedGradient, Count, MarginalError, Positive, takes
 from otdd_flash.batched import checking
-from otdd_flash.batched.adjoint import ENTRIES_AT_ONCE
 from otdd_flash.batched.balance import differentiable_balance
+from otdd_flash.batched.chunks import parts
 from otdd_flash.checks import optional, tensor
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -308,9 +308,7 @@ class SmallPlans:
             given.detach().double().expand(count, *shape)
             for given, shape in zip((*solved.masses, solved.epsilon), ((n,), (m,), ()), strict=True)
         )
-        height = max(1, 16 * ENTRIES_AT_ONCE // max(n * m, 1))
-        for first in range(0, count, height):
-            part = slice(first, first + height)
+        for part in parts(solved.costs):
             costs = solved.costs[part].detach().double()
             # Pairs without mass have no price, whatever stands there.
             costs = torch.where((a[part, :, None] > 0) & (b[part, None] > 0), costs, 0)
