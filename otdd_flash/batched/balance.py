@@ -20,7 +20,7 @@ from torch import Tensor
 from otdd_flash.batched import cpu
 from otdd_flash.batched.adjoint import adjoint, plan_gradient
 from otdd_flash.batched.checking import check_temperature
-from otdd_flash.batched.chunks import Problems, computed_in
+from otdd_flash.batched.chunks import Balanced, Derivatives, Problems, computed_in
 from otdd_flash.errors import InputError
 
 
@@ -210,63 +210,27 @@ balance_implicit = torch.library.custom_op("otdd_flash::balance_implicit", mutat
 
 
 @balance.register_fake
-def _(
-    matrices: Tensor,
-    scale: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    sizes: Tensor | None,
-    iterations: int,
-    tolerance: float | None,
-    negated: bool,
-    potentials: bool,
-    gradient: str,
-    in_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    count, n, m = matrices.shape
-    dtype, kept = computed_in(matrices), count if potentials else 0
-    return (
-        matrices.new_empty((count, n, m)),
-        matrices.new_empty((kept, n), dtype=dtype),
-        matrices.new_empty((kept, m), dtype=dtype),
-        matrices.new_empty((kept,), dtype=dtype),
-        matrices.new_empty((0 if tolerance is None else count,), dtype=torch.int32),
-    )
+def _(matrices: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tolerance, potentials = rest[5], rest[7]
+    return Balanced.empty(matrices, stops=tolerance is not None, potentials=potentials)
 
 
 @balance_unrolled.register_fake
 def _(matrices: Tensor, scale: Tensor, a: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    count, n, m = matrices.shape
-    dtype, kept = computed_in(matrices), 0 if a is None else count
     with_scale = rest[-2]
-    return (
-        matrices.new_empty((count, n, m)),
-        matrices.new_empty((count if with_scale else 0,), dtype=dtype),
-        matrices.new_empty((kept, n), dtype=dtype),
-        matrices.new_empty((kept, m), dtype=dtype),
-    )
+    return Derivatives.empty(matrices, masses=a is not None, with_scale=with_scale)
 
 
 @balance_implicit.register_fake
-def _(
-    matrices: Tensor | None,
-    scale: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    sizes: Tensor | None,
-    negated: bool,
-    balanced: Tensor,
-    rows: Tensor,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+def _(matrices: Tensor | None, scale: Tensor, a: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    balanced = rest[3]
     count, n, m = balanced.shape
     dtype = computed_in(balanced)
-    kept = None if a is None else count
     return (
         balanced.new_empty((count, n, m), dtype=balanced.dtype if a is None else dtype),
         balanced.new_empty((0 if matrices is None else count,), dtype=dtype),
-        balanced.new_empty((0,) if kept is None else (kept, n), dtype=dtype),
-        balanced.new_empty((0,) if kept is None else (kept, m), dtype=dtype),
+        balanced.new_empty((0,) if a is None else (count, n), dtype=dtype),
+        balanced.new_empty((0,) if a is None else (count, m), dtype=dtype),
     )
 
 

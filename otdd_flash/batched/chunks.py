@@ -10,6 +10,7 @@ sums here are made of operations on single entries, which round alike wherever a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class Problems(NamedTuple):
         scale: 1 / t, (B,) or () float64.
         a: (B, n) or (n,) masses; None for 1.
         b: (B, m) or (m,), likewise.
-        sizes: (B, 2) int32, rows and columns that there are; None for all.
+        sizes: (B, 2) int32, rows and columns that there are; None for all. Beyond, masses are 0.
         iterations: at least 1; with a tolerance the most there may be.
         tolerance: of |R 1 - a|, summed up with masses, else its largest; None for all iterations.
         negated: whether `matrices` holds -x.
@@ -85,6 +86,19 @@ class Balanced(NamedTuple):
     errors: Tensor
     counts: Tensor
 
+    @staticmethod
+    def empty(matrices: Tensor, *, stops: bool, potentials: bool) -> Balanced:
+        """Make room; the middle three are empty without `potentials`, the last without `stops`."""
+        (count, n, m), dtype = matrices.shape, computed_in(matrices)
+        kept = count if potentials else 0
+        return Balanced(
+            matrices.new_empty((count, n, m)),
+            matrices.new_empty((kept, n), dtype=dtype),
+            matrices.new_empty((kept, m), dtype=dtype),
+            matrices.new_empty((kept,), dtype=dtype),
+            matrices.new_empty((count if stops else 0,), dtype=torch.int32),
+        )
+
 
 class Derivatives(NamedTuple):
     """By matrices (B, n, m), by 1 / t (B,), by a (B, n) and by b (B, m)."""
@@ -93,6 +107,18 @@ class Derivatives(NamedTuple):
     scale: Tensor
     a: Tensor
     b: Tensor
+
+    @staticmethod
+    def empty(matrices: Tensor, *, masses: bool, with_scale: bool) -> Derivatives:
+        """Make room; what is by masses is empty without `masses`, by 1 / t without `with_scale`."""
+        (count, n, m), dtype = matrices.shape, computed_in(matrices)
+        kept = count if masses else 0
+        return Derivatives(
+            matrices.new_empty((count, n, m)),
+            matrices.new_empty((count if with_scale else 0,), dtype=dtype),
+            matrices.new_empty((kept, n), dtype=dtype),
+            matrices.new_empty((kept, m), dtype=dtype),
+        )
 
 
 def computed_in(matrices: Tensor) -> torch.dtype:
@@ -133,8 +159,10 @@ def chunk_of(problems: Problems, part: slice) -> Chunk:
     scale = problems.scale[part] if problems.scale.ndim else problems.scale[None]
     scale = scale.to(dtype)
     a, b = (
-        _masses(given, part, dtype, side)
-        for given, side in ((problems.a, rows), (problems.b, columns))
+        None
+        if given is None
+        else (given[part] if given.ndim == 2 else given[None]).to(dtype).T.contiguous()
+        for given in (problems.a, problems.b)
     )
     return Chunk(x.sub_(highest[:, None]).mul_(scale), highest, scale, a, b, rows, columns)
 
@@ -147,15 +175,6 @@ def side_by_side(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         return last.to(dtype, copy=True, memory_format=torch.contiguous_format)
     first = matrices.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return first.permute(1, 2, 0)
-
-
-def _masses(
-    given: Tensor | None, part: slice, dtype: torch.dtype, side: Tensor | None
-) -> Tensor | None:
-    if given is None:
-        return None if side is None else side.to(dtype)
-    masses = (given[part] if given.ndim == 2 else given[None]).to(dtype).T.contiguous()
-    return masses if side is None else torch.where(side, masses, 0)
 
 
 def present(values: Tensor, side: Tensor | None) -> Tensor:
@@ -212,26 +231,27 @@ class Products:
         return self._sums
 
 
+@dataclass
 class Scaling:
     """1 over sums along a dimension of a kernel times scalings of the other side and their masses.
 
     Beyond the rows or columns that there are it is 0.
     """
 
-    def __init__(
-        self, kernel: Tensor, dim: int, masses: Tensor | None, side: Tensor | None
-    ) -> None:
-        self.products, self._masses, self._side = Products(kernel, dim), masses, side
+    products: Products
+    masses: Tensor | None
+    side: Tensor | None
 
     def __call__(self, other: Tensor) -> Tensor:
         """Return the scalings of a side by those of the other."""
-        return self.of(other if self._masses is None else other * self._masses)
+        return self.of(other if self.masses is None else other * self.masses)
 
     def of(self, numbers: Tensor) -> Tensor:
         """Return the scalings by what the other side's are with their masses."""
-        return present(self.products(numbers).reciprocal(), self._side)
+        return present(self.products(numbers).reciprocal(), self.side)
 
 
+@dataclass
 class LogScaling:
     """A `Scaling` by logarithms: of a kernel, of masses, and of scalings.
 
@@ -242,25 +262,25 @@ class LogScaling:
     (value + grid) - grid.
     """
 
-    def __init__(
-        self, logits: Tensor, dim: int, masses: Tensor | None, side: Tensor | None, grid: Tensor
-    ) -> None:
-        self._logits, self._dim, self._masses, self._side = logits, dim, masses, side
-        self._grid = grid
+    logits: Tensor
+    dim: int
+    masses: Tensor | None
+    side: Tensor | None
+    grid: Tensor
 
     def __call__(self, other: Tensor) -> Tensor:
         """Return the pairs of a side by those of the other."""
-        dim = self._dim
-        high, low = with_masses(other, self._masses, log=True).unsqueeze(2 - dim)
-        exponents = self._logits + high
-        highest = on_grid((exponents + low).amax(dim), self._grid)
+        dim = self.dim
+        high, low = with_masses(other, self.masses, log=True).unsqueeze(2 - dim)
+        exponents = self.logits + high
+        highest = on_grid((exponents + low).amax(dim), self.grid)
         highest = torch.where(highest == -torch.inf, 0, highest)
         terms = exponents.sub_(highest.unsqueeze(dim)).add_(low)
         # A coarse grid leaves much of the largest in what is left.
         left = terms.amax(dim)
         left = torch.where(left == -torch.inf, 0, left)
         sums = sum_by_halves(terms.sub_(left.unsqueeze(dim)).exp_(), dim)
-        return present(torch.stack((-highest, sums.log_().add_(left).neg_())), self._side)
+        return present(torch.stack((-highest, sums.log_().add_(left).neg_())), self.side)
 
 
 def grid_of(logits: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ that lost nothing whose scalings go beyond 2^48, is done again by logarithms thr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -53,7 +52,10 @@ SMALL = 2.0**-24
 # Scalings that are kept in the place of an entry of a matrix.
 KEPT_PER_ENTRY = 16
 
+# By R or logits, by rows and by columns, where there are any.
 Cotangents = tuple[Tensor, Tensor | None, Tensor | None]
+# phi and gamma of an iteration, and gamma before it.
+Step = tuple[Tensor, Tensor, Tensor]
 
 
 class Anchored(NamedTuple):
@@ -76,28 +78,10 @@ class Anchored(NamedTuple):
         return (self.kernel < tiny) & (chunk.logits > -torch.inf)
 
 
-class Iterated(NamedTuple):
-    """Of s problems: phi (n, s), gamma (m, s), errors (s,), iterations (s,), largest scalings."""
-
-    phi: Tensor
-    gamma: Tensor
-    errors: Tensor
-    counts: Tensor
-    most: Tensor
-
-
 def balance(problems: Problems, *, potentials: bool) -> Balanced:
     """Balance all matrices; potentials and errors are empty unless asked for."""
     matrices, stops = problems.matrices, problems.tolerance is not None
-    count, n, m = matrices.shape
-    dtype, kept = computed_in(matrices), count if potentials else 0
-    found = Balanced(
-        matrices.new_empty((count, n, m)),
-        matrices.new_empty((kept, n), dtype=dtype),
-        matrices.new_empty((kept, m), dtype=dtype),
-        matrices.new_empty((kept,), dtype=dtype),
-        matrices.new_empty((count if stops else 0,), dtype=torch.int32),
-    )
+    found = Balanced.empty(matrices, stops=stops, potentials=potentials)
     for part in parts(matrices):
         _balance(problems, part, potentials, found)
     return found
@@ -118,10 +102,10 @@ def _balance(problems: Problems, part: slice, potentials: bool, found: Balanced)
         phi, gamma = scalings_alone(kernel, start, problems.iterations)
         found.matrices[part] = scaled(kernel, phi, gamma, log=False).permute(2, 0, 1)
         return
-    row = Scaling(kernel, 1, chunk.b, chunk.rows)
-    column = Scaling(kernel, 0, chunk.a, chunk.columns)
+    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
+    column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
     phi, gamma, errors, counts, most = iterate(
-        chunk, row, column, row.of(start.exp_()), problems, potentials, watched=not near
+        chunk, row, column, row.of(start.exp_()), problems, potentials
     )
     del row, column
     balanced = scaled(
@@ -199,8 +183,7 @@ def _correct(
         whole, grid = some.take(again[which]), grid[again[which]]
         row, column, start = logarithmic(whole, grid)
         logs = iterate(whole, row, column, row(start), problems, potentials)
-        u[..., again], v[..., again] = logs.phi, logs.gamma
-        errors[again], counts[again] = logs.errors, logs.counts
+        u[..., again], v[..., again], errors[again], counts[again], _ = logs
     log_a, log_b = some.log_masses()
     exact = scaled(
         some.logits,
@@ -227,9 +210,11 @@ def iterate(
     phi: Tensor,
     problems: Problems,
     potentials: bool,
-    watched: bool = False,
-) -> Iterated:
-    """Take all iterations, of which `phi` is the first half; `watched`, record the largest."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Take all iterations, of which `phi` (n, s) is the first half.
+
+    Returns phi, gamma (m, s), errors (s,), iterations (s,) and the largest scalings (s,).
+    """
     tolerance, count, log = problems.tolerance, chunk.logits.shape[2], phi.ndim == 3
     active = torch.ones(count, dtype=torch.bool, device=phi.device)
     counts = torch.ones(count, dtype=torch.int32, device=phi.device)
@@ -257,11 +242,10 @@ def iterate(
             phi = torch.where(active, next_phi, phi)
             gamma = torch.where(active, next_gamma, gamma)
             counts += active
-        if watched:
-            torch.maximum(most_row, phi, out=most_row)
-            torch.maximum(most_column, gamma, out=most_column)
+        torch.maximum(most_row, phi, out=most_row)
+        torch.maximum(most_column, gamma, out=most_column)
     most = torch.maximum(most_row.amax(-2), most_column.amax(-2))
-    return Iterated(phi, gamma, errors, counts, most)
+    return phi, gamma, errors, counts, most
 
 
 def row_errors(chunk: Chunk, phi: Tensor, following: Tensor, *, log: bool) -> Tensor:
@@ -309,16 +293,10 @@ def balance_backward(
 
     The derivative by 1 / t is empty unless it is asked for.
     """
-    matrices = problems.matrices
-    count, n, m = matrices.shape
-    dtype, masses = computed_in(matrices), 0 if problems.a is None else count
-    found = Derivatives(
-        matrices.new_empty((count, n, m)),
-        matrices.new_empty((count if with_scale else 0,), dtype=dtype),
-        matrices.new_empty((masses, n), dtype=dtype),
-        matrices.new_empty((masses, m), dtype=dtype),
-    )
-    for part in parts(matrices, kept=(n + m) * problems.iterations // KEPT_PER_ENTRY):
+    matrices, dtype = problems.matrices, computed_in(problems.matrices)
+    found = Derivatives.empty(matrices, masses=problems.a is not None, with_scale=with_scale)
+    kept = sum(matrices.shape[1:]) * problems.iterations // KEPT_PER_ENTRY
+    for part in parts(matrices, kept=kept):
         chunk = chunk_of(problems, part)
         made = counts[part] if len(counts) else None
         by_row, by_column = (
@@ -326,8 +304,7 @@ def balance_backward(
             for given in (row_cotangents, column_cotangents)
         )
         given = side_by_side(cotangents[part], dtype), by_row, by_column
-        left = _differentiate(chunk, problems.iterations, made, given)
-        by_logits = left.by_logits
+        by_logits, by_a, by_b = _differentiate(chunk, problems.iterations, made, given)
         if with_scale:
             x = side_by_side(matrices[part], dtype)
             paid = torch.where(chunk.logits > -torch.inf, x * by_logits, 0)
@@ -335,14 +312,16 @@ def balance_backward(
             found.scale[part] = -total if problems.negated else total
         by_logits.mul_(-chunk.scale if problems.negated else chunk.scale)
         found.matrices[part] = by_logits.permute(2, 0, 1)
-        if left.by_a is not None and left.by_b is not None:
-            found.a[part] = present(left.by_a, chunk.rows).T
-            found.b[part] = present(left.by_b, chunk.columns).T
+        if by_a is not None and by_b is not None:
+            found.a[part] = present(by_a, chunk.rows).T
+            found.b[part] = present(by_b, chunk.columns).T
     return found
 
 
-def _differentiate(chunk: Chunk, iterations: int, made: Tensor | None, given: Cotangents) -> Left:
-    """Go back through all iterations of a chunk, to what is left by logits and masses.
+def _differentiate(
+    chunk: Chunk, iterations: int, made: Tensor | None, given: Cotangents
+) -> Cotangents:
+    """Return the derivatives by logits (n, m, s), and by row and column masses if there are.
 
     Args:
         chunk: the problems.
@@ -351,84 +330,55 @@ def _differentiate(chunk: Chunk, iterations: int, made: Tensor | None, given: Co
         given: cotangents of R, of log phi and of log gamma.
     """
     anchored = anchor(chunk)
-    row = Scaling(anchored.kernel, 1, chunk.b, chunk.rows)
-    column = Scaling(anchored.kernel, 0, chunk.a, chunk.columns)
-    history = History.of(row, column, (-anchored.v).exp_(), iterations, made)
-    left = Left.of(chunk, anchored.kernel, history, given)
-    left.through_scalings(anchored.kernel, row, column, history)
+    kernel = anchored.kernel
+    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
+    column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
+    steps = _steps(row, column, (-anchored.v).exp_(), iterations, made)
+    left = Left(chunk, kernel, steps[-1], given)
+    left.through_scalings(kernel, row, column, steps, made)
+    found = left.by_logits, left.by_a, left.by_b
     if anchored.near(chunk):
-        return left
-    again = in_logs(anchored.lost(chunk), history.most())
+        return found
+    most = torch.stack([torch.maximum(phi.amax(0), gamma.amax(0)) for phi, gamma, _ in steps])
+    again = in_logs(anchored.lost(chunk), most.amax(0))
     if bool(again.any()):
-        some = chunk.take(again)
+        some, made = chunk.take(again), taken(made, again)
         grid = grid_of(some.logits)
         some = some._replace(logits=on_grid(some.logits, grid))
-        log_row, log_column, start = logarithmic(some, grid)
-        history = History.of(log_row, log_column, start, iterations, taken(made, again))
+        steps = _steps(*logarithmic(some, grid), iterations, made)
         of_some = taken(given[0], again), taken(given[1], again), taken(given[2], again)
-        other = Left.of(some, some.logits, history, of_some)
-        for i in range(len(history.steps) - 1, 0, -1):
-            other.through(some.logits, *history.step(i), history.here(i))
-        left.put_in(other, again)
-    return left
+        left = Left(some, some.logits, steps[-1], of_some)
+        for i in range(len(steps) - 1, 0, -1):
+            left.through(some.logits, steps[i - 1], None if made is None else made > i)
+        for into, part in zip(found, (left.by_logits, left.by_a, left.by_b), strict=True):
+            if into is not None and part is not None:
+                into[..., again] = part
+    return found
 
 
-@dataclass
-class History:
-    """Scalings of all iterations, or pairs of their logarithms.
-
-    Attributes:
-        steps: phi of each iteration, and gamma before it.
-        last: phi and gamma of the last of each problem, and gamma before it.
-        made: iterations of each problem (s,), None for all.
-    """
-
-    steps: list[tuple[Tensor, Tensor]]
-    last: tuple[Tensor, Tensor, Tensor]
-    made: Tensor | None
-
-    @staticmethod
-    def of(
-        row: Scaling | LogScaling,
-        column: Scaling | LogScaling,
-        start: Tensor,
-        iterations: int,
-        made: Tensor | None,
-    ) -> History:
-        """Take the iterations again, from the column scalings `start`."""
-        phi = row(start)
-        steps, last = [(phi, start)], (phi, column(phi), start)
-        for i in range(2, (iterations if made is None else int(made.max())) + 1):
-            before = last[1]
-            phi = row(before)
-            steps.append((phi, before))
-            reached = phi, column(phi), before
-            if made is not None:
-                phi, gamma, before = (
-                    torch.where(made >= i, new, old) for new, old in zip(reached, last, strict=True)
-                )
-                reached = phi, gamma, before
-            last = reached
-        return History(steps, last, made)
-
-    def step(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return phi and gamma of iteration `i`, which is not the last, and gamma before it."""
-        phi, before = self.steps[i - 1]
-        return phi, self.steps[i][1], before
-
-    def here(self, i: int) -> Tensor | None:
-        """Return which problems (s,) went on after iteration `i`; None for all."""
-        return None if self.made is None else self.made > i
-
-    def most(self) -> Tensor:
-        """Return the largest scalings of each problem (s,)."""
-        phi, gamma, _ = self.last
-        for row, column in self.steps[1:]:
-            phi, gamma = torch.maximum(phi, row), torch.maximum(gamma, column)
-        return torch.maximum(phi.amax(0), gamma.amax(0))
+def _steps(
+    row: Scaling | LogScaling,
+    column: Scaling | LogScaling,
+    start: Tensor,
+    iterations: int,
+    made: Tensor | None,
+) -> list[Step]:
+    """Take the iterations from column scalings `start`; a problem stays where it was left."""
+    steps: list[Step] = []
+    gamma = start
+    for i in range(iterations if made is None else int(made.max())):
+        phi = row(gamma)
+        step = phi, column(phi), gamma
+        if made is not None and i > 0:
+            phi, gamma, before = (
+                torch.where(made > i, new, old) for new, old in zip(step, steps[-1], strict=True)
+            )
+            step = phi, gamma, before
+        steps.append(step)
+        gamma = step[1]
+    return steps
 
 
-@dataclass
 class Left:
     """What is left of the cotangents on the way back through the iterations.
 
@@ -439,67 +389,48 @@ class Left:
         by_logits: of logits (n, m, s).
         by_a: of row masses (n, s); None where they are 1.
         by_b: of column masses (m, s), likewise.
-        by_row: of log phi (n, s), from outside; 0 for none.
-        by_column: of log gamma (m, s), likewise.
-        a: row masses, None for 1.
-        b: column masses, likewise.
     """
 
-    by_logits: Tensor
-    by_a: Tensor | None
-    by_b: Tensor | None
-    by_row: Tensor | int
-    by_column: Tensor | int
-    a: Tensor | None
-    b: Tensor | None
-
-    @staticmethod
-    def of(chunk: Chunk, kernel: Tensor, history: History, given: Cotangents) -> Left:
+    def __init__(self, chunk: Chunk, kernel: Tensor, last: Step, given: Cotangents) -> None:
         """Go back through R and through the last iteration of each problem."""
-        by_matrix, by_row, by_column = given
-        phi, gamma, before = history.last
-        by_logits = scaled(kernel, phi, gamma, log=phi.ndim == 3).mul_(by_matrix)
-        by_a = by_b = None
+        self._a, self._b = chunk.a, chunk.b
+        by_matrix, self._by_row, self._by_column = given
+        phi, gamma, _ = last
+        self.by_logits = scaled(kernel, phi, gamma, log=phi.ndim == 3).mul_(by_matrix)
+        self.by_a = self.by_b = None
         if chunk.a is not None and chunk.b is not None:
-            by_a = sum_by_halves(by_logits * chunk.b, 1)
-            by_b = sum_by_halves(by_logits * chunk.a[:, None], 0)
-            by_logits.mul_(chunk.a[:, None]).mul_(chunk.b)
-        left = Left(
-            by_logits,
-            by_a,
-            by_b,
-            0 if by_row is None else by_row,
-            0 if by_column is None else by_column,
-            chunk.a,
-            chunk.b,
-        )
-        left.through(kernel, phi, gamma, before, None)
-        return left
+            self.by_a = sum_by_halves(self.by_logits * chunk.b, 1)
+            self.by_b = sum_by_halves(self.by_logits * chunk.a[:, None], 0)
+            self.by_logits.mul_(chunk.a[:, None]).mul_(chunk.b)
+        self.through(kernel, last, None)
 
-    def through(
-        self, kernel: Tensor, phi: Tensor, gamma: Tensor, before: Tensor, here: Tensor | None
-    ) -> None:
+    def through(self, kernel: Tensor, step: Step, here: Tensor | None) -> None:
         """Go back through an iteration of the problems `here` (s,), by all weights of its sums."""
+        phi, gamma, before = step
         log = phi.ndim == 3
-        moved = scaled(kernel, phi, gamma, log=log).mul_(present(self.column_cotangent(), here))
-        self.by_logits -= moved if self.a is None else self.a[:, None] * moved
+        given = present(self._sums(0, self._by_column), here)
+        moved = scaled(kernel, phi, gamma, log=log).mul_(given)
+        self.by_logits -= moved if self._a is None else self._a[:, None] * moved
         if self.by_a is not None:
             self.by_a -= sum_by_halves(moved, 1)
-        given = sum_by_halves(self.by_logits.clone(), 1) + self.by_row
-        moved = scaled(kernel, phi, before, log=log).mul_(present(given, here)[:, None])
-        self.by_logits -= moved if self.b is None else self.b * moved
+        given = present(self._sums(1, self._by_row), here)
+        moved = scaled(kernel, phi, before, log=log).mul_(given[:, None])
+        self.by_logits -= moved if self._b is None else self._b * moved
         if self.by_b is not None:
             self.by_b -= sum_by_halves(moved, 0)
 
-    def column_cotangent(self) -> Tensor:
-        """Return the cotangent of log gamma (m, s) of the iteration that is next.
-
-        It sums up what is left, which what was rounded away before is part of.
-        """
-        return sum_by_halves(self.by_logits.clone(), 0) + self.by_column
+    def _sums(self, dim: int, outside: Tensor | None) -> Tensor:
+        """Return the cotangents of the scalings of a side, which what was rounded is part of."""
+        sums = sum_by_halves(self.by_logits.clone(), dim)
+        return sums if outside is None else sums + outside
 
     def through_scalings(
-        self, kernel: Tensor, row: Scaling, column: Scaling, history: History
+        self,
+        kernel: Tensor,
+        row: Scaling,
+        column: Scaling,
+        steps: list[Step],
+        made: Tensor | None,
     ) -> None:
         """Go back through all iterations but the last, by products with E but for the first.
 
@@ -511,32 +442,25 @@ class Left:
         Near a permutation little is left of large numbers: the first iteration, with all weights,
         takes what they were rounded by.
         """
-        if len(history.steps) == 1:
+        if len(steps) == 1:
             return
-        share, given = torch.zeros_like(kernel), self.column_cotangent()
-        for i in range(len(history.steps) - 1, 1, -1):
-            phi, gamma, before = history.step(i)
-            here = history.here(i)
+        share, given = torch.zeros_like(kernel), self._sums(0, self._by_column)
+        for i in range(len(steps) - 1, 1, -1):
+            phi, gamma, before = steps[i - 1]
+            here = None if made is None else made > i
             by_column = present(gamma * given, here)
             moved = phi * row.products(by_column)
             if self.by_a is not None:
                 self.by_a -= moved
-            phi = with_masses(phi, self.a, log=False)
+            phi = with_masses(phi, self._a, log=False)
             share.addcmul_(phi[:, None], by_column)
             # -phi_k o p_k; the signs of what follows are opposite as well.
             by_row = phi * moved
             moved = before * column.products(by_row)
             if self.by_b is not None:
                 self.by_b += moved
-            share.addcmul_(by_row[:, None], with_masses(before, self.b, log=False), value=-1)
-            moved = with_masses(moved, self.b, log=False)
+            share.addcmul_(by_row[:, None], with_masses(before, self._b, log=False), value=-1)
+            moved = with_masses(moved, self._b, log=False)
             given = moved if here is None else torch.where(here, moved, given)
         self.by_logits.addcmul_(kernel, share, value=-1)
-        self.through(kernel, *history.step(1), history.here(1))
-
-    def put_in(self, other: Left, which: Tensor) -> None:
-        """Put in what is left of some problems (s,)."""
-        self.by_logits[..., which] = other.by_logits
-        for into, part in ((self.by_a, other.by_a), (self.by_b, other.by_b)):
-            if into is not None and part is not None:
-                into[..., which] = part
+        self.through(kernel, steps[0], None if made is None else made > 1)
