@@ -100,7 +100,8 @@ def _balance(problems: Problems, part: slice, potentials: bool, found: Balanced)
     near = anchored.near(chunk)
     if near and problems.tolerance is None and not potentials:
         phi, gamma = scalings_alone(kernel, start, problems.iterations)
-        found.matrices[part] = scaled(kernel, phi, gamma, log=False).permute(2, 0, 1)
+        # As `scaled`, to where it goes.
+        torch.mul(phi[:, None] * gamma, kernel, out=found.matrices[part].permute(1, 2, 0))
         return
     row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
     column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
