@@ -56,8 +56,7 @@ from otdd_flash.version import __version__  # noqa: E402
 if TYPE_CHECKING:
     from otdd_flash import extractors, labels
     from otdd_flash.batched.doubly_stochastic import doubly_stochastic
-    from otdd_flash.batched.plans import sinkhorn_plans
-    from otdd_flash.batched.small_plans import SmallPlans
+    from otdd_flash.batched.plans import SmallPlans, sinkhorn_plans
     from otdd_flash.data.registry import load
     from otdd_flash.distributed.ranks import led
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
@@ -186,7 +185,7 @@ _HOMES = {
     "Transfer": "otdd_flash.study.networks",
     "SinkhornHessian": "otdd_flash.solver.hessian",
     "SlicedResult": "otdd_flash.sliced.result",
-    "SmallPlans": "otdd_flash.batched.small_plans",
+    "SmallPlans": "otdd_flash.batched.plans",
     "SubsampleInterval": "otdd_flash.sampling",
     "class_distances": "otdd_flash.labels",
     "dataset_distance": "otdd_flash.otdd",

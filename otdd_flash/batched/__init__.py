@@ -1,8 +1,7 @@
 """Many small matrices side by side.
 
-Entry points are `plans`, which give `small_plans` with their `bounds`, and `doubly_stochastic`,
-both `checking` what they are given. `balance` is the operation of PyTorch that scales rows and
-columns in turn (`problems` say of what): in kernels on a GPU, else on the `cpu` chunk by chunk
-(`chunks`, `scalings`, `cpu_backward`). `adjoint` is the gradient at the optimum, whatever the
+Entry points are `plans`, with solver bounds, and `doubly_stochastic`, both `checking` what they are
+given. `balance` is the operation of PyTorch that scales rows and columns in turn: in kernels on a
+GPU, else on the `cpu`, by `chunks`. `adjoint` is the gradient at the optimum, whatever the
 iterations.
 """

@@ -30,13 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.batched.chunks import Products, parts, side_by_side, sum_by_halves
 from otdd_flash.operators.plan import SUM_UNITS
 
 # The largest number of rows or columns that the kernel takes.
 MOST_IN_TRITON = 128
-
-# Entries of matrices that are solved for at once, to stay in the cache of a core.
-ENTRIES_AT_ONCE = 1 << 16
 
 
 class Limits(NamedTuple):
@@ -145,13 +143,8 @@ def _in_torch(
         plans.new_empty((count, n), dtype=dtype),
         plans.new_empty((count, m), dtype=dtype),
     )
-    height = max(1, ENTRIES_AT_ONCE // max(n * m, 1))
-    for first in range(0, count, height):
-        part = slice(first, first + height)
-        # Matrices last: operations then run along them, whatever their shape.
-        plan, cotangent = (
-            given[part].to(dtype).permute(1, 2, 0).contiguous() for given in (plans, cotangents)
-        )
+    for part in parts(plans):
+        plan, cotangent = (side_by_side(given[part], dtype) for given in (plans, cotangents))
         by_row, by_column = (
             None if given is None else given[part].to(dtype).T
             for given in (row_cotangents, column_cotangents)
@@ -170,23 +163,24 @@ def _solve(
 ) -> tuple[Tensor, Tensor]:
     """Both u (n, s) and v (m, s) of s matrices (n, m, s), by a system of m rows."""
     limits = LIMITS[plan.dtype]
-    c = _sum(plan.clone(), 0)
-    per_row = _inverse(_sum(plan.clone(), 1))
-    e = _sum(plan * cotangent, 1)
+    along_rows, along_columns = Products(plan, 1), Products(plan, 0)
+    c = along_columns(plan.new_ones((1, 1))).clone()
+    per_row = _inverse(along_rows(plan.new_ones((1, 1))))
+    e = sum_by_halves(plan * cotangent, 1)
     if by_row is not None:
         e += by_row
     e *= per_row
-    right = _sum(plan * (cotangent - e[:, None]), 0)
+    right = sum_by_halves((cotangent - e[:, None]).mul_(plan), 0)
     if by_column is not None:
         right += by_column
     per_column = _inverse(c).sqrt()
 
     def times(values: Tensor) -> Tensor:
-        images = per_row * _sum(plan * (per_column * values), 1)
-        return values - per_column * _sum(plan * images[:, None], 0)
+        images = per_row * along_rows(per_column * values)
+        return values - per_column * along_columns(images)
 
     v = per_column * _conjugate_gradients(times, per_column * right, per_column * c, limits)
-    return e - per_row * _sum(plan * v, 1), v
+    return e - per_row * along_rows(v), v
 
 
 def _conjugate_gradients(
@@ -231,14 +225,4 @@ def _inverse(sums: Tensor) -> Tensor:
 
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
-    return _sum(one * other, 0)
-
-
-def _sum(values: Tensor, dim: int) -> Tensor:
-    """Sums along a dimension, by halves in an order that only its length decides; overwrites."""
-    while (size := values.shape[dim]) > 1:
-        half = (size + 1) // 2
-        second = values.narrow(dim, half, size - half)
-        values = values.narrow(dim, 0, half)
-        values.narrow(dim, 0, size - half).add_(second)
-    return values.select(dim, 0)
+    return sum_by_halves(one * other, 0)

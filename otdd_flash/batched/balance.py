@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from otdd_flash.batched import cpu, cpu_backward
+from otdd_flash.batched import cpu
 from otdd_flash.batched.adjoint import adjoint, plan_gradient
 from otdd_flash.batched.checking import check_temperature
-from otdd_flash.batched.problems import Problems, computed_in
+from otdd_flash.batched.chunks import Balanced, Derivatives, Problems, computed_in
 from otdd_flash.errors import InputError
 
 
@@ -76,16 +76,17 @@ def unrolled_gradient(
     cotangents: Tensor,
     row_cotangents: Tensor | None,
     column_cotangents: Tensor | None,
+    with_scale: bool,
     in_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Derivatives by matrices (B, n, m), 1 / t (B,), a (B, n) and b (B, m) of the iterations made.
 
-    The last two are empty without masses.
+    That by 1 / t is empty unless it is asked for, the last two are without masses.
     """
     problems = Problems(matrices, scale, a, b, sizes, iterations, tolerance, negated)
     given = counts, cotangents, row_cotangents, column_cotangents
     if not in_triton:
-        return cpu_backward.balance_backward(problems, *given)
+        return cpu.balance_backward(problems, *given, with_scale=with_scale)
     from otdd_flash.kernels.batched import tiny_balance, tiny_balance_backward
     from otdd_flash.kernels.batched.small_balance_backward import small_balance_backward
 
@@ -95,8 +96,10 @@ def unrolled_gradient(
             matrices, scale, iterations, cotangents
         )
         n, m = matrices.shape[1:]
-        return by_matrices, by_scale, by_scale.new_empty((0, n)), by_scale.new_empty((0, m))
-    return small_balance_backward(*problems, *given)
+        by_a, by_b = by_scale.new_empty((0, n)), by_scale.new_empty((0, m))
+    else:
+        by_matrices, by_scale, by_a, by_b = small_balance_backward(*problems, *given)
+    return by_matrices, by_scale if with_scale else by_scale.new_empty(0), by_a, by_b
 
 
 def implicit_gradient(
@@ -207,62 +210,27 @@ balance_implicit = torch.library.custom_op("otdd_flash::balance_implicit", mutat
 
 
 @balance.register_fake
-def _(
-    matrices: Tensor,
-    scale: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    sizes: Tensor | None,
-    iterations: int,
-    tolerance: float | None,
-    negated: bool,
-    potentials: bool,
-    gradient: str,
-    in_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    count, n, m = matrices.shape
-    dtype, kept = computed_in(matrices), count if potentials else 0
-    return (
-        matrices.new_empty((count, n, m)),
-        matrices.new_empty((kept, n), dtype=dtype),
-        matrices.new_empty((kept, m), dtype=dtype),
-        matrices.new_empty((kept,), dtype=dtype),
-        matrices.new_empty((0 if tolerance is None else count,), dtype=torch.int32),
-    )
+def _(matrices: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tolerance, potentials = rest[5], rest[7]
+    return Balanced.empty(matrices, stops=tolerance is not None, potentials=potentials)
 
 
 @balance_unrolled.register_fake
-def _(matrices: Tensor, scale: Tensor, a: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
-    count, n, m = matrices.shape
-    dtype, kept = computed_in(matrices), 0 if a is None else count
-    return (
-        matrices.new_empty((count, n, m)),
-        matrices.new_empty((count,), dtype=dtype),
-        matrices.new_empty((kept, n), dtype=dtype),
-        matrices.new_empty((kept, m), dtype=dtype),
-    )
+def _(matrices: Tensor, scale: Tensor, a: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    with_scale = rest[-2]
+    return Derivatives.empty(matrices, masses=a is not None, with_scale=with_scale)
 
 
 @balance_implicit.register_fake
-def _(
-    matrices: Tensor | None,
-    scale: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    sizes: Tensor | None,
-    negated: bool,
-    balanced: Tensor,
-    rows: Tensor,
-    *_: Any,
-) -> tuple[Tensor, ...]:
+def _(matrices: Tensor | None, scale: Tensor, a: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    balanced = rest[3]
     count, n, m = balanced.shape
     dtype = computed_in(balanced)
-    kept = None if a is None else count
     return (
         balanced.new_empty((count, n, m), dtype=balanced.dtype if a is None else dtype),
         balanced.new_empty((0 if matrices is None else count,), dtype=dtype),
-        balanced.new_empty((0,) if kept is None else (kept, n), dtype=dtype),
-        balanced.new_empty((0,) if kept is None else (kept, m), dtype=dtype),
+        balanced.new_empty((0,) if a is None else (count, n), dtype=dtype),
+        balanced.new_empty((0,) if a is None else (count, m), dtype=dtype),
     )
 
 
@@ -298,18 +266,17 @@ def _gradients(
     if balanced_ is None:
         of = matrices if kept.ndim == 1 else kept
         balanced_ = torch.zeros(of.shape, dtype=of.dtype, device=of.device)
-    cotangents = balanced_, rows_, columns_
+    cotangents, needs = (balanced_, rows_, columns_), ctx.needs_input_grad
     if gradient == "unrolled":
         by_matrices, by_scale, by_a, by_b = unrolled(
             matrices, scale, a, b, sizes, iterations, tolerance, negated, kept, *cotangents,
-            in_triton,
+            needs[1], in_triton,
         )  # fmt: skip
     else:
         by_matrices, by_scale, by_a, by_b = implicit(
             matrices, scale, a, b, sizes, negated, kept, rows, columns, *cotangents, in_triton
         )
         by_matrices = by_matrices.to(kept.dtype)
-    needs = ctx.needs_input_grad
     if needs[1]:
         by_scale = by_scale.to(scale.dtype)
         for cotangent, of in ((rows_, rows), (columns_, columns)):
@@ -371,7 +338,8 @@ def differentiable_balance(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor,
     """`balance`, for autograd and `torch.compile`."""
     if torch.compiler.is_compiling():
         return balance(*given)  # type: ignore[no-any-return]
-    if not torch.is_grad_enabled():
+    wanted = any(isinstance(one, Tensor) and one.requires_grad for one in given)
+    if not (wanted and torch.is_grad_enabled()):
         return balance_now(*given)
     return Balance.apply(*given)  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -69,7 +70,7 @@ def check_type(name: str, value: float | Tensor) -> None:
 
 def check_temperature(scale: Tensor) -> None:
     """Raise an `InputError` unless the temperature, of which this is the inverse, is positive."""
-    if not bool((scale > 0) & (scale < torch.inf)):
+    if not 0 < float(scale) < math.inf:
         raise InputError(f"temperature must be positive and finite, got {1 / float(scale):g}")
 
 
@@ -78,11 +79,11 @@ def check_logits(by_row: Tensor, by_column: Tensor) -> None:
 
     Args:
         by_row: the largest logit of each row, of any shape.
-        by_column: the largest of each column, less that of its row.
+        by_column: the largest of each column, less that of its row, with the opposite sign.
     """
-    if not bool((by_row < torch.inf).all()):
+    if not float(by_row.amax()) < math.inf:
         raise InputError("logits must not be NaN or +inf; -inf forbids a pair")
-    if bool((by_row == -torch.inf).any() | (by_column == -torch.inf).any()):
+    if float(by_row.amin()) == -math.inf or float(by_column.amax()) == math.inf:
         raise InputError(
             "logits forbid all pairs of a row or of a column, which then cannot sum to 1; "
             "allow at least one"

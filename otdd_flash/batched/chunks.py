@@ -1,20 +1,50 @@
-"""Batches in chunks that fit a cache, with matrices along the last dimension, (n, m, s).
+"""Chunks of a batch on a CPU, and sums along the rows and columns of their matrices.
 
-Operations then run along the matrices, whatever their shape.
+`cpu` balances chunk by chunk and `adjoint` solves by these sums. Matrices are (n, m, s), numbers of
+rows (n, s) and numbers of columns (m, s), whatever their order in memory: s is innermost where
+there are many small matrices, else columns are, so that operations run along many numbers.
+
+A matrix gets the same bits among any others: the order of a sum depends on its length alone, so
+sums here are made of operations on single entries, which round alike wherever an entry stands.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from otdd_flash.batched.problems import Problems, computed_in
+# Entries of the matrices of a chunk: many, as each operation on them is a call, and few enough for
+# the last cache of a processor.
+ENTRIES_AT_ONCE = 1 << 19
+# A sum of more than FEW terms begins with MOST_PIECES of them in order, a shorter one with two.
+FEW, MOST_PIECES = 8, 4
 
-# Entries of the matrices of a chunk: enough for an operation to use all cores, and few enough for
-# their caches.
-ENTRIES_AT_ONCE = 1 << 18
+
+class Problems(NamedTuple):
+    """Matrices to balance.
+
+    Attributes:
+        matrices: x (B, n, m), or -x if `negated`.
+        scale: 1 / t, (B,) or () float64.
+        a: (B, n) or (n,) masses; None for 1.
+        b: (B, m) or (m,), likewise.
+        sizes: (B, 2) int32, rows and columns that there are; None for all. Beyond, masses are 0.
+        iterations: at least 1; with a tolerance the most there may be.
+        tolerance: of |R 1 - a|, summed up with masses, else its largest; None for all iterations.
+        negated: whether `matrices` holds -x.
+    """
+
+    matrices: Tensor
+    scale: Tensor
+    a: Tensor | None
+    b: Tensor | None
+    sizes: Tensor | None
+    iterations: int
+    tolerance: float | None
+    negated: bool
 
 
 class Chunk(NamedTuple):
@@ -42,11 +72,58 @@ class Chunk(NamedTuple):
         """Keep the problems where the flags (s,) are set."""
         return Chunk(*(taken(values, which) for values in self))
 
-    def masses(self, log: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Both masses, or their logarithms; None where all are 1."""
-        if self.a is None or self.b is None:
-            return None, None
-        return (self.a.log(), self.b.log()) if log else (self.a, self.b)
+    def log_masses(self) -> tuple[Tensor | None, Tensor | None]:
+        """Logarithms of both masses; None where all are 1."""
+        return None if self.a is None else self.a.log(), None if self.b is None else self.b.log()
+
+
+class Balanced(NamedTuple):
+    """R (B, n, m); t log phi (B, n), t log gamma (B, m), errors (B,); iterations (B,) int32."""
+
+    matrices: Tensor
+    rows: Tensor
+    columns: Tensor
+    errors: Tensor
+    counts: Tensor
+
+    @staticmethod
+    def empty(matrices: Tensor, *, stops: bool, potentials: bool) -> Balanced:
+        """Make room; the middle three are empty without `potentials`, the last without `stops`."""
+        (count, n, m), dtype = matrices.shape, computed_in(matrices)
+        kept = count if potentials else 0
+        return Balanced(
+            matrices.new_empty((count, n, m)),
+            matrices.new_empty((kept, n), dtype=dtype),
+            matrices.new_empty((kept, m), dtype=dtype),
+            matrices.new_empty((kept,), dtype=dtype),
+            matrices.new_empty((count if stops else 0,), dtype=torch.int32),
+        )
+
+
+class Derivatives(NamedTuple):
+    """By matrices (B, n, m), by 1 / t (B,), by a (B, n) and by b (B, m)."""
+
+    matrices: Tensor
+    scale: Tensor
+    a: Tensor
+    b: Tensor
+
+    @staticmethod
+    def empty(matrices: Tensor, *, masses: bool, with_scale: bool) -> Derivatives:
+        """Make room; what is by masses is empty without `masses`, by 1 / t without `with_scale`."""
+        (count, n, m), dtype = matrices.shape, computed_in(matrices)
+        kept = count if masses else 0
+        return Derivatives(
+            matrices.new_empty((count, n, m)),
+            matrices.new_empty((count if with_scale else 0,), dtype=dtype),
+            matrices.new_empty((kept, n), dtype=dtype),
+            matrices.new_empty((kept, m), dtype=dtype),
+        )
+
+
+def computed_in(matrices: Tensor) -> torch.dtype:
+    """Return the type to compute in: float64 for matrices of float64, else float32."""
+    return torch.promote_types(matrices.dtype, torch.float32)
 
 
 def taken(values: Tensor | None, which: Tensor) -> Any:
@@ -64,10 +141,10 @@ def parts(matrices: Tensor, *, kept: int = 0) -> list[slice]:
 
 
 def chunk_of(problems: Problems, part: slice) -> Chunk:
-    """Make a chunk of some of the problems, matrices along the last dimension."""
+    """Make a chunk of some of the problems."""
     matrices = problems.matrices
     dtype, (n, m) = computed_in(matrices), matrices.shape[1:]
-    x = matrices_last(matrices[part], dtype)
+    x = side_by_side(matrices[part], dtype)
     if problems.negated:
         x.neg_()
     rows = columns = None
@@ -78,30 +155,179 @@ def chunk_of(problems: Problems, part: slice) -> Chunk:
             for size, given in zip((n, m), problems.sizes[part].T, strict=True)
         )
         x.masked_fill_(~(rows[:, None] & columns), -torch.inf)
-    highest = present(x.amax(1), rows)
+    highest = present(largest(x, 1), rows)
     scale = problems.scale[part] if problems.scale.ndim else problems.scale[None]
     scale = scale.to(dtype)
     a, b = (
-        _masses(given, part, dtype, side)
-        for given, side in ((problems.a, rows), (problems.b, columns))
+        None
+        if given is None
+        else (given[part] if given.ndim == 2 else given[None]).to(dtype).T.contiguous()
+        for given in (problems.a, problems.b)
     )
     return Chunk(x.sub_(highest[:, None]).mul_(scale), highest, scale, a, b, rows, columns)
 
 
-def matrices_last(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy (n, m, s) of matrices (s, n, m)."""
-    return matrices.permute(1, 2, 0).to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _masses(
-    given: Tensor | None, part: slice, dtype: torch.dtype, side: Tensor | None
-) -> Tensor | None:
-    if given is None:
-        return None if side is None else side.to(dtype)
-    masses = (given[part] if given.ndim == 2 else given[None]).to(dtype).T.contiguous()
-    return masses if side is None else torch.where(side, masses, 0)
+def side_by_side(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy (n, m, s) of matrices (s, n, m), in the order in memory that suits their number."""
+    count, n, m = matrices.shape
+    last = matrices.permute(1, 2, 0)
+    if count > 2 * max(n, m):
+        return last.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    first = matrices.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return first.permute(1, 2, 0)
 
 
 def present(values: Tensor, side: Tensor | None) -> Tensor:
     """Values of rows or columns, 0 beyond them."""
     return values if side is None else torch.where(side, values, 0)
+
+
+def largest(values: Tensor, dim: int) -> Tensor:
+    """The largest of matrices (n, m, s) along their columns (0) or rows (1)."""
+    if values.stride(2) == 1:
+        return values.amax(dim)
+    # In the order of the memory, which results then have as well: several times as fast.
+    return values.permute(2, 0, 1).amax(1 + dim).T
+
+
+class Products:
+    """Sums along a dimension of matrices times numbers along it, by views and buffers made once.
+
+    The dimension is cut into pieces, which are added up in order, and what they leave by halves:
+    the result of up to 128 terms is rounded nine times at the most, products included.
+
+    Attributes:
+        numbers: those of the last call, (m, s) along rows (dim 1) and (n, s) along columns (0).
+    """
+
+    def __init__(self, matrices: Tensor, dim: int) -> None:
+        if matrices.stride(dim) == 1 and matrices.stride(2) != 1:
+            # A copy that has the other dimension innermost, for operations along many numbers.
+            copied = matrices.permute(2, dim, 1 - dim).contiguous()
+            matrices = copied.permute((2, 1, 0) if dim == 1 else (1, 2, 0))
+        pieces = 2 if matrices.shape[dim] <= FEW else MOST_PIECES
+        self.numbers = torch.empty_like(matrices.select(1 - dim, 0))
+        first, *rest = matrices.chunk(pieces, dim)
+        factor, *factors = self.numbers.unsqueeze(1 - dim).chunk(pieces, dim)
+        self._first, self._total = (first, factor), torch.empty_like(first)
+        self._rest = [
+            (_first(self._total, dim, piece.shape[dim]), piece, by)
+            for piece, by in zip(rest, factors, strict=True)
+        ]
+        self._halves, self._sums = _halves(self._total, dim)
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """Return the sums, which the next call overwrites."""
+        self.numbers.copy_(numbers)
+        return self.sums()
+
+    def sums(self) -> Tensor:
+        """Return the sums with the numbers that stand in `numbers`."""
+        torch.mul(*self._first, out=self._total)
+        for total, piece, factor in self._rest:
+            total.addcmul_(piece, factor)
+        for first, second in self._halves:
+            first.add_(second)
+        return self._sums
+
+
+@dataclass
+class Scaling:
+    """1 over sums along a dimension of a kernel times scalings of the other side and their masses.
+
+    Beyond the rows or columns that there are it is 0.
+    """
+
+    products: Products
+    masses: Tensor | None
+    side: Tensor | None
+
+    def __call__(self, other: Tensor) -> Tensor:
+        """Return the scalings of a side by those of the other."""
+        return self.of(other if self.masses is None else other * self.masses)
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return the scalings by what the other side's are with their masses."""
+        return present(self.products(numbers).reciprocal(), self.side)
+
+
+@dataclass
+class LogScaling:
+    """A `Scaling` by logarithms: of a kernel, of masses, and of scalings.
+
+    These are pairs (2, k, s) whose sum is a logarithm: the largest exponent of a sum, with the
+    opposite sign, and what is left, which is small. Logits and the first of a pair are multiples of
+    a number, so that their sums are exact: in float32 those of logits of 1e4 would be rounded by
+    1e-3, in every iteration anew. A grid is a number that values are rounded by, as
+    (value + grid) - grid.
+    """
+
+    logits: Tensor
+    dim: int
+    masses: Tensor | None
+    side: Tensor | None
+    grid: Tensor
+
+    def __call__(self, other: Tensor) -> Tensor:
+        """Return the pairs of a side by those of the other."""
+        dim = self.dim
+        high, low = with_masses(other, self.masses, log=True).unsqueeze(2 - dim)
+        exponents = self.logits + high
+        highest = on_grid((exponents + low).amax(dim), self.grid)
+        highest = torch.where(highest == -torch.inf, 0, highest)
+        terms = exponents.sub_(highest.unsqueeze(dim)).add_(low)
+        # A coarse grid leaves much of the largest in what is left.
+        left = terms.amax(dim)
+        left = torch.where(left == -torch.inf, 0, left)
+        sums = sum_by_halves(terms.sub_(left.unsqueeze(dim)).exp_(), dim)
+        return present(torch.stack((-highest, sums.log_().add_(left).neg_())), self.side)
+
+
+def grid_of(logits: Tensor) -> Tensor:
+    """Return the grid for sums of two logits (s,): twice the range of a matrix's logits."""
+    return -2 * torch.where(logits > -torch.inf, logits, 0).amin((0, 1))
+
+
+def on_grid(values: Tensor, grid: Tensor) -> Tensor:
+    """Values (..., s) rounded to the grid; as they are where it is 0."""
+    return (values + grid).sub_(grid)
+
+
+def with_masses(scalings: Tensor, masses: Tensor | None, *, log: bool) -> Tensor:
+    """Scalings times masses, which are 1 by default."""
+    if masses is None:
+        return scalings
+    return torch.stack((scalings[0], scalings[1] + masses)) if log else scalings * masses
+
+
+def scaled(kernel: Tensor, phi: Tensor, gamma: Tensor, *, log: bool) -> Tensor:
+    """Return phi_i K_ij gamma_j (n, m, s); with `log` all three are given as logarithms."""
+    if log:
+        exponents = (kernel + phi[0][:, None]).add_(gamma[0])
+        return exponents.add_(phi[1][:, None] + gamma[1]).exp_()
+    # Scalings may be far apart, and their product is nearer to 1 than that with an entry.
+    return (phi[:, None] * gamma).mul_(kernel)
+
+
+def sum_by_halves(values: Tensor, dim: int) -> Tensor:
+    """Sums along a dimension, in an order that only its length decides; overwrites."""
+    halves, sums = _halves(values, dim)
+    for first, second in halves:
+        first.add_(second)
+    return sums
+
+
+def _halves(values: Tensor, dim: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """What is added to what, one after the other, and where the sums then stand."""
+    halves = []
+    while (size := values.shape[dim]) > 1:
+        half = (size + 1) // 2
+        second = values.narrow(dim, half, size - half)
+        values = values.narrow(dim, 0, half)
+        halves.append((_first(values, dim, size - half), second))
+    return halves, values.select(dim, 0)
+
+
+def _first(values: Tensor, dim: int, length: int) -> Tensor:
+    """The first values of a dimension; a view of all of them would take as long as a sum."""
+    return values if values.shape[dim] == length else values.narrow(dim, 0, length)

@@ -1,111 +1,180 @@
-"""Balancing of many small matrices in PyTorch, in chunks that fit a cache.
+"""Balancing of many small matrices in PyTorch, and its derivative, in chunks that fit a cache.
 
-`otdd_flash.kernels.batched.small_balance` says what is computed and how: the first iteration in
-the log domain, scalings of a fixed matrix E from there on, and the log domain throughout for
-matrices where underflow could matter.
+    R = diag(a o phi) K diag(b o gamma),        K = exp(x / t)
+    phi = 1 / (K (b o gamma)),  gamma = 1 / (K^T (a o phi))
+
+Scalings are relative to a fixed matrix E = exp(x / t + u 1^T + 1 v^T) whose rows and columns, with
+masses, have a largest entry of about 1. Exponentials are taken once, and half an iteration is a
+product with E and a division.
+
+An entry of E may be lost to 0. Those of R are then put in by logarithms, and are too small to be
+missed in a sum as long as scalings are up to 2^30. A matrix whose scalings go beyond that, and one
+that lost nothing whose scalings go beyond 2^48, is done again by logarithms throughout.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from otdd_flash.batched.checking import check_logits
-from otdd_flash.batched.chunks import Chunk, chunk_of, parts, present
-from otdd_flash.batched.problems import Balanced, Problems, computed_in
-from otdd_flash.batched.scalings import (
-    first_scalings,
+from otdd_flash.batched.chunks import (
+    Balanced,
+    Chunk,
+    Derivatives,
+    LogScaling,
+    Problems,
+    Products,
+    Scaling,
+    chunk_of,
+    computed_in,
     grid_of,
+    largest,
     on_grid,
+    parts,
+    present,
     scaled,
-    scaling,
+    side_by_side,
     sum_by_halves,
+    taken,
     with_masses,
 )
 
-# What scalings may grow to where an entry of E was lost to 0, and where none was.
-MOST_SCALING, MOST_WITHOUT_LOSS = 2.0**30, 2.0**96
-# Entries of E below it are scaled by logarithms, so that what was lost of them is there.
-SMALL = 2.0**-60
+# What scalings may grow to where an entry of E was lost to 0, and where none was: there no product
+# of two of them, and of a cotangent, overflows, which a forbidden pair would make NaN.
+MOST_SCALING, MOST_WITHOUT_LOSS = 2.0**30, 2.0**48
+# Where no entry of E is below it, scalings of a side are within a factor of 1 / SMALL, as are
+# phi_i gamma_j <= 1 / E_ij, and neither goes beyond its square.
+SMALL = 2.0**-24
+# Scalings that are kept in the place of an entry of a matrix.
+KEPT_PER_ENTRY = 16
+
+# By R or logits, by rows and by columns, where there are any.
+Cotangents = tuple[Tensor, Tensor | None, Tensor | None]
+# phi and gamma of an iteration, and gamma before it.
+Step = tuple[Tensor, Tensor, Tensor]
 
 
-class Scalings(NamedTuple):
-    """Of s problems: phi (n, s), gamma (m, s), errors (s,), iterations (s,), largest scalings."""
+class Anchored(NamedTuple):
+    """E (n, m, s) with u (n, s), None for 0, v (m, s), and its smallest entry, 0 if forbidden."""
 
-    phi: Tensor
-    gamma: Tensor
-    errors: Tensor
-    counts: Tensor
-    most: Tensor
+    kernel: Tensor
+    u: Tensor | None
+    v: Tensor
+    least: float
+
+    def near(self, chunk: Chunk) -> bool:
+        """Whether scalings cannot grow beyond what they may."""
+        return chunk.a is None and self.least >= SMALL
+
+    def lost(self, chunk: Chunk) -> Tensor | None:
+        """Entries (n, m, s) that are lost to 0, or in part; None where none are."""
+        tiny = torch.finfo(self.kernel.dtype).tiny
+        if self.least >= tiny:
+            return None
+        return (self.kernel < tiny) & (chunk.logits > -torch.inf)
 
 
 def balance(problems: Problems, *, potentials: bool) -> Balanced:
     """Balance all matrices; potentials and errors are empty unless asked for."""
     matrices, stops = problems.matrices, problems.tolerance is not None
-    count, n, m = matrices.shape
-    dtype, kept = computed_in(matrices), count if potentials else 0
-    found = Balanced(
-        matrices.new_empty((count, n, m)),
-        matrices.new_empty((kept, n), dtype=dtype),
-        matrices.new_empty((kept, m), dtype=dtype),
-        matrices.new_empty((kept,), dtype=dtype),
-        matrices.new_empty((count if stops else 0,), dtype=torch.int32),
-    )
+    found = Balanced.empty(matrices, stops=stops, potentials=potentials)
     for part in parts(matrices):
-        chunk = chunk_of(problems, part)
-        if problems.a is None and matrices.device.type == "cpu":
-            check_logits(chunk.highest, chunk.logits.amax(0))
-        balanced, rows, columns, errors, counts = _balance(chunk, problems, potentials)
-        found.matrices[part] = balanced.permute(2, 0, 1)
-        if potentials:
-            found.rows[part] = present(rows / chunk.scale - chunk.highest, chunk.rows).T
-            found.columns[part] = present(columns / chunk.scale, chunk.columns).T
-            found.errors[part] = errors
-        if stops:
-            found.counts[part] = counts
+        _balance(problems, part, potentials, found)
     return found
 
 
-def _balance(chunk: Chunk, problems: Problems, potentials: bool) -> Balanced:
-    """R (n, m, s), log phi (n, s) and log gamma (m, s), errors and iterations of a chunk."""
-    u, v = first_scalings(chunk, torch.zeros_like(chunk.scale))
-    kernel = scaled(chunk.logits, u, v, log=True)
-    # As phi_i gamma_j <= 1 / E_ij, nothing goes far where no entry is small.
-    near = chunk.a is None and bool(kernel.amin() >= SMALL)
-    ones = torch.ones_like(u[0]), torch.ones_like(v[0])
-    phi, gamma, errors, counts, most = iterate(chunk, kernel, *ones, problems, potentials, not near)
-    a, b = chunk.masses(log=False)
-    balanced = scaled(
-        kernel, with_masses(phi, a, log=False), with_masses(gamma, b, log=False), log=False
+def _balance(problems: Problems, part: slice, potentials: bool, found: Balanced) -> None:
+    """Balance a chunk and put in what is found; what is held ends before the next begins."""
+    chunk = chunk_of(problems, part)
+    anchored = anchor(chunk)
+    kernel, u, v, _ = anchored
+    # What is refused ends in infinity less infinity.
+    if problems.a is None and kernel.device.type == "cpu" and math.isnan(anchored.least):
+        check_logits(chunk.highest, v)
+    # Times masses before an exponential that may overflow where there are none.
+    start = -v if chunk.b is None else chunk.b.log() - v
+    near = anchored.near(chunk)
+    if near and problems.tolerance is None and not potentials:
+        phi, gamma = scalings_alone(kernel, start, problems.iterations)
+        # As `scaled`, to where it goes.
+        torch.mul(phi[:, None] * gamma, kernel, out=found.matrices[part].permute(1, 2, 0))
+        return
+    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
+    column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
+    phi, gamma, errors, counts, most = iterate(
+        chunk, row, column, row.of(start.exp_()), problems, potentials
     )
-    if near and not potentials:
-        return Balanced(balanced, phi, gamma, errors, counts)
-    u[1] += phi.log()
-    v[1] += gamma.log()
-    found = Balanced(balanced, u, v, errors, counts)
+    del row, column
+    balanced = scaled(
+        kernel,
+        with_masses(phi, chunk.a, log=False),
+        with_masses(gamma, chunk.b, log=False),
+        log=False,
+    )
+    u = torch.stack((torch.zeros_like(phi) if u is None else u, phi.log()))
+    v = torch.stack((v, gamma.log()))
     if not near:
-        again = in_logs(chunk, kernel, most) | overflown(chunk, kernel, phi, gamma)
-        _correct(chunk, kernel, again, problems, potentials, found)
-    return found._replace(rows=u.sum(0), columns=v.sum(0))
+        lost = anchored.lost(chunk)
+        again = in_logs(lost, most) | overflown(chunk, kernel, phi, gamma)
+        _correct(chunk, lost, again, problems, potentials, Balanced(balanced, u, v, errors, counts))
+    found.matrices[part] = balanced.permute(2, 0, 1)
+    if potentials:
+        found.rows[part] = present(u.sum(0) / chunk.scale - chunk.highest, chunk.rows).T
+        found.columns[part] = present(v.sum(0) / chunk.scale, chunk.columns).T
+        found.errors[part] = errors
+    if problems.tolerance is not None:
+        found.counts[part] = counts
+
+
+def scalings_alone(kernel: Tensor, start: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Take the iterations of matrices without masses, of which nothing else is asked for.
+
+    As `iterate` does, from logarithms `start` of column scalings.
+    """
+    row, column = Products(kernel, 1), Products(kernel, 0)
+    torch.exp(start, out=row.numbers)
+    for _ in range(iterations):
+        torch.reciprocal(row.sums(), out=column.numbers)
+        torch.reciprocal(column.sums(), out=row.numbers)
+    return column.numbers, row.numbers
+
+
+def anchor(chunk: Chunk) -> Anchored:
+    """Compute E, of which rows and then columns are divided by their largest, with masses.
+
+    That is the sum that the first iteration divides by, but for a factor of n or m.
+    """
+    log_a, log_b = chunk.log_masses()
+    if log_a is None or log_b is None:
+        # The largest of a row is 1 already, and that column's as well, which therefore stays.
+        u, exponents = None, chunk.logits
+        v = largest(exponents, 0).neg_()
+    else:
+        u = present(largest(chunk.logits + log_b, 1).neg_(), chunk.rows)
+        exponents = chunk.logits + u[:, None]
+        v = present(largest(exponents + log_a[:, None], 0).neg_(), chunk.columns)
+    kernel = (exponents + v).exp_()
+    return Anchored(kernel, u, v, float(kernel.amin()))
 
 
 def _correct(
     chunk: Chunk,
-    kernel: Tensor,
+    lost: Tensor | None,
     again: Tensor,
     problems: Problems,
     potentials: bool,
     found: Balanced,
 ) -> None:
-    """Put in the log domain's: all of what is done `again` (s,), and small entries of the rest.
+    """Put in the logarithms': all of what is done `again` (s,), and what is lost of the rest.
 
     Scalings of `found` are pairs here.
     """
     balanced, u, v, errors, counts = found
-    small = (kernel < SMALL) & (chunk.logits > -torch.inf)
-    which = again | small.flatten(0, 1).any(0)
+    which = again if lost is None else again | lost.flatten(0, 1).any(0)
     if not bool(which.any()):
         return
     some = chunk.take(which)
@@ -113,47 +182,53 @@ def _correct(
         grid = torch.where(again[which], grid_of(some.logits), 0)
         some = some._replace(logits=on_grid(some.logits, grid))
         whole, grid = some.take(again[which]), grid[again[which]]
-        first = first_scalings(whole, grid)
-        logs = iterate(whole, whole.logits, *first, problems, potentials, grid=grid)
-        u[..., again], v[..., again] = logs.phi, logs.gamma
-        errors[again], counts[again] = logs.errors, logs.counts
-    a, b = some.masses(log=True)
+        row, column, start = logarithmic(whole, grid)
+        logs = iterate(whole, row, column, row(start), problems, potentials)
+        u[..., again], v[..., again], errors[again], counts[again], _ = logs
+    log_a, log_b = some.log_masses()
     exact = scaled(
         some.logits,
-        with_masses(u[..., which], a, log=True),
-        with_masses(v[..., which], b, log=True),
+        with_masses(u[..., which], log_a, log=True),
+        with_masses(v[..., which], log_b, log=True),
         log=True,
     )
-    taken = again[which] | small[..., which]
-    balanced[..., which] = torch.where(taken, exact, balanced[..., which])
+    by_logs = again[which] if lost is None else again[which] | lost[..., which]
+    balanced[..., which] = torch.where(by_logs, exact, balanced[..., which])
+
+
+def logarithmic(chunk: Chunk, grid: Tensor) -> tuple[LogScaling, LogScaling, Tensor]:
+    """Scalings of rows and of columns by logarithms, and those of columns to begin with."""
+    log_a, log_b = chunk.log_masses()
+    row = LogScaling(chunk.logits, 1, log_b, chunk.rows, grid)
+    column = LogScaling(chunk.logits, 0, log_a, chunk.columns, grid)
+    return row, column, chunk.logits.new_zeros((2, *chunk.logits.shape[1:]))
 
 
 def iterate(
     chunk: Chunk,
-    kernel: Tensor,
+    row: Scaling | LogScaling,
+    column: Scaling | LogScaling,
     phi: Tensor,
-    gamma: Tensor,
     problems: Problems,
     potentials: bool,
-    watched: bool = False,
-    grid: Tensor | None = None,
-) -> Scalings:
-    """Take all iterations but the first; if `watched`, record the largest scalings on the way."""
-    a, b = chunk.masses(log=grid is not None)
-    tolerance, count = problems.tolerance, kernel.shape[2]
-    active = torch.ones(count, dtype=torch.bool, device=kernel.device)
-    counts = torch.ones(count, dtype=torch.int32, device=kernel.device)
-    errors = kernel.new_zeros(count)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Take all iterations, of which `phi` (n, s) is the first half.
+
+    Returns phi, gamma (m, s), errors (s,), iterations (s,) and the largest scalings (s,).
+    """
+    tolerance, count, log = problems.tolerance, chunk.logits.shape[2], phi.ndim == 3
+    active = torch.ones(count, dtype=torch.bool, device=phi.device)
+    counts = torch.ones(count, dtype=torch.int32, device=phi.device)
+    errors = phi.new_zeros(count)
+    gamma = column(phi)
     most_row, most_column = phi.clone(), gamma.clone()
     for i in range(1, problems.iterations + 1):
         last = i == problems.iterations
         if last and tolerance is None and not potentials:
             break
-        next_phi = scaling(kernel, gamma, b, 1, chunk.rows, grid)
+        next_phi = row(gamma)
         if last or tolerance is not None:
-            errors = torch.where(
-                active, row_errors(chunk, phi, next_phi, log=grid is not None), errors
-            )
+            errors = torch.where(active, row_errors(chunk, phi, next_phi, log=log), errors)
         if tolerance is not None:
             # NaN is not above the tolerance, and ends its matrix.
             active = active & (errors > tolerance)
@@ -161,18 +236,17 @@ def iterate(
                 break
         if last:
             break
-        next_gamma = scaling(kernel, next_phi, a, 0, chunk.columns, grid)
+        next_gamma = column(next_phi)
         if tolerance is None:
             phi, gamma = next_phi, next_gamma
         else:
             phi = torch.where(active, next_phi, phi)
             gamma = torch.where(active, next_gamma, gamma)
             counts += active
-        if watched:
-            torch.maximum(most_row, phi, out=most_row)
-            torch.maximum(most_column, gamma, out=most_column)
+        torch.maximum(most_row, phi, out=most_row)
+        torch.maximum(most_column, gamma, out=most_column)
     most = torch.maximum(most_row.amax(-2), most_column.amax(-2))
-    return Scalings(phi, gamma, errors, counts, most)
+    return phi, gamma, errors, counts, most
 
 
 def row_errors(chunk: Chunk, phi: Tensor, following: Tensor, *, log: bool) -> Tensor:
@@ -185,10 +259,12 @@ def row_errors(chunk: Chunk, phi: Tensor, following: Tensor, *, log: bool) -> Te
     return sum_by_halves(torch.where(chunk.a > 0, deviation * chunk.a, 0), 0)
 
 
-def in_logs(chunk: Chunk, kernel: Tensor, most: Tensor) -> Tensor:
-    """Which problems (s,) are done again in the log domain, by the largest of their scalings."""
-    lost = (kernel < torch.finfo(kernel.dtype).tiny) & (chunk.logits > -torch.inf)
-    limit = torch.where(lost.flatten(0, 1).any(0), MOST_SCALING, MOST_WITHOUT_LOSS)
+def in_logs(lost: Tensor | None, most: Tensor) -> Tensor:
+    """Which problems (s,) are done again by logarithms, by the largest of their scalings."""
+    if lost is None:
+        limit = most.new_full((), MOST_WITHOUT_LOSS)
+    else:
+        limit = torch.where(lost.flatten(0, 1).any(0), MOST_SCALING, MOST_WITHOUT_LOSS)
     # NaN is not below any number.
     return ~(most <= limit)
 
@@ -203,3 +279,189 @@ def overflown(chunk: Chunk, kernel: Tensor, phi: Tensor, gamma: Tensor) -> Tenso
         lost = scalings == 0
         found = found | (lost if side is None else lost & side).any(0)
     return found
+
+
+def balance_backward(
+    problems: Problems,
+    counts: Tensor,
+    cotangents: Tensor,
+    row_cotangents: Tensor | None,
+    column_cotangents: Tensor | None,
+    *,
+    with_scale: bool,
+) -> Derivatives:
+    """Differentiate the iterations of all matrices; arguments as of `small_balance_backward`.
+
+    The derivative by 1 / t is empty unless it is asked for.
+    """
+    matrices, dtype = problems.matrices, computed_in(problems.matrices)
+    found = Derivatives.empty(matrices, masses=problems.a is not None, with_scale=with_scale)
+    kept = sum(matrices.shape[1:]) * problems.iterations // KEPT_PER_ENTRY
+    for part in parts(matrices, kept=kept):
+        chunk = chunk_of(problems, part)
+        made = counts[part] if len(counts) else None
+        by_row, by_column = (
+            None if given is None else given[part].T.to(dtype) / chunk.scale
+            for given in (row_cotangents, column_cotangents)
+        )
+        given = side_by_side(cotangents[part], dtype), by_row, by_column
+        by_logits, by_a, by_b = _differentiate(chunk, problems.iterations, made, given)
+        if with_scale:
+            x = side_by_side(matrices[part], dtype)
+            paid = torch.where(chunk.logits > -torch.inf, x * by_logits, 0)
+            total = sum_by_halves(sum_by_halves(paid, 1), 0)
+            found.scale[part] = -total if problems.negated else total
+        by_logits.mul_(-chunk.scale if problems.negated else chunk.scale)
+        found.matrices[part] = by_logits.permute(2, 0, 1)
+        if by_a is not None and by_b is not None:
+            found.a[part] = present(by_a, chunk.rows).T
+            found.b[part] = present(by_b, chunk.columns).T
+    return found
+
+
+def _differentiate(
+    chunk: Chunk, iterations: int, made: Tensor | None, given: Cotangents
+) -> Cotangents:
+    """Return the derivatives by logits (n, m, s), and by row and column masses if there are.
+
+    Args:
+        chunk: the problems.
+        iterations: how many are made at the most.
+        made: how many of each problem (s,), None for all.
+        given: cotangents of R, of log phi and of log gamma.
+    """
+    anchored = anchor(chunk)
+    kernel = anchored.kernel
+    row = Scaling(Products(kernel, 1), chunk.b, chunk.rows)
+    column = Scaling(Products(kernel, 0), chunk.a, chunk.columns)
+    steps = _steps(row, column, (-anchored.v).exp_(), iterations, made)
+    left = Left(chunk, kernel, steps[-1], given)
+    left.through_scalings(kernel, row, column, steps, made)
+    found = left.by_logits, left.by_a, left.by_b
+    if anchored.near(chunk):
+        return found
+    most = torch.stack([torch.maximum(phi.amax(0), gamma.amax(0)) for phi, gamma, _ in steps])
+    again = in_logs(anchored.lost(chunk), most.amax(0))
+    if bool(again.any()):
+        some, made = chunk.take(again), taken(made, again)
+        grid = grid_of(some.logits)
+        some = some._replace(logits=on_grid(some.logits, grid))
+        steps = _steps(*logarithmic(some, grid), iterations, made)
+        of_some = taken(given[0], again), taken(given[1], again), taken(given[2], again)
+        left = Left(some, some.logits, steps[-1], of_some)
+        for i in range(len(steps) - 1, 0, -1):
+            left.through(some.logits, steps[i - 1], None if made is None else made > i)
+        for into, part in zip(found, (left.by_logits, left.by_a, left.by_b), strict=True):
+            if into is not None and part is not None:
+                into[..., again] = part
+    return found
+
+
+def _steps(
+    row: Scaling | LogScaling,
+    column: Scaling | LogScaling,
+    start: Tensor,
+    iterations: int,
+    made: Tensor | None,
+) -> list[Step]:
+    """Take the iterations from column scalings `start`; a problem stays where it was left."""
+    steps: list[Step] = []
+    gamma = start
+    for i in range(iterations if made is None else int(made.max())):
+        phi = row(gamma)
+        step = phi, column(phi), gamma
+        if made is not None and i > 0:
+            phi, gamma, before = (
+                torch.where(made > i, new, old) for new, old in zip(step, steps[-1], strict=True)
+            )
+            step = phi, gamma, before
+        steps.append(step)
+        gamma = step[1]
+    return steps
+
+
+class Left:
+    """What is left of the cotangents on the way back through the iterations.
+
+    log phi_i = -log sum_j b_j K_ij gamma_j takes its cotangent times the weights of its sum from
+    those of logits, of masses and of what it scaled; so does log gamma_j.
+
+    Attributes:
+        by_logits: of logits (n, m, s).
+        by_a: of row masses (n, s); None where they are 1.
+        by_b: of column masses (m, s), likewise.
+    """
+
+    def __init__(self, chunk: Chunk, kernel: Tensor, last: Step, given: Cotangents) -> None:
+        """Go back through R and through the last iteration of each problem."""
+        self._a, self._b = chunk.a, chunk.b
+        by_matrix, self._by_row, self._by_column = given
+        phi, gamma, _ = last
+        self.by_logits = scaled(kernel, phi, gamma, log=phi.ndim == 3).mul_(by_matrix)
+        self.by_a = self.by_b = None
+        if chunk.a is not None and chunk.b is not None:
+            self.by_a = sum_by_halves(self.by_logits * chunk.b, 1)
+            self.by_b = sum_by_halves(self.by_logits * chunk.a[:, None], 0)
+            self.by_logits.mul_(chunk.a[:, None]).mul_(chunk.b)
+        self.through(kernel, last, None)
+
+    def through(self, kernel: Tensor, step: Step, here: Tensor | None) -> None:
+        """Go back through an iteration of the problems `here` (s,), by all weights of its sums."""
+        phi, gamma, before = step
+        log = phi.ndim == 3
+        given = present(self._sums(0, self._by_column), here)
+        moved = scaled(kernel, phi, gamma, log=log).mul_(given)
+        self.by_logits -= moved if self._a is None else self._a[:, None] * moved
+        if self.by_a is not None:
+            self.by_a -= sum_by_halves(moved, 1)
+        given = present(self._sums(1, self._by_row), here)
+        moved = scaled(kernel, phi, before, log=log).mul_(given[:, None])
+        self.by_logits -= moved if self._b is None else self._b * moved
+        if self.by_b is not None:
+            self.by_b -= sum_by_halves(moved, 0)
+
+    def _sums(self, dim: int, outside: Tensor | None) -> Tensor:
+        """Return the cotangents of the scalings of a side, which what was rounded is part of."""
+        sums = sum_by_halves(self.by_logits.clone(), dim)
+        return sums if outside is None else sums + outside
+
+    def through_scalings(
+        self,
+        kernel: Tensor,
+        row: Scaling,
+        column: Scaling,
+        steps: list[Step],
+        made: Tensor | None,
+    ) -> None:
+        """Go back through all iterations but the last, by products with E but for the first.
+
+        There only scalings pass a cotangent on, q_k that of log gamma_k and p_k that of log phi_k,
+
+            p_k = -a o phi_k o E (gamma_k o q_k),   q_k-1 = -b o gamma_k-1 o E^T (phi_k o p_k)
+
+        and logits lose E o sum_k (a o phi_k) (gamma_k o q_k)^T + (phi_k o p_k) (b o gamma_k-1)^T.
+        Near a permutation little is left of large numbers: the first iteration, with all weights,
+        takes what they were rounded by.
+        """
+        if len(steps) == 1:
+            return
+        share, given = torch.zeros_like(kernel), self._sums(0, self._by_column)
+        for i in range(len(steps) - 1, 1, -1):
+            phi, gamma, before = steps[i - 1]
+            here = None if made is None else made > i
+            by_column = present(gamma * given, here)
+            moved = phi * row.products(by_column)
+            if self.by_a is not None:
+                self.by_a -= moved
+            phi = with_masses(phi, self._a, log=False)
+            share.addcmul_(phi[:, None], by_column)
+            # -phi_k o p_k; the signs of what follows are opposite as well.
+            by_row = phi * moved
+            moved = before * column.products(by_row)
+            if self.by_b is not None:
+                self.by_b += moved
+            share.addcmul_(by_row[:, None], with_masses(before, self._b, log=False), value=-1)
+            moved = with_masses(moved, self._b, log=False)
+            given = moved if here is None else torch.where(here, moved, given)
+        self.by_logits.addcmul_(kernel, share, value=-1)
+        self.through(kernel, steps[0], None if made is None else made > 1)

@@ -1,6 +1,19 @@
-"""Entropic plans of many small cost matrices, each solved for by itself."""
+"""Entropic plans of many small cost matrices, each solved for by itself.
+
+`sinkhorn_plans` is the entry point and `SmallPlans` what it gives. `bounds_of` has intervals for
+values, from any potentials, in float64:
+
+    <a, f> + <b, g> - epsilon log sum P <= OT_epsilon <= <C, Q> + epsilon KL(Q | a b^T)
+
+with P of f and g, and Q the plan with marginals a and b that P / sum P is rounded to (Altschuler,
+Weed & Rigollet 2017, Near-linear time approximation algorithms for optimal transport via Sinkhorn
+iteration): no row or column keeps more than its mass, and what is missing is filled with a product.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -8,7 +21,7 @@ from torch import Tensor
 from otdd_flash.arguments import BatchedGradient, Count, MarginalError, Positive, takes
 from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
-from otdd_flash.batched.small_plans import SmallPlans, Solved
+from otdd_flash.batched.chunks import parts
 from otdd_flash.checks import optional, tensor
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -176,7 +189,7 @@ def _masses(
 
 
 def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: Tensor) -> Tensor:
-    """What `small_plans.FLAWS` says of contents, as flags (5,) that nothing waits for."""
+    """What `FLAWS` says of contents, as flags (5,) that nothing waits for."""
     closed, bad = costs == torch.inf, ~(costs > -torch.inf)
     rows, columns = (given.expand(len(costs), -1) for given in (a, b))
     # Partners are those with mass; all that are there need one.
@@ -194,3 +207,215 @@ def _flaws(costs: Tensor, a: Tensor, b: Tensor, sizes: Tensor | None, epsilon: T
     least = torch.finfo(torch.promote_types(costs.dtype, torch.float32)).tiny
     wrong_epsilon = ~((epsilon >= least) & (epsilon <= 1 / least)).all()
     return torch.stack((bad.any(), alone[0].any() | alone[1].any(), wrong_epsilon, *masses))
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """B problems and what a launch returned for them, on the device that solved them.
+
+    Attributes:
+        costs: C (B, n, m).
+        a: masses (n,) or (B, n) that sum to 1, 0 beyond the sizes.
+        b: (m,) or (B, m), likewise.
+        masses: both as they were given, before they were rounded to the type that is computed in.
+        epsilon: () or (B,) float64, in units of the cost.
+        sizes: (B, 2) int32, None for all.
+        tolerance: of the marginal error.
+        plans: (B, n, m).
+        f: (B, n), in units of the cost.
+        g: (B, m), likewise.
+        errors: (B,).
+        iterations: (B,) int32.
+        flaws: what is wrong with the input: in order, costs that are no numbers, a row or column
+            without partners, epsilon, a and b, (5,) flags.
+    """
+
+    costs: Tensor
+    a: Tensor
+    b: Tensor
+    masses: tuple[Tensor, Tensor]
+    epsilon: Tensor
+    sizes: Tensor | None
+    tolerance: float
+    plans: Tensor
+    f: Tensor
+    g: Tensor
+    errors: Tensor
+    iterations: Tensor
+    flaws: Tensor
+
+
+FLAWS = (
+    "costs must not be NaN or -inf; +inf forbids a pair",
+    "costs forbid all pairs with mass of a row or of a column, which then cannot have its own; "
+    "allow one, or leave the row or column out",
+    "epsilon must be positive, and within 2^-126 and 2^126 unless costs are float64; scale costs "
+    "and epsilon alike, or give float64 costs",
+    "a must not be negative and must sum to 1 in each problem; divide masses by their sum",
+    "b must not be negative and must sum to 1 in each problem; divide masses by their sum",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SmallPlans:
+    """Entropic plans of B problems, of `otdd.sinkhorn_plans`.
+
+    Plans, potentials and values are differentiable. Of problems on a GPU that the function would
+    have refused, the first of these that is read raises the `InputError`.
+    """
+
+    _solved: Solved = field(repr=False)
+    _home: tuple[torch.device, torch.dtype] = field(repr=False)
+
+    def check(self) -> None:
+        """Raise the `InputError` of problems that have no solution, waiting for the device."""
+        _ = self._checked
+
+    @property
+    def plans(self) -> Tensor:
+        """P (B, n, m) of the type of the costs; 0 beyond the sizes."""
+        device, dtype = self._home
+        return self._checked.plans.to(device, dtype)
+
+    @property
+    def f(self) -> Tensor:
+        """Potentials (B, n) of rows, in units of the cost, float32, or float64 of such costs."""
+        return self._at_home(self._shifted[0])
+
+    @property
+    def g(self) -> Tensor:
+        """Potentials (B, m) of columns, as `f`, with <b, g> = 0."""
+        return self._at_home(self._shifted[1])
+
+    @property
+    def value(self) -> Tensor:
+        """OT_epsilon (B,), in units of the cost: the dual value <a, f> + <b, g>."""
+        return self._at_home(self._value.to(self._solved.f.dtype))
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Solver bounds (B, 2) of OT_epsilon, lower and upper, float64.
+
+        They hold for the masses as given, float64 ones too, divided by their sums.
+
+        The dual value of f and g, and what a plan with exactly these marginals costs; infinite
+        where that needs a forbidden pair. Evaluated in float64, rounding included.
+        """
+        solved = self._checked
+        count, n, m = solved.costs.shape
+        found = torch.empty((count, 2), dtype=torch.float64, device=solved.costs.device)
+        a, b, epsilon = (
+            given.detach().double().expand(count, *shape)
+            for given, shape in zip((*solved.masses, solved.epsilon), ((n,), (m,), ()), strict=True)
+        )
+        for part in parts(solved.costs):
+            costs = solved.costs[part].detach().double()
+            # Pairs without mass have no price, whatever stands there.
+            costs = torch.where((a[part, :, None] > 0) & (b[part, None] > 0), costs, 0)
+            found[part] = bounds_of(
+                costs, a[part], b[part], solved.f[part].detach().double(),
+                solved.g[part].detach().double(), epsilon[part],
+            )  # fmt: skip
+        value = self.value.detach().double().to(found.device)
+        found[:, 0] = torch.minimum(found[:, 0], value)
+        found[:, 1] = torch.maximum(found[:, 1], value)
+        # Potentials that are no numbers prove nothing.
+        found = torch.where(found.isnan(), found.new_tensor([-torch.inf, torch.inf]), found)
+        return self._at_home(found)
+
+    @property
+    def marginal_error(self) -> Tensor:
+        """The larger of ||P 1 - a||_1 and ||P^T 1 - b||_1 (B,), exact but for rounding.
+
+        It is that of rows: columns have their masses after the last update. Plans that are given
+        back in float16 or bfloat16 are rounded after it was measured.
+        """
+        return self._at_home(self._checked.errors)
+
+    @property
+    def iterations(self) -> Tensor:
+        """Updates of both potentials (B,) int32."""
+        return self._at_home(self._checked.iterations)
+
+    @property
+    def converged(self) -> Tensor:
+        """Whether the marginal error is within the tolerance (B,)."""
+        return self._at_home(self._checked.errors <= self._solved.tolerance)
+
+    @cached_property
+    def _checked(self) -> Solved:
+        """Return what was solved; raise if it has flaws, which waits for the device."""
+        for flaw, sentence in zip(self._solved.flaws.tolist(), FLAWS, strict=True):
+            if flaw:
+                raise InputError(sentence)
+        return self._solved
+
+    @cached_property
+    def _value(self) -> Tensor:
+        solved = self._checked
+        # Columns have their masses, so the plan has the mass 1.
+        return (solved.a * solved.f.double()).sum(1) + (solved.b * solved.g.double()).sum(1)
+
+    @cached_property
+    def _shifted(self) -> tuple[Tensor, Tensor]:
+        solved = self._checked
+        mean = (solved.b * solved.g.double()).sum(1, keepdim=True)
+        f, g = (solved.f + mean).to(solved.f.dtype), (solved.g - mean).to(solved.g.dtype)
+        if solved.sizes is None:
+            return f, g
+        rows, columns = (
+            torch.arange(of.shape[1], device=of.device) < solved.sizes[:, side, None]
+            for side, of in enumerate((f, g))
+        )
+        return torch.where(rows, f, 0), torch.where(columns, g, 0)
+
+    def _at_home(self, values: Tensor) -> Tensor:
+        return values.to(self._home[0])
+
+
+TINY = torch.finfo(torch.float64).tiny
+UNIT = torch.finfo(torch.float64).eps / 2
+
+
+def bounds_of(costs: Tensor, a: Tensor, b: Tensor, f: Tensor, g: Tensor, epsilon: Tensor) -> Tensor:
+    """Both bounds (B, 2), in units of the cost.
+
+    Rounding: an exponent (f + g - C) / epsilon is off by 4 u of its terms, over epsilon, and so is
+    each P_ij, relatively. Sums of n m terms by pairs, and by rows and columns, add n + m units at
+    the most; logarithms of sums and of shares carry the same errors times epsilon. Marginals of Q
+    are off by as many units of 1, each at most the price of a pair.
+
+    Args:
+        costs: C (B, n, m) float64, +inf for forbidden pairs.
+        a: (B, n) float64, not negative; divided by its sum here.
+        b: (B, m), likewise.
+        f: (B, n) float64, in units of the cost.
+        g: (B, m), likewise.
+        epsilon: (B,) float64.
+    """
+    a, b = (masses / masses.sum(1, keepdim=True) for masses in (a, b))
+    has_a, has_b = a > 0, b > 0
+    f, g = torch.where(has_a, f, 0), torch.where(has_b, g, 0)
+    eps = epsilon[:, None, None]
+    product = a[:, :, None] * b[:, None]
+    # By logarithms: where epsilon is small, rounded potentials make exponents of any size.
+    logs = torch.where(
+        product > 0, product.log() + (f[:, :, None] + g[:, None] - costs) / eps, -torch.inf
+    )
+    of_mass = logs.flatten(1).logsumexp(1)
+    plan = (logs - of_mass[:, None, None]).exp()
+    lower = (a * f).sum(1) + (b * g).sum(1) - epsilon * of_mass
+
+    plan = plan * (a / plan.sum(2).clamp_min(TINY)).clamp_max(1)[:, :, None]
+    plan = plan * (b / plan.sum(1).clamp_min(TINY)).clamp_max(1)[:, None]
+    u, v = (a - plan.sum(2)).clamp_min(0), (b - plan.sum(1)).clamp_min(0)
+    missing = torch.maximum(u.sum(1), v.sum(1)).clamp_min(TINY)
+    plan = plan + u[:, :, None] * v[:, None] / missing[:, None, None]
+    logs = torch.xlogy(plan, plan / product.clamp_min(TINY))
+    upper = (torch.where(plan > 0, plan * costs, 0) + eps * logs).sum((1, 2))
+
+    finite = torch.where(costs.isfinite(), costs, 0).abs().amax((1, 2))
+    largest = torch.maximum(f.abs().amax(1) + g.abs().amax(1), finite)
+    prices = largest + epsilon * (1 - product.clamp_min(TINY).log().amin((1, 2)))
+    slack = 8 * UNIT * (sum(costs.shape[1:]) + 16) * prices
+    return torch.stack((lower - slack, upper + slack), 1)

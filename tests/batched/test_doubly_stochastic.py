@@ -7,6 +7,7 @@ import math
 import pytest
 import reference
 import torch
+from operation_counts import OperationCounts
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -128,7 +129,10 @@ def test_what_is_kept_for_a_gradient(gradient: str, most: int, backend: str) -> 
 @pytest.mark.parametrize(
     ("n", "spread", "iterations", "backend"),
     [
-        *((*case, "torch") for case in ((2, 1, 5), (3, 10, 20), (4, 100, 20), (16, 10, 7))),
+        *(
+            (*case, "torch")
+            for case in ((2, 1, 5), (3, 10, 20), (4, 100, 20), (4, 1000, 100), (16, 10, 7))
+        ),
         slow(3, 10, 5, "triton"),
         slow(4, 100, 9, "triton"),
         # Segments of iterations that are made again: the last in part, and whole.
@@ -200,22 +204,43 @@ def test_a_tolerance_stops_each_matrix_by_itself(
 
 
 @pytest.mark.parametrize(
-    ("n", "backend"), [(3, "torch"), (6, "torch"), slow(4, "triton"), slow(6, "triton")]
+    ("n", "gradient", "backend"),
+    [
+        *((n, "unrolled", "torch") for n in (3, 6, 16)),
+        (16, "implicit", "torch"),
+        slow(4, "unrolled", "triton"),
+        slow(6, "unrolled", "triton"),
+    ],
 )
-def test_a_matrix_gets_the_same_bits_among_any_others(n: int, backend: str) -> None:
-    # One of them is done again in the log domain.
+def test_a_matrix_gets_the_same_bits_among_any_others(n: int, gradient: str, backend: str) -> None:
+    # One of them is done again in the log domain. On a CPU few matrices lie in another order.
     logits = drawn(33, n, n)
     logits[5] *= 1000
     logits.requires_grad_()
-    options = {"iterations": 20 if backend == "torch" else 3, "compute": on(backend)}
+    iterations = 20 if backend == "torch" else 3
+    options = {"iterations": iterations, "gradient": gradient, "compute": on(backend)}
     found = otdd.doubly_stochastic(logits, **options)
     cotangents = drawn(33, n, n, seed=2)
-    (gradient,) = torch.autograd.grad(found, logits, cotangents)
+    (slopes,) = torch.autograd.grad(found, logits, cotangents)
     for part in (slice(0, 1), slice(4, 7), slice(32, 33)):
         leaf = logits[part].detach().requires_grad_()
         alone = otdd.doubly_stochastic(leaf, **options)
         assert torch.equal(alone, found[part])
-        assert torch.equal(torch.autograd.grad(alone, leaf, cotangents[part])[0], gradient[part])
+        assert torch.equal(torch.autograd.grad(alone, leaf, cotangents[part])[0], slopes[part])
+
+
+@pytest.mark.parametrize(("iterations", "forward", "backward"), [(1, 27, 47), (20, 179, 515)])
+def test_how_many_operations_small_matrices_take(
+    iterations: int, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation on so few numbers is a call, and calls are the time that they take."""
+    logits, cotangents = drawn(256, 4, 4).requires_grad_(), drawn(256, 4, 4, seed=1)
+    with OperationCounts(monkeypatch) as counts:
+        found = otdd.doubly_stochastic(logits, iterations=iterations)
+    assert counts.operations <= forward
+    with OperationCounts(monkeypatch) as counts:
+        torch.autograd.grad(found, logits, cotangents)
+    assert counts.operations <= backward
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
