@@ -30,7 +30,7 @@ def test_the_script_prints_figures_and_names() -> None:
         assert depth < files < functions
         assert file in run.stdout
     names = re.findall(r"^  (otdd_flash[\w.]+)$", run.stdout, re.M)
-    assert {"otdd_flash.otdd", "otdd_flash.kernels.tiling"} <= {*names}
+    assert {"otdd_flash.otdd", "otdd_flash.operators.build"} <= {*names}
     assert re.findall(r"\d+", modules) == [
         str(sum(name.startswith("otdd_flash.kernels") is kernel for name in names))
         for kernel in (False, True)
