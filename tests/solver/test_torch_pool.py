@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
+from otdd_flash.operators import torch_pool
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
 from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.small import forget
+from otdd_flash.solver.small.batches import solve_batch
+from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.route import MOST_POINTS, is_small
 
 # The most operations of PyTorch in a certified divergence of 50 points at a tenth of the mean cost.
@@ -26,9 +30,11 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def pool(n: int, m: int) -> TorchPool:
-    room = Room(1, n, m, 3, 1, torch.float32, torch.device("cpu"), in_triton=False)
+    room = Room(1, n, m, 33, 1, torch.float32, torch.device("cpu"), in_triton=False)
     found = TorchPool(room)
-    points = 100 + torch.randn(1, n + m, 3, generator=torch.Generator().manual_seed(n))
+    # Rounded to float32, numbers that differ in the last bits of a float64 are equal nearly always.
+    found.own_scores = [scores.double() for scores in found.own_scores]
+    points = 100 + torch.randn(1, n + m, 33, generator=torch.Generator().manual_seed(n))
     found.points.copy_(points)
     for side, size in zip(room.sides, (n, m), strict=True):
         found.masses[:, side] = numbers(1, size, seed=size)
@@ -83,6 +89,29 @@ def test_sums_of_a_symmetric_plan_take_half_of_it(n: int) -> None:
     entries = ((f[:, :, None] + f[:, None] + scores.double()) / 0.3).exp() / n**2
     torch.testing.assert_close(found.rows, entries.sum(2), rtol=1e-12, atol=0)
     assert found.columns is found.rows
+
+
+@pytest.mark.parametrize(("problems", "few"), [(3, 4), (6, 0)])
+def test_a_problem_that_is_done_waits_for_the_others(
+    problems: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is proved by what it kept, however many iterations others take after it."""
+    monkeypatch.setattr(torch_pool, "FEW", few)
+    forget()
+    draw = torch.Generator().manual_seed(0)
+    scales = torch.logspace(-0.5, 0.5, problems)[:, None, None]
+    x = scales * torch.randn(problems, 30, 8, generator=draw)
+    y = scales * (torch.randn(problems, 25, 8, generator=draw) + 0.5)
+    given = Batch((x, y), (None, None), (None, None), (1, 1), None)
+    solved = solve_batch(
+        given, (1.0, 0.0), 0.3, otdd.Converged(), debias=True, wanted=(), in_triton=False
+    )
+    assert solved.proved.all()
+    expected = [
+        float(otdd.sinkhorn_loss(x[k], y[k], epsilon=0.3, lambda_x=1.0)) for k in range(problems)
+    ]
+    torch.testing.assert_close(solved.values.tolist(), expected, rtol=1e-4, atol=1e-4)
+    forget()
 
 
 SMALL = {
