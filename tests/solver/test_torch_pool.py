@@ -59,7 +59,7 @@ def test_scores_of_a_cloud_with_itself_are_symmetric(n: int, m: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_anchor_is_the_softmin(count: int) -> None:
-    """At its own potential, near it, too far from it, at another epsilon; no mass has no say."""
+    """At its own potential, near it, at another epsilon, too far from it; no mass has no say."""
     scores = -10 * numbers(count, 30, 20).float()
     masses = numbers(count, 20, seed=1)
     masses[:, 3] = 0
@@ -71,7 +71,7 @@ def test_an_anchor_is_the_softmin(count: int) -> None:
     far[:, 5] += 0.1 * (MOST_SHIFT + 1e4)
     near = start + 0.5 * numbers(count, 20, seed=3)
     near[:, 3] = -1e6
-    for potential, epsilon in ((start, 0.1), (near, 0.1), (far, 0.1), (near, 0.03), (start, 0.03)):
+    for potential, epsilon in ((start, 0.1), (near, 0.1), (near, 0.03), (far, 0.03), (start, 0.03)):
         found = anchor.softmin(potential, [epsilon] * count)
         exponents = (potential[:, None] + scores.double()) / epsilon + masses[:, None].log()
         expected = -epsilon * exponents.logsumexp(2)
