@@ -1,6 +1,9 @@
-"""Certified divergences of 100 to 5,000 points a side on a GPU, beside geomloss and flash-sinkhorn.
+"""Certified divergences of small clouds, beside geomloss and on a GPU flash-sinkhorn.
 
-    python -m experiments.bench_small [--output DIR] [--again] [--sizes N ...] [--dimensions D ...]
+    python -m experiments.bench_small [--device cpu] [--output DIR] [--again]
+        [--sizes N ...] [--dimensions D ...]
+
+100 to 5,000 points a side on a GPU, 50 to 500 on one core of a processor.
 
 Every call gets clouds and labels that it has not seen, Gaussian ones around ten means a side, and
 is timed by the host's clock until its number is there: medians of twenty calls after three.
@@ -8,7 +11,7 @@ Forward, and with the gradient by x.
 
 - ours: `sinkhorn_loss` with its defaults, to a marginal error of 1e-3, certified;
 - geomloss at scaling 0.9, tensorized, whose schedule ends where it ends (points alone);
-- flash-sinkhorn with ten iterations from zero potentials (with labels too).
+- flash-sinkhorn with ten iterations from zero potentials (with labels too), on a GPU.
 
 A time counts if the number is right: of ours, within its interval, which has to meet that of a
 solve in float64 (up to 1,000 points a side). What others return is compared with ours, in `off`.
@@ -38,6 +41,7 @@ from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 
 SIZES, DIMENSIONS = (5_000, 2_000, 1_000, 500, 100), (16, 64, 512)
+SIZES_CPU, DIMENSIONS_CPU = (500, 200, 128, 50), (8, 64)
 RELATIVE_EPSILONS, CLASSES, ITERATIONS = (0.1, 0.01), 10, 10
 CALLS, WARM_UPS = 20, 3
 # Above it a solve in float64 takes longer than all the others.
@@ -55,16 +59,18 @@ class Clouds:
     epsilon: float
 
     @classmethod
-    def draw(cls, n: int, d: int, *, labelled: bool, relative: float, seed: int) -> Clouds:
+    def draw(
+        cls, n: int, d: int, *, labelled: bool, relative: float, seed: int, device: str
+    ) -> Clouds:
         """Around ten means a side, of unit length as a rule."""
-        draw = torch.Generator("cuda").manual_seed(seed)
-        means = torch.randn(2 * CLASSES, d, generator=draw, device="cuda") / math.sqrt(d)
-        labels = [torch.randint(0, CLASSES, (n,), generator=draw, device="cuda") for _ in range(2)]
+        draw = torch.Generator(device).manual_seed(seed)
+        means = torch.randn(2 * CLASSES, d, generator=draw, device=device) / math.sqrt(d)
+        labels = [torch.randint(0, CLASSES, (n,), generator=draw, device=device) for _ in range(2)]
         for label in labels:
             label[:CLASSES] = torch.arange(CLASSES)
         x, y = (
             means[side * CLASSES + labels[side]]
-            + torch.randn(n, d, generator=draw, device="cuda") / math.sqrt(d)
+            + torch.randn(n, d, generator=draw, device=device) / math.sqrt(d)
             for side in range(2)
         )
         # Squared distances of points and of means are about 4 and 2, each counted half.
@@ -124,15 +130,20 @@ def timed(call: Call, drawn: list[Clouds], *, gradient: bool) -> tuple[float, fl
     times, value = [], math.nan
     for clouds in drawn:
         x = clouds.x.clone().requires_grad_(gradient)
-        torch.cuda.synchronize()
+        _wait(x)
         started = time.perf_counter()
         found = call(clouds, x)
         if gradient:
             found.backward()  # type: ignore[no-untyped-call]
         value = float(found)
-        torch.cuda.synchronize()
+        _wait(x)
         times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times[WARM_UPS:]), value
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
 
 
 def check(clouds: Clouds, value: float) -> dict[str, Any]:
@@ -152,7 +163,7 @@ def check(clouds: Clouds, value: float) -> dict[str, Any]:
             class_table=clouds.table,
             cost=GroundCost(),
             options=options,
-            compute=ComputeOptions("cuda", precision=precision),
+            compute=ComputeOptions(clouds.x.device.type, precision=precision),
         )
 
     here = solved("fast", Converged())
@@ -173,14 +184,16 @@ def check(clouds: Clouds, value: float) -> dict[str, Any]:
     }
 
 
-def bench(n: int, d: int, relative: float, *, labelled: bool) -> dict[str, Any]:
+def bench(n: int, d: int, relative: float, *, labelled: bool, device: str) -> dict[str, Any]:
     """One row: milliseconds of everyone, forward and with gradient."""
     drawn = [
-        Clouds.draw(n, d, labelled=labelled, relative=relative, seed=seed)
+        Clouds.draw(n, d, labelled=labelled, relative=relative, seed=seed, device=device)
         for seed in range(CALLS + WARM_UPS)
     ]
     row: dict[str, Any] = {"n": n, "d": d, "epsilon": relative, "labels": labelled}
-    calls: dict[str, Call] = {"ours": ours, "flash_sinkhorn": flash_sinkhorn}
+    calls: dict[str, Call] = {"ours": ours}
+    if device == "cuda":
+        calls["flash_sinkhorn"] = flash_sinkhorn
     if not labelled:
         calls["geomloss"] = geomloss
     values: dict[str, float] = {}
@@ -194,25 +207,35 @@ def bench(n: int, d: int, relative: float, *, labelled: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write bench_small.json."""
+    """Write bench_small.json, or bench_small_cpu.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="forget rows that are there")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--dimensions", type=int, nargs="+", default=DIMENSIONS)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--dimensions", type=int, nargs="+")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench_small needs a CUDA device")
+    on_gpu = given.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        sys.exit("bench_small needs a CUDA device, or --device cpu")
+    if not on_gpu:
+        torch.set_num_threads(1)
+    sizes = given.sizes or (SIZES if on_gpu else SIZES_CPU)
+    dimensions = given.dimensions or (DIMENSIONS if on_gpu else DIMENSIONS_CPU)
     warnings.simplefilter("ignore")
-    packages = ("torch", "triton", "geomloss", "flash-sinkhorn")
+    packages = (
+        ("torch", "triton", "geomloss", "flash-sinkhorn") if on_gpu else ("torch", "geomloss")
+    )
+    name = "bench_small" if on_gpu else "bench_small_cpu"
     keys = ("n", "d", "epsilon", "labels")
-    rows = Rows("bench_small", keys, *packages, folder=given.output, again=given.again)
-    for n in given.sizes:
-        for d in given.dimensions:
+    rows = Rows(name, keys, *packages, folder=given.output, again=given.again)
+    for n in sizes:
+        for d in dimensions:
             for relative in RELATIVE_EPSILONS:
                 for labelled in (False, True):
                     if not rows.has(n=n, d=d, epsilon=relative, labels=labelled):
-                        rows.add(bench(n, d, relative, labelled=labelled))
+                        row = bench(n, d, relative, labelled=labelled, device=given.device)
+                        rows.add(row)
 
 
 if __name__ == "__main__":
