@@ -133,6 +133,22 @@ def on_a_processor() -> Iterator[Claim]:
         yield start, [r["called"]["ms"] for r in rows]
 
 
+def small_on_a_processor() -> Iterator[Claim]:
+    """Certified divergences of small clouds."""
+    for n, d in ((50, 8), (50, 64), (128, 64), (200, 64), (500, 64)):
+        shown = []
+        for key, labels in (
+            ("ours_ms", False),
+            ("ours_ms", True),
+            ("ours_with_gradient_ms", False),
+            ("geomloss_ms", False),
+        ):
+            for epsilon in (0.1, 0.01):
+                r = row("bench_small_cpu", n=n, d=d, epsilon=epsilon, labels=labels)
+                shown.append(r[key])
+        yield f"{n}, {d}", shown
+
+
 def gradients() -> Iterator[Claim]:
     start = "debiased divergence and its gradient, labels, 60,000 × 60,000, d = 784, ten iterations"
     for name, d in [(start, 784), ("the same, d = 512, with its gradient", 512)]:

@@ -16,6 +16,7 @@ from benchmark_claims import (
     memory,
     on_a_processor,
     regression,
+    small_on_a_processor,
 )
 from result_rows import RESULTS, content, shows
 
@@ -37,7 +38,7 @@ def measured(start):
 
 TABLES = [
     *(distances, class_distances, flows, on_a_processor, gradients, implicit, curvature),
-    *(regression, memory, bounds),
+    *(small_on_a_processor, regression, memory, bounds),
 ]
 
 
