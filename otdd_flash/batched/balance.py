@@ -5,7 +5,8 @@ Each of the three functions exists twice: as it is, for calls from Python, and a
 PyTorch's compiler, which takes seconds.
 
 Matrices come with 1 / t (() or (B,) float64) and masses or none, as for
-`otdd_flash.kernels.batched.small_balance`; nothing here synchronises with a GPU.
+`otdd_flash.kernels.batched.small_balance`; the kernels never wait for a GPU,
+where PyTorch's own path asks it once for each chunk.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ points.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import mul
 from typing import NamedTuple, Protocol
 
@@ -79,6 +79,11 @@ class FewQuasiNewton:
         """Whether all of them are."""
         return not any(self._active)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a marginal error is NaN, as costs that are not finite make it."""
+        return any(math.isnan(Told(*told).marginal_error) for told in self._told)
+
     def begin(self, settings: Tensor, start: Start) -> None:
         """Begin afresh with other problems, as `QuasiNewtonKernels.begin`."""
         self._begin(goal_of(settings), start)
@@ -104,7 +109,8 @@ class FewQuasiNewton:
         self._active = [True] * len(self._states)
 
     def keep(self, order: Tensor) -> None:
-        """Do nothing: problems that are done take no time here."""
+        """Go on with all of them: only one problem at a time is left out, and then no other is."""
+        assert len(order) == len(self._states)
 
     def _begin(self, goal: Goal, start: Start) -> None:
         self._goal = goal
@@ -192,10 +198,10 @@ class Memory:
             steps[slot] = found.step_residual - mean_step * mean
             differences[slot] = found.difference_residual - mean_difference * mean
             self.slot = (slot + 1) % memory
-        squares = math.fsum(self._squares[k][k] for k in range(memory))
+        squares = _sum(self._squares[k][k] for k in range(memory))
         if not squares:
             return NextStep(learnt, math.nan, [])
-        scale = math.fsum(self._curvatures) / squares
+        scale = _sum(self._curvatures) / squares
         inner = [_dot(row, steps) for row in self._inverse]
         outer = [
             scale * (_dot(row, inner) - difference) + bend * part
@@ -232,4 +238,12 @@ def _halves(products: list[float]) -> tuple[list[float], list[float]]:
 
 
 def _dot(one: tuple[float, ...] | list[float], other: list[float]) -> float:
-    return math.fsum(map(mul, one, other))
+    return _sum(map(mul, one, other))
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Add up numbers; NaN where a sum overflows, or infinities of both signs meet."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan

@@ -57,7 +57,9 @@ def ratio(one: Any, other: Any) -> Any:
     """Return one / other, infinite or NaN where `other` is 0."""
     if isinstance(one, Tensor) or isinstance(other, Tensor) or other:
         return one / other
-    return math.nan if one == 0 or math.isnan(one) else math.copysign(math.inf, one)
+    if one == 0 or math.isnan(one):
+        return math.nan
+    return math.copysign(math.inf, one) * math.copysign(1.0, other)
 
 
 def log(value: Any) -> Any:
@@ -78,8 +80,10 @@ def exp(value: Any) -> Any:
 
 
 def sqrt(value: Any) -> Any:
-    """Return the square root of numbers of at least 0."""
-    return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
+    """Return the square root; NaN of numbers below 0."""
+    if isinstance(value, Tensor):
+        return value.sqrt()
+    return math.sqrt(value) if value >= 0 else math.nan
 
 
 def is_finite(value: Any) -> Any:

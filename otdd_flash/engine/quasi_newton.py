@@ -16,7 +16,8 @@ converge. To ask for a tenth ends solves that rounding has stopped all the same:
 fluctuates at random between one floor and ten, and new lows, each a tenth below the one before, run
 out after 22.
 
-This file is the reference; where passes run in Triton, `quasi_newton_kernels` does the same.
+This file is the reference; `quasi_newton_kernels` does the same in Triton, and `few_problems` takes
+`decide` from here for problems whose numbers are floats.
 """
 
 from __future__ import annotations
@@ -226,6 +227,11 @@ class QuasiNewton:
         self._segments, self._form = segments, form
         self._begin(goal, start)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a marginal error is NaN, as costs that are not finite make it."""
+        return bool(self.terms[:, Told._fields.index("marginal_error")].isnan().any())
+
     def begin(self, settings: Tensor, start: Start) -> None:
         """Begin afresh with other problems, as `QuasiNewtonKernels.begin`."""
         self._begin(goal_of(settings), start)
@@ -301,7 +307,7 @@ class QuasiNewton:
 
 
 def goal_of(settings: Tensor) -> Goal:
-    """The goal that begins the numbers (7,) of `PooledRule.begin`."""
+    """Return the goal at the head of the numbers (7,) of `PooledRule.begin`."""
     epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
     return Goal(epsilon, tolerance, loosest, int(most), aim)
 

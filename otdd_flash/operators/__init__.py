@@ -35,7 +35,7 @@ Iterations run on segments (`engine.rule.Segments`). `one_segment` is the proble
 `kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and
 `anchored_segments` keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments`
 computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of
-a small divergence are `pooled_segments` of a `score_pool`, whose scores are stored on a GPU, and
-each of them a `pooled_term` for its certificate; a given matrix is a `matrix_pool`, and `pools`
-chooses by which of both it is. Vectors are `padded_vectors` or, in Triton, `kernel_vectors`.
+a small divergence are the segments of a `score_pool`, which also has the terms for certificates:
+`kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a `matrix_pool`. Vectors are
+`few_vectors`, of one problem or of few, `padded_vectors` or, in Triton, `kernel_vectors`.
 """

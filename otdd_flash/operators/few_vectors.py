@@ -25,8 +25,8 @@ NEWEST = 3
 class FewVectors:
     """Vectors of S problems with m columns each; 8 (8 + 2 memory) S m bytes.
 
-    Where a column has no mass all but its potential, residual and level is 0, so that one product
-    has all inner products.
+    Where a column has no mass its step, its residual difference and what is remembered of it are 0,
+    so that one product has all inner products.
 
     Args:
         masses: (S, m) float64, 0 also for padding.

@@ -6,8 +6,8 @@ the diagonal and those of the cross term beside them, once for rows of x and onc
 `kernel_pool` computes with them in Triton, `torch_pool` on a processor; `matrix_pool` is for a cost
 matrix that is given, of which nothing is stored.
 
-Everything here is launched without asking the device anything: sizes, weights and epsilon are read
-from its memory, so that one recording serves all problems that fit the room.
+In Triton everything is launched without asking the device anything: sizes, weights and epsilon are
+read from its memory, so that one recording serves all problems that fit the room.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Room(NamedTuple):
         if not self.dim:
             return 256 * points + 1024 * self.m
         products = min(8 * PRODUCTS, 8 * points * max(self.n, self.m))
-        return 4 * points * self.points + 2 * products + 32 * points * self.dim
+        # A processor keeps anchors as large as scores.
+        scores = points * self.points * (4 if self.in_triton else 8)
+        return scores + 2 * products + 32 * points * self.dim
 
 
 class PooledCosts(NamedTuple):
@@ -170,6 +172,15 @@ class PooledRule(Protocol):
 
     def step(self) -> None:
         """Evaluate the candidates and choose the next."""
+        ...
+
+
+class AskedRule(PooledRule, Protocol):
+    """Iterations on a processor, where to ask takes no time."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a marginal error is NaN, as costs that are not finite make it."""
         ...
 
 

@@ -60,7 +60,7 @@ TILE = 256
 # Problems up to which decisions are made one by one, in Python floats.
 FEW = 4
 
-# Facts are asked for where they are.
+# Facts are in `pool.cross` and `pool.own`; the certificates of a pool do not read these.
 UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -75,8 +75,8 @@ class TorchPool(ScorePool):
     def __init__(self, room: Room) -> None:
         super().__init__(room)
         n, m, dtype = room.n, room.m, torch.float32
-        self.as_many = n == m
-        if not self.as_many:
+        self.square = n == m
+        if not self.square:
             self.own_scores = [self.zeros(n, n, dtype=dtype), self.zeros(m, m, dtype=dtype)]
         else:
             self._both = self.zeros(2, n, n, dtype=dtype)
@@ -89,7 +89,7 @@ class TorchPool(ScorePool):
         return self.own_scores[rows] if rows == columns else self._between[rows]
 
     def both(self) -> Tensor:
-        """Scores (2 B, n, n) of the self terms of x and y of each problem in turn, `as_many`."""
+        """Scores (2 B, n, n) of the self terms of x and y of each problem in turn, `square`."""
         return self._both.flatten(0, 1)
 
     def segments(self, tables: Sequence[Tensor], *, own: bool) -> TorchSegments:
@@ -191,7 +191,7 @@ class TorchSegments:
         self._lengths = (room.n, room.m) if own else (room.m,)
         if not own:
             self._anchors = [_Anchor(pool.block(0, 1), y), _Anchor(pool.block(1, 0), x)]
-        elif pool.as_many:
+        elif pool.square:
             self._anchors = [_Anchor(pool.both(), pool.masses.view(-1, room.n))]
         else:
             self._anchors = [_Anchor(pool.block(0, 0), x), _Anchor(pool.block(1, 1), y)]
@@ -200,7 +200,7 @@ class TorchSegments:
         padded = self._padded(self._masses)
         self._updated = torch.zeros_like(padded)
         self._rows = pool.zeros(room.n, dtype=torch.float32)
-        self._vectors = FewVectors(padded, padded.float())
+        self._made: FewVectors | None = None
         self.scalars: list[Scalars] = []
 
     def restart(self, candidate: Tensor) -> None:
@@ -208,9 +208,18 @@ class TorchSegments:
             Scalars(torch.float32, torch.float32, scale, spread, pass_errors(mean, lowest), 0.0)
             for mean, lowest, scale, spread in zip(*self._numbers(), strict=True)
         ]
-        self._vectors.begin(self._padded(self._masses), self._padded(candidate))
+        masses, candidate = self._padded(self._masses), self._padded(candidate)
+        if self._made is None:
+            self._made = FewVectors(masses, candidate.to(torch.float32, copy=True))
+        else:
+            self._made.begin(masses, candidate)
         for anchor in self._anchors:
             anchor.forget()
+
+    @property
+    def _vectors(self) -> FewVectors:
+        assert self._made is not None
+        return self._made
 
     @property
     def facts(self) -> PooledCosts:
@@ -239,7 +248,7 @@ class TorchSegments:
         return self._vectors.evaluate(rows, updated, epsilon)
 
     def _softmins(self, candidate: Tensor, epsilon: list[float], active: Sequence[bool]) -> Tensor:
-        """T'(T(g)) of cross terms, whose T(g) are then the rows, or T(g) of self terms."""
+        """Compute T'(T(g)) of cross terms, keeping T(g) as the rows, or T(g) of self terms."""
         if not self._own:
             rows = self._anchors[0].softmin(candidate, epsilon).float()
             if not all(active):
@@ -284,7 +293,7 @@ class TorchSegments:
 
 
 class ManySegments(TorchSegments):
-    """Those of so many problems that decisions in tensors take less time than one by one."""
+    """Segments of more than `FEW` problems, decided upon in tensors."""
 
     dtype = sum_dtype = torch.float32
 
@@ -447,7 +456,10 @@ class TorchTerm:
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (S, n) and g (S, m), in float64 throughout."""
+        """Sum the rows and columns of the plan of f (S, n) and g (S, m), in float64 throughout.
+
+        Of a term of clouds with themselves g is f, and the columns are the rows.
+        """
         level = float(epsilon)
         f, g = present(self.a, f), present(self.b, g)
         # f_i + g_j as a product of matrices: one read and one write of a tile.
@@ -474,7 +486,8 @@ class TorchTerm:
         rows = self.a * rows
         columns = rows if self._own else self.b * columns
         errors = self._error_share * self._magnitudes[0], self._error_share * self._magnitudes[1]
-        return measured((rows, columns), (f, g), self._magnitudes, errors, UNIT)
+        sums = measured((rows, columns), (f, g), self._magnitudes, errors, UNIT)
+        return sums._replace(column_errors=sums.row_errors) if self._own else sums
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (S, n) for masses q (S, m), float64: one read of the scores."""

@@ -6,7 +6,7 @@ where that stops early. `schedules` are the ways to solve a term: `converged` to
 `geomloss`, the fixed updates of that library, for comparisons. `solve` is one term from a start to
 its `certificate`, and `term` what it is asked and what it gives; the iterations themselves are
 those of `engine`, and `segmented` solves many problems by them side by side. `small` problems are
-solved on a GPU with all terms side by side; `matrix` has the problems of given costs.
+solved with all terms side by side, on stored scores; `matrix` has the problems of given costs.
 
 First derivatives in closed form: `term_gradient` of a solved term, `gradient` of the divergence.
 What needs the linear system of `schur`: `curvature` and `hessian` are second derivatives, `adjoint`

@@ -12,7 +12,8 @@ from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor, tensors
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
-from otdd_flash.operators.build import Compute, ComputeOptions, scores_fit, uses_triton
+from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
+from otdd_flash.operators.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.loss import sinkhorn_loss
@@ -20,7 +21,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.exchanged import Batch
-from otdd_flash.solver.small.route import is_quick, pays
+from otdd_flash.solver.small.route import fits, is_quick, pays
 from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
 
 Clouds = Tensor | Sequence[Tensor]
@@ -156,19 +157,22 @@ def sinkhorn_losses(
         class_totals or (1, 1),
         None if class_table is None else class_table.detach().to(clouds[0].device),
     )
-    admitted = _admitted(batch, zip(x, y, strict=True))
-    weights = float(lambda_x), float(lambda_y)
-    in_triton = uses_triton(ComputeOptions.of(compute), clouds[0].device)
-    losses, proved = _side_by_side(
-        batch, clouds, weights, epsilon, options, debias=debias, in_triton=in_triton
-    )
-    rest = (~(proved & admitted)).nonzero().flatten().tolist()
-    if not rest:
-        return losses
-    parts = list(losses.unbind())
-    for k in rest:
-        parts[k] = one(k)
-    return torch.stack(parts)
+    # What is wrong with another pair is no concern of these.
+    chosen = _admitted(batch, zip(x, y, strict=True)).nonzero().flatten()
+    found: dict[int, Tensor] = {}
+    if len(chosen):
+        if len(chosen) < count:
+            there = chosen.to(clouds[0].device)
+            batch, clouds = batch.part(there), (clouds[0][there], clouds[1][there])
+        weights, given = (float(lambda_x), float(lambda_y)), ComputeOptions.of(compute)
+        losses, proved = _side_by_side(
+            batch, clouds, weights, epsilon, options, debias=debias, compute=given
+        )
+        if bool(proved.all()) and len(chosen) == count:
+            return losses
+        every = zip(chosen.tolist(), losses.unbind(), proved.tolist(), strict=True)
+        found = {k: loss for k, loss, is_proved in every if is_proved}
+    return torch.stack([found[k] if k in found else one(k) for k in range(count)])
 
 
 def _side_by_side(
@@ -179,7 +183,7 @@ def _side_by_side(
     options: Converged,
     *,
     debias: bool,
-    in_triton: bool,
+    compute: ComputeOptions,
 ) -> tuple[Tensor, Tensor]:
     """Losses (B,) of all pairs, for autograd, and on the host which of them (B,) are proved.
 
@@ -190,7 +194,7 @@ def _side_by_side(
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         debias: False leaves self terms out.
-        in_triton: whether kernels solve them.
+        compute: how passes run, and how much memory scores may take.
     """
     # As samples normalise them.
     of_x, of_y = (
@@ -200,7 +204,16 @@ def _side_by_side(
     wanted = [k for k in (0, 1) if torch.is_grad_enabled() and clouds[k].requires_grad]
     with torch.no_grad():
         solved = solve_batch(
-            batch, weights, epsilon, options, debias=debias, wanted=wanted, in_triton=in_triton
+            batch,
+            weights,
+            epsilon,
+            options,
+            debias=debias,
+            wanted=wanted,
+            in_triton=uses_triton(compute, clouds[0].device),
+            budget=None
+            if compute.memory_budget == "auto"
+            else budget_in_bytes(compute.memory_budget, clouds[0].device),
         )
     losses = solved.values.to(clouds[0])
     if wanted:
@@ -243,8 +256,8 @@ def _small(
     first, chosen = x[0], ComputeOptions.of(compute)
     kind = first.device.type
     there = chosen.device in ("auto", str(first.device), kind)
-    if kind == "cpu" and chosen.device == "auto":
-        # That is a GPU if there is one.
+    if kind == "cpu" and compute is not None and chosen.device == "auto":
+        # That is a GPU if there is one; without options it is where the clouds are.
         there = not torch.cuda.is_available()
     same = all(
         cloud.ndim == 2
@@ -256,14 +269,16 @@ def _small(
     )
     if not (there and same and chosen.precision != "double"):
         return False
-    in_triton = uses_triton(chosen, first.device)
+    try:
+        in_triton = uses_triton(chosen, first.device)
+    except InputError:
+        # The first pair is refused by its place.
+        return False
     n, m = (max(map(len, side)) for side in (x, y))
     room = Room(1, n, m, first.shape[1], 1, first.dtype, first.device, in_triton)
     if kind == "cuda":
         return in_triton and pays(room)
-    shape = n + m, 2 * (n + m)
-    budget = kind == "cpu" and scores_fit(shape, chosen.dtype, chosen, first.device)
-    return budget and not in_triton and is_quick(room)
+    return kind == "cpu" and not in_triton and is_quick(room) and fits(room, chosen)
 
 
 def _padded(clouds: Clouds) -> Tensor:

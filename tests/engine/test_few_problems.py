@@ -137,6 +137,21 @@ def test_directions_are_those_of_tensors() -> None:
         torch.testing.assert_close(direction, slots.T @ expected.weights[0], rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("extreme", [math.inf, 1e308])
+def test_numbers_that_overflow_have_no_direction(extreme: float) -> None:
+    """As tensors they would be infinite, or NaN: nothing is raised."""
+    memory = Memory(MEMORY)
+    found = Evaluation(*[1.0] * 16, [0.0] * 2 * MEMORY, [0.0] * 2 * MEMORY)
+    found = found._replace(mean_step=0.0, mean_difference=0.0, mean_residual=0.0)
+    assert memory.after(found, True, 0.0).learnt
+    products = [extreme, -extreme] * MEMORY
+    found = found._replace(remembered_differences=products, remembered_residual=products)
+    found = found._replace(step_difference=extreme, step_residual=extreme)
+    memory.after(found, True, 0.0)
+    found = memory.after(found, True, 0.0)
+    assert not all(map(math.isfinite, (found.scale, *found.weights)))
+
+
 def test_nothing_remembered_has_no_direction() -> None:
     found = Evaluation(*[0.0] * 16, [0.0] * 2 * MEMORY, [0.0] * 2 * MEMORY)
     assert math.isnan(Memory(MEMORY).after(found, False, 0.0).scale)

@@ -115,7 +115,8 @@ def test_pairs_are_solved_side_by_side(
     # Two rooms: of two pairs and of one.
     given = batch_of(clouds(0), clouds(1, side=1))
     one = batches.room_of(given, 1, in_triton=backend == "triton").bytes
-    monkeypatch.setattr(batches, "MOST_AT_ONCE", (2 * one, 2 * one))
+    monkeypatch.setattr(batches, "MOST_BYTES", 2 * one)
+    monkeypatch.setattr(batches, "MOST_BYTES_CPU", 2 * one)
     assert_the_same(options | {"options": otdd.Converged(tolerance=2e-4)}, 1e-5, backend)
 
 
@@ -151,6 +152,32 @@ def test_a_pair_that_needs_more_is_solved_alone(
     lost = [*y[:2], y[2].detach() * torch.nan]
     with pytest.raises(InputError, match=r"^pair 2: y"):
         solve(x, lost)
+
+
+def test_a_pair_that_is_refused_is_refused_at_once() -> None:
+    """By its place, before iterations that costs beyond float32 would keep from ending."""
+    x, y = clouds(0), clouds(1, side=1)
+    solve = partial(otdd.sinkhorn_losses, epsilon=EPSILON, compute=otdd.ComputeOptions("cpu"))
+    x, y = ([part.detach().cpu() for part in side] for side in (x, y))
+    for wrong, message in ((torch.nan, "y: "), (1e20, "overflow")):
+        with pytest.raises(InputError, match=rf"^pair 1: .*{message}"):
+            solve(x, [y[0], wrong * y[1], y[2]])
+    with pytest.raises(InputError, match="overflow"):
+        otdd.sinkhorn_loss(x[0], 1e20 * y[0], epsilon=EPSILON)
+    labelled = [torch.arange(len(part)) % 2 for part in x], [torch.arange(len(y[0])) + 7] * 3
+    with pytest.raises(InputError, match=r"^pair 0: y"):
+        solve(
+            x,
+            [y[0]] * 3,
+            labels_x=labelled[0],
+            labels_y=labelled[1],
+            class_table=table().cpu(),
+            class_totals=(2, 3),
+        )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRITON_INTERPRET", "0")
+        with pytest.raises(InputError, match=r"^pair 0: .*backend=triton"):
+            solve(x, y, compute=otdd.ComputeOptions("cpu", "triton"))
 
 
 def test_clouds_of_other_sizes_are_uniform_each_by_itself() -> None:

@@ -114,6 +114,18 @@ def test_a_problem_that_is_done_waits_for_the_others(
     forget()
 
 
+def test_every_iteration_is_told() -> None:
+    """That of a self term's certificate included."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 2, generator=draw), torch.randn(20, 2, generator=draw)
+    told: dict[str, list[int]] = {}
+    found = Problem.between(x, y, 0.5, compute=otdd.ComputeOptions("cpu")).solve(
+        otdd.Converged(), progress=lambda name, step, _: told.setdefault(name, []).append(step)
+    )
+    for name, term in found.terms.items():
+        assert told[name] == list(range(1, term.iterations + 1)), name
+
+
 SMALL = {
     "small": (True, {}),
     "many": (False, {"n": MOST_POINTS + 1}),

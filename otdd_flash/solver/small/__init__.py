@@ -1,6 +1,7 @@
-"""Small divergences and given matrices on a GPU: `route` says which, `pooled_solve` records them.
+"""Small divergences, and on a GPU given matrices: `route` says which, `pooled_solve` solves them.
 
-`kept_solves` holds recordings for the next problem of a size; `forget` gives their memory back.
+`kept_solves` holds what was made for the next problem of a size, on a GPU recordings as well;
+`forget` gives that memory back.
 """
 
 from otdd_flash.solver.small.kept_solves import forget

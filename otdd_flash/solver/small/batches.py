@@ -1,4 +1,4 @@
-"""Small divergences of B pairs of clouds, side by side in the recordings of one solve."""
+"""Small divergences of B pairs of clouds, side by side in one `PooledSolve`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from otdd_flash.solver.small.single import facts_of
 from otdd_flash.solver.solve import AIM
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
 
-# Bytes of the problems that are solved at once, and how many they are: kernels have a program for
-# each along an axis that holds 65,535.
-MOST_PROBLEMS = 1 << 15
-# On a processor, and in Triton.
-MOST_AT_ONCE = 1 << 25, 1 << 30
+# Bytes of the problems that are solved at once, on a GPU and on a processor, whose cache they
+# should not exceed by much; and how many they are: kernels have a program for each along an axis
+# that holds 65,535.
+MOST_BYTES, MOST_BYTES_CPU, MOST_PROBLEMS = 1 << 30, 1 << 25, 1 << 15
 
 
 class BatchSolved(NamedTuple):
@@ -52,8 +51,9 @@ def solve_batch(
     debias: bool,
     wanted: Sequence[int],
     in_triton: bool,
+    budget: int | None = None,
 ) -> BatchSolved:
-    """The divergences of a batch, as many problems at once as memory is meant to hold.
+    """Solve the divergences of a batch, as many problems at once as memory is meant to hold.
 
     Args:
         batch: float32 points.
@@ -63,10 +63,12 @@ def solve_batch(
         debias: whether there are self terms.
         wanted: sides, 0 for x and 1 for y, by whose points gradients are.
         in_triton: whether kernels solve it, on a GPU; else PyTorch on a processor.
+        budget: bytes of the problems that a processor solves at once, if fewer are wanted.
     """
     problems = len(batch.points[0])
     one = room_of(batch, 1, in_triton=in_triton)
-    at_once = max(1, min(MOST_PROBLEMS, MOST_AT_ONCE[in_triton] // one.bytes))
+    most = MOST_BYTES if in_triton else min(MOST_BYTES_CPU, budget or MOST_BYTES_CPU)
+    at_once = max(1, min(MOST_PROBLEMS, most // one.bytes))
     parts = -(-problems // at_once)
     size = -(-problems // parts)
     solved = [

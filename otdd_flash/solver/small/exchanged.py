@@ -107,7 +107,9 @@ class Batch(NamedTuple):
             pool.class_distances[:, :total, :total].copy_(self.table)
         return now
 
-    def part(self, problems: slice) -> Batch:
+    def part(self, problems: slice | Tensor) -> Batch:
+        """Take some problems, a slice or (P,) int64 on their device."""
+
         def of(given: tuple[Tensor | None, Tensor | None]) -> Any:
             return tuple(None if side is None else side[problems] for side in given)
 

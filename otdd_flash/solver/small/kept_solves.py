@@ -1,4 +1,4 @@
-"""Small solves that are kept with their recordings, for the next problem of their size."""
+"""Small solves that are kept for the next problem of their size, on a GPU with recordings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from otdd_flash.devices import current
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.small.pooled_solve import PooledSolve
 
-# Solves that are kept, and bytes that they may take.
-MOST_KEPT, MOST_BYTES = 16, 1 << 32
+# Solves that are kept, and bytes that they may take, on a GPU and on a processor: there they save
+# the time to make a few tensors.
+MOST_KEPT, MOST_BYTES, MOST_BYTES_CPU = 16, 1 << 32, 1 << 25
 
 _kept: OrderedDict[tuple[Room, bool], list[PooledSolve]] = OrderedDict()
 _changing = Lock()
@@ -55,11 +56,11 @@ def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
         with _changing:
             _kept.setdefault(key, []).append(solve)
             _kept.move_to_end(key)
-            while _too_many():
+            while _too_many(room.device.type):
                 # Whatever stream used it last.
                 if room.device in _left:
                     _left[room.device].synchronize()
-                _taken(next(iter(_kept)))
+                _taken(_kept_on(room.device.type)[0])
 
 
 def is_kept(room: Room) -> bool:
@@ -83,7 +84,16 @@ def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
     return solve
 
 
-def _too_many() -> bool:
-    counts = [len(solves) for solves in _kept.values()]
-    taken = sum(room.bytes * count for (room, _), count in zip(_kept, counts, strict=True))
-    return sum(counts) > MOST_KEPT or taken > MOST_BYTES
+def _kept_on(kind: str) -> list[tuple[Room, bool]]:
+    """List what is kept on a kind of device, the oldest first."""
+    return [key for key in _kept if key[0].device.type == kind]
+
+
+def _too_many(kind: str) -> bool:
+    """Return whether more is kept on a kind of device than there should be."""
+    keys = _kept_on(kind)
+    counts = [len(_kept[key]) for key in keys]
+    taken = sum(room.bytes * count for (room, _), count in zip(keys, counts, strict=True))
+    # A room in the interpreter is one of a GPU.
+    most = MOST_BYTES if any(room.in_triton for room, _ in keys) else MOST_BYTES_CPU
+    return sum(counts) > MOST_KEPT or taken > most

@@ -1,17 +1,18 @@
-"""Small divergences on stored scores, and given matrices of any size, solved in recordings.
+"""Small divergences on stored scores, and given matrices of any size; on a GPU in recordings.
 
 Below some thousand points a side the work of a solve takes less time than to launch its kernels one
 by one. So three CUDA graphs hold it all: one prepares scores and potentials, one takes some
 iterations of all terms, the cross term beside the self terms, and one certifies. They read sizes,
 weights, epsilon and the address of a given matrix from the device's memory and serve every problem
 that fits the room. The device is asked once: how far iterations are, and what the certificate has
-measured.
+measured. On a processor nothing is recorded, and iterations end as soon as they are done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +21,15 @@ from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.levels import Levels, first_level
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.operators.score_pool import UNIT, Pool, PooledRule, Room, ScorePool, tables_of
+from otdd_flash.operators.score_pool import (
+    UNIT,
+    AskedRule,
+    Pool,
+    PooledRule,
+    Room,
+    ScorePool,
+    tables_of,
+)
 from otdd_flash.solver.certificate import (
     PlanEvidence,
     cross_evidence,
@@ -162,12 +171,20 @@ class PooledSolve:
             for _ in range(self._replays):
                 self._iterating.run(self._iterate)
             return
-        while any(map(any, before := [rule.active.tolist() for rule in self._rules])):
+        # Costs beyond their type are refused by whoever reads what they are.
+        lost = not self._in_range()
+        while not lost and any(map(any, before := [rule.active.tolist() for rule in self._rules])):
             for rule, active in zip(self._rules, before, strict=True):
                 if any(active):
                     rule.step()
             if progress is not None:
                 self._report(progress, [moved for active in before for moved in active])
+            lost = any(cast(AskedRule, rule).is_lost for rule in self._rules)
+
+    def _in_range(self) -> bool:
+        """Whether float32 holds all costs, with room for their sums."""
+        facts = [torch.stack(segments.facts).abs().amax() for segments in self._segments]
+        return bool(torch.stack(facts).amax() < torch.finfo(torch.float32).max / 4)
 
     def _report(self, progress: SolverProgress, moved: list[bool]) -> None:
         """Tell how far the terms of one problem are, those that have moved."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import scores_fit, uses_triton
-from otdd_flash.operators.memory import UNASKED, free_memory
+from otdd_flash.operators.build import ComputeOptions, uses_triton
+from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room, ScorePool
 from otdd_flash.solver.divergence import Potentials, Pulled, Solved
@@ -38,16 +38,20 @@ def is_small(request: Request, options: Converged) -> bool:
         return False
     x, y = request.seen
     whole = isinstance(x.features, Tensor) and isinstance(y.features, Tensor)
-    if not whole or not is_quick(room_for(request, None)):
-        return False
-    points = len(x) + len(y)
-    return scores_fit((points, 2 * points), compute.dtype, compute, device)
+    return whole and is_quick(room := room_for(request, None)) and fits(room, compute)
 
 
 def is_quick(room: Room) -> bool:
     """Whether a problem on a processor takes less time with its terms side by side."""
     most = max(room.n, room.m)
     return most <= MOST_POINTS and most**2 * room.dim <= MOST_ON_PROCESSOR
+
+
+def fits(room: Room, compute: ComputeOptions) -> bool:
+    """Whether a room on a processor is within what stored scores may take."""
+    if compute.memory_budget == "auto" and room.bytes <= UNASKED:
+        return True
+    return room.bytes <= budget_in_bytes(compute.memory_budget, room.device)
 
 
 def backend_of(request: Request) -> str:

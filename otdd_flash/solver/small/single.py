@@ -1,4 +1,4 @@
-"""One problem while it is solved in recordings: how far it is, and the terms that it ends with."""
+"""One problem while a `PooledSolve` solves it: how far it is, and the terms that it ends with."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class SingleSolve:
     ) -> None:
         self._solve, self._sizes, self._known = solve, sizes, known
         self._epsilon, self._options = epsilon, options
+        self._in_triton = solve.room.in_triton
         self.costs: dict[str, CostFacts] = {}
         self.asymmetric = False
 
@@ -87,6 +88,9 @@ class SingleSolve:
             term = _concluded(name, read, costs, evidence, self._epsilon, self._options)
             if term is None:
                 return None
+            # The certificate of a self term is an iteration more.
+            if progress is not None and term.iterations > read.iterations and not self._in_triton:
+                progress(name, term.iterations, term.marginal_error)
             terms[name] = term
         return terms
 
@@ -103,7 +107,7 @@ class SingleSolve:
                 return False
             floor = rounding_floor(costs, 0.0, self._epsilon)
             reachable_tolerance(self._options, floor, self._epsilon, costs.dtype)
-            if progress is not None and self._solve.room.in_triton:
+            if progress is not None and self._in_triton:
                 progress(name, int(read.iterations), read.error)
         return True
 
