@@ -45,6 +45,9 @@ STEPS = 4
 # Replays after which a first solve asks how far it is.
 FIRST_REPLAYS = 3
 
+# Iterations on a processor after which a solve asks, as nothing ends what is hopeless.
+MOST_UNASKED = 100
+
 # Entries of plans that are held at once.
 ENTRIES = 1 << 25
 
@@ -155,14 +158,17 @@ class PooledSolve:
     def iterate(self, progress: SolverProgress | None = None) -> None:
         """Take as many iterations as the last problem took.
 
-        On a processor, where to ask takes no time, as many as it takes, of which `progress` hears
-        if there is one problem.
+        On a processor, where to ask takes no time, as many as it takes, but no more than
+        `MOST_UNASKED` at once, of which `progress` hears if there is one problem.
         """
         if self.room.in_triton:
             for _ in range(self._replays):
                 self._iterating.run(self._iterate)
             return
-        while any(map(any, before := [rule.active.tolist() for rule in self._rules])):
+        for _ in range(MOST_UNASKED):
+            before = [rule.active.tolist() for rule in self._rules]
+            if not any(map(any, before)):
+                return
             for rule, active in zip(self._rules, before, strict=True):
                 if any(active):
                     rule.step()
