@@ -15,6 +15,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import ComparedPair, PairwiseResult, pairwise_distances
 from otdd_flash.samples import LabeledSamples
+from otdd_flash.solver import problem
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
@@ -49,7 +50,16 @@ def solves(monkeypatch):
         counts["cross" if name == "xy" else "self"] += 1
         return solve(options, *args, name=name, **kwargs)
 
+    side_by_side = problem.solve_small
+
+    def counting_small(*args, **kwargs):
+        terms = side_by_side(*args, **kwargs)
+        for name in terms or ():
+            counts["cross" if name == "xy" else "self"] += 1
+        return terms
+
     monkeypatch.setattr(Converged, "solve_term", counting)
+    monkeypatch.setattr(problem, "solve_small", counting_small)
     return counts
 
 
@@ -77,7 +87,11 @@ def test_every_number_is_that_of_a_single_comparison(options):
             (result.upper, single.bounds[1]),
             (result.marginal_errors, single.divergence.marginal_error),
         ):
-            assert float(table[i, j]) == float(table[j, i]) == number
+            assert float(table[i, j]) == float(table[j, i])
+            # Terms that are solved side by side, as in float32, round apart from one alone.
+            off = {} if "compute" in options else {"rel": 1e-7, "abs": 1e-6}
+            wanted = pytest.approx(number, **off) if off else number
+            assert float(table[i, j]) == wanted
         assert bool(result.converged[i, j]) == single.converged
         tolerances.append(single.divergence.tolerance)
         assert torch.equal(result.class_distances.between(i, j).full, single.class_distances.full)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.engine.few_problems import FewQuasiNewton
+from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.errors import InputError
 from otdd_flash.operators import torch_pool
 from otdd_flash.solver import losses
@@ -178,6 +180,36 @@ def test_a_pair_that_is_refused_is_refused_at_once() -> None:
         patched.setenv("TRITON_INTERPRET", "0")
         with pytest.raises(InputError, match=r"^pair 0: .*backend=triton"):
             solve(x, y, compute=otdd.ComputeOptions("cpu", "triton"))
+
+
+@pytest.mark.parametrize("few", [0, 4])
+def test_what_is_hopeless_ends_long_before_the_iterations(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor: not finite, or beyond float32."""
+    forget()
+    monkeypatch.setattr(torch_pool, "FEW", few)
+    steps: list[int] = []
+    for rule in (FewQuasiNewton, QuasiNewton):
+        step = rule.step
+        monkeypatch.setattr(rule, "step", lambda self, step=step: steps.append(1) or step(self))
+    options, cpu = otdd.Converged(max_iterations=1000), otdd.ComputeOptions("cpu")
+    solve = partial(otdd.sinkhorn_losses, epsilon=EPSILON, options=options, compute=cpu)
+    x, y = ([part.detach().cpu() for part in clouds(side, side=side)] for side in (0, 1))
+    for bad in (torch.nan * y[1], 3e19 * y[1]):
+        with pytest.raises(InputError, match=r"^pair 1: "):
+            solve(x, [y[0], bad, y[2]])
+    # Of cross terms and of self terms, and of pairs that are solved alone after that.
+    assert 0 < len(steps) < 1000
+    forget()
+
+
+def test_a_label_without_a_class_is_refused_by_the_place_of_its_pair() -> None:
+    bad = labels(0)
+    bad[1] = bad[1] + 7
+    given = {"epsilon": EPSILON, "labels_y": labels(1), **LABELLED}
+    with pytest.raises(InputError, match=r"^pair 1: x: labels must lie"):
+        otdd.sinkhorn_losses(clouds(0), clouds(1, side=1), labels_x=bad, **given)
 
 
 def test_clouds_of_other_sizes_are_uniform_each_by_itself() -> None:

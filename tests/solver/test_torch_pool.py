@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
+from otdd_flash.errors import InputError
 from otdd_flash.operators import torch_pool
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
@@ -169,3 +170,12 @@ def test_a_small_divergence_asks_for_few_operations() -> None:
     with Operations() as operations:
         otdd.sinkhorn_loss(x, y, epsilon=epsilon, options=options)
     assert operations.count <= MOST_OPERATIONS
+
+
+@pytest.mark.parametrize("term", ["xy", "xx", "yy"])
+@pytest.mark.parametrize("shape", [(3,), (), (14,), (1, 7)])
+def test_potentials_of_other_clouds_are_no_start(term: str, shape: tuple[int, ...]) -> None:
+    """Part of a room would keep what another problem started from."""
+    x, y = numbers(6, 2).float(), numbers(7, 2, seed=1).float()
+    with pytest.raises(InputError, match=rf"^start\['{term}'\] must have shape"):
+        otdd.sinkhorn_divergence(x, y, epsilon=0.1, start={term: torch.zeros(shape)})

@@ -54,6 +54,9 @@ STEPS = 4
 # Replays after which a first solve asks how far it is.
 FIRST_REPLAYS = 3
 
+# Iterations on a processor after which a solve asks, as nothing ends what is hopeless.
+MOST_UNASKED = 100
+
 # Entries of plans that are held at once.
 ENTRIES = 1 << 25
 
@@ -164,8 +167,8 @@ class PooledSolve:
     def iterate(self, progress: SolverProgress | None = None) -> None:
         """Take as many iterations as the last problem took.
 
-        On a processor, where to ask takes no time, as many as it takes, of which `progress` hears
-        if there is one problem.
+        On a processor, where to ask takes no time, as many as it takes, but no more than
+        `MOST_UNASKED` at once, of which `progress` hears if there is one problem.
         """
         if self.room.in_triton:
             for _ in range(self._replays):
@@ -173,7 +176,10 @@ class PooledSolve:
             return
         # Costs beyond their type are refused by whoever reads what they are.
         lost = not self._in_range()
-        while not lost and any(map(any, before := [rule.active.tolist() for rule in self._rules])):
+        for _ in range(MOST_UNASKED):
+            before = [rule.active.tolist() for rule in self._rules]
+            if lost or not any(map(any, before)):
+                return
             for rule, active in zip(self._rules, before, strict=True):
                 if any(active):
                     rule.step()
@@ -290,7 +296,9 @@ class PooledSolve:
         rooms = [self.room.n, self.room.m] * (1 if len(self.terms) == 1 else 2)
         parts = torch.split(self._potentials[0].clone(), rooms)
         lengths = sizes * (len(parts) // 2)
-        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        found = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        # On a GPU launches are what takes time; elsewhere whoever keeps one does not keep all.
+        return found if self.room.in_triton else [part.clone() for part in found]
 
 
 def _repeat(rule: PooledRule) -> None:
