@@ -7,6 +7,7 @@ import math
 import torch
 
 from otdd_flash.engine.evidence.scale import rounding_floor
+from otdd_flash.errors import InputError
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.class_table import ROUNDING
 from otdd_flash.operators.score_pool import UNIT
@@ -126,8 +127,14 @@ def _concluded(
         return None
     certificate = conclude(costs, evidence, numbers, epsilon)
     floor = rounding_floor(costs, numbers.size, epsilon)
-    tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
     exhausted = read.iterations >= options.max_iterations - 1
+    try:
+        tolerance = reachable_tolerance(options, floor, epsilon, costs.dtype)
+    except InputError:
+        if exhausted:
+            # Potentials of few iterations may be far larger than those of the solution.
+            return None
+        raise
     if (certificate.marginal_error > tolerance and not exhausted) or numbers.lost > 0:
         return None
     # Of a cross term that had come to its end the last iteration has taken the certificate's.
