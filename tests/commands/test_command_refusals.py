@@ -211,7 +211,7 @@ def test_a_users_own_code_is_named_with_its_own_error(request, run, setting, sen
 @pytest.mark.slow
 def test_too_little_memory_is_said_with_the_bytes(command, monkeypatch):
     from otdd_flash.operators import memory
-    from otdd_flash.operators.stored import StoredOperator
+    from otdd_flash.operators.torch_pool import TorchTerm
 
     with monkeypatch.context() as patched:
         patched.setattr(memory, "UNASKED", 0)
@@ -224,7 +224,7 @@ def test_too_little_memory_is_said_with_the_bytes(command, monkeypatch):
     def run_out(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(StoredOperator, "softmin_rows", run_out)
+    monkeypatch.setattr(TorchTerm, "marginals", run_out)
     ended = command()
     assert ended.code == 2
     for part in ("out of memory on cpu", "2.00 GiB", "need at least", "max_samples"):

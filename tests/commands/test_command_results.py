@@ -131,7 +131,7 @@ def test_how_the_solve_ended_is_told(command, read):
     loaded = DistanceResult.load("run")
     assert (loaded.converged, loaded.divergence.stopped_by) == (True, "bound_width")
 
-    ended = command("epsilon_relative=1e-5", "save_result=true")
+    ended = command("epsilon_relative=3e-6", "save_result=true")
     assert ended.code == 0
     assert re.search(r"converged +│ yes, stopped by rounding", ended.out)
     result = read("run/result.json")
