@@ -20,6 +20,7 @@ import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.operators import float64_rows, sharing
+from otdd_flash.solver.small import route
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
