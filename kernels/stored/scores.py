@@ -8,7 +8,6 @@ those of y, so that passes over either read whole rows, and the same number.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -105,8 +104,3 @@ def stored_scores(
         SYMMETRIC=symmetric,
         BLOCK=BLOCK,
     )
-
-
-def no_scores(problems: int, points: int, device: torch.device) -> Tensor:
-    """Scores (B, points, points) float32 to be written."""
-    return torch.zeros((problems, points, points), dtype=torch.float32, device=device)

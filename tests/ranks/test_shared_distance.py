@@ -158,6 +158,10 @@ def test_the_clock_of_rank_0_decides() -> None:
     assert second["stopped_by"] == "max_seconds"
 
 
+# Plans of ranks and of one process end at other iterations: each is as near to the solution.
+FINE = otdd.Converged(tolerance=2.5e-5)
+
+
 def of_weighted() -> dict[str, Any]:
     """Shards whose weights are in one unit: one is a part of a whole, one of its own rows."""
     rank, shards = torch.distributed.get_rank(), []
@@ -170,7 +174,8 @@ def of_weighted() -> dict[str, Any]:
             part = otdd.LabeledSamples(*given, 1.0 + rows)
         shards.append(part.to("cpu"))
     compute = otdd.ComputeOptions("cpu", group="world")
-    return summary(otdd.dataset_distance(*shards, epsilon=EPSILON, compute=compute))
+    found = otdd.dataset_distance(*shards, epsilon=EPSILON, solver=FINE, compute=compute)
+    return summary(found)
 
 
 def weighted_datasets() -> list[otdd.LabeledSamples]:
@@ -180,7 +185,7 @@ def weighted_datasets() -> list[otdd.LabeledSamples]:
 @pytest.mark.slow
 def test_masses_of_shards_add_up() -> None:
     found = pool(2).run(of_weighted)[0]
-    alone = otdd.dataset_distance(*weighted_datasets(), epsilon=EPSILON, compute="cpu")
+    alone = otdd.dataset_distance(*weighted_datasets(), epsilon=EPSILON, solver=FINE, compute="cpu")
     assert found["value"] == pytest.approx(alone.value, rel=1e-6)
     assert torch.allclose(found["coupling"], alone.class_coupling(), atol=1e-5)
 
