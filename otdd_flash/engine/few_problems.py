@@ -26,7 +26,7 @@ from otdd_flash.engine.trust import Trust
 
 
 class FewProblems(Protocol):
-    """What `FewQuasiNewton` iterates on; numbers of a problem are floats."""
+    """A few problems for `FewQuasiNewton`, whose numbers are floats."""
 
     @property
     def memory(self) -> int: ...
@@ -66,7 +66,7 @@ class FewQuasiNewton:
 
     @property
     def terms(self) -> Tensor:
-        """What is `run.Told` of each problem, of when it was active last, (S, 8) float64."""
+        """The `run.Told` of each problem, of when it was active last, (S, 8) float64."""
         return torch.tensor(self._told, dtype=torch.float64)
 
     @property
@@ -109,7 +109,7 @@ class FewQuasiNewton:
         self._active = [True] * len(self._states)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with all of them: only one problem at a time is left out, and then no other is."""
+        """Go on with all problems, the only order there is: few are never compacted."""
         assert len(order) == len(self._states)
 
     def _begin(self, goal: Goal, start: Start) -> None:

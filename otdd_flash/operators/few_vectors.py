@@ -152,9 +152,9 @@ class _OneProblem(NamedTuple):
     """Views of the vectors (m,) of one problem.
 
     Attributes:
-        candidate: as of all.
-        kept: likewise.
-        residual: likewise.
+        candidate: the potential to evaluate next.
+        kept: the potential kept last.
+        residual: that of the potential kept last.
         fresh: of the candidate that was evaluated.
         level: where the last level of epsilon ended.
         newest: the step and its residual difference.

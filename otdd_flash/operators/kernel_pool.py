@@ -7,40 +7,31 @@ may get wrong is about what `one_segment` says of a single problem: certificates
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import PassErrors
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product
 from otdd_flash.kernels.stored.scores import stored_scores
 from otdd_flash.kernels.stored.step import stored_programs, stored_step
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
-from otdd_flash.operators.few_vectors import MEMORY
+from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 from otdd_flash.operators.score_pool import (
     PRODUCTS,
     SIDES,
+    UNKNOWN,
     Pool,
-    PooledCosts,
     PooledSegments,
     Room,
     ScorePool,
-    pass_errors,
 )
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
-
-# The host does not know more while everything is launched.
-UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
 
 
 class KernelPool(ScorePool):
@@ -59,10 +50,7 @@ class KernelPool(ScorePool):
         return self.scores[:, sides[rows], sides[columns]]
 
     def segments(self, tables: Sequence[Tensor], *, own: bool) -> ScoredSegments:
-        return ScoredSegments(self, tables, symmetric=own)
-
-    def rule(self, segments: PooledSegments, form: Form) -> QuasiNewtonKernels:
-        return kernel_rule(segments, form)
+        return ScoredSegments(self, tables, own=own)
 
     def term(self, name: str) -> PooledTerm:
         return PooledTerm(self, name)
@@ -91,44 +79,37 @@ class KernelPool(ScorePool):
             )
 
 
-def kernel_rule(segments: PooledSegments, form: Form) -> QuasiNewtonKernels:
-    """The iterations of the vectors of a pool in kernels."""
-    vectors = cast(PooledVectors, segments)
-    ones = torch.ones(len(segments.mean_cost), dtype=torch.float64)
-    nowhere = Start(Levels.descending(ones), torch.zeros_like(ones))
-    return QuasiNewtonKernels(vectors, Goal(1.0, 1.0, 1.0, 0), form, nowhere)
-
-
-class PooledVectors(ABC):
-    """B cross terms, or 2 B self terms, those of x and y of each problem in turn.
+class PooledVectors(PooledSegments):
+    """Segments whose vectors lie in Triton.
 
     Args:
         pool: the problems.
         tables: of `tables_of` for all that there is room for, on the device; kernels read there how
             many points there are.
-        symmetric: whether these are the self terms.
+        own: whether these are the self terms.
 
     Attributes:
         vectors: potentials and what else there is of each column.
     """
 
-    dtype = sum_dtype = torch.float32
-    memory = MEMORY
-
-    def __init__(self, pool: Pool, tables: Sequence[Tensor], *, symmetric: bool) -> None:
-        self._pool, self._symmetric, room = pool, symmetric, pool.room
+    def __init__(self, pool: Pool, tables: Sequence[Tensor], *, own: bool) -> None:
+        super().__init__(pool, own=own)
+        room = pool.room
         self.device, self._tables = room.device, tables
-        columns = room.problems * (room.points if symmetric else room.m)
+        columns = room.problems * (room.points if own else room.m)
         candidate = torch.zeros(columns, dtype=torch.float32, device=room.device)
         masses = pool.masses.view(-1)
         layouts = [SegmentLayout.of(table, columns) for table in self._tables]
-        if not symmetric:
+        if not own:
             layouts[0] = layouts[0]._replace(entries=room.problems * room.n)
         self.vectors = KernelVectors((masses, masses), layouts, candidate, self.memory)
 
     @abstractmethod
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers of an evaluation."""
+
+    def rule(self, form: Form) -> QuasiNewtonKernels:
+        return QuasiNewtonKernels(self, self.nowhere[0], form, self.nowhere[1])
 
     def restart(self, candidate: Tensor) -> None:
         for part in self.vectors.columns:
@@ -150,45 +131,21 @@ class PooledVectors(ABC):
     def kept(self) -> Tensor:
         return self.vectors.columns.kept
 
-    @property
-    def facts(self) -> PooledCosts:
-        known = self._pool.own if self._symmetric else self._pool.cross
-        return PooledCosts(*(number.reshape(-1) for number in known))
-
-    @property
-    def mean_cost(self) -> Tensor:
-        return self.facts.above_lowest
-
-    @property
-    def cost_spread(self) -> Tensor:
-        """R >= max C - min C (S,)."""
-        return self.facts.spread
-
-    @property
-    def offset(self) -> Tensor:
-        """0: no term of one side is left out of the costs (S,)."""
-        return torch.zeros_like(self.facts.mean)
-
-    @property
-    def errors(self) -> PassErrors:
-        """Estimates of what rounding does to a pass in float32."""
-        return pass_errors(self.facts.mean, self.facts.lowest)
-
 
 class ScoredSegments(PooledVectors):
-    """Those of a pool whose scores are stored."""
+    """Segments on the stored scores of a pool."""
 
-    def __init__(self, pool: KernelPool, tables: Sequence[Tensor], *, symmetric: bool) -> None:
-        super().__init__(pool, tables, symmetric=symmetric)
+    def __init__(self, pool: KernelPool, tables: Sequence[Tensor], *, own: bool) -> None:
+        super().__init__(pool, tables, own=own)
         self._scores, room = pool, pool.room
         self._programs = [stored_programs(table) for table in tables]
-        entries = room.problems * (room.points if symmetric else max(room.n, room.m))
+        entries = room.problems * (room.points if own else max(room.n, room.m))
         highest = torch.zeros(entries, dtype=torch.float32, device=room.device)
         self._sums = Sums(highest, torch.ones_like(highest, dtype=torch.float64))
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         vectors = self.vectors
-        if not self._symmetric:
+        if not self._own:
             self._half_step(0, epsilon, vectors.columns.candidate, active)
             vectors.take(self._sums, epsilon, active)
         self._half_step(-1, epsilon, vectors.rows, active)

@@ -12,16 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
-from otdd_flash.operators.kernel_pool import UNKNOWN, PooledVectors, kernel_rule
-from otdd_flash.operators.score_pool import Pool, PooledSegments, Room
+from otdd_flash.operators.kernel_pool import PooledVectors
+from otdd_flash.operators.score_pool import UNKNOWN, Pool, Room
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 
 
@@ -61,9 +59,6 @@ class MatrixPool(Pool):
         assert not own
         return PooledMatrix(self, tables)
 
-    def rule(self, segments: PooledSegments, form: Form) -> QuasiNewtonKernels:
-        return kernel_rule(segments, form)
-
     def term(self, name: str) -> MatrixTerm:
         assert name == "xy"
         return MatrixTerm(self)
@@ -83,7 +78,7 @@ class PooledMatrix(PooledVectors):
     """
 
     def __init__(self, pool: MatrixPool, tables: Sequence[Tensor]) -> None:
-        super().__init__(pool, tables, symmetric=False)
+        super().__init__(pool, tables, own=False)
         self._matrix = pool
 
     def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,18 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.numbers import Numbers, clamp, constant
 from otdd_flash.engine.recording import run_branches
-from otdd_flash.engine.rule import Start
+from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import PassErrors
 from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
+from otdd_flash.operators.few_vectors import MEMORY
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 from otdd_flash.operators.stored import StoredOperator
+
+# What terms of a pool tell of their costs: the facts themselves are in `Pool.cross` and `Pool.own`.
+UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
 
 # Unit roundoff of what is stored.
 UNIT = torch.finfo(torch.float32).eps / 2
@@ -113,44 +118,81 @@ class PooledCosts(NamedTuple):
         return self.highest - self.lowest
 
 
-class PooledSegments(Protocol):
+class PooledSegments(ABC):
     """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
 
     Vectors of all problems lie one after the other: of rows (B N,), of columns (B M,), and of self
-    terms (B L,).
+    terms (B L,). What a pass may get wrong is about what `one_segment` says of a single problem:
+    certificates measure it again.
+
+    Args:
+        pool: the problems.
+        own: whether these are the self terms.
     """
 
+    dtype = sum_dtype = torch.float32
+    memory = MEMORY
+
+    def __init__(self, pool: Pool, *, own: bool) -> None:
+        self._pool, self._own = pool, own
+
     @property
+    @abstractmethod
     def rows(self) -> Tensor:
         """Potentials f of the last evaluation."""
-        ...
 
     @property
+    @abstractmethod
     def kept(self) -> Tensor:
         """Potentials of columns that were kept last."""
-        ...
 
-    @property
-    def facts(self) -> PooledCosts:
-        """Facts of the costs, (S,) each."""
-        ...
-
-    @property
-    def mean_cost(self) -> Tensor:
-        """The mean cost, above the lowest one where that is negative (S,)."""
-        ...
-
-    def restart(self, candidate: Tensor) -> None:
-        """Begin again with other potentials of columns."""
-        ...
-
+    @abstractmethod
     def updated(self, epsilon: Tensor) -> Tensor:
         """T'(T(g)) of the potentials that were kept last, or T(g) of self terms.
 
         Args:
             epsilon: () float64, of the last evaluation.
         """
-        ...
+
+    @abstractmethod
+    def restart(self, candidate: Tensor) -> None:
+        """Begin again with other potentials of columns."""
+
+    @abstractmethod
+    def rule(self, form: Form) -> PooledRule:
+        """Make their iterations, before any problem."""
+
+    @property
+    def facts(self) -> PooledCosts:
+        """Facts of the costs, (S,) each."""
+        known = self._pool.own if self._own else self._pool.cross
+        return PooledCosts(*(number.reshape(-1) for number in known))
+
+    @property
+    def mean_cost(self) -> Tensor:
+        """The mean cost, above the lowest one where that is negative (S,)."""
+        return self.facts.above_lowest
+
+    @property
+    def cost_spread(self) -> Tensor:
+        """R >= max C - min C (S,)."""
+        return self.facts.spread
+
+    @property
+    def offset(self) -> Tensor:
+        """0: no term of one side is left out of the costs (S,)."""
+        return torch.zeros_like(self.facts.mean)
+
+    @property
+    def errors(self) -> PassErrors:
+        """Estimates of what a pass in float32 rounds (S,)."""
+        return pass_errors(self.facts.mean, self.facts.lowest)
+
+    @property
+    def nowhere(self) -> tuple[Goal, Start]:
+        """What a rule is made with before there is a problem."""
+        ones = torch.ones(len(self.mean_cost), dtype=torch.float64)
+        return Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
 
 
 class PooledRule(Protocol):
@@ -233,10 +275,6 @@ class Pool(ABC):
                 how many points there are.
             own: whether these are the self terms.
         """
-
-    @abstractmethod
-    def rule(self, segments: PooledSegments, form: Form) -> PooledRule:
-        """The iterations of segments of this pool, before any problem."""
 
     @abstractmethod
     def term(self, name: str) -> Certifiable:

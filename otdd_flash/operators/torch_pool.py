@@ -17,25 +17,22 @@ of at most `MOST_SHIFT` each e^-47 of its sum. Certificates compute plans anew, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.few_problems import FewQuasiNewton
-from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import Evaluation, Move, PassErrors
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
-from otdd_flash.operators.few_vectors import MEMORY, FewVectors
+from otdd_flash.engine.segments import Evaluation, Move
+from otdd_flash.operators.base import Epsilon, Marginals
+from otdd_flash.operators.few_vectors import FewVectors
 from otdd_flash.operators.one_segment import Scalars
 from otdd_flash.operators.padded_vectors import PaddedVectors
 from otdd_flash.operators.score_pool import (
     SIDES,
     UNIT,
-    PooledCosts,
+    UNKNOWN,
     PooledSegments,
     Room,
     ScorePool,
@@ -59,9 +56,6 @@ TILE = 256
 
 # Problems up to which decisions are made one by one, in Python floats.
 FEW = 4
-
-# Facts are in `pool.cross` and `pool.own`; the certificates of a pool do not read these.
-UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
 
 
 class TorchPool(ScorePool):
@@ -93,15 +87,7 @@ class TorchPool(ScorePool):
         return self._both.flatten(0, 1)
 
     def segments(self, tables: Sequence[Tensor], *, own: bool) -> TorchSegments:
-        return (TorchSegments if self.room.problems <= FEW else ManySegments)(self, own=own)
-
-    def rule(self, segments: PooledSegments, form: Form) -> FewQuasiNewton | QuasiNewton:
-        ones = torch.ones(len(segments.mean_cost), dtype=torch.float64)
-        nowhere = Start(Levels.descending(ones), torch.zeros_like(ones))
-        goal = Goal(1.0, 1.0, 1.0, 0)
-        if isinstance(segments, ManySegments):
-            return QuasiNewton(segments, goal, form, nowhere)
-        return FewQuasiNewton(cast(TorchSegments, segments), goal, form, nowhere)
+        return (FewSegments if self.room.problems <= FEW else ManySegments)(self, own=own)
 
     def term(self, name: str) -> TorchTerm:
         one, two = SIDES[name]
@@ -163,7 +149,7 @@ class TorchPool(ScorePool):
                     transposed[:, two, one] = tile.mT
 
     def _between_classes(self, rows: slice, columns: slice) -> Tensor:
-        """lambda_y W of the classes of some points (B, r, c)."""
+        """Look up lambda_y W between the classes of some points (B, r, c)."""
         problem = torch.arange(self.room.problems)[:, None, None]
         labels = self.labels[:, rows, None], self.labels[:, None, columns]
         return self.class_costs[problem, *labels]
@@ -175,18 +161,17 @@ def _parts(points: slice) -> list[slice]:
     return [slice(start, min(start + TILE, points.stop)) for start in starts]
 
 
-class TorchSegments:
-    """The cross terms of a pool, or its self terms, those of x and of y of each problem in turn.
+class TorchSegments(PooledSegments):
+    """Segments of a pool on a processor, whatever holds their vectors.
 
     Args:
         pool: the problems.
         own: whether these are the self terms.
     """
 
-    memory = MEMORY
-
     def __init__(self, pool: TorchPool, *, own: bool) -> None:
-        self._pool, self._own, room = pool, own, pool.room
+        super().__init__(pool, own=own)
+        room = pool.room
         x, y = (pool.masses[:, side] for side in room.sides)
         self._lengths = (room.n, room.m) if own else (room.m,)
         if not own:
@@ -195,57 +180,13 @@ class TorchSegments:
             self._anchors = [_Anchor(pool.both(), pool.masses.view(-1, room.n))]
         else:
             self._anchors = [_Anchor(pool.block(0, 0), x), _Anchor(pool.block(1, 1), y)]
-        self._masses = pool.masses if own else y
-        self._row_masses = x.unsqueeze(2)
-        padded = self._padded(self._masses)
-        self._updated = torch.zeros_like(padded)
+        self._row_masses, self._column_masses = x, pool.masses if own else y
+        self._updated = torch.zeros_like(self._padded(self._column_masses))
         self._rows = pool.zeros(room.n, dtype=torch.float32)
-        self._made: FewVectors | None = None
-        self.scalars: list[Scalars] = []
-
-    def restart(self, candidate: Tensor) -> None:
-        self.scalars = [
-            Scalars(torch.float32, torch.float32, scale, spread, pass_errors(mean, lowest), 0.0)
-            for mean, lowest, scale, spread in zip(*self._numbers(), strict=True)
-        ]
-        masses, candidate = self._padded(self._masses), self._padded(candidate)
-        if self._made is None:
-            self._made = FewVectors(masses, candidate.to(torch.float32, copy=True))
-        else:
-            self._made.begin(masses, candidate)
-        for anchor in self._anchors:
-            anchor.forget()
-
-    @property
-    def _vectors(self) -> FewVectors:
-        assert self._made is not None
-        return self._made
-
-    @property
-    def facts(self) -> PooledCosts:
-        known = self._pool.own if self._own else self._pool.cross
-        return PooledCosts(*(number.reshape(-1) for number in known))
-
-    @property
-    def mean_cost(self) -> Tensor:
-        return self.facts.above_lowest
 
     @property
     def rows(self) -> Tensor:
         return self.kept if self._own else self._rows.flatten()
-
-    @property
-    def kept(self) -> Tensor:
-        return self._flat(self._vectors.kept).float()
-
-    def updated(self, epsilon: Tensor) -> Tensor:
-        return self._flat(self._vectors.kept + self._vectors.residual).float()
-
-    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
-        """Evaluate the candidates in two softmins, or one of a cloud with itself."""
-        updated = self._softmins(self._vectors.candidate, list(epsilon), active)
-        rows = None if self._own else (self._rows, self._row_masses)
-        return self._vectors.evaluate(rows, updated, epsilon)
 
     def _softmins(self, candidate: Tensor, epsilon: list[float], active: Sequence[bool]) -> Tensor:
         """Compute T'(T(g)) of cross terms, keeping T(g) as the rows, or T(g) of self terms."""
@@ -264,17 +205,8 @@ class TorchSegments:
                 self._updated[k::2, :length] = found
         return self._updated
 
-    def move(self, k: int, move: Move) -> None:
-        self._vectors.move(k, move)
-
-    def _numbers(self) -> list[list[float]]:
-        """The mean and the lowest cost, and what decisions need of costs, of each segment."""
-        facts = self.facts
-        every = facts.mean, facts.lowest, facts.above_lowest, facts.spread
-        return [each.tolist() for each in every]
-
     def _padded(self, flat: Tensor) -> Tensor:
-        """Vectors of self terms (B L,) as (2 B, longest), of cross terms (B M,) as (B, M)."""
+        """Shape vectors of self terms (B L,) as (2 B, longest), of cross terms (B M,) as (B, M)."""
         problems, lengths = self._pool.room.problems, self._lengths
         if min(lengths) == max(lengths):
             return flat.reshape(-1, lengths[0])
@@ -292,50 +224,81 @@ class TorchSegments:
         return torch.cat(parts, 1).flatten()
 
 
-class ManySegments(TorchSegments):
-    """Segments of more than `FEW` problems, decided upon in tensors."""
+class FewSegments(TorchSegments):
+    """Segments of at most `FEW` problems, decided upon one by one in Python floats.
 
-    dtype = sum_dtype = torch.float32
+    Attributes:
+        scalars: what decisions need of the costs of each.
+    """
+
+    def __init__(self, pool: TorchPool, *, own: bool) -> None:
+        super().__init__(pool, own=own)
+        masses = self._padded(self._column_masses)
+        self._vectors = FewVectors(masses, masses.float())
+        self.scalars: list[Scalars] = []
+
+    def rule(self, form: Form) -> FewQuasiNewton:
+        return FewQuasiNewton(self, self.nowhere[0], form, self.nowhere[1])
 
     def restart(self, candidate: Tensor) -> None:
-        self._potentials = self._padded(candidate).float()
-        self._many = PaddedVectors(self._padded(self._masses), self.memory)
-        self._many.kept = self._potentials.double()
+        facts = self.facts
+        every = facts.mean, facts.lowest, facts.above_lowest, facts.spread
+        self.scalars = [
+            Scalars(self.dtype, self.dtype, scale, spread, pass_errors(mean, lowest), 0.0)
+            for mean, lowest, scale, spread in zip(*(each.tolist() for each in every), strict=True)
+        ]
+        self._vectors.begin(self._padded(self._column_masses), self._padded(candidate))
         for anchor in self._anchors:
             anchor.forget()
 
     @property
-    def cost_spread(self) -> Tensor:
-        """R >= max C - min C (S,)."""
-        return self.facts.spread
+    def kept(self) -> Tensor:
+        return self._flat(self._vectors.kept).float()
 
-    @property
-    def offset(self) -> Tensor:
-        """0: no term of one side is left out of the costs (S,)."""
-        return torch.zeros_like(self.facts.mean)
+    def updated(self, epsilon: Tensor) -> Tensor:
+        return self._flat(self._vectors.kept + self._vectors.residual).float()
 
-    @property
-    def errors(self) -> PassErrors:
-        """Estimates of what rounding does to a pass (S,)."""
-        return pass_errors(self.facts.mean, self.facts.lowest)
+    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
+        """Evaluate the candidates in two softmins, or one of a cloud with itself."""
+        updated = self._softmins(self._vectors.candidate, list(epsilon), active)
+        rows = None if self._own else (self._rows, self._row_masses[:, :, None])
+        return self._vectors.evaluate(rows, updated, epsilon)
+
+    def move(self, k: int, move: Move) -> None:
+        self._vectors.move(k, move)
+
+
+class ManySegments(TorchSegments):
+    """Segments of more than `FEW` problems, decided upon in tensors."""
+
+    def rule(self, form: Form) -> QuasiNewton:
+        return QuasiNewton(self, self.nowhere[0], form, self.nowhere[1])
+
+    def restart(self, candidate: Tensor) -> None:
+        self._potentials = self._padded(candidate).float()
+        self._vectors = PaddedVectors(self._padded(self._column_masses), self.memory)
+        self._vectors.kept = self._potentials.double()
+        for anchor in self._anchors:
+            anchor.forget()
 
     @property
     def kept(self) -> Tensor:
-        return self._flat(self._many.kept).float()
+        return self._flat(self._vectors.kept).float()
 
     def updated(self, epsilon: Tensor) -> Tensor:
-        return self._flat(self._many.kept + self._many.residual).float()
+        return self._flat(self._vectors.kept + self._vectors.residual).float()
 
-    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:  # type: ignore[override]
+    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
+        """Evaluate the candidates in two softmins, or one of clouds with themselves."""
         updated = self._softmins(self._potentials, epsilon.tolist(), active.tolist())
         potential = self._potentials.double()
-        rows = (potential, self._padded(self._masses))
+        rows = potential, self._padded(self._column_masses)
         if not self._own:
-            rows = self._rows.double(), self._row_masses.squeeze(2)
-        return self._many.evaluate(rows, potential, updated.double(), epsilon)
+            rows = self._rows.double(), self._row_masses
+        return self._vectors.evaluate(rows, potential, updated.double(), epsilon)
 
-    def move(self, move: Move, active: Tensor) -> None:  # type: ignore[override]
-        self._potentials = self._many.move(self._potentials.double(), move, active).float()
+    def move(self, move: Move, active: Tensor) -> None:
+        self._potentials = self._vectors.move(self._potentials.double(), move, active).float()
 
 
 class _Anchor:
@@ -361,7 +324,7 @@ class _Anchor:
         self._absent = absent if bool(absent.any()) else None
 
     def softmin(self, potential: Tensor, epsilon: list[float]) -> Tensor:
-        """T(g) (S, n) float64 of potentials g (S, m)."""
+        """Compute T(g) (S, n) float64 of potentials g (S, m)."""
         level: float | Tensor = epsilon[0]
         if any(each != level for each in epsilon):
             level = torch.tensor(epsilon, dtype=torch.float64)[:, None]
@@ -386,7 +349,7 @@ class _Anchor:
         return self._softmin - sums.double().log_().mul_(level)
 
     def _times(self, factors: Tensor) -> Tensor:
-        """sum_j p_ij v_j (S, n) of factors v (S, m)."""
+        """Compute sum_j p_ij v_j (S, n) for factors v (S, m)."""
         if len(factors) == 1:
             return torch.mv(self._plan[0], factors[0])[None]
         return torch.bmm(self._plan, factors.unsqueeze(2)).squeeze(2)

@@ -200,10 +200,7 @@ def _side_by_side(
     of_x, of_y = (
         None if part is None else part / part.sum(1, keepdim=True) for part in batch.masses
     )
-    # Labels that there is no class for are of pairs that are solved alone.
-    kinds = zip(batch.labels, batch.class_totals, strict=True)
-    one, two = (None if part is None else part.clamp(0, total - 1) for part, total in kinds)
-    batch = batch._replace(masses=(of_x, of_y), labels=(one, two))
+    batch = batch._replace(masses=(of_x, of_y))
     wanted = [k for k in (0, 1) if torch.is_grad_enabled() and clouds[k].requires_grad]
     with torch.no_grad():
         solved = solve_batch(

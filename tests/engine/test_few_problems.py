@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.engine import numbers
 from otdd_flash.engine.differences import Differences
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
 from otdd_flash.engine.few_problems import Memory
@@ -53,6 +57,31 @@ def states(count: int) -> tuple[State, Evaluation]:
     numbers[0], numbers[2] = near / 2 + numbers[0] * 1e-3, near / 2
     numbers[7] = 1 + spread(-9, -1)
     return State(1 + whole(41), levels, trust, progress), Evaluation(*numbers, dual, dual)
+
+
+EXTREMES = (-math.inf, -2.5, -0.0, 0.0, 1e-300, 0.5, 800.0, math.inf, math.nan)
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "ratio": numbers.ratio,
+    "maximum": numbers.maximum,
+    "minimum": numbers.minimum,
+    "log": lambda one, _: numbers.log(one),
+    "exp": lambda one, _: numbers.exp(one),
+    "sqrt": lambda one, _: numbers.sqrt(one),
+    "is_finite": lambda one, _: numbers.is_finite(one),
+    "clamp": lambda one, _: numbers.clamp(one, -1.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_floats_follow_what_tensors_do_at_the_extremes(name: str) -> None:
+    """Infinities, NaN and zeros of both signs: nothing raises, and signs are equal."""
+    operation = OPERATIONS[name]
+    for pair in product(EXTREMES, EXTREMES):
+        expected = operation(*(torch.tensor([each], dtype=DOUBLE) for each in pair))
+        found = torch.tensor([operation(*pair)], dtype=expected.dtype)
+        torch.testing.assert_close(
+            found, expected, rtol=1e-14, atol=0, equal_nan=True, msg=f"{name} of {pair}"
+        )
 
 
 def flat(value: object) -> list[object]:

@@ -134,6 +134,7 @@ SMALL = {
     "streamed": (False, {"compute": otdd.ComputeOptions("cpu", memory_budget=0)}),
     "width": (False, {"options": otdd.Converged(bound_width=0.1)}),
     "time": (False, {"options": otdd.Converged(max_seconds=1.0)}),
+    "one iteration": (False, {"options": otdd.Converged(max_iterations=1)}),
 }
 
 

@@ -93,7 +93,7 @@ class PooledSolve:
         if debias:
             self._segments.append(self.pool.segments((tables[2 * count :],), own=True))
         self._rules = [
-            self.pool.rule(segments, form)
+            segments.rule(form)
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
