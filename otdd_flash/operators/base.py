@@ -113,9 +113,6 @@ class Marginals(NamedTuple):
 
         |C'_ij - C_ij| <= row_errors_i + column_errors_j + cost_rounding |C_ij|.
 
-    Where the plan is computed as a symmetric one, columns and their errors are those of the rows,
-    the same tensors.
-
     Attributes:
         rows: (n,) row sums, float64.
         columns: (m,) column sums, float64.
@@ -184,7 +181,7 @@ class Execution(NamedTuple):
 
 
 class Certifiable(Protocol):
-    """What a certificate asks of a cost C (n, m) with masses a (n,) and b (m,).
+    """What the certificate of a cross term asks of a cost C (n, m) with masses a (n,) and b (m,).
 
     Of B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
     """
@@ -224,13 +221,55 @@ class Certifiable(Protocol):
         """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
         ...
 
+
+class SelfCertifiable(Protocol):
+    """What the certificate of a self term asks: of the cost of a cloud with itself.
+
+    Of B costs with masses (B, n), all tensors have that leading dimension.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the potentials, float32 or float64."""
+        ...
+
+    @property
+    def costs(self) -> CostFacts:
+        """Facts of C; computing them may take long."""
+        ...
+
+    @property
+    def a(self) -> Tensor:
+        """Masses (n,), float64, summing to 1."""
+        ...
+
+    @property
+    def b(self) -> Tensor:
+        """The same masses."""
+        ...
+
+    def marginals(
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """As for `Certifiable`; without `g`, of the only potential f of a cloud with itself.
+
+        Its plan is symmetric but for rounding, and may be computed as one that is.
+        """
+        ...
+
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         ...
 
 
-class Operator(Certifiable, Protocol):
+class Operator(Certifiable, SelfCertifiable, Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
+
+    def marginals(
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """As for `SelfCertifiable`."""
+        ...
 
     @property
     def execution(self) -> Execution: ...
@@ -239,12 +278,15 @@ class Operator(Certifiable, Protocol):
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
 
         A `guess` (n,) near the result can save time and never changes the result beyond rounding.
-        For the cost of a cloud with itself, `g` as its own guess says that there is one potential.
         """
         ...
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        ...
+
+    def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
         ...
 
     def apply_plan(

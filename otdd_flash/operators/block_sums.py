@@ -135,13 +135,18 @@ class BlockSums(ABC):
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        if self.cost.symmetric and guess is g:
-            return self._symmetric_softmin(g, epsilon)
         return self._softmin(g, epsilon, guess, columns=False)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._softmin(f, epsilon, guess, columns=True)
+
+    def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """The softmin (n,) of the only potential of a cloud with itself: each pair once."""
+        joined = self.joined_pairs(f, epsilon)
+        if not self.is_near(joined, f):
+            return self._softmin(f, epsilon, None, columns=False)
+        return joined.potential.to(self.dtype)
 
     def _softmin(
         self, potential: Tensor, epsilon: Epsilon, guess: Tensor | None, *, columns: bool
@@ -159,18 +164,11 @@ class BlockSums(ABC):
             return self._softmin(potential, epsilon, None, columns=columns)
         return joined.potential.to(self.dtype)
 
-    def _symmetric_softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The softmin of one potential, each pair of blocks computed once."""
-        joined = self.joined_pairs(f, epsilon)
-        if not self.is_near(joined, f):
-            return self._softmin(f, epsilon, None, columns=False)
-        return joined.potential.to(self.dtype)
-
     def joined_pairs(self, f: Tensor, epsilon: Epsilon) -> Joined:
         """What pairs of blocks, each taken once, give to the softmin of one potential (n,)."""
         joined = Joined(self.a, epsilon)
         for tile in self.tiles(upper=True):
-            one, other = tile.some(f, f)
+            one, other = tile.some(f, None)
             of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
             joined.add(tile.rows, of_rows, tile.masses[1])
             if not tile.diagonal:
@@ -178,12 +176,12 @@ class BlockSums(ABC):
         return joined
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,)."""
         rows, row_errors = torch.zeros_like(self.a), torch.zeros_like(self.a)
         columns, column_errors = torch.zeros_like(self.b), torch.zeros_like(self.b)
-        if once := self.cost.symmetric and f is g:
+        if once := g is None:
             columns, column_errors = rows, row_errors
         cost_rounding = relative_error = lost = 0.0
         for tile in self.tiles(upper=once, points=True):
@@ -206,6 +204,10 @@ class BlockSums(ABC):
             relative_error + (self.additions + ROUNDINGS) * DOUBLE_UNIT,
             lost,
         )
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) of the cost of a cloud with itself, float64: a distance of classes."""
+        return self.cost.own_costs()
 
     def apply_plan(
         self,

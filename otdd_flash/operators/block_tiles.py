@@ -47,10 +47,10 @@ class BlockOperator(Operator, Protocol):
         """
         ...
 
-    def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
+    def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
         """`softmin_part` of rows near f (n,) and of columns near g (m,).
 
-        Both are one where f is g, of a cloud with itself.
+        Both are one without g, of a cloud with itself.
         """
         ...
 
@@ -85,10 +85,11 @@ class Tile(NamedTuple):
         one, other = self.sides
         return (one, there) if side else (there, other)
 
-    def some(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut both potentials to the tile's rows and columns; one tensor on the diagonal."""
-        of_rows = f[self.rows]
-        return of_rows, of_rows if self.diagonal else g[self.columns]
+    def some(self, f: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Cut potentials to rows and columns; without g both are f, on the diagonal one."""
+        if self.diagonal:
+            return f[self.rows], None
+        return f[self.rows], (f if g is None else g)[self.columns]
 
     @property
     def mass(self) -> float:

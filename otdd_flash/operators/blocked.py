@@ -180,10 +180,6 @@ class BlockedOperator(BlockSums):
             found[rows] = part.costs_of(moments)
         return found
 
-    def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
-        return self.cost.own_costs()
-
 
 def _blocks(cost: LabelledCost) -> tuple[list[Block], list[Block]]:
     """Blocks of rows and of columns, of about one size each; the same of a cloud with itself.

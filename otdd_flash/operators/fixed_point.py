@@ -134,21 +134,20 @@ class FixedPoint:
     def marginals(
         self,
         f: Tensor,
-        g: Tensor,
+        g: Tensor | None,
         epsilon: float,
         *,
         accurate: bool,
         stripes: Sequence[tuple[int, int]] | None = None,
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,); of one tensor, a symmetric plan.
+        """Row and column sums of the plan of f (n,) and g (m,); without g, of a symmetric plan.
 
         With `stripes`, as for `plan_marginals`, sums of a part of the entries.
         """
         cost, digits = self.cost, self._digits(epsilon, accurate)
-        symmetric = cost.symmetric and f is g
         scale, sides, errors = LOG2_E / epsilon, [], []
         single = cost.class_costs.numel() == 1
-        for side, potential in enumerate((f,) if symmetric else (f, g)):
+        for side, potential in enumerate((f,) if g is None else (f, g)):
             logs, absent, squares = self._points[side]
             term = (potential.double() - squares).mul_(scale).add_(logs)
             if single:
@@ -166,7 +165,7 @@ class FixedPoint:
             None if single else cost.class_costs * scale,
             2 * cost.lambda_x * scale / self._scale**2,
             digits,
-            symmetric=symmetric,
+            symmetric=len(sides) == 1,
             stripes=stripes,
         )
         found = [

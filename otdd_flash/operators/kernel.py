@@ -170,15 +170,19 @@ class KernelOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        if self._masses is not None and guess is g and self._many:
-            masses, potential = self._masses, single(g)
-            level = on_device(epsilon, g.device)
-            return symmetric_step(self._rows, self._scores, masses, potential, level)
         return self._half_step(self._rows, self._columns, self._scores, g, epsilon, guess)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._half_step(self._columns, self._rows, self._transposed, f, epsilon, guess)
+
+    def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
+        if not self._many:
+            return self.softmin_rows(f, epsilon)
+        assert self._masses is not None
+        level = on_device(epsilon, f.device)
+        return symmetric_step(self._rows, self._scores, self._masses, single(f), level)
 
     def softmin_part(
         self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
@@ -194,10 +198,11 @@ class KernelOperator:
         level = on_device(epsilon, potential.device)
         return half_step(*sides, single(potential), level, guess, partly=guess is not None)
 
-    def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
+    def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
         """`softmin_part` of rows and of columns near f (n,) and g (m,), float64, in one pass."""
         level = on_device(epsilon, f.device)
-        if self._masses is not None and f is g:
+        if g is None:
+            assert self._masses is not None
             one = KernelSelf(self._rows, self._scores, self._masses, self._fixed_point)
             found = one.softmin(f, level)
             return found, found
@@ -212,7 +217,7 @@ class KernelOperator:
         return rows, columns
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,)."""
         return self._fixed_point.marginals(f, g, float(epsilon), accurate=accurate)

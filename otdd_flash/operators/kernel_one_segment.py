@@ -47,6 +47,10 @@ class KernelSegment(OneSegment):
         """Return T'(f) (m,), or the sums that it is made of."""
         return self.operator.softmin_columns(f, epsilon, guess)
 
+    def softmin_self(self, f: Tensor, epsilon: Tensor) -> Sums | Tensor:
+        """Return T(f) (n,) of a cloud with itself, or the sums that it is made of."""
+        return self.operator.softmin_self(f, epsilon)
+
     def change(self, operator: Operator) -> None:
         super().change(operator)
         self._repeated: Repeated | None = None
@@ -84,7 +88,7 @@ class KernelSegment(OneSegment):
         vectors, level = self._vectors, epsilon[0]
         g = vectors.columns.candidate
         if self.symmetric:
-            return vectors.evaluate(self.softmin_rows(g, level, g), epsilon, active)
+            return vectors.evaluate(self.softmin_self(g, level), epsilon, active)
         f = self.softmin_rows(g, level, vectors.rows)
         vectors.take(f, epsilon, active)
         return vectors.evaluate(self.softmin_columns(vectors.rows, level, g), epsilon, active)

@@ -185,11 +185,11 @@ class PooledTerm:
         self._magnitudes = magnitudes[:, rows], magnitudes[:, columns]
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (B, n) and g (B, m), in float64 throughout."""
         scores, transposed = self._scores
-        f, g = present(self.a, f), present(self.b, g)
+        f, g = present(self.a, f), present(self.b, f if g is None else g)
         level = torch.as_tensor(epsilon, dtype=torch.float64, device=f.device)
         rows = stored_plan(scores, f, g, self.b, level, LEAST_EXPONENT)
         columns = stored_plan(transposed, g, f, self.a, level, LEAST_EXPONENT)

@@ -88,7 +88,7 @@ class KernelSelfShare:
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
         stripes = [(first * BLOCK_ROWS, end * BLOCK_ROWS) for first, end in self._blocks]
         fixed_point = self._cost.fixed_point
-        return fixed_point.marginals(f, f, float(epsilon), accurate=accurate, stripes=stripes)
+        return fixed_point.marginals(f, None, float(epsilon), accurate=accurate, stripes=stripes)
 
     def mean_error(self, ranks: Ranks) -> float:
         """Return `CostFacts.error` of the whole cost; every rank computes the same."""

@@ -89,12 +89,16 @@ class MatrixKernelOperator:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         return self._half_step(self._log_masses[0], f, epsilon, columns=not self.turned)
 
+    def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """The softmin (n,) of the only potential of a cloud with itself."""
+        return self.softmin_rows(f, epsilon)
+
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         tiles, level = self._tiles, on_device(epsilon, self.a.device)
-        f, g = present(self.a, f), present(self.b, g)
+        f, g = present(self.a, f), present(self.b, f if g is None else g)
         if self.turned:
             given = (g, f), (self.b, self.a)
             columns, rows = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
@@ -228,6 +232,10 @@ class MatrixSegment(KernelSegment):
     def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
         """Return the sums that T(g) (n,) is made of."""
         return self.operator.sums_of_lines(g, epsilon, columns=False)
+
+    def softmin_self(self, f: Tensor, epsilon: Tensor) -> Sums:
+        """Return the sums that T(f) (n,) of a cloud with itself is made of."""
+        return self.operator.sums_of_lines(f, epsilon, columns=False)
 
     def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
         """Return the sums that T'(f) (m,) is made of."""

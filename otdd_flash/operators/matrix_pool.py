@@ -131,10 +131,6 @@ class MatrixTerm:
         facts = matrix_row_facts(self._pool.place, self.a.shape[1], masses[0])
         return torch.where(self.a > 0, facts.products, 0)
 
-    def own_costs(self) -> Tensor:
-        """Not there: a matrix between two sides has no diagonal."""
-        raise NotImplementedError
-
     @staticmethod
     def _where_mass(masses: Tensor, sums: Tensor) -> Tensor:
         """Masses (1, N) times sums, which are unspecified where there is no point."""

@@ -145,7 +145,7 @@ class TorchSegment(OneSegment):
         """Evaluate the candidate in two softmins, or one of a cloud with itself."""
         operator, g, (level,) = self.operator, self._vectors.candidate[0], epsilon
         if self.symmetric:
-            updated = operator.softmin_rows(g, level, g)
+            updated = operator.softmin_self(g, level)
             return self._vectors.evaluate(None, updated[None], epsilon)
         self._rows = operator.softmin_rows(g, level, self._rows)
         updated = operator.softmin_columns(self._rows, level, g)

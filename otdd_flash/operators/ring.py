@@ -133,10 +133,6 @@ class RingPart(BlockSums):
                 found[block.rows] = part.costs_of(moments)
         return found
 
-    def own_costs(self) -> Tensor:
-        """Never called: the whole cost has its own diagonal."""
-        raise AssertionError("the whole cost knows them")
-
 
 def ring_parts(
     ranks: Ranks,

@@ -26,7 +26,7 @@ from otdd_flash.engine.numbers import Numbers, clamp, constant
 from otdd_flash.engine.recording import run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import PassErrors
-from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
+from otdd_flash.operators.base import Certifiable, CostFacts, CostRange, SelfCertifiable
 from otdd_flash.operators.few_vectors import MEMORY
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 from otdd_flash.operators.stored import StoredOperator
@@ -246,7 +246,7 @@ class Pool(ABC):
     """
 
     error_share, rounding = 0.0, 0.0
-    both_self_terms: Certifiable | None = None
+    both_self_terms: SelfCertifiable | None = None
 
     def __init__(self, room: Room) -> None:
         self.room = room

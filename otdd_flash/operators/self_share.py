@@ -117,7 +117,7 @@ class BlockShare:
 
     def marginals(self, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Marginals:
         """See `SelfShare`; what costs may be off is the larger of a row's and of a column's."""
-        return self._pairs.marginals(f, f, epsilon, accurate=accurate)
+        return self._pairs.marginals(f, None, epsilon, accurate=accurate)
 
     def mean_error(self, ranks: Ranks) -> float:
         of_rows, _ = self._pairs.accurate_errors

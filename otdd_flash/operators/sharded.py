@@ -104,6 +104,10 @@ class ShardedOperator:
             return self.ranks.order(parts.softmin_self, self._number, g, epsilon)
         return self.ranks.order(parts.softmin, self._number, False, g, epsilon, guess)
 
+    def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
+        return self.softmin_rows(f, epsilon, f)
+
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         if self.cost.symmetric:
@@ -111,11 +115,12 @@ class ShardedOperator:
         return self.ranks.order(parts.softmin, self._number, True, f, epsilon, guess)
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,)."""
-        if self._by_pairs and f is g:
+        if g is None and self._by_pairs:
             return self.ranks.order(parts.marginals_self, self._number, f, epsilon, accurate)
+        g = f if g is None else g
         return self.ranks.order(parts.marginals, self._number, f, g, epsilon, accurate)
 
     def apply_plan(

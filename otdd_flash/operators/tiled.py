@@ -178,9 +178,10 @@ class TiledOperator(ABC):
         """Yield (first row, -C[first row : first row + rows]), accurate to `cost_rounding`."""
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
+        g = f if g is None else g
         rows, columns = torch.empty_like(self.a), torch.zeros_like(self.b)
         for part, plan in self.exact_tiles(f, g, float(epsilon)):
             rows[part] = plan @ self.b
@@ -234,16 +235,20 @@ class TiledOperator(ABC):
             columns.add(tile.scratch)
         return (-epsilon * LN_2) * columns.logs
 
+    def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """The softmin (n,) of the only potential of a cloud with itself."""
+        return self.softmin_rows(f, epsilon)
+
     def softmin_part(
         self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
     ) -> Tensor:
         """The softmin of rows, or of columns, where `near` is that of a cost this is a part of."""
         return (self.softmin_columns if columns else self.softmin_rows)(potential, epsilon)
 
-    def softmin_pair(self, f: Tensor, g: Tensor, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
-        """The softmins of rows and of columns, in one pass; where f is g those of rows are both."""
-        if f is g:
-            found = self.softmin_rows(g, epsilon)
+    def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
+        """The softmins of rows and of columns, in one pass; without g those of rows are both."""
+        if g is None:
+            found = self.softmin_rows(f, epsilon)
             return found, found
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon

@@ -417,14 +417,14 @@ class TorchTerm:
         self._magnitudes, self._error_share = magnitudes, error_share
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Sum the rows and columns of the plan of f (S, n) and g (S, m), in float64 throughout.
 
-        Of a term of clouds with themselves g is f, and the columns are the rows.
+        Of a term of clouds with themselves there is no g, and the columns are the rows.
         """
         level = float(epsilon)
-        f, g = present(self.a, f), present(self.b, g)
+        f, g = present(self.a, f), present(self.b, f if g is None else g)
         # f_i + g_j as a product of matrices: one read and one write of a tile.
         left = torch.stack((f / level, torch.ones_like(f)), 2)
         right = torch.stack((torch.ones_like(g), g / level), 1)

@@ -31,6 +31,7 @@ from otdd_flash.operators.base import (
     Epsilon,
     Marginals,
     Operator,
+    SelfCertifiable,
     larger,
     lesser,
 )
@@ -99,7 +100,7 @@ def certify(
 
 
 def certify_self(
-    operator: Certifiable, f: Tensor, epsilon: float, *, accurate: bool = False
+    operator: SelfCertifiable, f: Tensor, epsilon: float, *, accurate: bool = False
 ) -> Certificate:
     """Prove what the potential f (n,) of a self term is worth, in one pass.
 
@@ -277,7 +278,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     return PlanEvidence(*returned, torch.stack(numbers, -1), sums, plan.passes)
 
 
-def self_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
+def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Bound a self term by the plan of one potential, of mass 1."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
     returned, held = plan.f.to(operator.dtype), plan.f.masked_fill(plan.absent, 0)
@@ -550,21 +551,18 @@ def cross_plan(
     return plan._replace(errors=errors, lost=find_lost(errors, epsilon))
 
 
-def self_plan(operator: Certifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
+def self_plan(operator: SelfCertifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
     """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
     It keeps its mass if that is so small that all of it may be lost.
     """
-    sums = operator.marginals(f, f, epsilon, accurate=accurate)
-    rows, row_errors, column_errors = sums.rows, sums.row_errors, sums.column_errors
-    if sums.columns is not rows:
-        rows = (rows + sums.columns) / 2
+    sums = operator.marginals(f, None, epsilon, accurate=accurate)
+    row_errors, column_errors = sums.row_errors, sums.column_errors
+    rows = (sums.rows + sums.columns) / 2
     total = rows.sum(-1, keepdim=True)
     total.masked_fill_(total < SCALABLE * sums.lost, 1)
     f, rows = f - epsilon / 2 * total.log(), rows / total
-    largest, absent = row_errors, operator.a == 0
-    if column_errors is not row_errors:
-        largest = torch.maximum(row_errors, column_errors)
+    largest, absent = torch.maximum(row_errors, column_errors), operator.a == 0
     cost_errors = errors = largest.masked_fill(absent, 0)
     if sums.cost_rounding:
         x, y = (sums.cost_rounding * each for each in _sizes(operator, f, f, rows, epsilon))
@@ -585,7 +583,7 @@ def errors_of(
 
 
 def _sizes(
-    operator: Certifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
+    operator: Certifiable | SelfCertifiable, f: Tensor, g: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> tuple[Tensor, Tensor]:
     """Return (n,) and (m,) whose sums bound |C_ij| in a plan of these potentials and row sums.
 

@@ -131,11 +131,10 @@ class Held:
 
     def softmin_self(self, f: Tensor, epsilon: float) -> Tensor:
         """The softmin of rows of a cloud with itself, at its only potential."""
-        one = self._in(f)
-        return _double(self._operator.softmin_rows(one, epsilon, one))
+        return _double(self._operator.softmin_self(self._in(f), epsilon))
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
+        self, f: Tensor, g: Tensor | None, epsilon: float, *, accurate: bool = True
     ) -> Marginals:
         """Sums of the plan of f and g, with what they may be off by."""
         found = self._operator.marginals(f, g, epsilon, accurate=accurate)
@@ -335,7 +334,7 @@ class HeldByRanks(Held):
         return _moved(answers[0], DEVICE)
 
     def marginals(
-        self, f: Tensor, g: Tensor, epsilon: float, *, accurate: bool = True
+        self, f: Tensor, g: Tensor | None, epsilon: float, *, accurate: bool = True
     ) -> Marginals:
         return self._ask("marginals", f, g, epsilon)
 

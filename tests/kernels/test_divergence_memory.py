@@ -85,8 +85,10 @@ def test_passes_hold_no_table_of_classes_against_columns(kind: str) -> None:
             match kind:
                 case "rows":
                     operator.softmin_rows(f, 100.0)
-                case "near" | "self":
+                case "near":
                     operator.softmin_rows(f, 100.0, f)
+                case "self":
+                    operator.softmin_self(f, 100.0)
                 case "plan":
                     operator.apply_plan(f, f, 100.0, f[:, None])
         return live.highest

@@ -114,8 +114,8 @@ def test_a_cloud_that_fits_is_one_block_of_half_the_pairs(
     before = tally.moved
     _ = found.costs
     assert tally.moved - before == floats(N)
-    found.softmin_rows(f, EPSILON, f)
-    found.marginals(f, f, EPSILON)
+    found.softmin_self(f, EPSILON)
+    found.marginals(f, None, EPSILON)
     assert tally.moved - before == floats(N)
     assert tally.copied == 0
     assert triangles == [True]

@@ -96,5 +96,5 @@ def test_sums_of_one_potential_are_ordered_of_pairs() -> None:
     operator.ranks = SimpleNamespace(order=lambda work, *given: work)
     operator._number, operator._by_pairs = 0, True
     f = torch.zeros(3)
-    assert operator.marginals(f, f, EPSILON) is parts.marginals_self
-    assert operator.marginals(f, f.clone(), EPSILON) is parts.marginals
+    assert operator.marginals(f, None, EPSILON) is parts.marginals_self
+    assert operator.marginals(f, f, EPSILON) is parts.marginals

@@ -86,7 +86,7 @@ def test_sums_of_a_symmetric_plan_take_half_of_it(n: int) -> None:
     scores = -torch.cdist(points, points).square().float()[None]
     masses, f = torch.full((1, n), 1 / n, dtype=torch.float64), numbers(1, n, seed=4)
     sides = (masses, masses), (masses, masses)
-    found = TorchTerm(scores, *sides, 0.0, own=True).marginals(f, f, 0.3)
+    found = TorchTerm(scores, *sides, 0.0, own=True).marginals(f, None, 0.3)
     entries = ((f[:, :, None] + f[:, None] + scores.double()) / 0.3).exp() / n**2
     torch.testing.assert_close(found.rows, entries.sum(2), rtol=1e-12, atol=0)
     assert found.columns is found.rows

@@ -152,7 +152,7 @@ def _updates(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> tuple[
 def _self(operator: Operator, epsilons: list[float]) -> Tensor:
     """The last f (n,)."""
     f = torch.zeros_like(operator.a, dtype=operator.dtype)
-    f = operator.softmin_rows(f, epsilons[0], f)
+    f = operator.softmin_self(f, epsilons[0])
     for epsilon in epsilons:
-        f = (f + operator.softmin_rows(f, epsilon, f)) / 2
-    return operator.softmin_rows(f, epsilons[-1], f)
+        f = (f + operator.softmin_self(f, epsilon)) / 2
+    return operator.softmin_self(f, epsilons[-1])

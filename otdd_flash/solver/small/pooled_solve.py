@@ -21,6 +21,7 @@ from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.levels import Levels, first_level
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.operators.base import SelfCertifiable
 from otdd_flash.operators.score_pool import (
     UNIT,
     AskedRule,
@@ -252,7 +253,7 @@ class PooledSolve:
             assert operator is not None
             f = f.view(len(operator.a), -1)
         else:
-            operator = self.pool.term(term)
+            operator = cast(SelfCertifiable, self.pool.term(term))
             f = f.view(room.problems, -1)[:, room.sides[TERMS.index(term) - 1]]
         plan = self_plan(operator, f.double(), epsilon, accurate=True)
         evidence = self_evidence(operator, plan, epsilon)
