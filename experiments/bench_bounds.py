@@ -28,7 +28,7 @@ import torch
 import otdd_flash as otdd
 from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
-from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.certificate import certify, certify_self
@@ -77,7 +77,7 @@ def interval_seconds(terms: dict[str, TransportTerm], problem: Problem) -> float
     """Time of the certificates of all terms over that of the passes without an interval."""
     total = 0.0
     for name, term in terms.items():
-        operator: Operator = refined(problem.operator(name))
+        operator: Operator = problem.operator(name).refined
 
         def passes(operator: Operator = operator, term: TransportTerm = term) -> None:
             f = operator.softmin_rows(term.g, term.epsilon, term.f)

@@ -36,7 +36,6 @@ from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, extra_mib, milliseconds
 from otdd_flash.engine.recording import STEPS, Repeated
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 
@@ -180,7 +179,7 @@ def bench(n: int, d: int) -> dict[str, Any]:
     high = KernelOperator(labelled.cost, "high", labelled)
     start = torch.zeros(n, device="cuda")
     taken["ours_labels_high"] = milliseconds(partial(high.softmin_rows, start, epsilon))
-    exact = dict.fromkeys(runs, refined(plain)) | {"ours_labels": high}
+    exact = dict.fromkeys(runs, plain.refined) | {"ours_labels": high}
     errors = {name: marginal_error(exact[name], *run(), epsilon) for name, run in runs.items()}
     rate = 2 * n * n * d / taken["ours_labels"] / 1e9
     return {

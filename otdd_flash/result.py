@@ -33,7 +33,7 @@ from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import ClassDistances
-from otdd_flash.operators.base import Applied, Operator, refined
+from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.build import (
     Compute,
     ComputeOptions,
@@ -448,7 +448,7 @@ class DistanceResult:
         if not weighted:
             inputs = replace(inputs, source=replace(inputs.source, weights=None))
         # Precision `fast` rounds the points for its passes, and potentials are of unrounded points.
-        return refined(build_operator(inputs, keep_scores=False))
+        return build_operator(inputs, keep_scores=False).refined
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:

@@ -148,6 +148,6 @@ class Plain:
 
     def own_error(self, f: Tensor, g: Tensor) -> float | None:
         """On float16 points in Triton."""
-        if self.operator.execution.refined is None:
+        if self.operator.refined is self.operator:
             return None
         return marginal_error(self.operator, f, g, self.term.epsilon)

@@ -24,7 +24,6 @@ from torch import Tensor
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.origins import less_origin
@@ -285,7 +284,7 @@ class VelocityField:
         self, inputs: CostInputs, potential: Tensor, origin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the softmin (k,) of a potential (m,), and its plan's mean minus origin (k, d)."""
-        operator = refined(build_operator(inputs))
+        operator = build_operator(inputs).refined
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
         means = conditional_means(operator, softmin, potential, self.epsilon, inputs.points, origin)

@@ -13,10 +13,14 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    # It imports this file.
+    from otdd_flash.operators.labelled_cost import Cut, Masses
 
 # A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
 # what runs in Triton records steps.
@@ -63,6 +67,8 @@ class CostFacts(NamedTuple):
         error: bound on the mean error of the costs of `Operator.marginals` over any plan between a
             and b, without what the potentials add to it.
         forbidden: whether further pairs have the cost +inf, which none of this counts.
+        rounding: by how much costs differ from those of `Operator.refined`, root mean square,
+            about; 0 of a cloud with itself, which is never iterated on twice.
     """
 
     dtype: torch.dtype
@@ -71,6 +77,7 @@ class CostFacts(NamedTuple):
     highest: float
     error: float
     forbidden: bool = False
+    rounding: float = 0.0
 
     @property
     def spread(self) -> float:
@@ -142,10 +149,6 @@ class Execution(NamedTuple):
             potential g (m,) to evaluate first.
         recorded: whether steps are recorded, as a pass takes less time than launching it, or not
             much more. Such a pass has no use for a sample.
-        refined: makes the same cost to the full accuracy of the potentials, to end a solve on; None
-            where the operator is that already.
-        sampled: the cost between some rows (k,) and columns (l,), int64, each side of equal masses;
-            None where it tells nothing of the whole.
         prepared_plan: prepares the plan of f (n,), g (m,) and an epsilon for many products, a
             `plan.Plan`, held only in so many bytes, half of free memory for None; None where
             `apply_plan` is as good, or memory is short.
@@ -157,10 +160,6 @@ class Execution(NamedTuple):
         on_points: `apply_plan` of the other side's points less an origin (d,), a `LessOrigin`, as
             on_points(f, g, epsilon, origin, transposed=...): by ranks that have the points, so that
             no values are sent. None where values are as good.
-        rounded_by: by how much costs differ from those of `refined`, root mean square, about.
-        over_columns: the softmin (n,) of all rows over some columns (l,), int64, of the masses that
-            they have, and of their potential g (l,), as over_columns(columns, g, epsilon); None
-            where it takes as long as one over all columns.
         point_products: prepares products of such a plan with the points, where they are packed, as
             point_products(plan, f, g, epsilon), a `point_products.PointProducts`; None from it, or
             in its place, where products with any matrix are as good.
@@ -168,15 +167,11 @@ class Execution(NamedTuple):
 
     backend: str
     segment: Callable[..., Any]
-    sampled: Callable[[Tensor, Tensor], Operator] | None
-    refined: Callable[[], Operator] | None = None
     recorded: bool = False
     prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     in_blocks: Callable[..., Any] | None = None
     on_points: Callable[..., Applied] | None = None
-    rounded_by: Callable[[], float] | None = None
-    over_columns: Callable[[Tensor, Tensor, float], Tensor] | None = None
     point_products: Callable[..., Any] | None = None
 
 
@@ -305,8 +300,15 @@ class Operator(Certifiable, SelfCertifiable, Protocol):
         """
         ...
 
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
+        """The cost between some rows (k,) and columns (l,), int64, or all of a side.
 
-def refined(operator: Operator) -> Operator:
-    """Return the cost at the full accuracy of the potentials; often the operator itself."""
-    refine = operator.execution.refined
-    return operator if refine is None else refine()
+        Of these masses, which sum to 1 on either side; by default of those that the points have in
+        the whole, whose facts its facts then are.
+        """
+        ...
+
+    @property
+    def refined(self) -> Operator:
+        """The same cost to the full accuracy of the potentials; itself where it is that already."""
+        ...

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Marginals, refined
+from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Marginals
 from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
@@ -86,7 +86,7 @@ class BlockSums(ABC):
         part.b, column_mass = self._normalised(0 if diagonal else 1, y.block, part.b)
         operator = self._build(part)
         if self._coarse is not None:
-            operator = cast(BlockOperator, refined(operator))
+            operator = cast(BlockOperator, operator.refined)
         return Tile(sides, operator, (row_mass, column_mass), diagonal)
 
     def _normalised(self, side: int, block: Block, masses: Tensor) -> tuple[Tensor, float]:

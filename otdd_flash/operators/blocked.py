@@ -7,17 +7,17 @@ What is found of pairs of blocks is put together by `block_sums`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, Execution, Operator
+from otdd_flash.operators.base import Applied, CostFacts, Execution, Operator
 from otdd_flash.operators.block_sums import BlockSums, applied
 from otdd_flash.operators.block_tiles import AppliedBlock, Build, Make, Tile
 from otdd_flash.operators.host_points import Block, by_class
-from otdd_flash.operators.labelled_cost import LabelledCost, Moments, on_host
+from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments, on_host
 from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
 from otdd_flash.operators.rounding import float16_rounding
 
@@ -117,24 +117,37 @@ class BlockedOperator(BlockSums):
         return Execution(
             f"{first.backend}, points streamed in blocks of {height:,} x {width:,}",
             first.segment,
-            self.sample,
-            None if first.refined is None else self._refine,
             in_blocks=self.applied_blocks,
-            rounded_by=partial(float16_rounding, self.cost),
-            over_columns=self._over_columns,
         )
 
-    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        """The softmin (n,) over some columns (l,), int64, rows packed as they are."""
-        part = self.cost.part(slice(None), columns)
-        return BlockedOperator(part, self._build, rows=self).softmin_rows(g, epsilon)
+    @cached_property
+    def costs(self) -> CostFacts:
+        facts = super().costs
+        if self._coarse is not None or not self._rounds or self.cost.symmetric:
+            return facts
+        return facts._replace(rounding=float16_rounding(self.cost))
 
-    def _refine(self) -> BlockedOperator:
+    @property
+    def _rounds(self) -> bool:
+        """Whether the operators of blocks have a refined form."""
+        return self._first.operator.refined is not self._first.operator
+
+    @property
+    def refined(self) -> BlockedOperator:
+        if self._coarse is not None or not self._rounds:
+            return self
         return BlockedOperator(self.cost, self._build, coarse=self)
 
-    def sample(self, rows: Tensor, columns: Tensor) -> Operator:
-        """The cost between some rows (k,) and columns (l,), int64, on the device."""
-        return self._build(self.cost.sample(rows, columns))
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
+        """The cost between some rows and columns: of other masses, on the device; else in blocks.
+
+        All rows stay packed as they are.
+        """
+        part = self.cost.cut(rows, columns, masses)
+        if masses is not None:
+            return self._build(part)
+        every = isinstance(rows, slice) and rows == slice(None)
+        return BlockedOperator(part, self._build, rows=self if every else None)
 
     def applied_blocks(
         self,

@@ -9,7 +9,7 @@ then are one.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -36,13 +36,12 @@ from otdd_flash.operators.base import (
     Epsilon,
     Execution,
     Marginals,
-    refined,
 )
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, Seen, single
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.packed_masses import PackedMasses, packed_masses
@@ -111,10 +110,12 @@ class KernelOperator:
         products = self.shape[0] * self.shape[1] * x.coordinates.shape[1]
         self.recorded = self.a.is_cuda and products <= FEW_PRODUCTS
 
-    @property
+    @cached_property
     def costs(self) -> CostFacts:
-        cost = self.cost
-        return CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, self._fixed_point.cost_error)
+        cost, error = self.cost, self._fixed_point.cost_error
+        rounding = float16_rounding(cost) if self._rounds and not cost.symmetric else 0.0
+        facts = self.dtype, cost.mean_cost, *cost.cost_range, error
+        return CostFacts(*facts, rounding=rounding)
 
     @property
     def accurate_errors(self) -> tuple[Tensor, Tensor]:
@@ -137,25 +138,21 @@ class KernelOperator:
         return Execution(
             f"triton, scores streamed, {self._precision}",
             KernelSegment,
-            self.sample,
-            None if self._precision == "high" or self._lattice else self._refine,
             self.recorded,
             self._prepared_plan,
             self._plans.rounded,
-            rounded_by=partial(float16_rounding, self.cost),
-            over_columns=self._over_columns,
             point_products=self._plans.with_points if self._plan_parts == 3 else None,
         )
 
-    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        """The softmin (n,) over some columns (l,), int64, rows packed as they are."""
-        part = self.cost.part(slice(None), columns)
-        part.packed = self.packed[0], None
-        return KernelOperator(part, self._precision).softmin_rows(g, epsilon)
-
-    def _refine(self) -> KernelOperator:
+    @property
+    def refined(self) -> KernelOperator:
         """The cost of the original points, to float32 accuracy."""
-        return KernelOperator(self.cost, "high", self)
+        return KernelOperator(self.cost, "high", self) if self._rounds else self
+
+    @property
+    def _rounds(self) -> bool:
+        """Whether points are rounded more than they need be."""
+        return self._precision == "fast" and not self._lattice
 
     def _prepared_plan(
         self, f: Tensor, g: Tensor, epsilon: float, most: int | None
@@ -254,9 +251,17 @@ class KernelOperator:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.cost.own_costs()
 
-    def sample(self, rows: Tensor, columns: Tensor) -> KernelOperator:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
-        return KernelOperator(self.cost.sample(rows, columns), self._precision)
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> KernelOperator:
+        """The cost between some rows and columns, of these masses or of those that they have.
+
+        All points of a side are packed as they are, unless masses change.
+        """
+        part = self.cost.cut(rows, columns, masses)
+        if masses is None:
+            every = [isinstance(cut, slice) and cut == slice(None) for cut in (rows, columns)]
+            x, y = (side if all_ else None for side, all_ in zip(self.packed, every, strict=True))
+            part.packed = x, y
+        return KernelOperator(part, self._precision)
 
     def self_share(self, rank: int, size: int) -> KernelSelfShare:
         """What a rank of so many computes of this cost of a cloud with itself."""
@@ -264,7 +269,7 @@ class KernelOperator:
         return KernelSelfShare(
             KernelSelf(self._rows, self._scores, self._masses, self._fixed_point),
             (rank, size),
-            lambda: _refined_of(self).self_share(rank, size),
+            lambda: self.refined.self_share(rank, size),
         )
 
     def _half_step(
@@ -279,12 +284,6 @@ class KernelOperator:
         near = None if guess is None or not self._many else single(guess)
         level = on_device(epsilon, potential.device)
         return half_step(rows, columns, scores, single(potential), level, near)
-
-
-def _refined_of(operator: KernelOperator) -> KernelOperator:
-    whole = refined(operator)
-    assert isinstance(whole, KernelOperator)
-    return whole
 
 
 def _applied(

@@ -21,8 +21,11 @@ from otdd_flash.operators.cloud import Cloud, mass_per_class
 from otdd_flash.operators.float64_rows import Points, centred, in_float64, weighted_sum
 from otdd_flash.operators.host_points import HostPoints
 
-# Some of the points of a cloud.
+# Some of the points of a cloud, or all: a range, or indices (k,) int64.
 Cut = slice | Tensor
+
+# Masses of rows and of columns, float64.
+Masses = tuple[Tensor, Tensor]
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53
@@ -284,19 +287,22 @@ class LabelledCost:
             found = by_class.index_select(0, labels_x).addmm_(x, y.T, alpha=2 * scale)
         return found.add_(u[:, None]).exp_()
 
-    def sample(self, rows: Tensor, columns: Tensor) -> LabelledCost:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+    def sample(self, rows: Cut, columns: Cut, masses: Masses) -> LabelledCost:
+        """The cost between some rows (k,) and columns (l,) of other masses, about their centre."""
         (x, y), (labels_x, labels_y) = self.points, self.labels
         return LabelledCost(
             x[rows],
             y[columns],
-            equal_masses(rows),
-            equal_masses(columns),
+            *masses,
             labels_x=labels_x[rows],
             labels_y=labels_y[columns],
             class_costs=self.class_costs,
             lambda_x=self.lambda_x,
         )
+
+    def cut(self, rows: Cut, columns: Cut, masses: Masses | None) -> LabelledCost:
+        """The `part` of some rows and columns, or a `sample` of other masses."""
+        return self.part(rows, columns) if masses is None else self.sample(rows, columns, masses)
 
     def part(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from otdd_flash.operators.base import CostFacts, Execution
-from otdd_flash.operators.labelled_cost import equal_masses
+from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan
@@ -78,6 +78,40 @@ class HeldCosts:
         return self.matrix[rows[:, None], columns]
 
 
+class CutCosts:
+    """Some rows and columns of other costs, which are asked for as they are."""
+
+    def __init__(self, source: CostSource, rows: Cut, columns: Cut) -> None:
+        (n, m), device = source.shape, source.device
+        self._source, self._every = source, isinstance(rows, slice) and rows == slice(None)
+        self._rows, self._columns = (
+            torch.arange(count, device=device)[side] for count, side in ((n, rows), (m, columns))
+        )
+        self.shape = len(self._rows), len(self._columns)
+        self.dtype, self.device = source.dtype, device
+
+    @property
+    def asked(self) -> int | None:
+        """As many rows as of the whole."""
+        asked, m = self._source.asked, self._source.shape[1]
+        return None if asked is None else max(1, asked // m) * self.shape[1]
+
+    @property
+    def whole(self) -> Tensor:
+        """All of them, in memory."""
+        return self._source.between(self._rows, self._columns)
+
+    def rows(self, rows: slice) -> Tensor:
+        """Copy some of the rows."""
+        if self._every:
+            return self._source.rows(rows)[:, self._columns]
+        return self._source.between(self._rows[rows], self._columns)
+
+    def between(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Copy C (k, l) of some of these rows (k,) and columns (l,)."""
+        return self._source.between(self._rows[rows], self._columns[columns])
+
+
 class MatrixOperator(TiledOperator):
     """A given cost C (n, m).
 
@@ -126,9 +160,8 @@ class MatrixOperator(TiledOperator):
 
     @property
     def execution(self) -> Execution:
-        """Passes run as in the base class; nothing is learnt of a sample if pairs are forbidden."""
-        execution = super().execution._replace(prepared_plan=self._prepared_plan)
-        return execution._replace(sampled=None) if self.facts.forbidden else execution
+        """Passes run as in the base class; a prepared plan takes n m float64 numbers."""
+        return super().execution._replace(prepared_plan=self._prepared_plan)
 
     def _prepared_plan(
         self, f: Tensor, g: Tensor, epsilon: float, most: int | None
@@ -177,9 +210,14 @@ class MatrixOperator(TiledOperator):
         found = [block[:, rows].diagonal().double() for rows, block in exact_blocks(self.source)]
         return torch.cat(found)
 
-    def sample(self, rows: Tensor, columns: Tensor) -> MatrixOperator:
-        masses = equal_masses(rows), equal_masses(columns)
-        return MatrixOperator(self.source.between(rows, columns), *masses, dtype=self.dtype)
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> MatrixOperator:
+        some = CutCosts(self.source, rows, columns)
+        if masses is not None:
+            return MatrixOperator(some.whole, *masses, dtype=self.dtype)
+        (x, y), errors = self.magnitudes, self.cost_errors[0]
+        facts = self.facts._replace(magnitudes=(x[rows], y[columns]))
+        given = some, self.a[rows], self.b[columns]
+        return MatrixOperator(*given, dtype=self.dtype, facts=facts, errors=errors[rows])
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield -C in blocks of rows, in a buffer that the next block overwrites."""

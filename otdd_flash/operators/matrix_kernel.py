@@ -35,9 +35,11 @@ from otdd_flash.operators.base import (
     Epsilon,
     Execution,
     Marginals,
+    Operator,
 )
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.kernel_plans import single
+from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix import HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
@@ -63,14 +65,11 @@ class MatrixKernelOperator:
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
         self.lines, self.turned = lying(tiles.source.matrix)
         recorded = self.a.is_cuda and self.lines.numel() * self.lines.itemsize <= FEW_BYTES
-        execution = tiles.execution
-        sampled = None if execution.sampled is None else self._sample
         self.execution = Execution(
             "triton, costs given",
             MatrixSegment,
-            sampled,
             recorded=recorded,
-            prepared_plan=execution.prepared_plan,
+            prepared_plan=tiles.execution.prepared_plan,
         )
 
     @property
@@ -132,9 +131,18 @@ class MatrixKernelOperator:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self._tiles.own_costs()
 
-    def _sample(self, rows: Tensor, columns: Tensor) -> MatrixKernelOperator:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
-        return MatrixKernelOperator(self._tiles.sample(rows, columns))
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
+        """The cost between some rows and columns, of these masses or of those that they have.
+
+        Of the latter no copy is made, and passes run in PyTorch.
+        """
+        found = self._tiles.part(rows, columns, masses)
+        return found if masses is None else MatrixKernelOperator(found)
+
+    @property
+    def refined(self) -> MatrixKernelOperator:
+        """The operator itself: nothing was rounded for passes alone."""
+        return self
 
     @cached_property
     def _log_masses(self) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
+from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.block_sums import ROUNDINGS
 from otdd_flash.operators.block_tiles import BlockOperator
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
@@ -42,19 +42,6 @@ Build = Callable[[LabelledCost], Operator]
 EVERY, FIRST = slice(None), slice(0, 1)
 
 
-class Facts(NamedTuple):
-    """What all ranks know of a cost together.
-
-    Attributes:
-        error: `CostFacts.error` of the whole.
-        takes_columns: whether all P_r have passes over some columns that take less time than over
-            all; never asked of a cloud with itself.
-    """
-
-    error: float
-    takes_columns: bool
-
-
 class Part(NamedTuple):
     """The operator of some rows or columns, and the mass of these."""
 
@@ -64,7 +51,7 @@ class Part(NamedTuple):
     @property
     def refined(self) -> Part:
         """The part at full accuracy."""
-        return self._replace(operator=refined(self.operator))
+        return self._replace(operator=self.operator.refined)
 
 
 @dataclass
@@ -154,7 +141,7 @@ class Parts:
         later = self.later
         return replace(
             self,
-            first=self.first and refined(self.first),
+            first=self.first and self.first.refined,
             rows=self.rows and self.rows.refined,
             columns=self.columns and self.columns.refined,
             share=self.share and self.share.refined,
@@ -174,33 +161,31 @@ def refine(ranks: Ranks, number: int, refined: int) -> None:
     ranks.held[refined] = ranks.held[number].refined
 
 
-def facts(ranks: Ranks, number: int) -> Facts:
-    """What ranks say of the parts that they hold, in one exchange; the same of refined ones.
+def cost_error(ranks: Ranks, number: int) -> float:
+    """`CostFacts.error` of the whole cost, in one exchange; the same of refined parts.
 
     Costs C_ij of P_r are off by at most A_i + B_j, where B may be another on every rank. A plan may
     give any part of a column's mass to any rank, so that the largest of them counts.
     """
     parts: Parts = ranks.held[number]
-    total, lacking = 0.0, 1.0
     if parts.share is not None:
         total = parts.share.mean_error(ranks)
     else:
         if parts.rows is not None:
             operator, mass = cast(BlockOperator, parts.rows.operator), parts.rows.mass
             rows, of_columns = operator.accurate_errors
-            numbers = operator.rounding, float(operator.execution.over_columns is None)
-            of_rows = mass * (operator.a @ rows)
-            own = torch.cat((of_columns, of_columns.new_tensor(numbers), of_rows[None]))
+            rounding, of_rows = of_columns.new_tensor(operator.rounding), mass * (operator.a @ rows)
+            own = torch.cat((of_columns, rounding[None], of_rows[None]))
         else:
-            own = parts.cost.b.new_zeros(parts.cost.shape[1] + 3)
+            own = parts.cost.b.new_zeros(parts.cost.shape[1] + 2)
         every = ranks.all_gathered(own)
         largest = every.amax(0)
-        most = parts.cost.b @ largest[:-3]
+        most = parts.cost.b @ largest[:-2]
         # One tensor, so that the host waits once.
-        found = torch.cat((most[None], largest[-3:-1], every[:, -1])).tolist()
-        of_columns_and_rounding, lacking, of_all_rows = found[:2], found[2], found[3:]
+        found = torch.cat((most[None], largest[-2:-1], every[:, -1])).tolist()
+        of_columns_and_rounding, of_all_rows = found[:2], found[2:]
         total = math.fsum((*of_all_rows, *of_columns_and_rounding))
-    return Facts(total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT), lacking == 0)
+    return total * (1 + (ranks.size + ROUNDINGS) * DOUBLE_UNIT)
 
 
 def softmin(
@@ -222,18 +207,13 @@ def softmin(
     return owned.gathered(ranks, found)
 
 
-def softmin_over_columns(
-    ranks: Ranks, number: int, columns: Tensor, g: Tensor, epsilon: float
-) -> Tensor:
-    """The softmin of all rows (n,) over some columns (l,), int64, of g (l,)."""
+def cut_columns(ranks: Ranks, number: int, cut: int, columns: Tensor) -> None:
+    """Hold the P_r of some columns (l,), int64, by another number; their Q_r are not there."""
     parts: Parts = ranks.held[number]
-    part, owned = parts.by(ranks, columns=False)
-    found = g.new_empty(0, dtype=parts.telling.dtype)
+    part, _ = parts.by(ranks, columns=False)
     if part is not None:
-        over_columns = part.operator.execution.over_columns
-        assert over_columns is not None
-        found = over_columns(columns, g, epsilon).to(found.dtype)
-    return owned.gathered(ranks, found)
+        part = part._replace(operator=part.operator.part(EVERY, columns))
+    ranks.held[cut] = replace(parts, rows=part, columns=None)
 
 
 def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tensor:

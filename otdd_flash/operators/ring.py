@@ -24,7 +24,7 @@ from otdd_flash.operators.block_sums import BlockSums
 from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
 from otdd_flash.operators.cloud import normalised
 from otdd_flash.operators.host_points import Block
-from otdd_flash.operators.labelled_cost import LabelledCost, Moments
+from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
@@ -94,23 +94,27 @@ class RingPart(BlockSums):
     @property
     def execution(self) -> Execution:
         """What ends a solve; all else is asked of another operator."""
-        refine = None if self._first.execution.refined is None else self._refine
-        over_columns = None if self._columns else self._over_columns
-        return Execution("points in a ring", _nothing, None, refine, over_columns=over_columns)
+        return Execution("points in a ring", _nothing)
 
-    def _refine(self) -> RingPart:
+    @property
+    def refined(self) -> RingPart:
+        if self._first.refined is self._first:
+            return self
         first, sides = refined_blocks(self._first, *self._sides)
         given = self._ranks, self.cost, (sides[0], sides[1]), first, self._build
         return RingPart(*given, columns=self._columns, coarse=self)
 
-    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        """The softmin (k,) over some columns (l,), int64, which alone go round."""
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> RingPart:
+        """P_r of some columns (l,), int64, which alone go round."""
+        assert not self._columns
+        assert rows == EVERY
+        assert isinstance(columns, Tensor)
+        assert masses is None
         own, other = self._sides
         points = _nowhere(self.cost, len(self.a)), _nowhere(self.cost, len(columns))
         part = self.cost.part(EVERY, columns, points)
         sides = own, other.some(columns)
-        few = RingPart(self._ranks, part, sides, self._first, self._build, columns=False)
-        return few.softmin_rows(g, epsilon)
+        return RingPart(self._ranks, part, sides, self._first, self._build, columns=False)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Return sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""

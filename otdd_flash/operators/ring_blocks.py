@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.owned import Rows
 from otdd_flash.operators.packed_blocks import Packing, There
@@ -186,7 +185,7 @@ def refined_blocks(
     first: BlockOperator, *blocks: RingBlocks
 ) -> tuple[BlockOperator, list[RingBlocks]]:
     """An operator at full accuracy, and blocks of the parts of coordinates that it reads."""
-    found = cast("BlockOperator", refined(first))
+    found = cast("BlockOperator", first.refined)
     return found, [each.for_parts(found.packing) for each in blocks]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.base import Epsilon, Operator, refined
+from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.operators.block_sums import BlockSums
 from otdd_flash.operators.block_tiles import FAR, BlockOperator, Build, Tile
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -84,7 +84,7 @@ class RingPairs(BlockSums):
 
     @property
     def refined(self) -> RingPairs:
-        if self._first.execution.refined is None:
+        if self._first.refined is self._first:
             return self
         first, (blocks,) = refined_blocks(self._first, self._blocks)
         return RingPairs(self._ranks, self.cost, blocks, first, self._build, coarse=self)
@@ -105,7 +105,7 @@ class RingShare(BlockShare):
 
     @property
     def refined(self) -> RingShare:
-        return RingShare(self._ring.refined, refined(self._rows), self._own)
+        return RingShare(self._ring.refined, self._rows.refined, self._own)
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
         """Compute T(f) (n,) for all rows of this rank, from all shards; 0 elsewhere."""

@@ -6,7 +6,7 @@ Rank 0 has the operator, and orders what all ranks do with their parts: the func
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from otdd_flash.operators.base import (
     Marginals,
     Operator,
 )
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.parts import Build, Facts, Parts
+from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
+from otdd_flash.operators.parts import Build, Parts
 from otdd_flash.operators.rounding import float16_rounding
 
 
@@ -33,26 +33,24 @@ class ShardedOperator:
         ranks: that share it.
         number: of the `Parts` that they hold.
         cost: the whole.
-        facts: of these parts.
+        error: `CostFacts.error` of it.
         sampled: makes the operator of a sample of the cost, for this process alone.
     """
 
     def __init__(
-        self, ranks: Ranks, number: int, cost: LabelledCost, facts: Facts, sampled: Build
+        self, ranks: Ranks, number: int, cost: LabelledCost, error: float, sampled: Build
     ) -> None:
-        self.ranks, self._number, self._facts, self._sampled = ranks, number, facts, sampled
+        self.ranks, self._number, self._error, self._sampled = ranks, number, error, sampled
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
         self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
         execution = held.telling.execution
         self._backend, self._segment = execution.backend, execution.segment
-        self._refines = execution.refined is not None
+        self._refines = held.telling.refined is not held.telling
         self._ring = held.cost is not cost
         self._replicated = not self._ring and isinstance(cost.points[0], Tensor)
         self.cost = cost
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
-        self.costs = CostFacts(self.dtype, cost.mean_cost, *cost.cost_range, facts.error)
-        self._takes_columns = not cost.symmetric and facts.takes_columns
         self._refined: ShardedOperator | None = None
 
     @property
@@ -62,21 +60,19 @@ class ShardedOperator:
     @property
     def execution(self) -> Execution:
         """Passes run as parts do; nothing is recorded, as ranks wait for each other in each."""
-        refine = self._refine if self._refines else None
         ring = ", points in a ring" if self._ring else ""
         return Execution(
             f"{self._backend}, {self.ranks.size} ranks{ring}",
             self._segment,
-            self.sample,
-            refine,
             on_points=self._on_points if self._replicated else None,
-            rounded_by=partial(float16_rounding, self.cost),
-            over_columns=self._over_columns if self._takes_columns else None,
         )
 
-    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        order = parts.softmin_over_columns
-        return self.ranks.order(order, self._number, columns, g, epsilon)
+    @cached_property
+    def costs(self) -> CostFacts:
+        cost = self.cost
+        rounding = float16_rounding(cost) if self._refines and not cost.symmetric else 0.0
+        facts = self.dtype, cost.mean_cost, *cost.cost_range, self._error
+        return CostFacts(*facts, rounding=rounding)
 
     def _on_points(
         self, f: Tensor, g: Tensor, epsilon: float, origin: Tensor, *, transposed: bool
@@ -86,17 +82,30 @@ class ShardedOperator:
         order = parts.apply_plan_to_points
         return self.ranks.order(order, self._number, transposed, f, g, epsilon, origin)
 
-    def _refine(self) -> ShardedOperator:
-        """Build the refined operator once: a solve ends on it, and its gradient begins with it."""
+    @property
+    def refined(self) -> ShardedOperator:
+        """Built once: a solve ends on it, and its gradient begins with it."""
+        if not self._refines:
+            return self
         if self._refined is None:
             ranks, number = self.ranks, self.ranks.number()
             ranks.order(parts.refine, self._number, number)
-            self._refined = ShardedOperator(ranks, number, self.cost, self._facts, self._sampled)
+            self._refined = ShardedOperator(ranks, number, self.cost, self._error, self._sampled)
         return self._refined
 
-    def sample(self, rows: Tensor, columns: Tensor) -> Operator:
-        """The cost between some rows (k,) and columns (l,), int64, of this process alone."""
-        return self._sampled(self.cost.sample(rows, columns))
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
+        """The cost between some rows and columns: of other masses, of this process alone.
+
+        Of their own masses it is shared, of all rows and some columns (l,), int64, of the cost
+        between two clouds; it has no passes by columns.
+        """
+        if masses is not None:
+            return self._sampled(self.cost.sample(rows, columns, masses))
+        assert rows == parts.EVERY
+        ranks, number = self.ranks, self.ranks.number()
+        ranks.order(parts.cut_columns, self._number, number, columns)
+        cost = self.cost.part(rows, columns)
+        return ShardedOperator(ranks, number, cost, self._error, self._sampled)
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""

@@ -29,7 +29,7 @@ from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
 from otdd_flash.operators.owned import Owned
-from otdd_flash.operators.parts import FIRST, Build, Facts, Parts, facts
+from otdd_flash.operators.parts import FIRST, Build, Parts, cost_error
 from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, SelfShare, folded
 from otdd_flash.operators.sharded import ShardedOperator
@@ -96,7 +96,7 @@ def _room(ranks: Ranks, device: torch.device) -> int:
     return free_memory(device) // (1 if device.type == "cuda" else ranks.size)
 
 
-def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> tuple[int, Facts]:
+def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> tuple[int, float]:
     """Have every rank hold its points of both sides, and all else of the cost.
 
     By which number, and what ranks say of it.
@@ -139,7 +139,7 @@ def _hold_ring(
     compute: ComputeOptions,
     content: bytes,
     *tensors: Tensor,
-) -> Facts:
+) -> float:
     bare: LabelledCost = put_together(content, tensors)
 
     def build(part: LabelledCost) -> BlockOperator:
@@ -147,7 +147,7 @@ def _hold_ring(
 
     points = ranks.held[source], ranks.held[target]
     ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)
-    return facts(ranks, number)
+    return cost_error(ranks, number)
 
 
 def _number_of(
@@ -179,7 +179,7 @@ def _there(ranks: Ranks, sent: Tensor | int | None) -> Tensor | None:
     return ranks.held[sent] if isinstance(sent, int) else sent
 
 
-def _share_clouds(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> tuple[int, Facts]:
+def _share_clouds(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> tuple[int, float]:
     """Have every rank hold both clouds, or files of them, and its parts of the cost.
 
     By which number, and what ranks say of it. Clouds that they do not hold go with the order.
@@ -254,7 +254,7 @@ def _hold_parts(
     streaming: Streaming | None,
     sent: list[_Sent],
     *tensors: Any,
-) -> Facts:
+) -> float:
     if streaming is not None and ranks.rank > 0:
         streaming = replace(streaming, device=ranks.device_of(streaming.device))
     made: dict[int, LabeledSamples] = {}
@@ -280,7 +280,7 @@ def _hold_parts(
     ranks.held[number] = ranks.together(parts)
     for each, cloud in made.items():
         ranks.held[each] = partial(_itself, cloud)
-    return facts(ranks, number)
+    return cost_error(ranks, number)
 
 
 def _itself(cloud: LabeledSamples) -> LabeledSamples:

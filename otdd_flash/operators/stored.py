@@ -9,7 +9,7 @@ from torch import Tensor
 
 from otdd_flash.operators.base import CostRange, Execution
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
-from otdd_flash.operators.labelled_cost import LabelledCost, equal_masses
+from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
 from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.operators.tiled import TiledOperator
@@ -97,15 +97,18 @@ class StoredOperator(TiledOperator):
     def own_costs(self) -> Tensor:
         return -self.scores.diagonal().double()
 
-    def sample(self, rows: Tensor, columns: Tensor) -> StoredOperator:
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> StoredOperator:
         scores = self.scores[rows][:, columns]
+        mean, (a, b) = self._mean_cost, masses or (self.a[rows], self.b[columns])
+        if masses is not None:
+            mean = -float(a @ (scores.double() @ b))
         (x, y), (of_x, of_y) = self.magnitudes, self.cost_errors
         return StoredOperator(
             scores,
-            equal_masses(rows),
-            equal_masses(columns),
+            a,
+            b,
             cost_range=self._cost_range,
-            mean_cost=-float(scores.double().mean()),
+            mean_cost=mean,
             magnitudes=(x[rows], y[columns]),
             cost_errors=(of_x[rows], of_y[columns]),
             cost_rounding=self.cost_rounding,

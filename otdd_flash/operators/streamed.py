@@ -16,10 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Execution
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
 from otdd_flash.operators.float64_rows import squared_norms
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
 from otdd_flash.operators.tiled import TiledOperator
 
 # Elements of one block of scores: large enough for the matrix product to run at full speed.
@@ -64,17 +63,8 @@ class StreamedOperator(TiledOperator):
     def own_costs(self) -> Tensor:
         return self._cost.own_costs()
 
-    @property
-    def execution(self) -> Execution:
-        """Passes run as in the base class; one over some columns takes their share of a pass."""
-        return super().execution._replace(over_columns=self._over_columns)
-
-    def _over_columns(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        part = StreamedOperator(self._cost.part(slice(None), columns), self.dtype)
-        return part.softmin_rows(g, epsilon)
-
-    def sample(self, rows: Tensor, columns: Tensor) -> StreamedOperator:
-        return StreamedOperator(self._cost.sample(rows, columns), self.dtype)
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> StreamedOperator:
+        return StreamedOperator(self._cost.cut(rows, columns, masses), self.dtype)
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield S in blocks of rows, in a buffer that the next block overwrites."""

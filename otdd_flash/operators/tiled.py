@@ -29,6 +29,7 @@ from otdd_flash.operators.base import (
     Execution,
     Marginals,
 )
+from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.one_segment import TorchSegment
 
 LOG2_E = math.log2(math.e)
@@ -148,9 +149,14 @@ class TiledOperator(ABC):
         return of_rows, of_columns
 
     @property
+    def refined(self) -> TiledOperator:
+        """The operator itself: nothing was rounded for passes alone."""
+        return self
+
+    @property
     def execution(self) -> Execution:
         """In PyTorch, scores in the precision of the potentials."""
-        return Execution(self.backend, TorchSegment, self.sample)
+        return Execution(self.backend, TorchSegment)
 
     @property
     @abstractmethod
@@ -166,8 +172,8 @@ class TiledOperator(ABC):
         """C_ii (n,) for the cost of a cloud with itself, float64."""
 
     @abstractmethod
-    def sample(self, rows: Tensor, columns: Tensor) -> TiledOperator:
-        """The cost between some rows (k,) and columns (l,), int64; on each side of equal masses."""
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> TiledOperator:
+        """The cost between some rows and columns, of these masses or of those that they have."""
 
     @abstractmethod
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:

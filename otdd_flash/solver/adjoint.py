@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
@@ -195,7 +195,7 @@ def _first_step(
 
 def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
     """The plan of f (n,) and g (m,) on the `refined` form of an operator."""
-    return plan_of(refined(operator), f, g, epsilon, MOST_HELD)
+    return plan_of(operator.refined, f, g, epsilon, MOST_HELD)
 
 
 def check_sums(sums: Tensor, epsilon: float) -> None:
@@ -253,7 +253,7 @@ def potentials_everywhere(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tenso
     a, b = inputs.source.masses, inputs.target.masses
     if bool((a > 0).all()) and bool((b > 0).all()):
         return f, g
-    operator = refined(build_operator(inputs, keep_scores=False))
+    operator = build_operator(inputs, keep_scores=False).refined
     return (
         torch.where(a > 0, f, operator.softmin_rows(g, problem.epsilon)),
         torch.where(b > 0, g, operator.softmin_columns(f, problem.epsilon)),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import CostInputs, build_operator
 from otdd_flash.operators.plan import Plan, plan_of
 from otdd_flash.solver.centred import origin_near
@@ -39,7 +38,7 @@ def plan_points(
         clouds = [(side.features, side.masses) for side in (inputs.source, inputs.target)]
         return PlanPoints(dense, epsilon, inputs, origin_near(clouds, dense.dtype))
     operator = build_operator(inputs)
-    plan = plan_of(refined(operator), *potentials, epsilon)
+    plan = plan_of(operator.refined, *potentials, epsilon)
     # The operator's own: whoever built it has found it.
     given = plan, epsilon, inputs, inputs.labelled.centre
     with_points = plan.with_points

@@ -38,8 +38,8 @@ from otdd_flash.engine.evidence.scale import rounding_floor
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels, first_level
 from otdd_flash.engine.rule import Goal, Rule, Start
 from otdd_flash.engine.run import run_one
-from otdd_flash.operators import base
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import CostFacts, Operator
+from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.solver.certificate import Certificate, certify, certify_self
 from otdd_flash.solver.term.result import SolverProgress, StoppedBy, TransportTerm
@@ -74,9 +74,6 @@ SCORES_PER_SAMPLED = 32
 # What its solve may take.
 SAMPLE_ITERATIONS = 200
 
-# exp of less than minus this is 0 in float32.
-UNSEEN = 200
-
 
 def solve_term(
     operator: Operator,
@@ -110,7 +107,7 @@ def solve_term(
 
     # Evaluate, decide, move. A cost of rounded points comes first; its refined form, which knows
     # the original points, goes on from there, or certifies alone where rounding is little.
-    refined, (refine, aim) = base.refined(operator), aim_of(budget, operator, form)
+    refined, (refine, aim) = operator.refined, aim_of(budget, operator.costs, form)
     first = aim * BEFORE_REFINED if refine and refined is not operator else aim
     segment = operator.execution.segment(operator, candidate, symmetric=form.symmetric)
     taken = torch.full((1,), budget.iterations, dtype=torch.float64)
@@ -273,16 +270,17 @@ def draw_sample(operator: Operator) -> tuple[Tensor, Operator] | None:
     """
     n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
-    sampled = operator.execution.sampled
+    # What lacks pairs tells nothing of the whole.
     if (
-        sampled is None
+        operator.costs.forbidden
         or operator.execution.recorded
         or SCORES_PER_SAMPLED * rows * columns > n * m
     ):
         return None
     draw = torch.Generator().manual_seed(0)
     of_rows, of_columns = _drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw)
-    return of_columns, sampled(of_rows, of_columns)
+    masses = equal_masses(of_rows), equal_masses(of_columns)
+    return of_columns, operator.part(of_rows, of_columns, masses)
 
 
 def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
@@ -311,16 +309,12 @@ def _extended(
     operator: Operator, columns: Tensor, potential: Tensor, level: float
 ) -> tuple[Tensor, float]:
     """Return the softmin (n,) over columns of a potential (l,), and the part of a pass it took."""
-    over_columns = operator.execution.over_columns
-    if over_columns is None:
-        g = _absent(operator, level, potential).expand(len(operator.b)).clone()
-        g[columns] = potential
-        return operator.softmin_rows(g, level), 1.0
     # A point of much mass may have been drawn more than once.
     drawn, place = torch.unique(columns, return_inverse=True)
     g = potential.new_empty(len(drawn))
     g[place] = potential
-    return over_columns(drawn, g, level), len(drawn) / len(operator.b)
+    some = operator.part(slice(None), drawn)
+    return some.softmin_rows(g, level), len(drawn) / len(operator.b)
 
 
 def _scale(operator: Operator) -> Tensor:
@@ -328,20 +322,8 @@ def _scale(operator: Operator) -> Tensor:
     return torch.tensor([operator.costs.above_lowest], dtype=torch.float64)
 
 
-def _absent(operator: Operator, level: float, present: Tensor) -> Tensor:
-    """Return a finite potential that has no weight beside those of a sample (l,).
-
-    Whatever the costs, such a column is more than UNSEEN levels worse for a row than any with the
-    highest of these potentials. The size of costs and level is all that this goes by: in any other
-    unit the potential could be out of the range of floats, or one that counts.
-    """
-    costs = operator.costs
-    most = torch.finfo(costs.dtype).max / 2
-    return present.max() - min(costs.spread + UNSEEN * level, most)
-
-
-def aim_of(budget: Budget, operator: Operator, form: Form) -> tuple[bool, float]:
-    """Choose how an operator ends a solve.
+def aim_of(budget: Budget, costs: CostFacts, form: Form) -> tuple[bool, float]:
+    """Choose how an operator with these costs ends a solve.
 
     Returns:
         Whether its refined form has to iterate as well, and at what times the tolerance the last
@@ -349,10 +331,7 @@ def aim_of(budget: Budget, operator: Operator, form: Form) -> tuple[bool, float]
     """
     if form.symmetric:
         return False, BEFORE_LAST_UPDATE
-    execution = operator.execution
-    if execution.refined is None or execution.rounded_by is None:
-        return True, 1.0
-    rounding = execution.rounded_by() / (budget.epsilon * budget.tolerance)
+    rounding = costs.rounding / (budget.epsilon * budget.tolerance)
     return (True, 1.0) if rounding > LITTLE_ROUNDING else (False, 1 - rounding)
 
 

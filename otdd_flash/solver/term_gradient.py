@@ -34,7 +34,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs, class_indices
 from otdd_flash.operators.labelled_cost import Cut
 from otdd_flash.operators.origins import LessOrigin, less_origin
@@ -98,7 +98,7 @@ class _Plan:
 
     def __init__(self, operator: Operator, term: TransportTerm, inputs: CostInputs) -> None:
         # The potentials belong to the cost of the original points.
-        self.operator = refined(operator)
+        self.operator = operator.refined
         self.term, self.weights = term, inputs.cost.squared
         self.points = inputs.points
         # One origin for both, near both: r x - P y then loses nothing to their distance from 0.

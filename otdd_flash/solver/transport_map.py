@@ -31,7 +31,6 @@ from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive
 from otdd_flash.checks import optional, shown, tensor
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.origins import less_origin
@@ -199,7 +198,7 @@ class MapGradient:
         at = *self._potentials, self._problem.epsilon
         plan: Plan | None = dense_plan(inputs, *at)
         if plan is None:
-            plan = StreamedPlan(refined(build_operator(inputs, keep_scores=False)), *at)
+            plan = StreamedPlan(build_operator(inputs, keep_scores=False).refined, *at)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
         check_sums(found[:, -1], self._problem.epsilon)
         return found[:, :-1] / found[:, -1:] + origin

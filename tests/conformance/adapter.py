@@ -36,11 +36,12 @@ from otdd_flash.operators import (
     whole_points,
 )
 from otdd_flash.operators import matrix as given_matrix
-from otdd_flash.operators.base import CostFacts, Marginals, refined
+from otdd_flash.operators.base import CostFacts, Marginals
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
@@ -178,28 +179,23 @@ class Held:
                 return Plan(products, self._given.cost_of(*points), "fast", weighs=False)
         return Plan(products, self.cost, "fast", weighs=False)
 
-    def part(self, rows: Tensor, columns: Tensor) -> Held | None:
-        """The cost between some rows (k,) and columns (l,), of equal masses; None if not there."""
-        sampled = self._operator.execution.sampled
-        if sampled is None:
-            return None
-        part = sampled(rows, columns)
+    def part(self, rows: Tensor, columns: Tensor) -> Held:
+        """The cost between some rows (k,) and columns (l,), of equal masses."""
+        part = self._operator.part(rows, columns, (equal_masses(rows), equal_masses(columns)))
         exact, cost = (cost[rows][:, columns] for cost in (self.exact, self.cost))
         if isinstance(part, KernelOperator):
             # Its points are rounded on a scale of their own.
             cost = self._given.cost_of(*part.seen_points(), rows, columns)
         return Held(self._given, part, self.precision, exact, cost)
 
-    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor | None:
-        """The softmin of all rows over some columns (l,) with their masses; None if not there."""
-        over_columns = self._operator.execution.over_columns
-        if over_columns is None:
-            return None
-        return _double(over_columns(columns, self._in(g), epsilon))
+    def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
+        """The softmin of all rows over some columns (l,) with their masses."""
+        part = self._operator.part(slice(None), columns)
+        return _double(part.softmin_rows(self._in(g), epsilon))
 
     def refined(self) -> Held:
         """The same cost to the full accuracy of the potentials."""
-        found = refined(self._operator)
+        found = self._operator.refined
         if found is self._operator:
             return self
         return Held(self._given, found, "high", self.exact, self.exact)
@@ -347,10 +343,6 @@ class HeldByRanks(Held):
             transposed_times=partial(ask, "transposed_times", *at),
         )
         return {"evaluated": Plan(products, self.cost, self.precision)}
-
-    def part(self, rows: Tensor, columns: Tensor) -> Held | None:
-        """A sample is rank 0's alone."""
-        return None
 
     def refined(self) -> Held:
         return self

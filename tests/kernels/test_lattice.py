@@ -45,7 +45,8 @@ def test_grey_values_and_counts_are_on_a_lattice(points: Tensor, scale: float) -
     assert float(beside.abs().max()) < 1e-9
     assert float((lattice.centre - cost.centre).abs().max()) <= (1 + 1e-9) / 2 / scale
     # They are read as they are, at any precision.
-    assert KernelOperator(cost, "fast").execution.refined is None
+    operator = KernelOperator(cost, "fast")
+    assert operator.refined is operator
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.kernels.passes import plan_marginals
 from otdd_flash.operators import blocked, packed_blocks, request
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.blocked import BlockedOperator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
@@ -73,7 +72,7 @@ def test_later_passes_read_nothing(tmp_path: Path) -> None:
     # Float16 of rows padded to a multiple of 8 coordinates: one part, for either side of a tile.
     assert reads[1] == reads[2]
     assert tally.held >= 2 * 2 * 8 * (N + M)
-    exact, plain = refined(found), refined(without)
+    exact, plain = found.refined, without.refined
     before = tally.moved, tally.copied
     assert torch.equal(exact.softmin_rows(g, EPSILON), plain.softmin_rows(g, EPSILON))
     assert tally.moved - before[0] <= 2 * 4 * DIM

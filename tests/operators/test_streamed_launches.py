@@ -17,7 +17,6 @@ from triton.runtime import interpreter
 
 import otdd_flash as otdd
 from otdd_flash.operators import blocked, request
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.blocked import BlockedOperator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
@@ -103,7 +102,7 @@ def test_a_pair_of_blocks_is_few_launches_and_no_wait(
 ) -> None:
     """But for what says how plans are added up, and whether their sums are in range."""
     found = operator(tmp_path, (1 << 28) if held else 0, monkeypatch)
-    exact, g = refined(found), torch.zeros(COLUMNS * SIZE)
+    exact, g = found.refined, torch.zeros(COLUMNS * SIZE)
     values = torch.randn(COLUMNS * SIZE, 2)
     # Every block has come once, and what is known of its points and masses is.
     assert found.costs.error > 0

@@ -10,7 +10,6 @@ from labelled_costs import dense_labelled_cost, labelled_cost
 
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import kernel_plans, memory
-from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import FusedPlan, HeldPlan
@@ -37,7 +36,7 @@ def potentials(cost: KernelOperator) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter runs")
 def test_a_held_plan_is_written_where_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 128)
-    cost = refined(operator(150, 270))
+    cost = operator(150, 270).refined
     plan = StreamedPlan(cost, *potentials(cost), EPSILON)
     with operation_counts.OperationCounts(monkeypatch) as counts:
         assert isinstance(plan.quick, HeldPlan)

@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 
-from otdd_flash.operators.base import Execution
+from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
@@ -21,10 +21,12 @@ class Rounded:
         self.inner, self.exact, self.off = inner, exact, off
 
     @property
-    def execution(self) -> Execution:
-        return self.inner.execution._replace(
-            refined=lambda: self.exact, rounded_by=lambda: self.off
-        )
+    def refined(self) -> MatrixOperator:
+        return self.exact
+
+    @property
+    def costs(self) -> CostFacts:
+        return self.inner.costs._replace(rounding=self.off)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -13,7 +13,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.arguments import Count
 from otdd_flash.errors import InputError, NotConvergedWarning
-from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify
 from otdd_flash.solver.schedules import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
@@ -39,7 +39,7 @@ class Sweeps(Schedule):
         start: Tensor | None,
         progress: SolverProgress | None,
     ) -> TransportTerm:
-        exact = refined(operator)
+        exact = operator.refined
         g = torch.zeros_like(exact.b, dtype=exact.costs.dtype) if start is None else start
         f = exact.softmin_rows(g, epsilon)
         for _ in range(self.updates):

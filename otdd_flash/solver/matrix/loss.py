@@ -23,7 +23,7 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import Operator, refined
+from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import Compute
 from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.solver.divergence import Potentials, report_convergence
@@ -153,7 +153,7 @@ class LossGradient:
             term, self.groups = settled_matrix(self._problem, term)
         for key, terms in MASSES.items():
             if key in self._needs and name in terms:
-                found = _by_masses(refined(operator), term, columns=key == "b")
+                found = _by_masses(operator.refined, term, columns=key == "b")
                 # On both sides of a self term.
                 share = SHARES[name] * (1 if name == "xy" else 2)
                 self._by_masses[key] = self._by_masses.get(key, 0) + share * found

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from otdd_flash.arguments import MarginalError, Positive, Share
 from otdd_flash.errors import InputError
-from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedules.base import Schedule
@@ -81,7 +80,7 @@ class GeomlossSchedule(Schedule):
         `progress` is called once, at the end.
         """
         assert self.diameter is not None
-        refined = base.refined(operator)
+        refined = operator.refined
         epsilons = schedule(epsilon, self.diameter, self.scaling)
         if name == "xy":
             f, g = _cross(refined, epsilons)
