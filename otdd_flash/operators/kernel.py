@@ -39,16 +39,15 @@ from otdd_flash.operators.base import (
 )
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_one_segment import KernelSegment
-from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, Seen, single
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.packed_masses import PackedMasses, packed_masses
-from otdd_flash.operators.plan import KeptPlan, StreamedPlan
+from otdd_flash.operators.plans import KeptPlan, StreamedPlan
 from otdd_flash.operators.remembered import remembered
 from otdd_flash.operators.rounding import float16_rounding
-from otdd_flash.operators.triton_plans import ExactFusedPlan
+from otdd_flash.operators.triton_plans import FEW_CHUNKS, ExactFusedPlan, KernelPlans, Seen, single
 
 PARTS = {"fast": 1, "high": 3}
 

@@ -22,8 +22,8 @@ from otdd_flash.kernels.passes.symmetric_step import triangle_sums
 from otdd_flash.kernels.tiling import BLOCK_ROWS
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
-from otdd_flash.operators.kernel_plans import single
 from otdd_flash.operators.self_share import folded
+from otdd_flash.operators.triton_plans import single
 
 
 class KernelSelf(NamedTuple):

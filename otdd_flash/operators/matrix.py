@@ -19,7 +19,7 @@ from otdd_flash.operators.base import CostFacts, Execution
 from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.operators.memory import holds
-from otdd_flash.operators.plan import KeptPlan
+from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.operators.tiled import (
     LEAST_EXPONENT,
     TILE_ELEMENTS_CPU,

@@ -38,11 +38,11 @@ from otdd_flash.operators.base import (
     Operator,
 )
 from otdd_flash.operators.kernel_one_segment import KernelSegment
-from otdd_flash.operators.kernel_plans import single
 from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix import HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
+from otdd_flash.operators.triton_plans import single
 
 # Bytes of a matrix up to which a pass takes no longer than launching it, or not much.
 FEW_BYTES = 1 << 28

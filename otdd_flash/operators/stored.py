@@ -11,7 +11,7 @@ from otdd_flash.operators.base import CostRange, Execution
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
 from otdd_flash.operators.memory import holds
-from otdd_flash.operators.plan import KeptPlan
+from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.operators.whole_points import whole_products
 

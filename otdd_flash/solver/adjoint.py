@@ -26,7 +26,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.labelled_cost import equal_masses
-from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
+from otdd_flash.operators.plans import Factors, KeptPlan, Plan, Products, plan_of
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.direct import is_small

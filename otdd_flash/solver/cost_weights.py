@@ -19,7 +19,7 @@ from torch import Tensor
 
 from otdd_flash.operators.build import class_indices
 from otdd_flash.operators.origins import less_origin
-from otdd_flash.operators.plan import Factors
+from otdd_flash.operators.plans import Factors
 from otdd_flash.solver.adjoint import Entries
 from otdd_flash.solver.centred import mean_near
 from otdd_flash.solver.problem import Problem

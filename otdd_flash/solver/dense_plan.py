@@ -6,7 +6,7 @@ from torch import Tensor
 
 from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.memory import holds, stated_budget
-from otdd_flash.operators.plan import KeptPlan
+from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.solver.direct import is_small
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from otdd_flash.operators.build import CostInputs, build_operator
-from otdd_flash.operators.plan import Plan, plan_of
+from otdd_flash.operators.plans import Plan, plan_of
 from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.directions import Directions, Part, Points, Rows
@@ -22,7 +22,7 @@ from otdd_flash.solver.plan_points import PlanPoints
 if TYPE_CHECKING:
     # These need Triton.
     from otdd_flash.kernels.points.packed_points import PackedPoints
-    from otdd_flash.operators.point_products import PointProducts
+    from otdd_flash.operators.triton_plans import PointProducts
 
 
 def plan_points(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.origins import less_origin
-from otdd_flash.operators.plan import Plan
+from otdd_flash.operators.plans import Plan
 from otdd_flash.solver.directions import ALL, Directions, Part, Points
 
 # Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.

@@ -34,7 +34,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.origins import less_origin
-from otdd_flash.operators.plan import Factors, Plan, StreamedPlan
+from otdd_flash.operators.plans import Factors, Plan, StreamedPlan
 from otdd_flash.solver.adjoint import Entries, check_sums, potentials_everywhere
 from otdd_flash.solver.centred import mean_near
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient

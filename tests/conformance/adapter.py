@@ -28,7 +28,7 @@ from otdd_flash.operators import (
     cost_tiles,
     float64_rows,
     kernel,
-    plan,
+    plans,
     request,
     sharing,
     streamed,
@@ -42,7 +42,7 @@ from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import equal_masses
-from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
+from otdd_flash.operators.plans import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix.problem import MatrixProblem
@@ -62,8 +62,8 @@ SMALL: list[tuple[Any, str, Any]] = [
     (float64_rows, "CHUNK_ELEMENTS_CPU", 60),
     (blocked, "LEAST_POINTS", 30),
     (kernel, "MANY_SCORES", 1),
-    (plan, "BLOCK_CPU", 200),
-    (plan, "FEW_COLUMNS", 8),
+    (plans, "BLOCK_CPU", 200),
+    (plans, "FEW_COLUMNS", 8),
     (whole_points, "LEAST_POINTS", 20),
     (cost_tiles, "TILE_CPU", 32),
     (cost_tiles, "LEAST_POINTS", 16),

@@ -12,11 +12,11 @@ from torch import Tensor
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.kernels.passes.block_product import Weights
 from otdd_flash.kernels.points.packed_points import PackedPoints
-from otdd_flash.operators import kernel_plans
+from otdd_flash.operators import triton_plans
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.plan import StreamedPlan, plan_of
-from otdd_flash.operators.point_products import PointProducts
+from otdd_flash.operators.plans import StreamedPlan, plan_of
+from otdd_flash.operators.triton_plans import PointProducts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.slow
@@ -30,8 +30,8 @@ OF_NUMBERS = 1e-5
 
 @pytest.fixture(autouse=True)
 def _several_blocks_of_a_streamed_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
-    monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 256)
         monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)

@@ -9,9 +9,9 @@ import torch
 from labelled_costs import dense_labelled_cost, labelled_cost
 
 from otdd_flash.kernels.passes import plan_blocks
-from otdd_flash.operators import kernel_plans, memory
+from otdd_flash.operators import memory, triton_plans
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
+from otdd_flash.operators.plans import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import FusedPlan, HeldPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,11 +56,11 @@ def test_a_plan_is_kept_in_float64_where_it_is_small(monkeypatch: pytest.MonkeyP
     n, m = 150, 140
     cost = operator(n, m)
     f, g = potentials(cost)
-    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 8 * n * m - 1)
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 8 * n * m - 1)
     assert isinstance(plan_of(cost, f, g, EPSILON), KeptPlan)
-    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 4)
+    monkeypatch.setattr(triton_plans, "FEW_COORDINATES", 4)
     assert isinstance(plan_of(cost, f, g, EPSILON), StreamedPlan)
-    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 8 * n * m)
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 8 * n * m)
     assert isinstance(plan_of(cost, f, g, EPSILON), KeptPlan)
     without_memory(monkeypatch)
     assert isinstance(plan_of(cost, f, g, EPSILON), StreamedPlan)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
 from otdd_flash import CGOptions, ComputeOptions, Converged
-from otdd_flash.operators.plan import KeptPlan
+from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.solver import dense_plan as plans
 from otdd_flash.solver import direct, packed_plan_points
 from otdd_flash.solver.dense_plan import dense_plan

@@ -8,7 +8,7 @@ from live_bytes import peak
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.operators import kernel_plans
+from otdd_flash.operators import triton_plans
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -18,7 +18,7 @@ CONSTANT = 256 << 20
 
 @pytest.fixture(autouse=True)
 def _no_plan_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
+    monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
 
 
 def clouds(count: int, dim: int) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.operators import kernel_plans
+from otdd_flash.operators import triton_plans
 from otdd_flash.solver.hessian import DivergenceCurvature
 from otdd_flash.solver.problem import Problem
 
@@ -30,7 +30,7 @@ COMPUTE = otdd.ComputeOptions("cpu", backend="triton")
 @pytest.fixture(autouse=True)
 def _as_many_points_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan is kept in float64, as of 10,000 points."""
-    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
-from otdd_flash.operators import kernel_plans
+from otdd_flash.operators import triton_plans
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver import curvature, direct, plan_points, second_derivatives
 from otdd_flash.solver.hessian import DivergenceCurvature
@@ -253,8 +253,8 @@ def test_points_in_float32(
     backend: str, labels: bool, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounded points iterate, those themselves tell the residual."""
-    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
-    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(triton_plans, "FEW_COORDINATES", 0)
     x, y, v = (part.float().to(DEVICE) for part in (*clouds(40, 33), drawn(40, 3, seed=4)))
     options = on_the_device(labelled(40, 33)) if labels else {}
     compute = otdd.ComputeOptions(DEVICE, backend=backend)

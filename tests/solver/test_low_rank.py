@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators import memory
-from otdd_flash.operators.plan import KeptPlan
+from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.solver import low_rank, schur
 from otdd_flash.solver.low_rank import LowRank
 from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver

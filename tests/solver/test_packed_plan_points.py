@@ -11,7 +11,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash import CGOptions
 from otdd_flash.kernels.passes import plan_blocks
-from otdd_flash.operators import float64_rows, kernel_plans
+from otdd_flash.operators import float64_rows, triton_plans
 from otdd_flash.solver import directions
 from otdd_flash.solver.packed_plan_points import PackedPlanPoints
 
@@ -21,8 +21,8 @@ DIM = 136
 
 @pytest.fixture(autouse=True)
 def _several_blocks_of_a_streamed_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
-    monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
     monkeypatch.setattr(directions, "LOOKED_AT", 1 << 14)
     monkeypatch.setattr(plan_blocks, "BLOCK_HEIGHT", 128)
     monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 256)

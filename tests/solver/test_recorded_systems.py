@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from otdd_flash.operators import kernel_plans
+from otdd_flash.operators import triton_plans
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.plan import plan_of
+from otdd_flash.operators.plans import plan_of
 from otdd_flash.solver import conjugate_gradients_kernels, schur
 from otdd_flash.solver.conjugate_gradients import Limits, Near
 from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
@@ -22,10 +22,10 @@ OPTIONS = CGOptions(1e-4)
 @pytest.fixture(params=["held", "fused"], autouse=True)
 def _held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the plan in float16 is held, or evaluated anew."""
-    monkeypatch.setattr(kernel_plans, "KEPT_BYTES", 0)
-    monkeypatch.setattr(kernel_plans, "FEW_COORDINATES", 0)
+    monkeypatch.setattr(triton_plans, "KEPT_BYTES", 0)
+    monkeypatch.setattr(triton_plans, "FEW_COORDINATES", 0)
     if request.param == "fused":
-        monkeypatch.setattr(kernel_plans, "holds", lambda *_: False)
+        monkeypatch.setattr(triton_plans, "holds", lambda *_: False)
 
 
 def solver(n: int, m: int, *, own: bool) -> Solver:

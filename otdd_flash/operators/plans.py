@@ -19,8 +19,7 @@ from otdd_flash.operators.base import Operator
 
 if TYPE_CHECKING:
     # It imports this file, and Triton.
-    from otdd_flash.operators.point_products import PointProducts
-    from otdd_flash.operators.triton_plans import Way
+    from otdd_flash.operators.triton_plans import PointProducts, Way
 
 # Unit roundoffs that long sums are off by: a few, as those of their terms are of either sign.
 SUM_UNITS = 8
