@@ -139,7 +139,7 @@ def prepare(name: str, operator: KernelOperator) -> tuple[Callable[[], object], 
         return step, error / bench.ACCURACY
     values = torch.randn(operator.cost.points[1].shape, device=operator.a.device)
     values[:, 0] = 1
-    apply = partial(operator.apply_plan, f, g, epsilon, values)
+    apply = partial(operator.plan(f, g, epsilon).applied, values)
     return apply, off(apply().values[:, 0] / operator.a, 1) / PLAN_ACCURACY
 
 

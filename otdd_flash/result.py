@@ -376,7 +376,7 @@ class DistanceResult:
 
     def _applied(self, values: Tensor) -> Applied:
         def apply(operator: Operator, f: Tensor, g: Tensor) -> Applied:
-            return operator.apply_plan(f, g, self.epsilon, values.to(f.device))
+            return operator.plan(f, g, self.epsilon).applied(values.to(f.device))
 
         return self._with_plan(apply)
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    # It imports this file.
+    # They import this file.
     from otdd_flash.operators.labelled_cost import Cut, Masses
+    from otdd_flash.operators.plans import EvaluatedPlan
 
 # A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
 # what runs in Triton records steps.
@@ -149,30 +150,11 @@ class Execution(NamedTuple):
             potential g (m,) to evaluate first.
         recorded: whether steps are recorded, as a pass takes less time than launching it, or not
             much more. Such a pass has no use for a sample.
-        prepared_plan: prepares the plan of f (n,), g (m,) and an epsilon for many products, a
-            `plan.Plan`, held only in so many bytes, half of free memory for None; None where
-            `apply_plan` is as good, or memory is short.
-        rounded_plan: prepares one near it for products that take less time, a `plan.Products`,
-            likewise; None where it has none.
-        in_blocks: `apply_plan` of values that are made block by block, for one block of the result
-            after the other, `BlockedOperator.applied_blocks`; None where all points are on
-            the device.
-        on_points: `apply_plan` of the other side's points less an origin (d,), a `LessOrigin`, as
-            on_points(f, g, epsilon, origin, transposed=...): by ranks that have the points, so that
-            no values are sent. None where values are as good.
-        point_products: prepares products of such a plan with the points, where they are packed, as
-            point_products(plan, f, g, epsilon), a `point_products.PointProducts`; None from it, or
-            in its place, where products with any matrix are as good.
     """
 
     backend: str
     segment: Callable[..., Any]
     recorded: bool = False
-    prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
-    rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
-    in_blocks: Callable[..., Any] | None = None
-    on_points: Callable[..., Applied] | None = None
-    point_products: Callable[..., Any] | None = None
 
 
 class Certifiable(Protocol):
@@ -284,19 +266,12 @@ class Operator(Certifiable, SelfCertifiable, Protocol):
         """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
         ...
 
-    def apply_plan(
-        self,
-        f: Tensor,
-        g: Tensor,
-        epsilon: float,
-        values: Tensor,
-        *,
-        transposed: bool = False,
-        factors: tuple[Tensor, Tensor] | None = None,
-    ) -> Applied:
-        """P V (n, k) for V (m, k), and P 1 (n,); with `factors` A (n, r), B (m, r), (P o A B^T) V.
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> EvaluatedPlan:
+        """The plan of f (n,) and g (m,), or of the only potential of a cloud with itself.
 
-        If `transposed`, P^T U (m, k) for U (n, k), and P^T 1 (m,), or (P o A B^T)^T U.
+        What it prepares for many products takes `most` bytes, half of free memory for None.
         """
         ...
 

@@ -23,6 +23,7 @@ from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.packed_blocks import Packing, There
+from otdd_flash.operators.plans import EvaluatedPlan, Factors
 
 # Roundings of a mass that is divided by its block's and multiplied again.
 ROUNDINGS = 8
@@ -209,52 +210,49 @@ class BlockSums(ABC):
         """C_ii (n,) of the cost of a cloud with itself, float64: a distance of classes."""
         return self.cost.own_costs()
 
-    def apply_plan(
-        self,
-        f: Tensor,
-        g: Tensor,
-        epsilon: float,
-        values: Tensor,
-        *,
-        transposed: bool = False,
-        factors: tuple[Tensor, Tensor] | None = None,
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> BlockPlan:
+        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        return BlockPlan(self, f, g, epsilon, most)
+
+
+class BlockPlan(EvaluatedPlan):
+    """A plan whose products are sums over pairs of blocks; see `EvaluatedPlan`."""
+
+    def __init__(
+        self, operator: BlockSums, f: Tensor, g: Tensor | None, epsilon: float, most: int | None
+    ) -> None:
+        super().__init__(operator.dtype, (operator.a, operator.b), f, g, epsilon, most)
+        self._operator = operator
+
+    def applied(
+        self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
-        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
-        masses = torch.zeros_like(self.b if transposed else self.a)
+        masses = torch.zeros_like(self.masses[transposed])
         out = values.new_zeros((len(masses), values.shape[1]), dtype=self.dtype)
-        for tile in self.tiles(points=True):
+        for tile in self._operator.tiles(points=True):
             own, other = (tile.columns, tile.rows) if transposed else (tile.rows, tile.columns)
-            found = applied(tile, f, g, epsilon, values[other], transposed, factors)
+            found = self.of_tile(tile, values[other], transposed=transposed, factors=factors)
             if found is not None:
                 out[own] += found.values
                 masses[own] += found.masses
         return Applied(out, masses)
 
+    def of_tile(
+        self, tile: Tile, values: Tensor, *, transposed: bool, factors: Factors | None = None
+    ) -> Applied | None:
+        """What a pair of blocks adds to a product, if anything.
 
-def applied(
-    tile: Tile,
-    f: Tensor,
-    g: Tensor,
-    epsilon: float,
-    values: Tensor,
-    transposed: bool,
-    factors: tuple[Tensor, Tensor] | None,
-) -> Applied | None:
-    """What a pair of blocks adds to a product with the plan of f (n,) and g (m,), if anything.
-
-    Rows of a tile that adds nothing have no plan.
-    """
-    if tile.masses[0 if transposed else 1] == 0:
-        return None
-    found = tile.operator.apply_plan(
-        f[tile.rows],
-        g[tile.columns],
-        epsilon,
-        values,
-        transposed=transposed,
-        factors=factors and (factors[0][tile.rows], factors[1][tile.columns]),
-    )
-    return Applied(tile.mass * found.values, tile.mass * found.masses)
+        Rows of a tile that adds nothing have no plan.
+        """
+        if tile.masses[0 if transposed else 1] == 0:
+            return None
+        f, g, epsilon = self._at
+        plan = tile.operator.plan(f[tile.rows], g[tile.columns], epsilon)
+        some = factors and (factors[0][tile.rows], factors[1][tile.columns])
+        found = plan.applied(values, transposed=transposed, factors=some)
+        return Applied(tile.mass * found.values, tile.mass * found.masses)
 
 
 def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:

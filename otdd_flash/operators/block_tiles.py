@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, Epsilon, Operator
+from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost
 from otdd_flash.operators.packed_blocks import Packing, There
 
@@ -95,17 +95,6 @@ class Tile(NamedTuple):
     def mass(self) -> float:
         """The product of both masses."""
         return self.masses[0] * self.masses[1]
-
-
-class AppliedBlock(NamedTuple):
-    """What a plan makes of values, for some points of the side of the result."""
-
-    own: There
-    applied: Applied
-
-
-# make(rows, points): what is multiplied (k, c), for some points (k, d) of the other side.
-Make = Callable[[Cut, Tensor], Tensor]
 
 
 class Joined:

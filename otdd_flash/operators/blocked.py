@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Applied, CostFacts, Execution, Operator
-from otdd_flash.operators.block_sums import BlockSums, applied
-from otdd_flash.operators.block_tiles import AppliedBlock, Build, Make, Tile
+from otdd_flash.operators.block_sums import BlockPlan, BlockSums
+from otdd_flash.operators.block_tiles import Build, Tile
+from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.host_points import Block, by_class
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments, on_host
 from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
+from otdd_flash.operators.plans import Make, PlanBlock
 from otdd_flash.operators.rounding import float16_rounding
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
@@ -76,7 +78,7 @@ class BlockedOperator(BlockSums):
             for other in self._there.stream(1, after, points=points):
                 yield self.tile((own, other))
 
-    def _by_columns(self) -> Iterator[Tile]:
+    def by_columns(self) -> Iterator[Tile]:
         """All pairs of blocks, column by column."""
         for own in self._there.stream(1, self._columns, points=True):
             for other in self._there.stream(0, self._rows, points=True):
@@ -117,7 +119,6 @@ class BlockedOperator(BlockSums):
         return Execution(
             f"{first.backend}, points streamed in blocks of {height:,} x {width:,}",
             first.segment,
-            in_blocks=self.applied_blocks,
         )
 
     @cached_property
@@ -149,32 +150,11 @@ class BlockedOperator(BlockSums):
         every = isinstance(rows, slice) and rows == slice(None)
         return BlockedOperator(part, self._build, rows=self if every else None)
 
-    def applied_blocks(
-        self,
-        f: Tensor,
-        g: Tensor,
-        epsilon: float,
-        make: Make,
-        *,
-        transposed: bool = False,
-        factors: tuple[Tensor, Tensor] | None = None,
-    ) -> Iterator[AppliedBlock]:
-        """Apply the plan a block of the result at a time, to values made per block.
-
-        So neither values nor results need be on the device at once.
-        """
-        tiles = self._by_columns() if transposed else self.tiles(points=True)
-        own, other = (1, 0) if transposed else (0, 1)
-        for _, stripe in groupby(tiles, lambda tile: id(tile.sides[own].block)):
-            out: Applied | None = None
-            for tile in stripe:
-                there, beside = tile.sides[own], tile.sides[other]
-                values = make(beside.block.rows, beside.points)
-                found = applied(tile, f, g, epsilon, values, transposed, factors)
-                if found is not None:
-                    out = found if out is None else Applied(*map(torch.add, out, found))
-            assert out is not None
-            yield AppliedBlock(there, out)
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> BlockedPlan:
+        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        return BlockedPlan(self, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64; columns are read, and rows that left."""
@@ -192,6 +172,29 @@ class BlockedOperator(BlockSums):
             part = self.cost.part(rows, other.block.rows, (there.points, other.points))
             found[rows] = part.costs_of(moments)
         return found
+
+
+class BlockedPlan(BlockPlan):
+    """A plan that is applied to values of streamed points a block of the result at a time."""
+
+    _operator: BlockedOperator
+
+    def blocks(
+        self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
+    ) -> Iterator[PlanBlock]:
+        operator = self._operator
+        tiles = operator.by_columns() if transposed else operator.tiles(points=True)
+        own, other = (1, 0) if transposed else (0, 1)
+        for _, stripe in groupby(tiles, lambda tile: id(tile.sides[own].block)):
+            out: Applied | None = None
+            for tile in stripe:
+                there, beside = tile.sides[own], tile.sides[other]
+                values = make(beside.block.rows, beside.points)
+                found = self.of_tile(tile, values, transposed=transposed)
+                if found is not None:
+                    out = found if out is None else Applied(*map(torch.add, out, found))
+            assert out is not None
+            yield PlanBlock(there.block, there.points, out)
 
 
 def _blocks(cost: LabelledCost) -> tuple[list[Block], list[Block]]:

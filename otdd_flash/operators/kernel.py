@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.kernels.epsilon import on_device
-from otdd_flash.kernels.linear.halves import to_halves
-from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_columns
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.pair_sums import pair_sums
-from otdd_flash.kernels.passes.plan_application import apply_plan_blocks
-from otdd_flash.kernels.passes.plan_terms import ROW_RANGE
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step
 from otdd_flash.kernels.points.packed_points import (
@@ -31,7 +27,6 @@ from otdd_flash.kernels.points.packed_points import (
     power_of_two_scale,
 )
 from otdd_flash.operators.base import (
-    Applied,
     CostFacts,
     Epsilon,
     Execution,
@@ -44,10 +39,9 @@ from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.packed_masses import PackedMasses, packed_masses
-from otdd_flash.operators.plans import KeptPlan, StreamedPlan
 from otdd_flash.operators.remembered import remembered
 from otdd_flash.operators.rounding import float16_rounding
-from otdd_flash.operators.triton_plans import FEW_CHUNKS, ExactFusedPlan, KernelPlans, Seen, single
+from otdd_flash.operators.triton_plans import KernelPlan, Seen, single
 
 PARTS = {"fast": 1, "high": 3}
 
@@ -102,7 +96,6 @@ class KernelOperator:
         scale = 2 * cost.lambda_x / x.scale**2
         self._scores = Scores(scale, self._costs, parts)
         self._transposed = Scores(scale, self._costs.T.contiguous(), parts)
-        self._plans = KernelPlans(cost, self._seen, self._scores, self._transposed)
         # A plan's entries and what it is applied to are on no lattice.
         self._plan_parts = PARTS["high" if self._lattice else precision]
         self._many = x.layout.size * y.layout.size >= MANY_SCORES
@@ -138,9 +131,6 @@ class KernelOperator:
             f"triton, scores streamed, {self._precision}",
             KernelSegment,
             self.recorded,
-            self._prepared_plan,
-            self._plans.rounded,
-            point_products=self._plans.with_points if self._plan_parts == 3 else None,
         )
 
     @property
@@ -152,11 +142,6 @@ class KernelOperator:
     def _rounds(self) -> bool:
         """Whether points are rounded more than they need be."""
         return self._precision == "fast" and not self._lattice
-
-    def _prepared_plan(
-        self, f: Tensor, g: Tensor, epsilon: float, most: int | None
-    ) -> KeptPlan | ExactFusedPlan | None:
-        return self._plans.prepared(StreamedPlan(self, f, g, epsilon, most), f, g, epsilon, most)
 
     def seen_points(self) -> tuple[Tensor, Tensor]:
         """Both clouds less one point, as this precision rounds them, (n, d) and (m, d) float64."""
@@ -218,29 +203,12 @@ class KernelOperator:
         """Row and column sums of the plan of f (n,) and g (m,)."""
         return self._fixed_point.marginals(f, g, float(epsilon), accurate=accurate)
 
-    def apply_plan(
-        self,
-        f: Tensor,
-        g: Tensor,
-        epsilon: float,
-        values: Tensor,
-        *,
-        transposed: bool = False,
-        factors: tuple[Tensor, Tensor] | None = None,
-    ) -> Applied:
-        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
-        packed = None
-        if factors is not None:
-            left, right = factors
-            packed = _packed_matrix(left, self._rows), _packed_matrix(right, self._columns)
-        if transposed:
-            scores = self._transposed._replace(parts=self._plan_parts)
-            sides = self._columns, self._rows, scores
-            turned = None if packed is None else packed[::-1]
-            return _applied(*sides, self.b, (g, f), epsilon, values, turned)
-        scores = self._scores._replace(parts=self._plan_parts)
-        sides = self._rows, self._columns, scores
-        return _applied(*sides, self.a, (f, g), epsilon, values, packed)
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> KernelPlan:
+        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        scores = self._scores, self._transposed
+        return KernelPlan(self.cost, self._seen, scores, self._plan_parts, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
@@ -285,38 +253,6 @@ class KernelOperator:
         return half_step(rows, columns, scores, single(potential), level, near)
 
 
-def _applied(
-    rows: Side,
-    columns: Side,
-    scores: Scores,
-    masses: Tensor,
-    potentials: tuple[Tensor, Tensor],
-    epsilon: float,
-    values: Tensor,
-    factors: tuple[PackedPoints, PackedPoints] | None,
-) -> Applied:
-    f, g = map(single, potentials)
-    packed = to_halves(values, columns.points.layout, multiple=8)
-    device, dim, count = f.device, rows.points.coordinates.shape[1], values.shape[1]
-    fused = factors is None and count <= FEW_CHUNKS * most_columns(dim, scores.parts, device)
-
-    def apply(f: Tensor) -> tuple[Tensor, Tensor]:
-        given = rows, columns, scores, (f, g), epsilon
-        if fused:
-            return apply_plan_fused(*given, packed)
-        return apply_plan_blocks(*given, packed, factors)
-
-    out, sums = apply(f)
-    low, high = torch.stack(sums.aminmax()).tolist()
-    # A NaN is both.
-    if not (low >= ROW_RANGE[0] and high <= ROW_RANGE[1]):
-        # Far from any marginal: with the potential that makes row sums 1, and corrected after.
-        exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
-        out, sums = apply(exact)
-        masses = masses * ((f.double() - exact.double()) / epsilon).exp()
-    return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums * masses)
-
-
 def _pack_both(cost: LabelledCost, lattice: Lattice | None) -> tuple[PackedPoints, PackedPoints]:
     x, y = cost.packed
     if x is None:
@@ -341,13 +277,6 @@ def _pack(
     if lattice:
         return pack(points, layout, lattice.centre, lattice.scale)
     return pack(points, layout, cost.centre, power_of_two_scale(cost.largest))
-
-
-def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
-    """Pack a matrix with one row per point of a side, rounded like the points."""
-    origin = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
-    scale = power_of_two_scale(float(values.abs().max()))
-    return pack(values, side.points.layout, origin, scale)
 
 
 def _seen(points: PackedPoints, masses: PackedMasses, lambda_x: float) -> Seen:

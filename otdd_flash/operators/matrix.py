@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from otdd_flash.operators.base import CostFacts, Execution
+from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.operators.memory import holds
-from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.operators.tiled import (
     LEAST_EXPONENT,
     TILE_ELEMENTS_CPU,
@@ -157,19 +155,6 @@ class MatrixOperator(TiledOperator):
     @property
     def backend(self) -> str:
         return "torch, costs given" if self.source.asked is None else "torch, costs asked for"
-
-    @property
-    def execution(self) -> Execution:
-        """Passes run as in the base class; a prepared plan takes n m float64 numbers."""
-        return super().execution._replace(prepared_plan=self._prepared_plan)
-
-    def _prepared_plan(
-        self, f: Tensor, g: Tensor, epsilon: float, most: int | None
-    ) -> KeptPlan | None:
-        n, m = self.source.shape
-        if not holds(8 * n * m, most, self.device):
-            return None
-        return KeptPlan(self.plan_entries(f, g, epsilon))
 
     def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         """Yield the tiles of the base class, exactly 0 at forbidden pairs."""

@@ -29,7 +29,6 @@ from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, r
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import (
-    Applied,
     CostFacts,
     CostRange,
     Epsilon,
@@ -41,7 +40,7 @@ from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix import HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
+from otdd_flash.operators.tiled import LEAST_EXPONENT, TiledPlan, measured, present
 from otdd_flash.operators.triton_plans import single
 
 # Bytes of a matrix up to which a pass takes no longer than launching it, or not much.
@@ -69,7 +68,6 @@ class MatrixKernelOperator:
             "triton, costs given",
             MatrixSegment,
             recorded=recorded,
-            prepared_plan=tiles.execution.prepared_plan,
         )
 
     @property
@@ -107,18 +105,11 @@ class MatrixKernelOperator:
         sums = self.a * rows, self.b * columns
         return measured(sums, (f, g), tiles.magnitudes, tiles.cost_errors, 0.0)
 
-    def apply_plan(
-        self,
-        f: Tensor,
-        g: Tensor,
-        epsilon: float,
-        values: Tensor,
-        *,
-        transposed: bool = False,
-        factors: tuple[Tensor, Tensor] | None = None,
-    ) -> Applied:
-        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
-        return self._tiles.apply_plan(f, g, epsilon, values, transposed=transposed, factors=factors)
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> TiledPlan:
+        """The plan of f (n,) and g (m,), whose products run in PyTorch."""
+        return self._tiles.plan(f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""

@@ -300,9 +300,8 @@ def apply_plan(
         masses = f.new_zeros(0, dtype=torch.float64)
     else:
         factors = None if left is None or right is None else (left[rows], right[columns])
-        found = part.operator.apply_plan(
-            f[rows], g[columns], epsilon, values, transposed=transposed, factors=factors
-        )
+        plan = part.operator.plan(f[rows], g[columns], epsilon)
+        found = plan.applied(values, transposed=transposed, factors=factors)
         applied, masses = part.mass * found.values.to(dtype), part.mass * found.masses
     return Applied(owned.gathered(ranks, applied), owned.gathered(ranks, masses))
 

@@ -8,14 +8,18 @@ it. Row and column sums are those of the very numbers that are multiplied, whate
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Applied
+from otdd_flash.operators.float64_rows import Points
+from otdd_flash.operators.host_points import Block
+from otdd_flash.operators.labelled_cost import Cut
 
 if TYPE_CHECKING:
     # It imports this file, and Triton.
@@ -91,79 +95,129 @@ class Plan(Products, Protocol):
         ...
 
 
-class StreamedPlan:
+# Some points of a side, and they (k, d) on the device: gives the values (k, c) to be multiplied.
+Make = Callable[[Cut, Tensor], Tensor]
+
+ALL = Block(slice(None), slice(None))
+
+
+class PlanBlock(NamedTuple):
+    """What a plan makes of values, for some points of the side of the result.
+
+    Attributes:
+        block: which points.
+        points: (k, d) on the device.
+        applied: P V (k, c) and P 1 (k,), or P^T U and P^T 1.
+    """
+
+    block: Block
+    points: Tensor
+    applied: Applied
+
+
+class EvaluatedPlan(ABC):
     """A plan that is evaluated anew for every product, which gives its sums as well.
 
     Args:
-        operator: the cost and the masses.
+        dtype: of products.
+        masses: a (n,) and b (m,), float64.
         f: (n,) potential, in units of the cost.
-        g: (m,) potential.
+        g: (m,) potential; None for the only potential of a cloud with itself.
         epsilon: regularisation, in units of the cost.
-        most: bytes that a plan may take that is held, half of free memory by default.
+        most: bytes that a plan may take that is held, half of free memory for None.
     """
 
-    ways = None
+    ways: tuple[Way, Way] | None = None
 
     def __init__(
-        self, operator: Operator, f: Tensor, g: Tensor, epsilon: float, most: int | None = None
+        self,
+        dtype: torch.dtype,
+        masses: tuple[Tensor, Tensor],
+        f: Tensor,
+        g: Tensor | None,
+        epsilon: float,
+        most: int | None,
     ) -> None:
-        self._operator, self._at, self._most = operator, (f, g, epsilon), most
+        self.dtype, self.masses = dtype, masses
+        self._at, self._most = (f, f if g is None else g, epsilon), most
         # Of rows, and of columns, once something was multiplied.
         self._sums: dict[bool, Tensor] = {}
 
+    @abstractmethod
+    def applied(
+        self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
+    ) -> Applied:
+        """P V (n, k) for V (m, k), and P 1 (n,); with `factors` A, B, (P o A B^T) V.
+
+        If `transposed`, P^T U (m, k) for U (n, k), and P^T 1 (m,), or (P o A B^T)^T U.
+        """
+
+    def blocks(
+        self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
+    ) -> Iterator[PlanBlock]:
+        """P V for all rows, or P^T U for all columns: at once, or in blocks where points stream.
+
+        So neither values nor results need be on the device at once.
+
+        Args:
+            points: x (n, d) and y (m, d).
+            make: gives the values; a `LessOrigin` where `points` are those of the cost.
+            transposed: whether the result is of the columns.
+        """
+        own, other = points[::-1] if transposed else points
+        values = make(ALL.rows, other[ALL.rows])
+        yield PlanBlock(ALL, own[ALL.rows], self.applied(values, transposed=transposed))
+
     @property
-    def dtype(self) -> torch.dtype:
-        return self._operator.dtype
+    def prepared(self) -> Plan:
+        """The plan for many products: held where that pays and memory allows."""
+        return self
+
+    @property
+    def quick(self) -> Products:
+        """A plan near it whose products take less time, if there is one."""
+        return self
+
+    @property
+    def with_points(self) -> PointProducts | None:
+        """Products with the points, where these are packed."""
+        return None
 
     @property
     def precision(self) -> float:
+        """Of products of this type."""
         return SUM_UNITS * torch.finfo(self.dtype).eps / 2
 
     @property
     def rows(self) -> Tensor:
         """P 1 (n,)."""
         if False not in self._sums:
-            self.times(_ones(self._operator.b))
+            self.times(_ones(self.masses[1]))
         return self._sums[False]
 
     @property
     def columns(self) -> Tensor:
         """P^T 1 (m,)."""
         if True not in self._sums:
-            self.transposed_times(_ones(self._operator.a))
+            self.transposed_times(_ones(self.masses[0]))
         return self._sums[True]
-
-    @cached_property
-    def quick(self) -> Products:
-        """A plan that is held, if the operator can and memory allows it."""
-        prepare = self._operator.execution.rounded_plan
-        found: Products | None = None if prepare is None else prepare(*self._at, self._most)
-        return found or self
-
-    @cached_property
-    def with_points(self) -> PointProducts | None:
-        prepare = self._operator.execution.point_products
-        found: PointProducts | None = None if prepare is None else prepare(self, *self._at)
-        return found
 
     def times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
         """P V (n, k), or (P o A B^T) V, of the sum with C D^T."""
-        return self._apply(values, _balanced(factors, other), transposed=False)
+        return self._times(values, _balanced(factors, other), transposed=False)
 
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
         """P^T U (m, k), or (P o A B^T)^T U, of the sum with C D^T."""
-        return self._apply(values, _balanced(factors, other), transposed=True)
+        return self._times(values, _balanced(factors, other), transposed=True)
 
-    def _apply(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
-        applied = self._operator.apply_plan(
-            *self._at, values, transposed=transposed, factors=factors
-        )
-        self._sums.setdefault(transposed, applied.masses)
-        return applied.values.to(self.dtype)
+    def _times(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
+        found = self.applied(values, transposed=transposed, factors=factors)
+        self._sums.setdefault(transposed, found.masses)
+        return found.values.to(self.dtype)
 
 
 class KeptPlan:
@@ -252,15 +306,6 @@ def _unfolded(
     weighted = (right[:, :, None] * values[:, None]).flatten(1)
     images = times(weighted).view(len(left), left.shape[1], -1)
     return torch.einsum("nr,nrk->nk", left, images)
-
-
-def plan_of(
-    operator: Operator, f: Tensor, g: Tensor, epsilon: float, most: int | None = None
-) -> Plan:
-    """The plan of f (n,) and g (m,), prepared if the operator can and held in `most` bytes."""
-    prepare = operator.execution.prepared_plan
-    found = None if prepare is None else prepare(f, g, epsilon, most)
-    return StreamedPlan(operator, f, g, epsilon, most) if found is None else found
 
 
 def _side_by_side(factors: Factors | None, other: Factors | None) -> Factors | None:

@@ -6,6 +6,7 @@ Rank 0 has the operator, and orders what all ranks do with their parts: the func
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -21,8 +22,11 @@ from otdd_flash.operators.base import (
     Marginals,
     Operator,
 )
+from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
+from otdd_flash.operators.origins import LessOrigin
 from otdd_flash.operators.parts import Build, Parts
+from otdd_flash.operators.plans import ALL, EvaluatedPlan, Factors, Make, PlanBlock
 from otdd_flash.operators.rounding import float16_rounding
 
 
@@ -40,7 +44,7 @@ class ShardedOperator:
     def __init__(
         self, ranks: Ranks, number: int, cost: LabelledCost, error: float, sampled: Build
     ) -> None:
-        self.ranks, self._number, self._error, self._sampled = ranks, number, error, sampled
+        self.ranks, self.number, self._error, self._sampled = ranks, number, error, sampled
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
         self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
@@ -48,7 +52,7 @@ class ShardedOperator:
         self._backend, self._segment = execution.backend, execution.segment
         self._refines = held.telling.refined is not held.telling
         self._ring = held.cost is not cost
-        self._replicated = not self._ring and isinstance(cost.points[0], Tensor)
+        self.replicated = not self._ring and isinstance(cost.points[0], Tensor)
         self.cost = cost
         self.a, self.b, self.shape = cost.a, cost.b, cost.shape
         self._refined: ShardedOperator | None = None
@@ -64,7 +68,6 @@ class ShardedOperator:
         return Execution(
             f"{self._backend}, {self.ranks.size} ranks{ring}",
             self._segment,
-            on_points=self._on_points if self._replicated else None,
         )
 
     @cached_property
@@ -74,14 +77,6 @@ class ShardedOperator:
         facts = self.dtype, cost.mean_cost, *cost.cost_range, self._error
         return CostFacts(*facts, rounding=rounding)
 
-    def _on_points(
-        self, f: Tensor, g: Tensor, epsilon: float, origin: Tensor, *, transposed: bool
-    ) -> Applied:
-        if transposed and self.cost.symmetric:
-            f, g, transposed = g, f, False
-        order = parts.apply_plan_to_points
-        return self.ranks.order(order, self._number, transposed, f, g, epsilon, origin)
-
     @property
     def refined(self) -> ShardedOperator:
         """Built once: a solve ends on it, and its gradient begins with it."""
@@ -89,7 +84,7 @@ class ShardedOperator:
             return self
         if self._refined is None:
             ranks, number = self.ranks, self.ranks.number()
-            ranks.order(parts.refine, self._number, number)
+            ranks.order(parts.refine, self.number, number)
             self._refined = ShardedOperator(ranks, number, self.cost, self._error, self._sampled)
         return self._refined
 
@@ -103,15 +98,15 @@ class ShardedOperator:
             return self._sampled(self.cost.sample(rows, columns, masses))
         assert rows == parts.EVERY
         ranks, number = self.ranks, self.ranks.number()
-        ranks.order(parts.cut_columns, self._number, number, columns)
+        ranks.order(parts.cut_columns, self.number, number, columns)
         cost = self.cost.part(rows, columns)
         return ShardedOperator(ranks, number, cost, self._error, self._sampled)
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         if self._by_pairs:
-            return self.ranks.order(parts.softmin_self, self._number, g, epsilon)
-        return self.ranks.order(parts.softmin, self._number, False, g, epsilon, guess)
+            return self.ranks.order(parts.softmin_self, self.number, g, epsilon)
+        return self.ranks.order(parts.softmin, self.number, False, g, epsilon, guess)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
@@ -121,42 +116,68 @@ class ShardedOperator:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         if self.cost.symmetric:
             return self.softmin_rows(f, epsilon, guess)
-        return self.ranks.order(parts.softmin, self._number, True, f, epsilon, guess)
+        return self.ranks.order(parts.softmin, self.number, True, f, epsilon, guess)
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
         """Row and column sums of the plan of f (n,) and g (m,)."""
         if g is None and self._by_pairs:
-            return self.ranks.order(parts.marginals_self, self._number, f, epsilon, accurate)
+            return self.ranks.order(parts.marginals_self, self.number, f, epsilon, accurate)
         g = f if g is None else g
-        return self.ranks.order(parts.marginals, self._number, f, g, epsilon, accurate)
+        return self.ranks.order(parts.marginals, self.number, f, g, epsilon, accurate)
 
-    def apply_plan(
-        self,
-        f: Tensor,
-        g: Tensor,
-        epsilon: float,
-        values: Tensor,
-        *,
-        transposed: bool = False,
-        factors: tuple[Tensor, Tensor] | None = None,
-    ) -> Applied:
-        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
-        left, right = factors or (None, None)
-        if transposed and self.cost.symmetric:
-            # The same plan, turned.
-            f, g, left, right, transposed = g, f, right, left, False
-        return self.ranks.order(
-            parts.apply_plan, self._number, transposed, f, g, epsilon, values, left, right
-        )
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> SharedPlan:
+        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        return SharedPlan(self, f, g, epsilon, most)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
         if self._by_pairs:
             return self.cost.expected_costs(masses)
-        return self.ranks.order(parts.expected_costs, self._number, masses)
+        return self.ranks.order(parts.expected_costs, self.number, masses)
 
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
         return self.cost.own_costs()
+
+
+class SharedPlan(EvaluatedPlan):
+    """A plan whose products ranks share; see `EvaluatedPlan`."""
+
+    def __init__(
+        self,
+        operator: ShardedOperator,
+        f: Tensor,
+        g: Tensor | None,
+        epsilon: float,
+        most: int | None,
+    ) -> None:
+        super().__init__(operator.dtype, (operator.a, operator.b), f, g, epsilon, most)
+        self._operator = operator
+
+    def applied(
+        self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
+    ) -> Applied:
+        operator, (f, g, epsilon), (left, right) = self._operator, self._at, factors or (None, None)
+        if transposed and operator.cost.symmetric:
+            # The same plan, turned.
+            f, g, left, right, transposed = g, f, right, left, False
+        given = operator.number, transposed, f, g, epsilon, values, left, right
+        return operator.ranks.order(parts.apply_plan, *given)
+
+    def blocks(
+        self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
+    ) -> Iterator[PlanBlock]:
+        operator, (f, g, epsilon), own = self._operator, self._at, points[transposed]
+        if not (operator.replicated and isinstance(make, LessOrigin)):
+            yield from super().blocks(points, make, transposed=transposed)
+            return
+        # Ranks have the points, so that no values are sent.
+        if transposed and operator.cost.symmetric:
+            f, g, transposed = g, f, False
+        given = operator.number, transposed, f, g, epsilon, make.origin
+        applied = operator.ranks.order(parts.apply_plan_to_points, *given)
+        yield PlanBlock(ALL, own[ALL.rows], applied)

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostRange, Execution
+from otdd_flash.operators.base import CostRange
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
-from otdd_flash.operators.memory import holds
-from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.operators.whole_points import whole_products
 
@@ -72,18 +70,6 @@ class StoredOperator(TiledOperator):
     @property
     def backend(self) -> str:
         return "torch, scores kept"
-
-    @property
-    def execution(self) -> Execution:
-        """Passes run as in the base class; a prepared plan takes n m float64 numbers."""
-        return super().execution._replace(prepared_plan=self._prepared_plan)
-
-    def _prepared_plan(
-        self, f: Tensor, g: Tensor, epsilon: float, most: int | None
-    ) -> KeptPlan | None:
-        if not holds(8 * self.scores.numel(), most, self.device):
-            return None
-        return KeptPlan(self.plan_entries(f, g, epsilon))
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: one read of the scores."""

@@ -53,6 +53,9 @@ class StreamedOperator(TiledOperator):
         self._points, self._labels, self._lambda_x = (x, y), cost.labels[0], cost.lambda_x
         self._bias = (-cost.class_costs[:, cost.labels[1]] - squares_y).to(dtype)
 
+    # Whose scores are not held either.
+    holds_plans = False
+
     @property
     def backend(self) -> str:
         return "torch, scores streamed"

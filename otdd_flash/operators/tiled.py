@@ -30,7 +30,9 @@ from otdd_flash.operators.base import (
     Marginals,
 )
 from otdd_flash.operators.labelled_cost import Cut, Masses
+from otdd_flash.operators.memory import holds
 from otdd_flash.operators.one_segment import TorchSegment
+from otdd_flash.operators.plans import EvaluatedPlan, Factors, KeptPlan, Plan
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -77,6 +79,8 @@ class TiledOperator(ABC):
 
     # Points are taken as they are.
     packing = None
+    # Whether a plan for many products may take a matrix in memory.
+    holds_plans = True
 
     def __init__(
         self,
@@ -270,33 +274,11 @@ class TiledOperator(ABC):
         of_rows = self.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
         return of_rows, (-epsilon * LN_2) * columns.logs
 
-    def apply_plan(
-        self,
-        f: Tensor,
-        g: Tensor,
-        epsilon: float,
-        values: Tensor,
-        *,
-        transposed: bool = False,
-        factors: tuple[Tensor, Tensor] | None = None,
-    ) -> Applied:
-        """P V (n, k) and P 1 (n,), or P^T U (m, k) and P^T 1 (m,); of P o A B^T with `factors`."""
-        values = values.to(self.dtype)
-        sums = torch.zeros_like(self.b if transposed else self.a)
-        out = torch.zeros((len(sums), values.shape[1]), dtype=self.dtype, device=self.device)
-        for rows, plan in self._plan_tiles(f, g, epsilon):
-            if transposed:
-                sums += plan.sum(0)
-            else:
-                sums[rows] = plan.sum(1).double()
-            if factors is not None:
-                left, right = (factor.to(self.dtype) for factor in factors)
-                plan.mul_(left[rows] @ right.T)
-            if transposed:
-                out.addmm_(plan.T, values[rows])
-            else:
-                torch.mm(plan, values, out=out[rows])
-        return Applied(out, sums)
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> TiledPlan:
+        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        return TiledPlan(self, f, g, epsilon, most)
 
     def plan_entries(self, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
         """P (n, m), float64 throughout."""
@@ -305,7 +287,8 @@ class TiledOperator(ABC):
             entries[rows] = plan.mul_(self.a[rows, None]).mul_(self.b)
         return entries
 
-    def _plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
+    def plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows and their entries of P, in the type of the scores, in a reused buffer."""
         scale = LOG2_E / epsilon
         row_term = (self.log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
         column_term = self.log2_b + g.to(self.dtype) * scale
@@ -325,6 +308,49 @@ class TiledOperator(ABC):
                 scores = block[first : first + height]
                 rows = slice(start + first, start + first + scores.shape[0])
                 yield rows, Tile(scores, scratch[: scores.shape[0]])
+
+
+class TiledPlan(EvaluatedPlan):
+    """A plan from tiles of scores, or held as a matrix; see `EvaluatedPlan`."""
+
+    def __init__(
+        self,
+        operator: TiledOperator,
+        f: Tensor,
+        g: Tensor | None,
+        epsilon: float,
+        most: int | None,
+    ) -> None:
+        super().__init__(operator.dtype, (operator.a, operator.b), f, g, epsilon, most)
+        self._operator = operator
+
+    @property
+    def prepared(self) -> Plan:
+        operator = self._operator
+        needed = 8 * math.prod(operator.shape)
+        if operator.holds_plans and holds(needed, self._most, operator.device):
+            return KeptPlan(operator.plan_entries(*self._at))
+        return self
+
+    def applied(
+        self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
+    ) -> Applied:
+        values = values.to(self.dtype)
+        sums = torch.zeros_like(self.masses[transposed])
+        out = values.new_zeros((len(sums), values.shape[1]))
+        for rows, plan in self._operator.plan_tiles(*self._at):
+            if transposed:
+                sums += plan.sum(0)
+            else:
+                sums[rows] = plan.sum(1).double()
+            if factors is not None:
+                left, right = (factor.to(self.dtype) for factor in factors)
+                plan.mul_(left[rows] @ right.T)
+            if transposed:
+                out.addmm_(plan.T, values[rows])
+            else:
+                torch.mm(plan, values, out=out[rows])
+        return Applied(out, sums)
 
 
 def present(masses: Tensor, potential: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
 from otdd_flash.kernels.linear.row_sums import row_sums
 from otdd_flash.kernels.passes.block_product import BlockProduct, Found, Rows, Weights
@@ -21,16 +22,19 @@ from otdd_flash.kernels.passes.fused_product import (
     HELD_COORDINATES,
     NARROW,
     FusedProduct,
+    apply_plan_fused,
     most_columns,
 )
-from otdd_flash.kernels.passes.plan_application import hold_plan
-from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
+from otdd_flash.kernels.passes.half_step import half_step
+from otdd_flash.kernels.passes.plan_application import apply_plan_blocks, hold_plan
+from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, ROW_RANGE, PlanTerms, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
+from otdd_flash.operators.base import Applied
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import holds
-from otdd_flash.operators.plans import Factors, KeptPlan, Products, StreamedPlan
+from otdd_flash.operators.plans import EvaluatedPlan, Factors, KeptPlan, Plan, Products
 
 # The product of a matrix in packed order and values (m, copies, k) float16, and the matrix's sums.
 PackedProduct = Callable[[Tensor], tuple[Unmerged, Unmerged]]
@@ -178,36 +182,24 @@ class ExactFusedPlan:
     """P_ij = a_i Q_ij = b_j Q'_ji, evaluated anew in every product as hi + lo of two float16.
 
     Products tell the sums too. What this form does not take, very many columns and rows whose sums
-    are far from their masses, is left to the operator's own.
+    are far from their masses, is left to the plan as it was.
 
     Args:
-        products: of Q (n, m) and of Q' (m, n), of three parts; one where P is symmetric.
-        masses: a (N,) and b (M,) float64, in the order of the points.
-        layouts: of the rows and of the columns.
+        streamed: the same plan, which prepares nothing.
+        sides: what computes Q (n, m) and Q' (m, n), of three parts; one where P is symmetric.
         most_columns: of what is multiplied at once.
-        streamed: the same plan, by the operator.
-        weighted: products whose entries are weighted, with Q for 0, with Q' for 1.
-        rounded: the plan rounded to float16, if sums allow.
     """
 
     dtype, precision = torch.float64, PRECISION
     with_points = None
 
-    def __init__(
-        self,
-        products: tuple[PackedProduct, PackedProduct],
-        masses: tuple[Tensor, Tensor],
-        layouts: tuple[Layout, Layout],
-        most_columns: int,
-        streamed: StreamedPlan,
-        weighted: Callable[[int], WeightedProduct],
-        rounded: Callable[[], Products | None],
-    ) -> None:
-        self._products, self._masses, self._layouts = products, masses, layouts
-        self._prepare, self._weighted = weighted, dict[int, WeightedProduct]()
-        self._most, self._streamed, self._round = most_columns, streamed, rounded
+    def __init__(self, streamed: KernelPlan, sides: Sides, most_columns: int) -> None:
+        self._streamed, self._sides, self._most = streamed, sides, most_columns
+        self._products: tuple[PackedProduct, PackedProduct] = _products(sides)
+        self._masses, self._layouts = streamed.masses, streamed.layouts
+        self._weighted: dict[int, WeightedProduct] = {}
         # The side of products with P^T: that of products with P where these are the same.
-        self._back = int(products[0] is not products[1])
+        self._back = int(self._products[0] is not self._products[1])
         # Of sides, once something was multiplied; None where they are out of range.
         self._sums: dict[int, Tensor | None] = {}
 
@@ -228,7 +220,7 @@ class ExactFusedPlan:
 
     @cached_property
     def _quick(self) -> Products | None:
-        return self._round()
+        return self._streamed.rounded(self._sides[0])
 
     @cached_property
     def ways(self) -> tuple[Way, Way] | None:
@@ -300,7 +292,7 @@ class ExactFusedPlan:
         if self._sums[side] is None:
             return None
         if side not in self._weighted:
-            self._weighted[side] = self._prepare(side)
+            self._weighted[side] = WeightedProduct(*self._sides[side], self._masses[side])
         return self._weighted[side](values, pairs)
 
 
@@ -320,68 +312,80 @@ Computed = tuple[Side, Side, Scores, PlanTerms]
 Sides = tuple[Computed, Computed]
 
 
-class KernelPlans(NamedTuple):
-    """What plans of a cost are made of.
+class KernelPlan(EvaluatedPlan):
+    """The plan of two potentials and a cost in Triton; see `EvaluatedPlan`.
 
-    Attributes:
+    Args:
         cost: two labelled clouds.
         seen: packed points of both.
-        scores: how they make scores.
-        transposed: the same with sides exchanged.
+        scores: how they make scores, and the same with sides exchanged.
+        parts: of products while the plan is evaluated.
+        f: (N,) potential.
+        g: (M,) potential, or None.
+        epsilon: in units of the cost.
+        most: bytes that may be held.
+
+    Attributes:
+        layouts: of the rows and of the columns.
     """
 
-    cost: LabelledCost
-    seen: tuple[Seen, Seen]
-    scores: Scores
-    transposed: Scores
-
-    @property
-    def rows(self) -> Side:
-        """The rows, rounded to as many parts as the scores take."""
-        return self.seen[0][self.scores.parts]
-
-    @property
-    def columns(self) -> Side:
-        """The columns, rounded to as many parts as the scores take."""
-        return self.seen[1][self.scores.parts]
-
-    def prepared(
-        self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float, most: int | None
-    ) -> KeptPlan | ExactFusedPlan | None:
-        """Prepare the plan of the original points: held in float64 if that is cheap, or fused.
-
-        What is held takes up to `most` bytes, half of what is free for None.
-        """
-        (n, m), dim = self.cost.shape, self.cost.points[0].shape[1]
-        needed = 8 * n * m
-        worthwhile = needed <= KEPT_BYTES or dim <= FEW_COORDINATES
-        if worthwhile and holds(needed, most, f.device):
-            quick = self.rounded(f, g, epsilon, most)
-            return KeptPlan(self.cost.plan_entries(f, g, epsilon), quick)
-        columns = most_columns(self.rows.points.coordinates.shape[1], self.scores.parts, f.device)
-        if self.scores.parts == 1 or columns == NARROW:
-            return None
-        layouts = self.rows.points.layout, self.columns.points.layout
-        masses, sides = (self.cost.a, self.cost.b), self._sides(f, g, epsilon)
-        return ExactFusedPlan(
-            _products(sides),
-            masses,
-            layouts,
-            FEW_CHUNKS * columns,
-            streamed,
-            lambda side: WeightedProduct(*sides[side], masses[side]),
-            lambda: self.rounded(f, g, epsilon, most, sides[0]),
-        )
-
-    def rounded(
+    def __init__(
         self,
+        cost: LabelledCost,
+        seen: tuple[Seen, Seen],
+        scores: tuple[Scores, Scores],
+        parts: int,
         f: Tensor,
-        g: Tensor,
+        g: Tensor | None,
         epsilon: float,
         most: int | None,
-        there: Computed | None = None,
-    ) -> HeldPlan | FusedPlan | None:
-        """Prepare the plan in float16: held in `most` bytes, or evaluated from points of one part.
+    ) -> None:
+        super().__init__(torch.float32, (cost.a, cost.b), f, g, epsilon, most)
+        self._cost, self._seen, self._scores, self._parts = cost, seen, scores, parts
+        self._symmetric = g is None
+        x, y = (side[scores[0].parts].points.layout for side in seen)
+        self.layouts = x, y
+
+    def applied(
+        self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
+    ) -> Applied:
+        (f, g, epsilon), own = self._at, int(transposed)
+        rows, columns = (self._seen[side][self._scores[0].parts] for side in (own, 1 - own))
+        scores = self._scores[own]._replace(parts=self._parts)
+        packed = None
+        if factors is not None:
+            left, right = (
+                _packed_matrix(factor, side[self._scores[0].parts])
+                for factor, side in zip(factors, self._seen, strict=True)
+            )
+            packed = (right, left) if transposed else (left, right)
+        potentials = (g, f) if transposed else (f, g)
+        return _applied(
+            rows, columns, scores, self.masses[own], potentials, epsilon, values, packed
+        )
+
+    @cached_property
+    def quick(self) -> Products:
+        """One that is rounded to float16, if sums allow."""
+        return self.rounded() or self
+
+    @property
+    def prepared(self) -> Plan:
+        """The plan of the original points: held in float64 if that is cheap, or fused."""
+        (f, g, epsilon), cost, parts = self._at, self._cost, self._scores[0].parts
+        (n, m), dim = cost.shape, cost.points[0].shape[1]
+        needed = 8 * n * m
+        worthwhile = needed <= KEPT_BYTES or dim <= FEW_COORDINATES
+        if worthwhile and holds(needed, self._most, f.device):
+            quick = self.rounded()
+            return KeptPlan(cost.plan_entries(f, g, epsilon), quick)
+        columns = most_columns(self._padded_dim, parts, f.device)
+        if parts == 1 or columns == NARROW:
+            return self
+        return ExactFusedPlan(self, self._sides(parts), FEW_CHUNKS * columns)
+
+    def rounded(self, there: Computed | None = None) -> HeldPlan | FusedPlan | None:
+        """Prepare the plan in float16: held if memory allows, or evaluated from points of one part.
 
         Of points far from all others a rounded coordinate moves costs by more than epsilon, and
         what is solved with such a plan is of no use: one that is made once is of all parts.
@@ -389,46 +393,84 @@ class KernelPlans(NamedTuple):
         None where a row, or a column, has sums that float16 does not. `there` is what computes the
         plan, where that is known.
         """
-        layouts = of_rows, of_columns = self.rows.points.layout, self.columns.points.layout
-        masses = self.cost.a, self.cost.b
-        if holds(2 * of_rows.size * of_columns.size, most, f.device):
-            entries = hold_plan(*(there or self._there(f, g, epsilon)))
-            return HeldPlan.of(entries, 2.0**-LOG2_SCALE, masses[0], layouts)
-        products = _products(self._of_one_part()._sides(f, g, epsilon))
-        return FusedPlan.of(products, masses, layouts)
+        of_rows, of_columns = self.layouts
+        if holds(2 * of_rows.size * of_columns.size, self._most, self._at[0].device):
+            entries = hold_plan(*(there or self._there(self._scores[0].parts)))
+            return HeldPlan.of(entries, 2.0**-LOG2_SCALE, self.masses[0], self.layouts)
+        return FusedPlan.of(_products(self._sides(1)), self.masses, self.layouts)
 
-    def with_points(
-        self, streamed: StreamedPlan, f: Tensor, g: Tensor, epsilon: float
-    ) -> PointProducts | None:
-        """Prepare products with the points, if these have too many coordinates to be fused."""
-        dim = self.cost.points[0].shape[1]
-        if dim <= HELD_COORDINATES:
+    @cached_property
+    def with_points(self) -> PointProducts | None:
+        """Products with the points, if these have too many coordinates to be fused."""
+        (f, g, epsilon), dim = self._at, self._cost.points[0].shape[1]
+        if self._parts != 3 or dim <= HELD_COORDINATES:
             return None
+        there, back = self._scores
         return PointProducts(
-            (self.seen[0][3], self.seen[1][3]),
-            (self.scores._replace(parts=3), self.transposed._replace(parts=3)),
+            (self._seen[0][3], self._seen[1][3]),
+            (there._replace(parts=3), back._replace(parts=3)),
             (single(f), single(g)),
             epsilon,
-            (self.cost.a, self.cost.b),
-            streamed,
+            self.masses,
+            self,
             dim,
         )
 
-    def _of_one_part(self) -> KernelPlans:
-        scores, transposed = (scores._replace(parts=1) for scores in (self.scores, self.transposed))
-        return self._replace(scores=scores, transposed=transposed)
+    @property
+    def _padded_dim(self) -> int:
+        return self._seen[0][1].points.coordinates.shape[1]
 
-    def _there(self, f: Tensor, g: Tensor, epsilon: float) -> Computed:
-        there = self.rows, self.columns, self.scores
-        return *there, plan_terms(*there, (single(f), single(g)), epsilon, self.cost.a)
+    def _there(self, parts: int) -> Computed:
+        f, g, epsilon = self._at
+        there = self._seen[0][parts], self._seen[1][parts], self._scores[0]._replace(parts=parts)
+        return *there, plan_terms(*there, (single(f), single(g)), epsilon, self.masses[0])
 
-    def _sides(self, f: Tensor, g: Tensor, epsilon: float) -> Sides:
+    def _sides(self, parts: int) -> Sides:
         """Compute the terms of the plan and of its transpose, once for a symmetric plan."""
-        there = self._there(f, g, epsilon)
-        if self.cost.symmetric and f is g:
+        there, (f, g, epsilon) = self._there(parts), self._at
+        if self._symmetric:
             return there, there
-        back = self.columns, self.rows, self.transposed
-        return there, (*back, plan_terms(*back, (single(g), single(f)), epsilon, self.cost.b))
+        back = self._seen[1][parts], self._seen[0][parts], self._scores[1]._replace(parts=parts)
+        return there, (*back, plan_terms(*back, (single(g), single(f)), epsilon, self.masses[1]))
+
+
+def _applied(
+    rows: Side,
+    columns: Side,
+    scores: Scores,
+    masses: Tensor,
+    potentials: tuple[Tensor, Tensor],
+    epsilon: float,
+    values: Tensor,
+    factors: tuple[PackedPoints, PackedPoints] | None,
+) -> Applied:
+    f, g = map(single, potentials)
+    packed = to_halves(values, columns.points.layout, multiple=8)
+    device, dim, count = f.device, rows.points.coordinates.shape[1], values.shape[1]
+    fused = factors is None and count <= FEW_CHUNKS * most_columns(dim, scores.parts, device)
+
+    def apply(f: Tensor) -> tuple[Tensor, Tensor]:
+        given = rows, columns, scores, (f, g), epsilon
+        if fused:
+            return apply_plan_fused(*given, packed)
+        return apply_plan_blocks(*given, packed, factors)
+
+    out, sums = apply(f)
+    low, high = torch.stack(sums.aminmax()).tolist()
+    # A NaN is both.
+    if not (low >= ROW_RANGE[0] and high <= ROW_RANGE[1]):
+        # Far from any marginal: with the potential that makes row sums 1, and corrected after.
+        exact = half_step(rows, columns, scores, g, on_device(epsilon, g.device))
+        out, sums = apply(exact)
+        masses = masses * ((f.double() - exact.double()) / epsilon).exp()
+    return Applied(out.mul_(masses.to(out.dtype).unsqueeze(1)), sums * masses)
+
+
+def _packed_matrix(values: Tensor, side: Side) -> PackedPoints:
+    """Pack a matrix with one row per point of a side, rounded like the points."""
+    origin = torch.zeros(values.shape[1], dtype=torch.float64, device=values.device)
+    scale = power_of_two_scale(float(values.abs().max()))
+    return pack(values, side.points.layout, origin, scale)
 
 
 def _products(sides: Sides) -> tuple[FusedProduct, FusedProduct]:

@@ -26,7 +26,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.labelled_cost import equal_masses
-from otdd_flash.operators.plans import Factors, KeptPlan, Plan, Products, plan_of
+from otdd_flash.operators.plans import Factors, KeptPlan, Plan, Products
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.direct import is_small
@@ -195,7 +195,7 @@ def _first_step(
 
 def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
     """The plan of f (n,) and g (m,) on the `refined` form of an operator."""
-    return plan_of(operator.refined, f, g, epsilon, MOST_HELD)
+    return operator.refined.plan(f, g, epsilon, MOST_HELD).prepared
 
 
 def check_sums(sums: Tensor, epsilon: float) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.float64_rows import Points, weighted_mean
 from otdd_flash.operators.origins import less_origin
-from otdd_flash.solver.plan_blocks import Assembled, plan_blocks
+from otdd_flash.solver.plan_blocks import Assembled
 
 
 def origin_near(clouds: Iterable[tuple[Points, Tensor]], dtype: torch.dtype) -> Tensor:
@@ -67,8 +67,8 @@ def conditional_means(
         (n, d) in the type of the operator, where x is.
     """
     found = Assembled(points[0])
-    for block, _, (image, masses) in plan_blocks(
-        operator, (f, g), epsilon, points, lambda _, y: less_origin(y, origin)
+    for block, _, (image, masses) in operator.plan(f, g, epsilon).blocks(
+        points, lambda _, y: less_origin(y, origin)
     ):
         found.put(block, image / masses.to(image.dtype).unsqueeze(1))
     return found.rows

@@ -208,7 +208,7 @@ class SelfCurvature:
     """Of OT_epsilon between a cloud and itself, both arguments moving; arguments as above."""
 
     def __init__(self, inputs: CostInputs, term: TransportTerm, cg: CGOptions) -> None:
-        self._at = at = plan_points(inputs, (term.f, term.f), term.epsilon)
+        self._at = at = plan_points(inputs, (term.f, None), term.epsilon)
         quick, system = at.plan.quick, SelfSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SelfSystem(quick, cg.damping)
         self._solver, self._system = Solver(system, rounded, cg), system

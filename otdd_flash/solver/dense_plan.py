@@ -10,7 +10,7 @@ from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.solver.direct import is_small
 
 
-def dense_plan(inputs: CostInputs, f: Tensor, g: Tensor, epsilon: float) -> KeptPlan | None:
+def dense_plan(inputs: CostInputs, f: Tensor, g: Tensor | None, epsilon: float) -> KeptPlan | None:
     """The plan of f (n,) and g (m,), of the original points in float64, on any backend.
 
     No operator is built for it, which takes longer than the plan. None where the problem is not
@@ -28,4 +28,4 @@ def dense_plan(inputs: CostInputs, f: Tensor, g: Tensor, epsilon: float) -> Kept
     short = stated is not None and entries + points > stated
     if short or not holds(2 * entries + points, None, device):
         return None
-    return KeptPlan(inputs.labelled.plan_entries(f, g, epsilon))
+    return KeptPlan(inputs.labelled.plan_entries(f, f if g is None else g, epsilon))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from otdd_flash.operators.build import CostInputs, build_operator
-from otdd_flash.operators.plans import Plan, plan_of
+from otdd_flash.operators.plans import Plan
 from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.directions import Directions, Part, Points, Rows
@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 
 
 def plan_points(
-    inputs: CostInputs, potentials: tuple[Tensor, Tensor], epsilon: float
+    inputs: CostInputs, potentials: tuple[Tensor, Tensor | None], epsilon: float
 ) -> PlanPoints:
     """The plan of potentials f (n,) and g (m,) with the points of the cost that `inputs` describe.
+
+    Without g it is that of the only potential of a cloud with itself.
 
     Where products with points need no other form of them than an operator has, they are packed as
     there.
@@ -38,7 +40,7 @@ def plan_points(
         clouds = [(side.features, side.masses) for side in (inputs.source, inputs.target)]
         return PlanPoints(dense, epsilon, inputs, origin_near(clouds, dense.dtype))
     operator = build_operator(inputs)
-    plan = plan_of(operator.refined, *potentials, epsilon)
+    plan = operator.refined.plan(*potentials, epsilon).prepared
     # The operator's own: whoever built it has found it.
     given = plan, epsilon, inputs, inputs.labelled.centre
     with_points = plan.with_points

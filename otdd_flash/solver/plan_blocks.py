@@ -1,73 +1,16 @@
-"""Plans applied to what follows from points, a block of the result at a time where points stream.
-
-Values V are made of the points of one side, so that neither they nor a result as large as the
-points have to be on the device at once: a result is put together where its points are.
-"""
+"""What plans make of streamed points, block by block, put together where the points are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, Operator
 from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.host_points import STREAMED_ROWS, Block, HostPoints, slices
 from otdd_flash.operators.labelled_cost import Cut
-from otdd_flash.operators.origins import LessOrigin
-
-ALL = Block(slice(None), slice(None))
-
-
-class PlanBlock(NamedTuple):
-    """What a plan makes of values, for some points.
-
-    Attributes:
-        block: which points.
-        points: (k, d) on the device.
-        applied: P V (k, c) and P 1 (k,), or P^T U and P^T 1.
-    """
-
-    block: Block
-    points: Tensor
-    applied: Applied
-
-
-def plan_blocks(
-    operator: Operator,
-    potentials: tuple[Tensor, Tensor],
-    epsilon: float,
-    points: tuple[Points, Points],
-    make: Callable[[Cut, Tensor], Tensor],
-    *,
-    transposed: bool = False,
-) -> Iterator[PlanBlock]:
-    """P V for all rows, or P^T U for all columns: at once, or block by block where points stream.
-
-    Args:
-        operator: the cost (n, m) and the masses.
-        potentials: f (n,) and g (m,), in units of the cost.
-        epsilon: regularisation, in units of the cost.
-        points: x (n, d) and y (m, d).
-        make: gives the values (k, c) of some points (k, d) of the other side, as make(which, them);
-            a `LessOrigin` where `points` are those of the cost.
-        transposed: whether the result is of the columns.
-    """
-    in_blocks = operator.execution.in_blocks
-    if in_blocks is not None:
-        for own, applied in in_blocks(*potentials, epsilon, make, transposed=transposed):
-            yield PlanBlock(own.block, own.points, applied)
-        return
-    own, other = points[::-1] if transposed else points
-    on_points = operator.execution.on_points
-    if on_points is not None and isinstance(make, LessOrigin):
-        applied = on_points(*potentials, epsilon, make.origin, transposed=transposed)
-    else:
-        values = make(ALL.rows, other[ALL.rows])
-        applied = operator.apply_plan(*potentials, epsilon, values, transposed=transposed)
-    yield PlanBlock(ALL, own[ALL.rows], applied)
+from otdd_flash.operators.plans import ALL
 
 
 class Assembled:

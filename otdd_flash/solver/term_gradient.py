@@ -38,8 +38,9 @@ from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs, class_indices
 from otdd_flash.operators.labelled_cost import Cut
 from otdd_flash.operators.origins import LessOrigin, less_origin
+from otdd_flash.operators.plans import PlanBlock
 from otdd_flash.solver.centred import origin_near
-from otdd_flash.solver.plan_blocks import Assembled, PlanBlock, blocks_of, plan_blocks
+from otdd_flash.solver.plan_blocks import Assembled, blocks_of
 from otdd_flash.solver.term.result import TransportTerm
 
 Input = Literal["x", "y", "a", "b", "classes", "lambda_x", "lambda_y"]
@@ -175,10 +176,8 @@ class _Plan:
     def _applied(
         self, make: Callable[[Cut, Tensor], Tensor], *, transposed: bool = False
     ) -> Iterator[PlanBlock]:
-        potentials, epsilon = (self.term.f, self.term.g), self.term.epsilon
-        return plan_blocks(
-            self.operator, potentials, epsilon, self.points, make, transposed=transposed
-        )
+        plan = self.operator.plan(self.term.f, self.term.g, self.term.epsilon)
+        return plan.blocks(self.points, make, transposed=transposed)
 
     def _names(self, needs: Needs) -> list[str]:
         """Name what P is applied to."""

@@ -34,7 +34,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.build import Compute, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.origins import less_origin
-from otdd_flash.operators.plans import Factors, Plan, StreamedPlan
+from otdd_flash.operators.plans import Factors, Plan
 from otdd_flash.solver.adjoint import Entries, check_sums, potentials_everywhere
 from otdd_flash.solver.centred import mean_near
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
@@ -198,7 +198,7 @@ class MapGradient:
         at = *self._potentials, self._problem.epsilon
         plan: Plan | None = dense_plan(inputs, *at)
         if plan is None:
-            plan = StreamedPlan(build_operator(inputs, keep_scores=False).refined, *at)
+            plan = build_operator(inputs, keep_scores=False).refined.plan(*at)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
         check_sums(found[:, -1], self._problem.epsilon)
         return found[:, :-1] / found[:, -1:] + origin

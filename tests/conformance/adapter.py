@@ -42,7 +42,7 @@ from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import equal_masses
-from otdd_flash.operators.plans import KeptPlan, StreamedPlan, plan_of
+from otdd_flash.operators.plans import EvaluatedPlan, KeptPlan
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix.problem import MatrixProblem
@@ -151,24 +151,24 @@ class Held:
 
     def plans(self, f: Tensor, g: Tensor, epsilon: float) -> dict[str, Plan]:
         """The plan of f and g, by every kind of products that there is."""
-        one = self._in(f)
-        at = one, one if f is g else self._in(g), epsilon
+        # Of a cloud with itself they are one.
+        at = self._in(f), None if self._given.case.own else self._in(g), epsilon
+        plan, without_memory = self._operator.plan(*at), self._operator.plan(*at, 0)
         found: dict[str, Any] = {
-            "evaluated": StreamedPlan(self._operator, *at),
-            "prepared": plan_of(self._operator, *at),
-            "prepared without memory": plan_of(self._operator, *at, 0),
+            "evaluated": plan,
+            "prepared": plan.prepared,
+            "prepared without memory": without_memory.prepared,
+            "rounded": plan.quick,
+            "rounded without memory": without_memory.quick,
         }
-        if (rounded := self._operator.execution.rounded_plan) is not None:
-            found["rounded"] = rounded(*at, None)
-            found["rounded without memory"] = rounded(*at, 0)
-        kinds = {type(products): name for name, products in reversed(found.items()) if products}
+        kinds = {type(products): name for name, products in reversed(found.items())}
         return {name: self._plan(found[name]) for name in found if name in kinds.values()}
 
     def _plan(self, products: Any) -> Plan:
         match products:
             case KeptPlan():
                 return Plan(products, self.exact, self.precision)
-            case StreamedPlan():
+            case EvaluatedPlan():
                 return Plan(products, self.cost, self.precision)
             case ExactFusedPlan():
                 return Plan(products, self.cost, "high")
@@ -365,7 +365,7 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
             return held.facts
         if name == "product":
             kind, f, g, epsilon, *given = arguments
-            found = getattr(StreamedPlan(operator, held._in(f), held._in(g), epsilon), kind)
+            found = getattr(operator.plan(held._in(f), held._in(g), epsilon), kind)
             return _double(found(*given) if given else found)
         return getattr(held, name)(*arguments)
 

@@ -90,7 +90,7 @@ def test_passes_hold_no_table_of_classes_against_columns(kind: str) -> None:
                 case "self":
                     operator.softmin_self(f, 100.0)
                 case "plan":
-                    operator.apply_plan(f, f, 100.0, f[:, None])
+                    operator.plan(f, f, 100.0).applied(f[:, None])
         return live.highest
 
     assert taken(8) - taken(2) <= 4096

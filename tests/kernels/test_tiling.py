@@ -89,7 +89,7 @@ def test_cards_without_descriptors_compute_the_same(n, m, dim, classes, monkeypa
         operator, symmetric = KernelOperator(cross, "high"), KernelOperator(own, "high")
         f = operator.softmin_rows(g, EPSILON)
         near = operator.softmin_rows(g, EPSILON, f)
-        applied = operator.apply_plan(f, g, EPSILON, torch.eye(m, 9, device="cuda"))
+        applied = operator.plan(f, g, EPSILON).applied(torch.eye(m, 9, device="cuda"))
         return [f, near, symmetric.softmin_self(still, EPSILON)], [*applied]
 
     expected = passes()

@@ -74,7 +74,7 @@ def test_a_block_without_mass_adds_nothing(backend: str, precision: str, tmp_pat
     for small in (3e-4, 3e-4 * 9 / 7):
         g = torch.tensor([200 * small]).to(HERE, found.dtype)
         f = (cost[:, 0].to(HERE) - g).to(found.dtype)
-        applied = found.apply_plan(f, g, small, values.to(HERE), transposed=True)
+        applied = found.plan(f, g, small).applied(values.to(HERE), transposed=True)
         torch.testing.assert_close(applied.values[0].double().cpu(), expected, **near)
         torch.testing.assert_close(applied.masses.cpu(), torch.ones(1).double(), **near)
     softmin = found.softmin_columns(f, small)

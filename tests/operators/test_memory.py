@@ -77,7 +77,7 @@ def test_kernels_take_no_less_than_they_are_said_to_need(m: int | None) -> None:
         f, g = torch.zeros_like(operator.a), torch.zeros_like(operator.b)
         # So many columns that the plan is written to a block, as for a gradient by points.
         values = torch.ones((len(g), 40), device=g.device)
-        return operator, operator.apply_plan(f, g, 1000.0, values)
+        return operator, operator.plan(f, g, 1000.0).applied(values)
 
     # More: padding to blocks, and float64 copies of a few rows.
     needed = prepared().needed

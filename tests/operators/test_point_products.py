@@ -15,8 +15,7 @@ from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.operators import triton_plans
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.plans import StreamedPlan, plan_of
-from otdd_flash.operators.triton_plans import PointProducts
+from otdd_flash.operators.triton_plans import KernelPlan, PointProducts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.slow
@@ -64,8 +63,8 @@ class Case:
             f = f + 12 * EPSILON * torch.randn(N, generator=draw).to(DEVICE)
         # Of a point without mass nothing is known.
         f[N // 2] = 1e4
-        self.streamed = plan_of(operator, f, g, EPSILON)
-        assert isinstance(self.streamed, StreamedPlan)
+        self.streamed = operator.plan(f, g, EPSILON).prepared
+        assert isinstance(self.streamed, KernelPlan)
         found = self.streamed.with_points
         assert isinstance(found, PointProducts)
         self.products = found

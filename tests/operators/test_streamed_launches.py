@@ -116,7 +116,7 @@ def test_a_pair_of_blocks_is_few_launches_and_no_wait(
         ("beside a guess", 3 * PAIRS + copied, 1, lambda: found.softmin_columns(f, EPSILON, g)),
         ("refined", 3 * PAIRS + copied, 0, lambda: exact.softmin_rows(g, EPSILON)),
         ("marginals", 4 * PAIRS + packs, PAIRS, lambda: found.marginals(f, g, EPSILON)),
-        ("plan", 4 * PAIRS + packs, PAIRS, lambda: found.apply_plan(f, g, EPSILON, values)),
+        ("plan", 4 * PAIRS + packs, PAIRS, lambda: found.plan(f, g, EPSILON).applied(values)),
         ("costs", ROWS + COLUMNS, 0, lambda: found.expected_costs(found.b)),
     ):
         got = counted.of(work)

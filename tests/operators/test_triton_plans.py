@@ -11,8 +11,8 @@ from labelled_costs import dense_labelled_cost, labelled_cost
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import memory, triton_plans
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.plans import KeptPlan, StreamedPlan, plan_of
-from otdd_flash.operators.triton_plans import FusedPlan, HeldPlan
+from otdd_flash.operators.plans import KeptPlan
+from otdd_flash.operators.triton_plans import FusedPlan, HeldPlan, KernelPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = 0.4
@@ -37,7 +37,7 @@ def potentials(cost: KernelOperator) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_held_plan_is_written_where_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_blocks, "BLOCK_WIDTH", 128)
     cost = operator(150, 270).refined
-    plan = StreamedPlan(cost, *potentials(cost), EPSILON)
+    plan = cost.plan(*potentials(cost), EPSILON)
     with operation_counts.OperationCounts(monkeypatch) as counts:
         assert isinstance(plan.quick, HeldPlan)
     # All columns at once, none of them copied from a block: its sum and three of its masses.
@@ -57,13 +57,13 @@ def test_a_plan_is_kept_in_float64_where_it_is_small(monkeypatch: pytest.MonkeyP
     cost = operator(n, m)
     f, g = potentials(cost)
     monkeypatch.setattr(triton_plans, "KEPT_BYTES", 8 * n * m - 1)
-    assert isinstance(plan_of(cost, f, g, EPSILON), KeptPlan)
+    assert isinstance(cost.plan(f, g, EPSILON).prepared, KeptPlan)
     monkeypatch.setattr(triton_plans, "FEW_COORDINATES", 4)
-    assert isinstance(plan_of(cost, f, g, EPSILON), StreamedPlan)
+    assert isinstance(cost.plan(f, g, EPSILON).prepared, KernelPlan)
     monkeypatch.setattr(triton_plans, "KEPT_BYTES", 8 * n * m)
-    assert isinstance(plan_of(cost, f, g, EPSILON), KeptPlan)
+    assert isinstance(cost.plan(f, g, EPSILON).prepared, KeptPlan)
     without_memory(monkeypatch)
-    assert isinstance(plan_of(cost, f, g, EPSILON), StreamedPlan)
+    assert isinstance(cost.plan(f, g, EPSILON).prepared, KernelPlan)
 
 
 @pytest.mark.slow
@@ -72,12 +72,12 @@ def test_a_plan_is_held_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> 
     f, g = potentials(cost)
     without_memory(monkeypatch)
     monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 256 * 256)
-    assert isinstance(plan_of(cost, f, g, EPSILON).quick, HeldPlan)
+    assert isinstance(cost.plan(f, g, EPSILON).prepared.quick, HeldPlan)
     monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 100 * 100)
-    assert isinstance(plan_of(cost, f, g, EPSILON).quick, FusedPlan)
-    assert isinstance(plan_of(cost, f, g, EPSILON, 2 * 256 * 256).quick, HeldPlan)
+    assert isinstance(cost.plan(f, g, EPSILON).prepared.quick, FusedPlan)
+    assert isinstance(cost.plan(f, g, EPSILON, 2 * 256 * 256).prepared.quick, HeldPlan)
     monkeypatch.setattr(memory, "free_memory", lambda _: 2 * 2 * 256 * 256)
-    assert isinstance(plan_of(cost, f, g, EPSILON, 2 * 100 * 100).quick, FusedPlan)
+    assert isinstance(cost.plan(f, g, EPSILON, 2 * 100 * 100).prepared.quick, FusedPlan)
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_what_weights_entries_on_both_sides_is_packed_once(monkeypatch: pytest.M
     without_memory(monkeypatch)
     # So large that what products of weights may be is all that keeps them in float16.
     points = 1e3 * x.double()
-    found, along = plan_of(cost, f, f, EPSILON), points.flip(0)
+    found, along = cost.plan(f, None, EPSILON).prepared, points.flip(0)
     with operation_counts.OperationCounts(monkeypatch) as counts:
         got = found.times(points, (along, points), (points, along))
     assert counts.launches["pack_kernel"] == 2

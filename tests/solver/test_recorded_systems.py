@@ -9,7 +9,6 @@ from torch import Tensor
 from otdd_flash.operators import triton_plans
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.plans import plan_of
 from otdd_flash.solver import conjugate_gradients_kernels, schur
 from otdd_flash.solver.conjugate_gradients import Limits, Near
 from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
@@ -46,7 +45,7 @@ def solver(n: int, m: int, *, own: bool) -> Solver:
         f = -(b.log() + g - dense).logsumexp(1)
         updated = -(a.log()[:, None] + f[:, None] - dense).logsumexp(0)
         g = (f + updated) / 2 if own else updated
-    plan = plan_of(KernelOperator(cost, "high"), g if own else f, g, 1.0)
+    plan = KernelOperator(cost, "high").plan(g if own else f, None if own else g, 1.0).prepared
     kind = SelfSystem if own else SchurSystem
     return Solver(kind(plan), kind(plan.quick), OPTIONS)
 

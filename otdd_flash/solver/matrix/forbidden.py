@@ -26,7 +26,7 @@ from torch import Tensor
 from otdd_flash.engine.evidence.perturbed_costs import DOUBLE_UNIT, outwards
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.matrix import MatrixOperator, exact_blocks
-from otdd_flash.operators.plans import SUM_UNITS, Products, plan_of
+from otdd_flash.operators.plans import SUM_UNITS, Products
 from otdd_flash.solver.adjoint import MOST_HELD
 from otdd_flash.solver.conjugate_gradients import inverse
 from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
@@ -87,7 +87,7 @@ def upper_bound(operator: MatrixOperator, term: TransportTerm) -> float:
     a, b, epsilon = operator.a, operator.b, term.epsilon
     f = torch.where(a > 0, term.f.double(), 0)
     g = torch.where(b > 0, term.g.double(), 0)
-    products: Products = plan_of(operator, f, g, epsilon, MOST_HELD)
+    products: Products = operator.plan(f, g, epsilon, MOST_HELD).prepared
     if products.precision > SUM_UNITS * DOUBLE_UNIT:
         products = ExactProducts(operator, f, g, epsilon)
     sums = operator.marginals(f, g, epsilon)

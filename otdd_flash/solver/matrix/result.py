@@ -243,9 +243,8 @@ class MatrixTransport:
         if given.ndim not in (1, 2) or len(given) != size:
             raise InputError(f"values must be ({size},) or ({size}, k), got {shown(given)}")
         columns = given[:, None] if given.ndim == 1 else given
-        found = self._problem.tiles.apply_plan(
-            self.term.f, self.term.g, self.epsilon, columns, transposed=transposed
-        )
+        plan = self._problem.tiles.plan(self.term.f, self.term.g, self.epsilon)
+        found = plan.applied(columns, transposed=transposed)
         return found.values[:, 0] if given.ndim == 1 else found.values
 
 
