@@ -90,8 +90,8 @@ class Ours:
         """The potentials, which the next call overwrites."""
         self.f.zero_()
         self.g.zero_()
-        for _ in range(ITERATIONS // STEPS if self.operator.execution.recorded else ITERATIONS):
-            if self.operator.execution.recorded:
+        for _ in range(ITERATIONS // STEPS if self.operator.recorded else ITERATIONS):
+            if self.operator.recorded:
                 self.repeated.run(self.step)
             else:
                 self.step()

@@ -246,7 +246,7 @@ def ours_alone(work: Work) -> dict[str, Any]:
     problem = MatrixProblem.prepare(work.costs, work.a, work.b, None)
     operator, g = problem.operator, found.g
     return {
-        "backend": operator.execution.backend,
+        "backend": operator.backend,
         "iterations": found.iterations,
         "passes": found.passes,
         "value": found.value,

@@ -1,9 +1,9 @@
-"""What the solver asks of a cost: eleven members, whatever holds the matrix.
+"""What the solver asks of a cost with masses, whatever holds the matrix.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
-only in how they carry out the operations below; the solver never sees the difference. How they run
-is chosen where an operator is built, and stands in its `execution`.
+only in how they carry out the operations below; the solver never sees the difference. Every member
+is there for every operator.
 
 Notation: f (n,) and g (m,) are potentials in units of the cost and
 
@@ -13,7 +13,7 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     # They import this file.
     from otdd_flash.operators.labelled_cost import Cut, Masses
+    from otdd_flash.operators.one_segment import OneSegment
     from otdd_flash.operators.plans import EvaluatedPlan
 
 # A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
@@ -140,23 +141,6 @@ class Marginals(NamedTuple):
     lost: float
 
 
-class Execution(NamedTuple):
-    """How the operations of an operator run: chosen once, where it is built.
-
-    Attributes:
-        backend: how a pass runs, for reports.
-        segment: makes the operator the only problem of the engine, a `one_segment.OneSegment` whose
-            steps run where passes do, as segment(operator, g, symmetric=...) with the column
-            potential g (m,) to evaluate first.
-        recorded: whether steps are recorded, as a pass takes less time than launching it, or not
-            much more. Such a pass has no use for a sample.
-    """
-
-    backend: str
-    segment: Callable[..., Any]
-    recorded: bool = False
-
-
 class Certifiable(Protocol):
     """What the certificate of a cross term asks of a cost C (n, m) with masses a (n,) and b (m,).
 
@@ -249,7 +233,19 @@ class Operator(Certifiable, SelfCertifiable, Protocol):
         ...
 
     @property
-    def execution(self) -> Execution: ...
+    def backend(self) -> str:
+        """How passes run and what they read, for reports."""
+        ...
+
+    @property
+    def segment(self) -> Callable[..., OneSegment]:
+        """Makes the operator the only problem of the engine, whose steps run where passes do."""
+        ...
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are recorded: a pass takes not much more time than launching it."""
+        ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).

@@ -46,6 +46,9 @@ class BlockSums(ABC):
         # By side and block; these live as long as this.
         self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
 
+    # Passes are long, and wait for what streams.
+    recorded = False
+
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:

@@ -6,19 +6,20 @@ What is found of pairs of blocks is put together by `block_sums`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, CostFacts, Execution, Operator
+from otdd_flash.operators.base import Applied, CostFacts, Operator
 from otdd_flash.operators.block_sums import BlockPlan, BlockSums
 from otdd_flash.operators.block_tiles import Build, Tile
 from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.host_points import Block, by_class
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments, on_host
+from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
 from otdd_flash.operators.plans import Make, PlanBlock
 from otdd_flash.operators.rounding import float16_rounding
@@ -109,17 +110,17 @@ class BlockedOperator(BlockSums):
                 _ = self.tile(self._first.beside(there, side)).operator.accurate_errors
 
     @property
-    def execution(self) -> Execution:
-        """Passes run as pairs of blocks; nothing is recorded, as points are streamed."""
-        first = self._first.operator.execution
+    def backend(self) -> str:
         height, width = (
             len(self.a[self._rows[0].rows]),
             len(self.b[self._columns[0].rows]),
         )
-        return Execution(
-            f"{first.backend}, points streamed in blocks of {height:,} x {width:,}",
-            first.segment,
-        )
+        first = self._first.operator.backend
+        return f"{first}, points streamed in blocks of {height:,} x {width:,}"
+
+    @property
+    def segment(self) -> Callable[..., OneSegment]:
+        return self._first.operator.segment
 
     @cached_property
     def costs(self) -> CostFacts:

@@ -29,7 +29,6 @@ from otdd_flash.kernels.points.packed_points import (
 from otdd_flash.operators.base import (
     CostFacts,
     Epsilon,
-    Execution,
     Marginals,
 )
 from otdd_flash.operators.fixed_point import FixedPoint
@@ -62,7 +61,10 @@ class KernelOperator:
 
     Attributes:
         packed: both clouds.
+        recorded: whether steps are, as there is little to compute.
     """
+
+    segment = KernelSegment
 
     def __init__(
         self, cost: LabelledCost, precision: str, coarse: KernelOperator | None = None
@@ -125,13 +127,8 @@ class KernelOperator:
         return Packing(partial(_pack, self.cost.whole, self._lattice), min(2, self._parts))
 
     @property
-    def execution(self) -> Execution:
-        """In Triton; recorded where there is little to compute."""
-        return Execution(
-            f"triton, scores streamed, {self._precision}",
-            KernelSegment,
-            self.recorded,
-        )
+    def backend(self) -> str:
+        return f"triton, scores streamed, {self._precision}"
 
     @property
     def refined(self) -> KernelOperator:

@@ -32,7 +32,6 @@ from otdd_flash.operators.base import (
     CostFacts,
     CostRange,
     Epsilon,
-    Execution,
     Marginals,
     Operator,
 )
@@ -57,18 +56,21 @@ class MatrixKernelOperator:
     Attributes:
         lines: C, or its transpose, with contiguous rows.
         turned: whether it is the transpose.
+        recorded: whether steps are, as a pass reads little.
     """
+
+    backend = "triton, costs given"
 
     def __init__(self, tiles: MatrixOperator) -> None:
         assert isinstance(tiles.source, HeldCosts)
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
         self.lines, self.turned = lying(tiles.source.matrix)
-        recorded = self.a.is_cuda and self.lines.numel() * self.lines.itemsize <= FEW_BYTES
-        self.execution = Execution(
-            "triton, costs given",
-            MatrixSegment,
-            recorded=recorded,
-        )
+        few = self.lines.numel() * self.lines.itemsize <= FEW_BYTES
+        self.recorded = self.a.is_cuda and few
+
+    @property
+    def segment(self) -> type[MatrixSegment]:
+        return MatrixSegment
 
     @property
     def dtype(self) -> torch.dtype:

@@ -82,7 +82,7 @@ class OneSegment(ABC):
     def change(self, operator: Operator) -> None:
         """Take another form of the cost; errors of passes are about those of the certificate."""
         self.operator = operator
-        self.waits = not operator.execution.recorded
+        self.waits = not operator.recorded
         costs = operator.costs
         self.dtype = self.sum_dtype = costs.dtype
         unit = torch.finfo(costs.dtype).eps / 2

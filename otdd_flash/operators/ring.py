@@ -12,19 +12,19 @@ All ranks call every operation together, also those that own no points.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.base import Execution
 from otdd_flash.operators.block_sums import BlockSums
 from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
 from otdd_flash.operators.cloud import normalised
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments
+from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
@@ -92,9 +92,12 @@ class RingPart(BlockSums):
         return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
 
     @property
-    def execution(self) -> Execution:
-        """What ends a solve; all else is asked of another operator."""
-        return Execution("points in a ring", _nothing)
+    def backend(self) -> str:
+        return f"{self._first.backend}, points in a ring"
+
+    @property
+    def segment(self) -> Callable[..., OneSegment]:
+        return self._first.segment
 
     @property
     def refined(self) -> RingPart:
@@ -209,7 +212,3 @@ def _from_0(blocks: RingBlocks) -> list[Block]:
     """The blocks that are here, as ranges of their points alone."""
     counts = [count_of(there.block) for there in blocks.own]
     return cut(slice(0, sum(counts)), sum(counts), len(counts))
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    raise AssertionError("a part has no solve of its own")

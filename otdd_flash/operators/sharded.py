@@ -18,7 +18,6 @@ from otdd_flash.operators.base import (
     Applied,
     CostFacts,
     Epsilon,
-    Execution,
     Marginals,
     Operator,
 )
@@ -41,6 +40,9 @@ class ShardedOperator:
         sampled: makes the operator of a sample of the cost, for this process alone.
     """
 
+    # Ranks wait for each other in every pass.
+    recorded = False
+
     def __init__(
         self, ranks: Ranks, number: int, cost: LabelledCost, error: float, sampled: Build
     ) -> None:
@@ -48,8 +50,7 @@ class ShardedOperator:
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
         self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
-        execution = held.telling.execution
-        self._backend, self._segment = execution.backend, execution.segment
+        self.segment, self._backend = held.telling.segment, held.telling.backend
         self._refines = held.telling.refined is not held.telling
         self._ring = held.cost is not cost
         self.replicated = not self._ring and isinstance(cost.points[0], Tensor)
@@ -62,13 +63,9 @@ class ShardedOperator:
         return self._dtype
 
     @property
-    def execution(self) -> Execution:
-        """Passes run as parts do; nothing is recorded, as ranks wait for each other in each."""
+    def backend(self) -> str:
         ring = ", points in a ring" if self._ring else ""
-        return Execution(
-            f"{self._backend}, {self.ranks.size} ranks{ring}",
-            self._segment,
-        )
+        return f"{self._backend}, {self.ranks.size} ranks{ring}"
 
     @cached_property
     def costs(self) -> CostFacts:

@@ -26,7 +26,6 @@ from otdd_flash.operators.base import (
     CostFacts,
     CostRange,
     Epsilon,
-    Execution,
     Marginals,
 )
 from otdd_flash.operators.labelled_cost import Cut, Masses
@@ -77,6 +76,7 @@ class TiledOperator(ABC):
         cost_rounding: relative error of a stored cost.
     """
 
+    segment, recorded = TorchSegment, False
     # Points are taken as they are.
     packing = None
     # Whether a plan for many products may take a matrix in memory.
@@ -156,11 +156,6 @@ class TiledOperator(ABC):
     def refined(self) -> TiledOperator:
         """The operator itself: nothing was rounded for passes alone."""
         return self
-
-    @property
-    def execution(self) -> Execution:
-        """In PyTorch, scores in the precision of the potentials."""
-        return Execution(self.backend, TorchSegment)
 
     @property
     @abstractmethod

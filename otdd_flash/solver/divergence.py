@@ -304,7 +304,7 @@ def solve_identical(
         term,
         term,
         term,
-        operator.execution.backend,
+        operator.backend,
         device,
         passes,
         identical=True,
@@ -418,7 +418,7 @@ class TermSolves:
         term = options.solve_term(
             operator, self.epsilon, name=name, start=start, progress=self._progress
         )
-        self.backends[name] = operator.execution.backend
+        self.backends[name] = operator.backend
         self._cells[name] = len(operator.a) * len(operator.b)
         self._swept += term.passes * self._cells[name]
         self.iterations[name] += term.iterations

@@ -109,7 +109,7 @@ def solve_term(
     # the original points, goes on from there, or certifies alone where rounding is little.
     refined, (refine, aim) = operator.refined, aim_of(budget, operator.costs, form)
     first = aim * BEFORE_REFINED if refine and refined is not operator else aim
-    segment = operator.execution.segment(operator, candidate, symmetric=form.symmetric)
+    segment = operator.segment(operator, candidate, symmetric=form.symmetric)
     taken = torch.full((1,), budget.iterations, dtype=torch.float64)
     rule = segment.iterations(goal_of(options, epsilon, first), form, Start(levels, taken))
     iterate(budget, segment, rule, first)
@@ -271,11 +271,7 @@ def draw_sample(operator: Operator) -> tuple[Tensor, Operator] | None:
     n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
     # What lacks pairs tells nothing of the whole.
-    if (
-        operator.costs.forbidden
-        or operator.execution.recorded
-        or SCORES_PER_SAMPLED * rows * columns > n * m
-    ):
+    if operator.costs.forbidden or operator.recorded or SCORES_PER_SAMPLED * rows * columns > n * m:
         return None
     draw = torch.Generator().manual_seed(0)
     of_rows, of_columns = _drawn(operator.a, rows, draw), _drawn(operator.b, columns, draw)
@@ -296,7 +292,7 @@ def _of_sample(
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
     nothing = torch.zeros_like(sampled.b)
-    segment: OneSegment = sampled.execution.segment(sampled, nothing, symmetric=False)
+    segment: OneSegment = sampled.segment(sampled, nothing, symmetric=False)
     levels = Levels.descending(first_level(level, _scale(sampled)))
     rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
     told = run_one(segment, rule, lambda *_: budget.late(), wait=segment.waits)

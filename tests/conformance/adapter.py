@@ -270,7 +270,7 @@ def _of_files(given: Problem, way: Way) -> Held:
         operator = _operator_of_points(given, options, Path(FOLDER.name))
     finally:
         request.UNASKED = before
-    assert "points streamed in blocks" in operator.execution.backend
+    assert "points streamed in blocks" in operator.backend
     return Held(given, operator, way.precision, given.cost, given.cost)
 
 
@@ -359,7 +359,7 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
     def work(ranks: Ranks) -> Any:
         problem = problem_of(case)
         operator = _operator_of_points(problem, options | {"group": ranks})
-        assert operator.execution.backend.endswith("in a ring") == in_a_ring
+        assert operator.backend.endswith("in a ring") == in_a_ring
         held = Held(problem, operator, way.precision, problem.cost, problem.cost)
         if name == "facts":
             return held.facts

@@ -6,7 +6,6 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Execution
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
@@ -23,9 +22,7 @@ class InTriton:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    @property
-    def execution(self) -> Execution:
-        return self.inner.execution._replace(segment=KernelSegment)
+    segment = KernelSegment
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -24,7 +24,7 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     again = solve(whole, 0.5, Converged(1e-4, max_iterations=1), start=first.g)
     assert again.iterations == 1
     assert again.marginal_error <= first.marginal_error * (1 + 1e-9)
-    segment = whole.execution.segment(whole, first.g, symmetric=symmetric)
+    segment = whole.segment(whole, first.g, symmetric=symmetric)
     assert torch.equal(segment.kept, first.g)
     assert torch.equal(segment.updated, first.g)
 
@@ -69,7 +69,7 @@ def test_whole_solves_in_triton_are_those_of_the_reference(size, relative) -> No
 def test_a_pass_may_be_off_by_half_a_unit_of_its_sums(dtype) -> None:
     """And by a unit of potentials; costs by half of what they may be off by together."""
     operator, unit = problem(30, 40, dtype), torch.finfo(dtype).eps / 2
-    errors = operator.execution.segment(operator, draw(40).to(dtype), symmetric=False).errors
+    errors = operator.segment(operator, draw(40).to(dtype), symmetric=False).errors
     costs = operator.costs
     assert float(errors.mean) == float(errors.largest) == pytest.approx(costs.error / 2)
     assert float(errors.sums) == unit / 2

@@ -77,7 +77,7 @@ def begin(operator, top):
     """The iterations of a term from a level on, and their segment."""
     symmetric = operator.shape[0] == operator.shape[1]
     nothing = torch.zeros_like(operator.b).float()
-    segment = operator.execution.segment(operator, nothing, symmetric=symmetric)
+    segment = operator.segment(operator, nothing, symmetric=symmetric)
     level = torch.full((1,), top, dtype=torch.float64, device=DEVICE)
     start = Start(Levels.descending(level), torch.zeros_like(level))
     goal = Goal(top / 8, 1e-3, 0.1, 100)
@@ -108,7 +108,7 @@ def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
 def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, m, monkeypatch):
     """To the last bit, and however many steps are launched after the end."""
     recorded, plain = (KernelOperator(labelled_cost(900, m), "high") for _ in range(2))
-    assert recorded.execution.recorded
+    assert recorded.recorded
     monkeypatch.setattr(plain, "recorded", False)
     epsilon = relative_epsilon * recorded.costs.mean
     again, first, expected = (
@@ -128,7 +128,7 @@ def test_recordings_that_are_gone_keep_no_memory():
 
     def solve():
         operator = KernelOperator(cost, "fast")
-        assert operator.execution.recorded
+        assert operator.recorded
         return solve_term(operator, 0.03 * operator.costs.mean, Converged(1e-3))
 
     for _ in range(5):

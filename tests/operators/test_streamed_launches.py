@@ -92,7 +92,7 @@ def operator(folder: Path, host_room: int, monkeypatch: pytest.MonkeyPatch) -> B
     prepared = replace(prepared, streaming=replace(prepared.streaming, host_room=host_room))
     found = build_operator(prepared.inputs((0, 1), (1 - torch.eye(3)).double()))
     assert isinstance(found, BlockedOperator)
-    assert f"in blocks of {SIZE} x {SIZE}" in found.execution.backend
+    assert f"in blocks of {SIZE} x {SIZE}" in found.backend
     return found
 
 

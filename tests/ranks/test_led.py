@@ -182,7 +182,7 @@ def too_late() -> str:
 
     otdd.led(work)
     try:
-        return "" if not kept else kept[0].operator("xy").execution.backend
+        return "" if not kept else kept[0].operator("xy").backend
     except otdd.InputError as error:
         return str(error)
 

@@ -94,7 +94,7 @@ def test_sums_of_one_potential_are_ordered_of_pairs() -> None:
     """Which are half as many scores; those of two are not symmetric."""
     operator = object.__new__(ShardedOperator)
     operator.ranks = SimpleNamespace(order=lambda work, *given: work)
-    operator._number, operator._by_pairs = 0, True
+    operator.number, operator._by_pairs = 0, True
     f = torch.zeros(3)
     assert operator.marginals(f, None, EPSILON) is parts.marginals_self
     assert operator.marginals(f, f, EPSILON) is parts.marginals

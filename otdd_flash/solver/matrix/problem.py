@@ -204,7 +204,7 @@ class MatrixProblem:
         if term is not None:
             if solved is not None:
                 solved("xy", self.operator, term)
-            backend = self.operator.execution.backend
+            backend = self.operator.backend
             return Divergence.of_terms({"xy": term}, options, NO_OFFSET, backend)
         made: dict[str, Callable[[], Operator]] = {"xy": lambda: self.operator}
         if self.self_costs is not None:
