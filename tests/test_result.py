@@ -21,7 +21,7 @@ from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.files.tensor_file import save_tensors
 from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.tiled import TiledPlan
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples
@@ -120,7 +120,7 @@ def test_a_plan_that_does_not_fit_is_told_without_a_traceback(monkeypatch):
     def run_out(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
-    monkeypatch.setattr(StreamedOperator, "apply_plan", run_out)
+    monkeypatch.setattr(TiledPlan, "applied", run_out)
     for use in ("class_coupling", "barycentric_map"):
         with pytest.raises(InputError, match=r"an allocation of 2\.00 GiB .* use fewer samples"):
             getattr(replace(solved()), use)()
