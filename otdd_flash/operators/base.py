@@ -12,7 +12,6 @@ Notation: f (n,) and g (m,) are potentials in units of the cost and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     # They import this file.
     from otdd_flash.operators.labelled_cost import Cut, Masses
-    from otdd_flash.operators.one_segment import OneSegment
     from otdd_flash.operators.plans import EvaluatedPlan
 
 # A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
@@ -238,8 +236,8 @@ class Operator(Certifiable, SelfCertifiable, Protocol):
         ...
 
     @property
-    def segment(self) -> Callable[..., OneSegment]:
-        """Makes the operator the only problem of the engine, whose steps run where passes do."""
+    def in_triton(self) -> bool:
+        """Whether passes run in Triton, and with them the iterations."""
         ...
 
     @property

@@ -6,7 +6,7 @@ What is found of pairs of blocks is put together by `block_sums`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import groupby
 
@@ -19,7 +19,6 @@ from otdd_flash.operators.block_tiles import Build, Tile
 from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.host_points import Block, by_class
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments, on_host
-from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
 from otdd_flash.operators.plans import Make, PlanBlock
 from otdd_flash.operators.rounding import float16_rounding
@@ -119,8 +118,8 @@ class BlockedOperator(BlockSums):
         return f"{first}, points streamed in blocks of {height:,} x {width:,}"
 
     @property
-    def segment(self) -> Callable[..., OneSegment]:
-        return self._first.operator.segment
+    def in_triton(self) -> bool:
+        return self._first.operator.in_triton
 
     @cached_property
     def costs(self) -> CostFacts:

@@ -32,7 +32,6 @@ from otdd_flash.operators.base import (
     Marginals,
 )
 from otdd_flash.operators.fixed_point import FixedPoint
-from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
 from otdd_flash.operators.lattice import Lattice, lattice_of
@@ -64,7 +63,7 @@ class KernelOperator:
         recorded: whether steps are, as there is little to compute.
     """
 
-    segment = KernelSegment
+    in_triton = True
 
     def __init__(
         self, cost: LabelledCost, precision: str, coarse: KernelOperator | None = None

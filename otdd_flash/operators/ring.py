@@ -12,7 +12,7 @@ All ranks call every operation together, also those that own no points.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 
 import torch
@@ -24,7 +24,6 @@ from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
 from otdd_flash.operators.cloud import normalised
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments
-from otdd_flash.operators.one_segment import OneSegment
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
@@ -96,8 +95,8 @@ class RingPart(BlockSums):
         return f"{self._first.backend}, points in a ring"
 
     @property
-    def segment(self) -> Callable[..., OneSegment]:
-        return self._first.segment
+    def in_triton(self) -> bool:
+        return self._first.in_triton
 
     @property
     def refined(self) -> RingPart:

@@ -50,7 +50,7 @@ class ShardedOperator:
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
         self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
-        self.segment, self._backend = held.telling.segment, held.telling.backend
+        self.in_triton, self._backend = held.telling.in_triton, held.telling.backend
         self._refines = held.telling.refined is not held.telling
         self._ring = held.cost is not cost
         self.replicated = not self._ring and isinstance(cost.points[0], Tensor)

@@ -30,7 +30,6 @@ from otdd_flash.operators.base import (
 )
 from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.memory import holds
-from otdd_flash.operators.one_segment import TorchSegment
 from otdd_flash.operators.plans import EvaluatedPlan, Factors, KeptPlan, Plan
 
 LOG2_E = math.log2(math.e)
@@ -76,7 +75,7 @@ class TiledOperator(ABC):
         cost_rounding: relative error of a stored cost.
     """
 
-    segment, recorded = TorchSegment, False
+    in_triton, recorded = False, False
     # Points are taken as they are.
     packing = None
     # Whether a plan for many products may take a matrix in memory.

@@ -6,7 +6,6 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 
@@ -22,7 +21,7 @@ class InTriton:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    segment = KernelSegment
+    in_triton = True
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
