@@ -30,7 +30,7 @@ from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.point_scores import StoredOperator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem

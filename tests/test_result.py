@@ -21,7 +21,7 @@ from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.files.tensor_file import save_tensors
 from otdd_flash.labels import Sinkhorn
 from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.tiled import TiledPlan
+from otdd_flash.operators.torch_operator import TiledPlan
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples

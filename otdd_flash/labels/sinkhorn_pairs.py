@@ -38,8 +38,8 @@ from otdd_flash.labels.classes import ClassCloud, masses_of, merge_identical
 from otdd_flash.labels.pairs import PairDistances, named_classes, used_classes
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import free_memory
+from otdd_flash.operators.point_scores import StreamedOperator
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
-from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
 from otdd_flash.solver.solve import solve_term

@@ -1,27 +1,391 @@
-"""A cost between clouds of which the device holds a block of rows and one of columns at a time.
+"""A cost that comes in pairs of blocks, of which the device holds a few points at a time.
 
-The points are in host memory or in a file (`host_points`), and a block comes when its turn does.
-What is found of pairs of blocks is put together by `block_sums`.
+    f_i = -epsilon log sum_c w_c exp(-f_i^c / epsilon)
+
+with the softmin f^c of block c of the columns, whose masses are divided by their sum w_c. Each pair
+of blocks is a cost like any other, and its operator is made when its turn comes. Sums of plans and
+products add up in the order in which pairs come; softmins are joined in float64.
+
+`BlockedOperator` has points in host memory or in a file (`host_points`), and a block comes when its
+turn does; those of `ring` come from other ranks, and are put together by the same `BlockSums`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, CostFacts, Operator
-from otdd_flash.operators.block_sums import BlockPlan, BlockSums
-from otdd_flash.operators.block_tiles import Build, Tile
+from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Marginals, Operator
 from otdd_flash.operators.float64_rows import Points
 from otdd_flash.operators.host_points import Block, by_class
-from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments, on_host
+from otdd_flash.operators.labelled_cost import (
+    DOUBLE_UNIT,
+    Cut,
+    LabelledCost,
+    Masses,
+    Moments,
+    on_host,
+)
 from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
-from otdd_flash.operators.plans import Make, PlanBlock
+from otdd_flash.operators.plans import EvaluatedPlan, Factors, Make, PlanBlock
 from otdd_flash.operators.rounding import float16_rounding
+
+# How far from a guess, in epsilon, a softmin may be: sums beside it are within 2^90 of 1.
+FAR = 90 * math.log(2)
+
+# build(cost): the operator of a cost whose points are on the device.
+Build = Callable[[LabelledCost], "BlockOperator"]
+
+
+class BlockOperator(Operator, Protocol):
+    """An operator that says how accurate it is, point by point, and how it packs points."""
+
+    @property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): costs of accurate `marginals` are off by at most row_i + column_j."""
+        ...
+
+    @property
+    def rounding(self) -> float:
+        """The mean error of costs beside that, where they are stored."""
+        ...
+
+    @property
+    def packing(self) -> Packing | None:
+        """How it packs the points of its cost; None where it takes them as they are."""
+        ...
+
+    def softmin_part(
+        self, potential: Tensor, epsilon: Epsilon, near: Tensor | None, *, columns: bool
+    ) -> Tensor:
+        """The softmin of rows, or of columns, where `near` is that of a cost this is a part of.
+
+        It may be infinite where it adds less than rounding to the whole, if `near` is near that.
+        """
+        ...
+
+    def softmin_pair(self, f: Tensor, g: Tensor | None, epsilon: Epsilon) -> tuple[Tensor, Tensor]:
+        """`softmin_part` of rows near f (n,) and of columns near g (m,).
+
+        Both are one without g, of a cloud with itself.
+        """
+        ...
+
+
+class Tile(NamedTuple):
+    """A block of rows and one of columns.
+
+    Attributes:
+        sides: both.
+        operator: the cost between them, of masses that sum to 1 on each side that has any.
+        masses: of the rows and of the columns, in the whole; 0 where all of a block's are.
+        diagonal: they are one block, whose cost is of a cloud with itself.
+    """
+
+    sides: tuple[There, There]
+    operator: BlockOperator
+    masses: tuple[float, float]
+    diagonal: bool
+
+    @property
+    def rows(self) -> Cut:
+        """The tile's rows in the whole cost, on the device."""
+        return self.sides[0].block.rows
+
+    @property
+    def columns(self) -> Cut:
+        """The tile's columns in the whole cost, on the device."""
+        return self.sides[1].block.rows
+
+    def beside(self, there: There, side: int) -> tuple[There, There]:
+        """Return the sides with another block in the place of one of them."""
+        one, other = self.sides
+        return (one, there) if side else (there, other)
+
+    def some(self, f: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Cut potentials to rows and columns; without g both are f, on the diagonal one."""
+        if self.diagonal:
+            return f[self.rows], None
+        return f[self.rows], (f if g is None else g)[self.columns]
+
+    @property
+    def mass(self) -> float:
+        """The product of both masses."""
+        return self.masses[0] * self.masses[1]
+
+
+class Joined:
+    """Softmins over blocks on their way to one, in float64.
+
+    Args:
+        like: (n,) float64, where.
+        epsilon: in units of the cost.
+    """
+
+    def __init__(self, like: Tensor, epsilon: Epsilon) -> None:
+        self._epsilon, self._logs = epsilon, torch.full_like(like, -torch.inf)
+
+    def add(self, rows: slice | Tensor, found: Tensor, mass: float) -> None:
+        """Add the softmin (k,) of some rows over a block of this mass, unless that is 0."""
+        if mass == 0:
+            return
+        logs = torch.log(torch.tensor(mass, dtype=torch.float64)) - found.double() / self._epsilon
+        self._logs[rows] = torch.logaddexp(self._logs[rows], logs)
+
+    def are_near(self, guess: Tensor) -> Tensor:
+        """Whether all softmins are so near a guess that float32 holds the sums beside it, ()."""
+        return ((self.potential - guess).abs() <= FAR * self._epsilon).all()
+
+    @property
+    def potential(self) -> Tensor:
+        """The softmin (n,) over the blocks so far, in units of the cost."""
+        return -self._epsilon * self._logs
+
+
+# Roundings of a mass that is divided by its block's and multiplied again.
+ROUNDINGS = 8
+
+
+class BlockSums(ABC):
+    """The operations of `Operator` over pairs of blocks that a subclass provides.
+
+    Args:
+        cost: the whole.
+        build: makes the operator of a pair of blocks.
+        coarse: what this one is to refine; it has the same costs in `marginals`.
+    """
+
+    def __init__(
+        self, cost: LabelledCost, build: Build, *, coarse: BlockSums | None = None
+    ) -> None:
+        self.cost, self._build, self._coarse = cost, build, coarse
+        self.a, self.b, self.shape = cost.a, cost.b, cost.shape
+        # By side and block; these live as long as this.
+        self._masses: dict[tuple[int, int], tuple[Tensor, float]] = {}
+
+    # Passes are long, and wait for what streams.
+    recorded = False
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The type of the potentials."""
+
+    @abstractmethod
+    def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
+        """All pairs of blocks; their points themselves are there if asked for.
+
+        Of a cloud with itself if `upper`: each pair once, and none of a block's own twice.
+        """
+
+    @property
+    @abstractmethod
+    def additions(self) -> int:
+        """Pairs of blocks whose sums make one, at the most."""
+
+    def measured_tiles(self) -> Iterator[Tile]:
+        """Yield the pairs of blocks that determine the errors of the costs."""
+        return self.tiles(upper=self.cost.symmetric, points=True)
+
+    @property
+    @abstractmethod
+    def packing(self) -> Packing | None:
+        """How blocks are packed; None where operators take points as they are, and no guess."""
+
+    def is_near(self, joined: Joined, guess: Tensor) -> bool:
+        """Whether softmins are so near a guess that float32 holds the sums beside it."""
+        return self.packing is None or bool(joined.are_near(guess))
+
+    def tile(self, sides: tuple[There, There]) -> Tile:
+        """The cost between two blocks, of a cloud with itself if they are one."""
+        x, y = sides
+        diagonal = x is y
+        rows, points = x.block.rows, (x.points, y.points)
+        part = self.cost.part(rows, rows if diagonal else y.block.rows, points, diagonal=diagonal)
+        part.packed, part.known_of = (x.packed, y.packed), (x.known, y.known)
+        part.a, row_mass = self._normalised(0, x.block, part.a)
+        part.b, column_mass = self._normalised(0 if diagonal else 1, y.block, part.b)
+        operator = self._build(part)
+        if self._coarse is not None:
+            operator = cast(BlockOperator, operator.refined)
+        return Tile(sides, operator, (row_mass, column_mass), diagonal)
+
+    def _normalised(self, side: int, block: Block, masses: Tensor) -> tuple[Tensor, float]:
+        """Masses (k,) of a block over their sum, and the sum; found once, as the host waits."""
+        key = side, id(block)
+        if key not in self._masses:
+            mass = float(masses.sum())
+            self._masses[key] = masses / (mass or 1.0), mass
+        return self._masses[key]
+
+    @property
+    def costs(self) -> CostFacts:
+        """Facts of the costs, from all pairs of blocks."""
+        return self._costs
+
+    @cached_property
+    def _costs(self) -> CostFacts:
+        of_rows, of_columns = self.accurate_errors
+        error = self.rounding + float(self.a @ of_rows + self.b @ of_columns)
+        return CostFacts(self.dtype, self.cost.mean_cost, *self.cost.cost_range, error)
+
+    @property
+    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+        """(n,) and (m,): errors of costs in accurate `marginals`, but for `rounding`."""
+        return self._errors[0]
+
+    @property
+    def rounding(self) -> float:
+        """The mean error of costs where they are stored."""
+        return self._errors[1]
+
+    @cached_property
+    def _errors(self) -> tuple[tuple[Tensor, Tensor], float]:
+        if self._coarse is not None:
+            return self._coarse._errors
+        of_rows, of_columns = torch.zeros_like(self.a), torch.zeros_like(self.b)
+        if self.cost.symmetric:
+            of_columns = of_rows
+        rounding = 0.0
+        for tile in self.measured_tiles():
+            rows, columns = tile.operator.accurate_errors
+            _raise(of_rows, tile.rows, rows)
+            _raise(of_columns, tile.columns, columns)
+            rounding = max(rounding, tile.operator.rounding)
+        return (of_rows, of_columns), rounding
+
+    def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
+        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
+        return self._softmin(g, epsilon, guess, columns=False)
+
+    def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
+        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        return self._softmin(f, epsilon, guess, columns=True)
+
+    def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
+        """The softmin (n,) of the only potential of a cloud with itself: each pair once."""
+        joined = self.joined_pairs(f, epsilon)
+        if not self.is_near(joined, f):
+            return self._softmin(f, epsilon, None, columns=False)
+        return joined.potential.to(self.dtype)
+
+    def _softmin(
+        self, potential: Tensor, epsilon: Epsilon, guess: Tensor | None, *, columns: bool
+    ) -> Tensor:
+        """The softmin of rows or of columns; a guess too far from it costs another pass."""
+        joined = Joined(self.b if columns else self.a, epsilon)
+        for tile in self.tiles():
+            own, other, mass = tile.rows, tile.columns, tile.masses[1]
+            if columns:
+                own, other, mass = tile.columns, tile.rows, tile.masses[0]
+            near = None if guess is None else guess[own]
+            found = tile.operator.softmin_part(potential[other], epsilon, near, columns=columns)
+            joined.add(own, found, mass)
+        if guess is not None and not self.is_near(joined, guess):
+            return self._softmin(potential, epsilon, None, columns=columns)
+        return joined.potential.to(self.dtype)
+
+    def joined_pairs(self, f: Tensor, epsilon: Epsilon) -> Joined:
+        """What pairs of blocks, each taken once, give to the softmin of one potential (n,)."""
+        joined = Joined(self.a, epsilon)
+        for tile in self.tiles(upper=True):
+            one, other = tile.some(f, None)
+            of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
+            joined.add(tile.rows, of_rows, tile.masses[1])
+            if not tile.diagonal:
+                joined.add(tile.columns, of_columns, tile.masses[0])
+        return joined
+
+    def marginals(
+        self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
+    ) -> Marginals:
+        """Row and column sums of the plan of f (n,) and g (m,)."""
+        rows, row_errors = torch.zeros_like(self.a), torch.zeros_like(self.a)
+        columns, column_errors = torch.zeros_like(self.b), torch.zeros_like(self.b)
+        if once := g is None:
+            columns, column_errors = rows, row_errors
+        cost_rounding = relative_error = lost = 0.0
+        for tile in self.tiles(upper=once, points=True):
+            here, there, mass = tile.rows, tile.columns, tile.mass
+            found = tile.operator.marginals(*tile.some(f, g), epsilon, accurate=accurate)
+            _raise(row_errors, here, found.row_errors)
+            _raise(column_errors, there, found.column_errors)
+            rows[here] += mass * found.rows
+            if not tile.diagonal:
+                columns[there] += mass * found.columns
+            cost_rounding = max(cost_rounding, found.cost_rounding)
+            relative_error = max(relative_error, found.relative_error)
+            lost = max(lost, found.lost)
+        return Marginals(
+            rows,
+            columns,
+            row_errors,
+            column_errors,
+            cost_rounding,
+            relative_error + (self.additions + ROUNDINGS) * DOUBLE_UNIT,
+            lost,
+        )
+
+    def own_costs(self) -> Tensor:
+        """C_ii (n,) of the cost of a cloud with itself, float64: a distance of classes."""
+        return self.cost.own_costs()
+
+    def plan(
+        self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
+    ) -> BlockPlan:
+        """The plan of f (n,) and g (m,); see `Operator.plan`."""
+        return BlockPlan(self, f, g, epsilon, most)
+
+
+class BlockPlan(EvaluatedPlan):
+    """A plan whose products are sums over pairs of blocks; see `EvaluatedPlan`."""
+
+    def __init__(
+        self, operator: BlockSums, f: Tensor, g: Tensor | None, epsilon: float, most: int | None
+    ) -> None:
+        super().__init__(operator.dtype, (operator.a, operator.b), f, g, epsilon, most)
+        self._operator = operator
+
+    def applied(
+        self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
+    ) -> Applied:
+        masses = torch.zeros_like(self.masses[transposed])
+        out = values.new_zeros((len(masses), values.shape[1]), dtype=self.dtype)
+        for tile in self._operator.tiles(points=True):
+            own, other = (tile.columns, tile.rows) if transposed else (tile.rows, tile.columns)
+            found = self.of_tile(tile, values[other], transposed=transposed, factors=factors)
+            if found is not None:
+                out[own] += found.values
+                masses[own] += found.masses
+        return Applied(out, masses)
+
+    def of_tile(
+        self, tile: Tile, values: Tensor, *, transposed: bool, factors: Factors | None = None
+    ) -> Applied | None:
+        """What a pair of blocks adds to a product, if anything.
+
+        Rows of a tile that adds nothing have no plan.
+        """
+        if tile.masses[0 if transposed else 1] == 0:
+            return None
+        f, g, epsilon = self._at
+        plan = tile.operator.plan(f[tile.rows], g[tile.columns], epsilon)
+        some = factors and (factors[0][tile.rows], factors[1][tile.columns])
+        found = plan.applied(values, transposed=transposed, factors=some)
+        return Applied(tile.mass * found.values, tile.mass * found.masses)
+
+
+def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:
+    """Raise the errors of some rows to those given, where they are larger."""
+    errors[rows] = torch.maximum(errors[rows], found)
+
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
 ROW_BYTES, COLUMN_BYTES = 8, 16

@@ -29,9 +29,8 @@ from otdd_flash.operators.memory import (
     readable_bytes,
     stated_budget,
 )
+from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
 from otdd_flash.operators.remembered import forget, remembered
-from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
 
 if TYPE_CHECKING:
@@ -167,15 +166,14 @@ def operator_alone(
     _check_range(cost, compute)
     device = cost.a.device
     if isinstance(cost.points[0], HostPoints):
-        from otdd_flash.operators.block_tiles import BlockOperator
-        from otdd_flash.operators.blocked import BlockedOperator
+        from otdd_flash.operators.blocked import BlockedOperator, BlockOperator
 
         def build(part: LabelledCost) -> BlockOperator:
             return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))
 
         return BlockedOperator(cost, build)
     if uses_triton(compute, device):
-        from otdd_flash.operators.kernel import KernelOperator
+        from otdd_flash.operators.triton_operator import KernelOperator
 
         return KernelOperator(cost, compute.precision)
     # Asked last: what is free by then is free for scores.

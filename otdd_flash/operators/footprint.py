@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from otdd_flash.operators.streamed import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU
-from otdd_flash.operators.tiled import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
+from otdd_flash.operators.point_scores import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU
+from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
 
 
 class CostSize(NamedTuple):

@@ -33,7 +33,7 @@ from otdd_flash.operators.score_pool import (
     Room,
     ScorePool,
 )
-from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
+from otdd_flash.operators.torch_operator import LEAST_EXPONENT, measured, present
 
 
 class KernelPool(ScorePool):

@@ -33,11 +33,11 @@ from otdd_flash.operators.base import (
     Marginals,
     Operator,
 )
+from otdd_flash.operators.given_costs import HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.labelled_cost import Cut, Masses
-from otdd_flash.operators.matrix import HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.operators.one_kernel_problem import OneKernelProblem
-from otdd_flash.operators.tiled import LEAST_EXPONENT, TiledPlan, measured, present
+from otdd_flash.operators.torch_operator import LEAST_EXPONENT, TiledPlan, measured, present
 from otdd_flash.operators.triton_plans import single
 
 # Bytes of a matrix up to which a pass takes no longer than launching it, or not much.

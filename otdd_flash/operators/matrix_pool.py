@@ -22,7 +22,7 @@ from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
 from otdd_flash.operators.kernel_pool import PooledKernelSegments
 from otdd_flash.operators.score_pool import UNKNOWN, Pool, Room
-from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
+from otdd_flash.operators.torch_operator import LEAST_EXPONENT, measured, present
 
 
 class MatrixPool(Pool):

@@ -29,8 +29,7 @@ from torch import Tensor
 from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
-from otdd_flash.operators.block_sums import ROUNDINGS
-from otdd_flash.operators.block_tiles import BlockOperator
+from otdd_flash.operators.blocked import ROUNDINGS, BlockOperator
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.owned import Owned, Rows

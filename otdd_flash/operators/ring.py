@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.block_sums import BlockSums
-from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
+from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Joined, Tile
 from otdd_flash.operators.cloud import normalised
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments

@@ -24,7 +24,7 @@ from otdd_flash.operators.packed_blocks import Packing, There
 
 if TYPE_CHECKING:
     from otdd_flash.kernels.points.packed_points import PackedPoints
-    from otdd_flash.operators.block_tiles import BlockOperator
+    from otdd_flash.operators.blocked import BlockOperator
 
 # Of every rank's blocks.
 Shapes = list[list[torch.Size]]

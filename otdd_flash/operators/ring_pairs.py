@@ -18,8 +18,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Epsilon, Operator
-from otdd_flash.operators.block_sums import BlockSums
-from otdd_flash.operators.block_tiles import FAR, BlockOperator, Build, Tile
+from otdd_flash.operators.blocked import FAR, BlockOperator, BlockSums, Build, Tile
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.owned import Rows
 from otdd_flash.operators.packed_blocks import Packing

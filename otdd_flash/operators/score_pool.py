@@ -28,7 +28,7 @@ from otdd_flash.engine.rule import Evaluated, Goal, Start, Vectors
 from otdd_flash.engine.segments import PassErrors
 from otdd_flash.operators.base import Certifiable, CostFacts, CostRange, SelfCertifiable
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.point_scores import StoredOperator
 
 # What terms of a pool tell of their costs: the facts themselves are in `Pool.cross` and `Pool.own`.
 UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.tiled import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
+from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
 
 
 def moved(values: Tensor, order: Tensor) -> Tensor:

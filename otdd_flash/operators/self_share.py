@@ -26,8 +26,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.exchange import added
 from otdd_flash.operators.base import Epsilon, Marginals
-from otdd_flash.operators.block_sums import BlockSums
-from otdd_flash.operators.block_tiles import Build, Tile
+from otdd_flash.operators.blocked import BlockSums, Build, Tile
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.packed_blocks import There

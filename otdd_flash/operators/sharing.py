@@ -15,8 +15,8 @@ from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apa
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.block_tiles import BlockOperator
-from otdd_flash.operators.block_tiles import Build as BlockBuild
+from otdd_flash.operators.blocked import BlockOperator
+from otdd_flash.operators.blocked import Build as BlockBuild
 from otdd_flash.operators.build import (
     ComputeOptions,
     CostInputs,

@@ -39,7 +39,7 @@ from otdd_flash.operators.score_pool import (
     ScorePool,
     pass_errors,
 )
-from otdd_flash.operators.tiled import (
+from otdd_flash.operators.torch_operator import (
     LEAST_EXPONENT,
     LN_2,
     LOG2_E,

@@ -33,8 +33,8 @@ from scipy.special import logsumexp
 from torch import Tensor
 
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
+from otdd_flash.operators.given_costs import CostSource
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.matrix import CostSource
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.group_flows import (
     MASS_ROUNDING,

@@ -25,24 +25,23 @@ from otdd_flash.kernels.passes import plan_blocks, symmetric_step
 from otdd_flash.operators import (
     blocked,
     cost_blocks,
-    cost_tiles,
     float64_rows,
-    kernel,
+    given_costs,
     plans,
+    point_scores,
     request,
     sharing,
-    streamed,
-    tiled,
+    torch_operator,
+    triton_operator,
     whole_points,
 )
-from otdd_flash.operators import matrix as given_matrix
 from otdd_flash.operators.base import CostFacts, Marginals
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.plans import EvaluatedPlan, KeptPlan
+from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix.problem import MatrixProblem
@@ -54,19 +53,19 @@ FOLDER = TemporaryDirectory()
 # So small that small problems are cut into several blocks and tiles, and that kernels use guesses
 # and symmetry.
 SMALL: list[tuple[Any, str, Any]] = [
-    (streamed, "BLOCK_ELEMENTS_CPU", 900),
-    (tiled, "TILE_ELEMENTS_CPU", 300),
-    (given_matrix, "TILE_ELEMENTS_CPU", 300),
-    (given_matrix, "EXACT_ELEMENTS_CPU", 150),
+    (point_scores, "BLOCK_ELEMENTS_CPU", 900),
+    (torch_operator, "TILE_ELEMENTS_CPU", 300),
+    (given_costs, "TILE_ELEMENTS_CPU", 300),
+    (given_costs, "EXACT_ELEMENTS_CPU", 150),
     (cost_blocks, "BLOCK_ENTRIES_CPU", 500),
     (float64_rows, "CHUNK_ELEMENTS_CPU", 60),
     (blocked, "LEAST_POINTS", 30),
-    (kernel, "MANY_SCORES", 1),
+    (triton_operator, "MANY_SCORES", 1),
     (plans, "BLOCK_CPU", 200),
     (plans, "FEW_COLUMNS", 8),
     (whole_points, "LEAST_POINTS", 20),
-    (cost_tiles, "TILE_CPU", 32),
-    (cost_tiles, "LEAST_POINTS", 16),
+    (point_scores, "TILE_CPU", 32),
+    (point_scores, "LEAST_POINTS", 16),
     (plan_blocks, "BLOCK_HEIGHT", 256),
     (plan_blocks, "BLOCK_WIDTH", 256),
     (symmetric_step, "STRIPE_BYTES", 1),

@@ -6,8 +6,8 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.matrix import MatrixOperator
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.given_costs import MatrixOperator
+from otdd_flash.operators.point_scores import StoredOperator
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -24,7 +24,7 @@ from otdd_flash.engine.evidence.perturbed_costs import (
 from otdd_flash.engine.evidence.two_passes import TRIFLE, Rounding, rounding_of
 from otdd_flash.engine.segments import PassErrors
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.matrix import MatrixOperator
+from otdd_flash.operators.given_costs import MatrixOperator
 
 EPSILON = 0.5
 

@@ -22,7 +22,7 @@ from otdd_flash.engine.evidence.primal import (
     sums_without,
 )
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.matrix import MatrixOperator
+from otdd_flash.operators.given_costs import MatrixOperator
 
 SIZES = [(1, 1), (1, 7), (33, 20)]
 EPSILONS = [0.02, 20.0]

@@ -13,10 +13,10 @@ from otdd_flash.engine.late_reader import LateReader
 from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.recording import LAUNCHED, STEPS, Repeated
 from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.operators import kernel as kernel_operator
-from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators import triton_operator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.one_problem import problem_of
+from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 
@@ -90,7 +90,7 @@ def begin(operator, top):
 @pytest.mark.parametrize("many", [1, 1 << 26])
 def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
     """As a recorded one must, on which the host has no more say: levels are on the device."""
-    monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
+    monkeypatch.setattr(triton_operator, "MANY_SCORES", many)
     operator = KernelOperator(labelled_cost(n, m, DEVICE), "fast")
     rule = begin(operator, 1.0)
     rule.step()

@@ -30,7 +30,7 @@ from otdd_flash.kernels.stored import plan as stored_plan
 from otdd_flash.kernels.stored import scores as stored_scores
 from otdd_flash.kernels.stored import step as stored_step
 from otdd_flash.kernels.tiling import BLOCK_ROWS, Tile, pipeline_stages
-from otdd_flash.operators.tiled import LEAST_EXPONENT
+from otdd_flash.operators.torch_operator import LEAST_EXPONENT
 
 Taken = dict[str, dict[str, int]]
 LEFT, RIGHT = ("x", "a", "other_a"), ("y", "b", "other_b")

@@ -11,8 +11,8 @@ from live_bytes import LiveBytes
 
 import otdd_flash as otdd
 from otdd_flash.kernels.passes import marginal_tiles, symmetric_step
-from otdd_flash.operators import float64_rows, kernel, rounding
-from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators import float64_rows, rounding, triton_operator
+from otdd_flash.operators.triton_operator import KernelOperator
 
 # Of a divergence, and of a pass: a multiple of the block for 2 and for 8 classes, whose padding is
 # the same.
@@ -30,7 +30,7 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(marginal_tiles, "CHUNK_COLUMNS", CHUNK)
     monkeypatch.setattr(marginal_tiles, "MOST_ROWS", CHUNK)
     monkeypatch.setattr(symmetric_step, "STRIPE_BYTES", 1 << 14)
-    monkeypatch.setattr(kernel, "MANY_SCORES", 1)
+    monkeypatch.setattr(triton_operator, "MANY_SCORES", 1)
 
 
 @lru_cache

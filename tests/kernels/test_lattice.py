@@ -8,9 +8,9 @@ from labelled_costs import labelled_cost
 from torch import Tensor
 
 from otdd_flash.kernels.points.lattice_facts import lattice_facts
-from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.lattice import lattice_of
+from otdd_flash.operators.triton_operator import KernelOperator
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

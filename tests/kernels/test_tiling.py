@@ -11,8 +11,8 @@ from torch import Tensor
 from otdd_flash.kernels import tiling
 from otdd_flash.kernels.passes import half_step, plan_blocks, symmetric_step
 from otdd_flash.kernels.tiling import Tile, column_ranges
-from otdd_flash.operators import kernel
-from otdd_flash.operators.kernel import KernelOperator
+from otdd_flash.operators import triton_operator
+from otdd_flash.operators.triton_operator import KernelOperator
 
 TILE = Tile(128, 64, 4, 3, descriptors=False)
 EPSILON = 0.3
@@ -59,7 +59,7 @@ def test_a_row_over_several_tiles_is_summed_whatever_the_guess(
     running: int, beside: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later tiles have higher logits; sums beside a guess that is far off leave float32's range."""
-    monkeypatch.setattr(kernel, "MANY_SCORES", 1)
+    monkeypatch.setattr(triton_operator, "MANY_SCORES", 1)
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(20, 3, generator=draw), torch.randn(400, 3, generator=draw)
     cost = labelled_cost(x, y, 1)
@@ -78,7 +78,7 @@ def test_a_row_over_several_tiles_is_summed_whatever_the_guess(
 )
 def test_cards_without_descriptors_compute_the_same(n, m, dim, classes, monkeypatch):
     """The tile of Ampere and Ada, on whatever card this is."""
-    monkeypatch.setattr(kernel, "MANY_SCORES", 1)
+    monkeypatch.setattr(triton_operator, "MANY_SCORES", 1)
     draw = torch.Generator().manual_seed(n + m)
     x, y = (torch.randn(k, dim, generator=draw) / dim**0.5 for k in (n, m))
     x, y = x.cuda() + 1, y.cuda()

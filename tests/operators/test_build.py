@@ -14,9 +14,8 @@ from otdd_flash.operators import build, memory
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
 from otdd_flash.operators.request import Request, check_resources
-from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
 
 CPU, CROSS = torch.device("cpu"), [(0, 1)]

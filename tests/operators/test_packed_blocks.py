@@ -17,8 +17,8 @@ from otdd_flash.operators.blocked import BlockedOperator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.host_points import Tally
-from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.request import Request
+from otdd_flash.operators.triton_operator import KernelOperator
 
 N, M, DIM, EPSILON = 100, 60, 5, 0.7
 CROSS, SYMMETRIC = (0, 1), (0, 0)

@@ -10,8 +10,8 @@ from labelled_costs import dense_labelled_cost, labelled_cost
 
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import memory, triton_plans
-from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.plans import KeptPlan
+from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import FusedPlan, HeldPlan, KernelPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,7 +18,7 @@ from otdd_flash.distributed.interrupts import Interrupts
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, LostRankError
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.point_scores import StoredOperator
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

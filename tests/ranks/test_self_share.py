@@ -16,12 +16,11 @@ from torch import Tensor
 
 from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.operators import parts
-from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
 from otdd_flash.operators.sharded import ShardedOperator
-from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.triton_operator import KernelOperator
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

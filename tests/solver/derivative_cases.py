@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash import CGOptions, Converged, NotConvergedWarning
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.point_scores import StoredOperator
 from otdd_flash.solver import direct
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,8 +12,8 @@ from torch import Tensor
 from otdd_flash.engine.differences import Differences, Direction
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.errors import InputError
-from otdd_flash.operators.matrix import MatrixOperator
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.given_costs import MatrixOperator
+from otdd_flash.operators.point_scores import StoredOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.operators.tiled import TiledOperator
+from otdd_flash.operators.point_scores import StreamedOperator
+from otdd_flash.operators.torch_operator import TiledOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged

@@ -12,8 +12,7 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.operators import build, memory
-from otdd_flash.operators.cost_tiles import CentredProducts
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.point_scores import CentredProducts, StoredOperator
 from otdd_flash.operators.torch_pool import TorchPool, TorchTerm
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.small import route

@@ -18,9 +18,8 @@ from torch import Tensor
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.operators.tiled import TiledOperator
+from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
+from otdd_flash.operators.torch_operator import TiledOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.clouds import sinkhorn

@@ -14,9 +14,9 @@ from refusals import Refusals
 from torch import Tensor
 
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.point_scores import StreamedOperator
+from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.solver.certificate import (
     Certificate,
     CrossNumbers,

@@ -29,7 +29,7 @@ import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import triton_plans
-from otdd_flash.operators.stored import StoredOperator
+from otdd_flash.operators.point_scores import StoredOperator
 from otdd_flash.solver import curvature, direct, plan_points, second_derivatives
 from otdd_flash.solver.hessian import DivergenceCurvature
 

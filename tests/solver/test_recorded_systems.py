@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators import triton_plans
-from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.solver import conjugate_gradients_kernels, schur
 from otdd_flash.solver.conjugate_gradients import Limits, Near
 from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates

@@ -9,7 +9,7 @@ import reference
 import torch
 
 from otdd_flash.operators.base import CostFacts
-from otdd_flash.operators.matrix import MatrixOperator
+from otdd_flash.operators.given_costs import MatrixOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
 from otdd_flash.operators.rounding import float16_rounding
-from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.perturbed_costs import DOUBLE_UNIT, outwards
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.matrix import MatrixOperator, exact_blocks
+from otdd_flash.operators.given_costs import MatrixOperator, exact_blocks
 from otdd_flash.operators.plans import SUM_UNITS, Products
 from otdd_flash.solver.adjoint import MOST_HELD
 from otdd_flash.solver.conjugate_gradients import inverse

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
-from otdd_flash.operators.matrix import HeldCosts, exact_blocks
+from otdd_flash.operators.given_costs import HeldCosts, exact_blocks
 from otdd_flash.real_numbers import in_double, in_floating_point, real_tensor
 from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
 

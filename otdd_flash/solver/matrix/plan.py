@@ -21,7 +21,7 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
 from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute
-from otdd_flash.operators.matrix import MatrixOperator
+from otdd_flash.operators.given_costs import MatrixOperator
 from otdd_flash.solver.adjoint import Entries, held_plan
 from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_matrix

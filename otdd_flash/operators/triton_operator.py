@@ -9,6 +9,7 @@ then are one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -36,9 +37,9 @@ from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
 from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
-from otdd_flash.operators.packed_masses import PackedMasses, packed_masses
 from otdd_flash.operators.remembered import remembered
 from otdd_flash.operators.rounding import float16_rounding
+from otdd_flash.operators.torch_operator import LOG2_ZERO
 from otdd_flash.operators.triton_plans import KernelPlan, Seen, single
 
 PARTS = {"fast": 1, "high": 3}
@@ -279,3 +280,33 @@ def _seen(points: PackedPoints, masses: PackedMasses, lambda_x: float) -> Seen:
     """A side as products of one part see it, and as those of three do."""
     of_one, of_three = points.squares * lambda_x
     return {1: Side(points, of_one, masses.log2), 3: Side(points, of_three, masses.log2)}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMasses:
+    """The masses of some points in a layout (n,), 0 for padding.
+
+    Attributes:
+        layout: where each point stands.
+        values: float64.
+    """
+
+    layout: Layout
+    values: Tensor
+
+    @cached_property
+    def log2(self) -> Tensor:
+        """Logarithms of the masses to base 2, (n,) float32, finite."""
+        return self.values.log2().clamp_min_(LOG2_ZERO).float()
+
+    @cached_property
+    def single(self) -> Tensor:
+        """The masses in float32."""
+        return self.values.float()
+
+
+def packed_masses(masses: Tensor, layout: Layout) -> PackedMasses:
+    """Masses (N,) in a layout; once for all costs of a cloud whose points stand in the same."""
+    # No other layout has its number while what is remembered holds it.
+    name = "in blocks", id(layout)
+    return remembered(masses, name, lambda: PackedMasses(layout, layout.spread(masses, 0.0)))

@@ -18,7 +18,7 @@ from torch.nn.functional import threshold
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.operators.tiled import (
+from otdd_flash.operators.torch_operator import (
     LEAST_EXPONENT,
     TILE_ELEMENTS_CPU,
     TiledOperator,

@@ -1,0 +1,301 @@
+"""Scores of labelled points for `torch_operator`: kept in memory, or computed again in every pass.
+
+    -C_ij = bias[l_i, j] - lambda_x ||x_i||^2 + 2 lambda_x <x_i, y_j>
+    bias[c, j] = -lambda_x ||y_j||^2 - lambda_y W[c, l_j]
+
+Points are centred. The bias table (V_x, m) holds all that depends on a row only through its class;
+a tile is that table gathered by class, and a product of matrices on top of it. What is kept, and
+what certificates read, are costs in float64, tile by tile: on a processor a tile stays in the cache
+until it has been read. Scores that are not kept take O((n + m) d + V_x m) memory and one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.float64_rows import squared_norms
+from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
+from otdd_flash.operators.torch_operator import TiledOperator
+from otdd_flash.operators.whole_points import whole_products
+
+# Points of a tile along rows and along columns, and tiles whose rows are prepared at once. Long
+# vectors come in fewer points, so that there are about so many coordinates of either side.
+TILE_CPU, TILE_GPU, TILES = 256, 4096, 8
+COORDINATES_CPU, COORDINATES_GPU, LEAST_POINTS = 1 << 19, 1 << 24, 128
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Products(Protocol):
+    """How products of two clouds' points are computed.
+
+    Attributes:
+        squares: ||x_i||^2 (n,) and ||y_j||^2 (m,) about the centre of these products, float64.
+        errors: (n,) and (m,) float64: the cost of i and j is off by at most errors[0]_i +
+            errors[1]_j, rounding in float64 included.
+    """
+
+    squares: Pair
+    errors: Pair
+
+    def left(self, rows: slice) -> Tensor:
+        """The x_i of some rows, (N, d)."""
+        ...
+
+    def right(self, columns: slice) -> Tensor:
+        """The y_j of some columns, (M, d)."""
+        ...
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """Add 2 lambda_x <x_i, y_j> to `out` (N, M), float64."""
+        ...
+
+
+class CentredProducts:
+    """Products in float64 of points less their common centre."""
+
+    def __init__(self, cost: LabelledCost) -> None:
+        self._cost = cost
+        self.squares = cost.squares
+        x, y = cost.magnitudes
+        self.errors = cost.cost_error_share * x, cost.cost_error_share * y
+
+    def left(self, rows: slice) -> Tensor:
+        """The x_i of some rows, (N, d) float64."""
+        return _centred(self._cost.points[0][rows], self._cost.centre)
+
+    def right(self, columns: slice) -> Tensor:
+        """The y_j of some columns, (M, d) float64."""
+        return _centred(self._cost.points[1][columns], self._cost.centre)
+
+    def add(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        out.addmm_(left, right.T, alpha=2 * self._cost.lambda_x)
+
+
+class CostTile(NamedTuple):
+    """-C[rows, columns], float64, in a buffer that the next tile overwrites."""
+
+    rows: slice
+    columns: slice
+    negative: Tensor
+
+
+def cost_tiles(
+    cost: LabelledCost, products: Products, rows: slice, *, upper: bool = False
+) -> Iterator[CostTile]:
+    """Yield tiles of -C[rows], from left to right.
+
+    With `upper` the cost is that of a cloud with itself, and no tile is left of the diagonal.
+    """
+    labels_x, labels_y = cost.labels
+    squares_x, squares_y = (cost.lambda_x * squares for squares in products.squares)
+    tile = _tile(cost)
+    buffer = torch.empty(tile * tile, dtype=torch.float64, device=cost.a.device)
+    for high in _slices(rows.start, rows.stop, TILES * tile):
+        left = products.left(high)
+        for columns in _slices(high.start if upper else 0, cost.shape[1], tile):
+            if upper and columns.stop <= high.stop:
+                right = left[columns.start - high.start : columns.stop - high.start]
+            else:
+                right = products.right(columns)
+            bias = -squares_y[columns] - cost.class_costs[:, labels_y[columns]]
+            stop = min(high.stop, columns.stop) if upper else high.stop
+            for part in _slices(high.start, stop, tile):
+                points = left[part.start - high.start : part.stop - high.start]
+                negative = buffer[: len(points) * len(right)].view(len(points), len(right))
+                torch.index_select(bias, 0, labels_x[part], out=negative)
+                negative.sub_(squares_x[part, None])
+                products.add(points, right, negative)
+                yield CostTile(part, columns, negative)
+
+
+def _tile(cost: LabelledCost) -> int:
+    """How many points a tile has along rows and along columns."""
+    points = cost.points[0]
+    most, elements = (TILE_GPU, COORDINATES_GPU) if points.is_cuda else (TILE_CPU, COORDINATES_CPU)
+    return max(LEAST_POINTS, min(most, elements // points.shape[1]))
+
+
+def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
+    for first in range(start, stop, size):
+        yield slice(first, min(first + size, stop))
+
+
+def _centred(points: Tensor, centre: Tensor) -> Tensor:
+    """Less the centre, float64; a copy also of points that are in float64."""
+    return points.to(torch.float64, copy=True).sub_(centre)
+
+
+# Costs that are in float64 at once while they are read.
+ROWS_ELEMENTS = 1 << 17
+
+
+class StoredOperator(TiledOperator):
+    """Scores S (n, m) held in memory: n m elements, one read per pass."""
+
+    def __init__(
+        self,
+        scores: Tensor,
+        a: Tensor,
+        b: Tensor,
+        *,
+        cost_range: CostRange,
+        mean_cost: float,
+        magnitudes: tuple[Tensor, Tensor],
+        cost_errors: tuple[Tensor, Tensor],
+        cost_rounding: float,
+    ) -> None:
+        super().__init__(
+            a,
+            b,
+            torch.zeros_like(scores[:, 0]),
+            cost_range=cost_range,
+            mean_cost=mean_cost,
+            magnitudes=magnitudes,
+            cost_errors=cost_errors,
+            cost_rounding=cost_rounding,
+        )
+        self.scores = scores
+
+    @classmethod
+    def keep(cls, cost: LabelledCost, dtype: torch.dtype) -> StoredOperator:
+        """Compute the costs of labelled points once, in float64, and keep them in a type."""
+        scores = torch.empty(cost.shape, dtype=dtype, device=cost.a.device)
+        # Costs that are rounded to float32 may come from points that are: the errors are alike.
+        whole = whole_products(cost) if dtype == torch.float32 else None
+        products = whole or CentredProducts(cost)
+        every = slice(0, len(scores))
+        for rows, columns, negative in cost_tiles(cost, products, every, upper=cost.symmetric):
+            scores[rows, columns] = negative
+            if cost.symmetric and columns.start >= rows.stop:
+                scores[columns, rows] = scores[rows, columns].T
+        return cls(
+            scores,
+            cost.a,
+            cost.b,
+            cost_range=cost.cost_range,
+            mean_cost=cost.mean_cost,
+            magnitudes=cost.magnitudes,
+            cost_errors=products.errors,
+            cost_rounding=0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / 2,
+        )
+
+    @property
+    def backend(self) -> str:
+        return "torch, scores kept"
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64: one read of the scores."""
+        found = torch.empty_like(self.a)
+        height = max(1, ROWS_ELEMENTS // self.shape[1])
+        for first in range(0, self.shape[0], height):
+            rows = slice(first, first + height)
+            found[rows] = self.scores[rows].double() @ masses
+        return -found
+
+    def own_costs(self) -> Tensor:
+        return -self.scores.diagonal().double()
+
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> StoredOperator:
+        scores = self.scores[rows][:, columns]
+        mean, (a, b) = self._mean_cost, masses or (self.a[rows], self.b[columns])
+        if masses is not None:
+            mean = -float(a @ (scores.double() @ b))
+        (x, y), (of_x, of_y) = self.magnitudes, self.cost_errors
+        return StoredOperator(
+            scores,
+            a,
+            b,
+            cost_range=self._cost_range,
+            mean_cost=mean,
+            magnitudes=(x[rows], y[columns]),
+            cost_errors=(of_x[rows], of_y[columns]),
+            cost_rounding=self.cost_rounding,
+        )
+
+    def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the whole matrix as one block."""
+        yield 0, self.scores
+
+    def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self.scores
+
+
+# Elements of one block of scores: large enough for the matrix product to run at full speed.
+BLOCK_ELEMENTS_CPU = 1 << 23
+BLOCK_ELEMENTS_GPU = 1 << 27
+
+
+class StreamedOperator(TiledOperator):
+    """Scores of labelled points, recomputed block by block.
+
+    Args:
+        cost: two labelled clouds.
+        dtype: float32 or float64, the type of scores and potentials.
+    """
+
+    def __init__(self, cost: LabelledCost, dtype: torch.dtype) -> None:
+        x, y = cost.centred(dtype)
+        products = CentredProducts(cost)
+        # Of the rounded points, so that scores are those of clouds nearby.
+        squares_x, squares_y = (cost.lambda_x * squared_norms(points) for points in (x, y))
+        super().__init__(
+            cost.a,
+            cost.b,
+            squares_x.to(dtype),
+            cost_range=cost.cost_range,
+            mean_cost=cost.mean_cost,
+            magnitudes=cost.magnitudes,
+            cost_errors=products.errors,
+            cost_rounding=0.0,
+        )
+        self._cost, self._products = cost, products
+        self._points, self._labels, self._lambda_x = (x, y), cost.labels[0], cost.lambda_x
+        self._bias = (-cost.class_costs[:, cost.labels[1]] - squares_y).to(dtype)
+
+    # Whose scores are not held either.
+    holds_plans = False
+
+    @property
+    def backend(self) -> str:
+        return "torch, scores streamed"
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        return self._cost.expected_costs(masses)
+
+    def own_costs(self) -> Tensor:
+        return self._cost.own_costs()
+
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> StreamedOperator:
+        return StreamedOperator(self._cost.cut(rows, columns, masses), self.dtype)
+
+    def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield S in blocks of rows, in a buffer that the next block overwrites."""
+        n, m = self.shape
+        budget = BLOCK_ELEMENTS_CPU if self.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+        height = max(1, min(n, budget // m))
+        buffer = torch.empty((height, m), dtype=self.dtype, device=self.device)
+        x, y = self._points
+        for start in range(0, n, height):
+            rows = slice(start, min(start + height, n))
+            block = buffer[: rows.stop - start]
+            torch.index_select(self._bias, 0, self._labels[rows], out=block)
+            yield start, block.addmm_(x[rows], y.T, alpha=2 * self._lambda_x)
+
+    def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield -C of the original points in blocks of rows, float64, in a reused buffer."""
+        n, m = self.shape
+        budget = BLOCK_ELEMENTS_CPU if self.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+        height = max(1, min(n, budget // 4 // m))
+        buffer = torch.empty((height, m), dtype=torch.float64, device=self.device)
+        for start in range(0, n, height):
+            rows = slice(start, min(start + height, n))
+            block = buffer[: rows.stop - start]
+            for part, columns, negative in cost_tiles(self._cost, self._products, rows):
+                block[part.start - start : part.stop - start, columns] = negative
+            yield start, block
