@@ -30,7 +30,8 @@ from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.point_scores import StoredOperator
+from otdd_flash.operators.point_scores import KeptScores
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.problem import Problem
@@ -110,14 +111,16 @@ def newton(operator: Operator, g: torch.Tensor, epsilon: float) -> torch.Tensor:
     With f = T(g), the dual has the gradient b - c in g and the Hessian (P^T diag(1 / a) P -
     diag(c)) / epsilon, singular along constants. Steps are halved until the dual rises.
     """
-    assert isinstance(operator, StoredOperator), "so many samples need their scores streamed"
-    a, b, scores = operator.a, operator.b, operator.scores
+    assert isinstance(operator, TorchOperator)
+    source = operator.source
+    assert isinstance(source, KeptScores), "so many samples need their scores streamed"
+    a, b, scores = operator.a, operator.b, source.scores
 
     def dual(g: torch.Tensor) -> float:
         return float(a @ operator.softmin_rows(g, epsilon) + b @ g)
 
     while True:
-        f = operator.softmin_rows(g, epsilon) - operator.row_offset
+        f = operator.softmin_rows(g, epsilon) - source.row_offset
         conditional = ((f[:, None] + g[None, :] + scores) / epsilon).exp_() * b
         columns = a @ conditional
         if float((columns - b).abs().sum()) < TRUE_ERROR / 2:

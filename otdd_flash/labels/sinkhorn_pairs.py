@@ -38,7 +38,7 @@ from otdd_flash.labels.classes import ClassCloud, masses_of, merge_identical
 from otdd_flash.labels.pairs import PairDistances, named_classes, used_classes
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.memory import free_memory
-from otdd_flash.operators.point_scores import StreamedOperator
+from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
@@ -345,7 +345,7 @@ def _solve_streamed(
         class_costs=rows.masses.new_zeros(1, 1),
         lambda_x=1.0,
     )
-    operator = StreamedOperator(cost, torch.float64)
+    operator = streamed_operator(cost, torch.float64)
     name = "xx" if rows is columns else "xy"
     term = solve_term(operator, epsilon, options, name=name)
     rounding = term.marginal_error if term.stopped_by == "rounding" else 0.0

@@ -29,7 +29,7 @@ from otdd_flash.operators.memory import (
     readable_bytes,
     stated_budget,
 )
-from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
+from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.remembered import forget, remembered
 from otdd_flash.samples import LabeledSamples
 
@@ -178,8 +178,8 @@ def operator_alone(
         return KernelOperator(cost, compute.precision)
     # Asked last: what is free by then is free for scores.
     if keep_scores and scores_fit(cost.shape, compute.dtype, compute, device):
-        return StoredOperator.keep(cost, compute.dtype)
-    return StreamedOperator(cost, compute.dtype)
+        return stored_operator(cost, compute.dtype)
+    return streamed_operator(cost, compute.dtype)
 
 
 def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device) -> int:

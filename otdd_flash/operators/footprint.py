@@ -61,7 +61,7 @@ def kernel_bytes(size: CostSize) -> int:
 
 
 def streamed_bytes(size: CostSize, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of a `StreamedOperator`: centred points, the bias table, a block and a tile of scores.
+    """Bytes of a `streamed_operator`: centred points, the bias table, a block and a tile of scores.
 
     The bias table is made in float64, of two terms, before there are any scores.
     """

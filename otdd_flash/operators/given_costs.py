@@ -7,25 +7,16 @@ a pair: its score is -inf and its entry of the plan 0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold
 
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.operators.torch_operator import (
-    LEAST_EXPONENT,
-    TILE_ELEMENTS_CPU,
-    TiledOperator,
-)
-
-# An entry of the plan that stands for any below it.
-NOTHING = 2 * math.exp(LEAST_EXPONENT)
+from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TorchOperator
 
 # Costs that are in float64 at once while they are read; on a GPU also scores, as others fill it.
 EXACT_ELEMENTS_CPU, EXACT_ELEMENTS_GPU = 1 << 16, 1 << 22
@@ -110,117 +101,99 @@ class CutCosts:
         return self._source.between(self._rows[rows], self._columns[columns])
 
 
-class MatrixOperator(TiledOperator):
-    """A given cost C (n, m).
+class GivenCosts:
+    """Scores of a given cost C (n, m); see `torch_operator.Source`.
 
     Args:
-        given: C as a matrix of a floating type, or as a source.
-        a: (n,) row masses, float64.
-        b: (m,) column masses, float64.
-        dtype: of scores and potentials: float32, or float64; by default as costs of this type take.
-        facts: what is known of C already.
+        costs: C.
+        known: facts of C between the masses.
+        dtype: of scores and potentials, float32 or float64.
         errors: (n,) float64; C_ij is off by at most errors_i.
     """
 
-    def __init__(
-        self,
-        given: Tensor | CostSource,
-        a: Tensor,
-        b: Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        facts: MatrixFacts | None = None,
-        errors: Tensor | None = None,
-    ) -> None:
-        source = HeldCosts(given) if isinstance(given, Tensor) else given
-        self.source: CostSource = source
-        dtype = dtype or torch.promote_types(source.dtype, torch.float32)
-        self.facts = facts or matrix_facts(exact_blocks(source), a, b)
-        of_rows = torch.zeros_like(a) if errors is None else errors
-        super().__init__(
-            a,
-            b,
-            torch.zeros(source.shape[0], dtype=dtype, device=source.device),
-            cost_range=self.facts.range,
-            mean_cost=self.facts.mean,
-            magnitudes=self.facts.magnitudes,
-            cost_errors=(of_rows, torch.zeros_like(b)),
-            cost_rounding=0.0,
-        )
+    holds_plans, cost_rounding = True, 0.0
 
-    @property
-    def costs(self) -> CostFacts:
-        return super().costs._replace(forbidden=self.facts.forbidden)
+    def __init__(
+        self, costs: CostSource, known: MatrixFacts, dtype: torch.dtype, errors: Tensor
+    ) -> None:
+        (n, m), device = costs.shape, costs.device
+        self.costs, self._known = costs, known
+        self.row_offset = torch.zeros(n, dtype=dtype, device=device)
+        self.facts = CostFacts(dtype, known.mean, *known.range, 0.0, known.forbidden)
+        self.magnitudes = known.magnitudes
+        self.cost_errors = errors, errors.new_zeros(m)
 
     @property
     def backend(self) -> str:
-        return "torch, costs given" if self.source.asked is None else "torch, costs asked for"
-
-    def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the tiles of the base class, exactly 0 at forbidden pairs."""
-        for rows, plan in super().exact_tiles(f, g, epsilon):
-            if self.facts.forbidden:
-                threshold(plan, NOTHING, 0.0, inplace=True)
-            yield rows, plan
-
-    def scaled_plan(
-        self, f: Tensor, g: Tensor, epsilon: float, dtype: torch.dtype, factor: Tensor | float = 1.0
-    ) -> Tensor:
-        """Return factor P (n, m), rounded once; 0 at forbidden pairs and at masses of 0.
-
-        Args:
-            f: (n,) potential.
-            g: (m,) potential.
-            epsilon: regularisation, in units of the cost.
-            dtype: of the result.
-            factor: a number, or a tensor () float64.
-        """
-        entries = torch.empty(self.shape, dtype=dtype, device=self.device)
-        left = self.a * factor
-        for rows, plan in self.exact_tiles(f, g, epsilon):
-            entries[rows] = plan.mul_(left[rows, None]).mul_(self.b)
-        return entries
+        return "torch, costs given" if self.costs.asked is None else "torch, costs asked for"
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs: one read."""
-        found = torch.empty_like(self.a)
-        for rows, block in exact_blocks(self.source):
+        found = masses.new_empty(self.costs.shape[0])
+        for rows, block in exact_blocks(self.costs):
             costs = block.double()
             if self.facts.forbidden:
                 costs = costs.where(costs < torch.inf, 0)
             found[rows] = costs @ masses
         return found
 
-    def own_costs(self) -> Tensor:
-        found = [block[:, rows].diagonal().double() for rows, block in exact_blocks(self.source)]
+    def diagonal(self) -> Tensor:
+        found = [block[:, rows].diagonal().double() for rows, block in exact_blocks(self.costs)]
         return torch.cat(found)
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> MatrixOperator:
-        some = CutCosts(self.source, rows, columns)
+    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> GivenCosts:
+        cut, dtype = CutCosts(self.costs, rows, columns), self.row_offset.dtype
         if masses is not None:
-            return MatrixOperator(some.whole, *masses, dtype=self.dtype)
-        (x, y), errors = self.magnitudes, self.cost_errors[0]
-        facts = self.facts._replace(magnitudes=(x[rows], y[columns]))
-        given = some, self.a[rows], self.b[columns]
-        return MatrixOperator(*given, dtype=self.dtype, facts=facts, errors=errors[rows])
+            held = HeldCosts(cut.whole)
+            known, exact = matrix_facts(exact_blocks(held), *masses), torch.zeros_like(masses[0])
+            return GivenCosts(held, known, dtype, exact)
+        x, y = self.magnitudes
+        known = self._known._replace(magnitudes=(x[rows], y[columns]))
+        return GivenCosts(cut, known, dtype, self.cost_errors[0][rows])
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield -C in blocks of rows, in a buffer that the next block overwrites."""
-        elements = TILE_ELEMENTS_CPU if self.device.type == "cpu" else EXACT_ELEMENTS_GPU
-        return self._negative(elements, self.dtype)
+        elements = TILE_ELEMENTS_CPU if self.costs.device.type == "cpu" else EXACT_ELEMENTS_GPU
+        return self._negative(elements, self.row_offset.dtype)
 
     def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
         """Yield -C in blocks of rows, float64, in a buffer that is overwritten."""
-        return self._negative(_exact_elements(self.device), torch.float64)
+        return self._negative(_exact_elements(self.costs.device), torch.float64)
 
     def _negative(self, elements: int, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        zero = torch.zeros(self.source.shape[1], dtype=dtype, device=self.device)
+        zero = torch.zeros(self.costs.shape[1], dtype=dtype, device=self.costs.device)
         buffer = zero[:0]
-        for rows, block in _blocks(self.source, elements):
+        for rows, block in _blocks(self.costs, elements):
             if len(block) > len(buffer):
                 buffer = zero.new_empty(block.shape)
             # In one operation for any two types.
             yield rows.start, torch.sub(zero, block, out=buffer[: len(block)])
+
+
+def matrix_operator(
+    given: Tensor | CostSource,
+    a: Tensor,
+    b: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    facts: MatrixFacts | None = None,
+    errors: Tensor | None = None,
+) -> TorchOperator[GivenCosts]:
+    """A given cost C (n, m).
+
+    Args:
+        given: C as a matrix of a floating type, or as a source.
+        a: (n,) masses, float64.
+        b: (m,) masses, float64.
+        dtype: of scores and potentials: float32, or float64; by default as costs of this type take.
+        facts: what is known of C already.
+        errors: (n,) float64; C_ij is off by at most errors_i.
+    """
+    costs = HeldCosts(given) if isinstance(given, Tensor) else given
+    known = facts or matrix_facts(exact_blocks(costs), a, b)
+    errors = torch.zeros_like(a) if errors is None else errors
+    dtype = dtype or torch.promote_types(costs.dtype, torch.float32)
+    return TorchOperator(GivenCosts(costs, known, dtype, errors), a, b)
 
 
 def exact_blocks(source: CostSource) -> Iterator[tuple[slice, Tensor]]:

@@ -33,11 +33,17 @@ from otdd_flash.operators.base import (
     Marginals,
     Operator,
 )
-from otdd_flash.operators.given_costs import HeldCosts, MatrixOperator, exact_blocks
+from otdd_flash.operators.given_costs import GivenCosts, HeldCosts, exact_blocks
 from otdd_flash.operators.labelled_cost import Cut, Masses
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.operators.one_kernel_problem import OneKernelProblem
-from otdd_flash.operators.torch_operator import LEAST_EXPONENT, TiledPlan, measured, present
+from otdd_flash.operators.torch_operator import (
+    LEAST_EXPONENT,
+    TiledPlan,
+    TorchOperator,
+    measured,
+    present,
+)
 from otdd_flash.operators.triton_plans import single
 
 # Bytes of a matrix up to which a pass takes no longer than launching it, or not much.
@@ -59,10 +65,11 @@ class MatrixKernelOperator:
 
     backend, in_triton = "triton, costs given", True
 
-    def __init__(self, tiles: MatrixOperator) -> None:
-        assert isinstance(tiles.source, HeldCosts)
+    def __init__(self, tiles: TorchOperator[GivenCosts]) -> None:
+        source = tiles.source.costs
+        assert isinstance(source, HeldCosts)
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
-        self.lines, self.turned = lying(tiles.source.matrix)
+        self.lines, self.turned = lying(source.matrix)
         few = self.lines.numel() * self.lines.itemsize <= FEW_BYTES
         self.recorded = self.a.is_cuda and few
 
@@ -99,7 +106,7 @@ class MatrixKernelOperator:
             given = (f, g), (self.a, self.b)
             rows, columns = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         sums = self.a * rows, self.b * columns
-        return measured(sums, (f, g), tiles.magnitudes, tiles.cost_errors, 0.0)
+        return measured(sums, (f, g), tiles.source.magnitudes, tiles.source.cost_errors, 0.0)
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None

@@ -212,7 +212,7 @@ def cut_columns(ranks: Ranks, number: int, cut: int, columns: Tensor) -> None:
     part, _ = parts.by(ranks, columns=False)
     if part is not None:
         part = part._replace(operator=part.operator.part(EVERY, columns))
-    ranks.held[cut] = replace(parts, rows=part, columns=None)
+    ranks.held[cut] = replace(parts, first=parts.telling, rows=part, columns=None)
 
 
 def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tensor:

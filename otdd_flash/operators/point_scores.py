@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostRange
+from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.float64_rows import squared_norms
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
-from otdd_flash.operators.torch_operator import TiledOperator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.operators.whole_points import whole_products
 
 # Points of a tile along rows and along columns, and tiles whose rows are prepared at once. Long
@@ -135,35 +135,27 @@ def _centred(points: Tensor, centre: Tensor) -> Tensor:
 ROWS_ELEMENTS = 1 << 17
 
 
-class StoredOperator(TiledOperator):
-    """Scores S (n, m) held in memory: n m elements, one read per pass."""
+class KeptScores:
+    """Scores S (n, m) held in memory: n m elements, one read per pass; see `Source`."""
+
+    backend, holds_plans = "torch, scores kept", True
 
     def __init__(
         self,
         scores: Tensor,
-        a: Tensor,
-        b: Tensor,
+        facts: CostFacts,
         *,
-        cost_range: CostRange,
-        mean_cost: float,
-        magnitudes: tuple[Tensor, Tensor],
-        cost_errors: tuple[Tensor, Tensor],
+        magnitudes: Pair,
+        cost_errors: Pair,
         cost_rounding: float,
     ) -> None:
-        super().__init__(
-            a,
-            b,
-            torch.zeros_like(scores[:, 0]),
-            cost_range=cost_range,
-            mean_cost=mean_cost,
-            magnitudes=magnitudes,
-            cost_errors=cost_errors,
-            cost_rounding=cost_rounding,
-        )
-        self.scores = scores
+        self.scores, self.facts = scores, facts
+        self.row_offset = torch.zeros_like(scores[:, 0])
+        self.magnitudes, self.cost_errors = magnitudes, cost_errors
+        self.cost_rounding = cost_rounding
 
     @classmethod
-    def keep(cls, cost: LabelledCost, dtype: torch.dtype) -> StoredOperator:
+    def of(cls, cost: LabelledCost, dtype: torch.dtype) -> KeptScores:
         """Compute the costs of labelled points once, in float64, and keep them in a type."""
         scores = torch.empty(cost.shape, dtype=dtype, device=cost.a.device)
         # Costs that are rounded to float32 may come from points that are: the errors are alike.
@@ -176,43 +168,34 @@ class StoredOperator(TiledOperator):
                 scores[columns, rows] = scores[rows, columns].T
         return cls(
             scores,
-            cost.a,
-            cost.b,
-            cost_range=cost.cost_range,
-            mean_cost=cost.mean_cost,
+            CostFacts(dtype, cost.mean_cost, *cost.cost_range, error=0.0),
             magnitudes=cost.magnitudes,
             cost_errors=products.errors,
             cost_rounding=0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / 2,
         )
 
-    @property
-    def backend(self) -> str:
-        return "torch, scores kept"
-
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64: one read of the scores."""
-        found = torch.empty_like(self.a)
-        height = max(1, ROWS_ELEMENTS // self.shape[1])
-        for first in range(0, self.shape[0], height):
+        n, m = self.scores.shape
+        found = masses.new_empty(n)
+        height = max(1, ROWS_ELEMENTS // m)
+        for first in range(0, n, height):
             rows = slice(first, first + height)
             found[rows] = self.scores[rows].double() @ masses
         return -found
 
-    def own_costs(self) -> Tensor:
+    def diagonal(self) -> Tensor:
         return -self.scores.diagonal().double()
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> StoredOperator:
-        scores = self.scores[rows][:, columns]
-        mean, (a, b) = self._mean_cost, masses or (self.a[rows], self.b[columns])
+    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> KeptScores:
+        scores, facts = self.scores[rows][:, columns], self.facts
         if masses is not None:
-            mean = -float(a @ (scores.double() @ b))
+            a, b = masses
+            facts = facts._replace(mean=-float(a @ (scores.double() @ b)))
         (x, y), (of_x, of_y) = self.magnitudes, self.cost_errors
-        return StoredOperator(
+        return KeptScores(
             scores,
-            a,
-            b,
-            cost_range=self._cost_range,
-            mean_cost=mean,
+            facts,
             magnitudes=(x[rows], y[columns]),
             cost_errors=(of_x[rows], of_y[columns]),
             cost_rounding=self.cost_rounding,
@@ -231,55 +214,46 @@ BLOCK_ELEMENTS_CPU = 1 << 23
 BLOCK_ELEMENTS_GPU = 1 << 27
 
 
-class StreamedOperator(TiledOperator):
-    """Scores of labelled points, recomputed block by block.
+class StreamedScores:
+    """Scores of labelled points, recomputed block by block; see `Source`.
 
     Args:
         cost: two labelled clouds.
         dtype: float32 or float64, the type of scores and potentials.
     """
 
+    # A plan is not held either.
+    backend, holds_plans = "torch, scores streamed", False
+    cost_rounding = 0.0
+
     def __init__(self, cost: LabelledCost, dtype: torch.dtype) -> None:
         x, y = cost.centred(dtype)
-        products = CentredProducts(cost)
+        self._cost, self._products = cost, CentredProducts(cost)
         # Of the rounded points, so that scores are those of clouds nearby.
         squares_x, squares_y = (cost.lambda_x * squared_norms(points) for points in (x, y))
-        super().__init__(
-            cost.a,
-            cost.b,
-            squares_x.to(dtype),
-            cost_range=cost.cost_range,
-            mean_cost=cost.mean_cost,
-            magnitudes=cost.magnitudes,
-            cost_errors=products.errors,
-            cost_rounding=0.0,
-        )
-        self._cost, self._products = cost, products
+        self.row_offset = squares_x.to(dtype)
+        self.facts = CostFacts(dtype, cost.mean_cost, *cost.cost_range, error=0.0)
+        self.magnitudes, self.cost_errors = cost.magnitudes, self._products.errors
         self._points, self._labels, self._lambda_x = (x, y), cost.labels[0], cost.lambda_x
         self._bias = (-cost.class_costs[:, cost.labels[1]] - squares_y).to(dtype)
-
-    # Whose scores are not held either.
-    holds_plans = False
-
-    @property
-    def backend(self) -> str:
-        return "torch, scores streamed"
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         return self._cost.expected_costs(masses)
 
-    def own_costs(self) -> Tensor:
+    def diagonal(self) -> Tensor:
         return self._cost.own_costs()
 
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> StreamedOperator:
-        return StreamedOperator(self._cost.cut(rows, columns, masses), self.dtype)
+    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> StreamedScores:
+        return StreamedScores(self._cost.cut(rows, columns, masses), self.row_offset.dtype)
 
     def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield S in blocks of rows, in a buffer that the next block overwrites."""
-        n, m = self.shape
-        budget = BLOCK_ELEMENTS_CPU if self.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+        n, m = self._cost.shape
+        budget = BLOCK_ELEMENTS_CPU if self.row_offset.device.type == "cpu" else BLOCK_ELEMENTS_GPU
         height = max(1, min(n, budget // m))
-        buffer = torch.empty((height, m), dtype=self.dtype, device=self.device)
+        buffer = torch.empty(
+            (height, m), dtype=self.row_offset.dtype, device=self.row_offset.device
+        )
         x, y = self._points
         for start in range(0, n, height):
             rows = slice(start, min(start + height, n))
@@ -289,13 +263,23 @@ class StreamedOperator(TiledOperator):
 
     def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
         """Yield -C of the original points in blocks of rows, float64, in a reused buffer."""
-        n, m = self.shape
-        budget = BLOCK_ELEMENTS_CPU if self.device.type == "cpu" else BLOCK_ELEMENTS_GPU
+        n, m = self._cost.shape
+        budget = BLOCK_ELEMENTS_CPU if self.row_offset.device.type == "cpu" else BLOCK_ELEMENTS_GPU
         height = max(1, min(n, budget // 4 // m))
-        buffer = torch.empty((height, m), dtype=torch.float64, device=self.device)
+        buffer = self.row_offset.new_empty((height, m), dtype=torch.float64)
         for start in range(0, n, height):
             rows = slice(start, min(start + height, n))
             block = buffer[: rows.stop - start]
             for part, columns, negative in cost_tiles(self._cost, self._products, rows):
                 block[part.start - start : part.stop - start, columns] = negative
             yield start, block
+
+
+def stored_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[KeptScores]:
+    """The cost of labelled points, whose scores are kept in a type."""
+    return TorchOperator(KeptScores.of(cost, dtype), cost.a, cost.b)
+
+
+def streamed_operator(cost: LabelledCost, dtype: torch.dtype) -> TorchOperator[StreamedScores]:
+    """The cost of labelled points, whose scores are computed in every pass in a type."""
+    return TorchOperator(StreamedScores(cost, dtype), cost.a, cost.b)

@@ -26,9 +26,10 @@ from otdd_flash.engine.numbers import Numbers, clamp, constant
 from otdd_flash.engine.recording import run_branches
 from otdd_flash.engine.rule import Evaluated, Goal, Start, Vectors
 from otdd_flash.engine.segments import PassErrors
-from otdd_flash.operators.base import Certifiable, CostFacts, CostRange, SelfCertifiable
+from otdd_flash.operators.base import Certifiable, CostFacts, SelfCertifiable
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
-from otdd_flash.operators.point_scores import StoredOperator
+from otdd_flash.operators.point_scores import KeptScores
+from otdd_flash.operators.torch_operator import TorchOperator
 
 # What terms of a pool tell of their costs: the facts themselves are in `Pool.cross` and `Pool.own`.
 UNKNOWN = CostFacts(torch.float32, 0.0, 0.0, 0.0, 0.0)
@@ -380,22 +381,22 @@ class ScorePool(Pool):
             rows: which, all of them of one side.
         """
 
-    def operator(self, term: str, sizes: tuple[int, int], costs: CostFacts) -> StoredOperator:
+    def operator(
+        self, term: str, sizes: tuple[int, int], costs: CostFacts
+    ) -> TorchOperator[KeptScores]:
         """The cost of a term of the first problem, of so many points, of which so much is known."""
         starts, (one, two) = (0, self.room.n), SIDES[term]
         rows, columns = (slice(starts[k], starts[k] + sizes[k]) for k in (one, two))
         magnitudes = (self.own_magnitudes if one == two else self.cross_magnitudes)[0]
         both = magnitudes[rows], magnitudes[columns]
-        return StoredOperator(
+        scores = KeptScores(
             self.block(one, two)[0, : sizes[one], : sizes[two]],
-            self.masses[0, rows],
-            self.masses[0, columns],
-            cost_range=CostRange(costs.lowest, costs.highest),
-            mean_cost=costs.mean,
+            costs,
             magnitudes=both,
             cost_errors=(self.error_share * both[0], self.error_share * both[1]),
             cost_rounding=self.rounding,
         )
+        return TorchOperator(scores, self.masses[0, rows], self.masses[0, columns])
 
     def _learn(self, squares: Tensor, own_squares: Tensor, apart: Tensor) -> None:
         """Compute the facts of the costs; `apart` is the product of the means (B,)."""

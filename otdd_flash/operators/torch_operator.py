@@ -1,6 +1,6 @@
 """Softmin and plan application in plain PyTorch, one cache-sized tile of scores at a time.
 
-A subclass provides blocks of the scores S (n, m) with C_ij = row_offset_i - S_ij; this file reduces
+A `Source` provides blocks of the scores S (n, m) with C_ij = row_offset_i - S_ij; this file reduces
 them. In base-2 logarithms, with u_j = log2(b_j) + g_j log2(e) / epsilon, one half-step is
 
     f_i = row_offset_i - epsilon ln(2) LSE2_j[u_j + S_ij log2(e) / epsilon].
@@ -14,17 +14,17 @@ underflow, and at small epsilon most arguments do.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from otdd_flash.operators.base import (
     Applied,
     CostFacts,
-    CostRange,
     Epsilon,
     Marginals,
 )
@@ -47,6 +47,9 @@ ABSENT = -1e250
 # Below it the exponential of a float64 is not worth taking.
 LEAST_EXPONENT = -700.0
 
+# An entry of the plan that stands for any below it.
+NOTHING = 2 * math.exp(LEAST_EXPONENT)
+
 # Unit roundoff of float64, and how many of them an exponent takes over the sizes of its terms.
 DOUBLE_UNIT = 2.0**-53
 EVALUATION = 8
@@ -59,45 +62,86 @@ TILE_ELEMENTS_CPU = 1 << 17
 TILE_ELEMENTS_GPU = 1 << 26
 
 
-class TiledOperator(ABC):
-    """The operations of `Operator` over blocks of scores that a subclass provides.
+Pair = tuple[Tensor, Tensor]
+
+
+class Source(Protocol):
+    """Scores S (n, m) in blocks, with C_ij = row_offset_i - S_ij, and facts of these costs."""
+
+    @property
+    def backend(self) -> str:
+        """How the scores are held, for reports."""
+        ...
+
+    @property
+    def holds_plans(self) -> bool:
+        """Whether a plan for many products may take a matrix in memory."""
+        ...
+
+    @property
+    def row_offset(self) -> Tensor:
+        """(n,), in the type of the scores."""
+        ...
+
+    @property
+    def facts(self) -> CostFacts:
+        """Facts of the costs between the masses, but for their error."""
+        ...
+
+    @property
+    def magnitudes(self) -> Pair:
+        """(n,) and (m,) float64, with |C_ij| at most their sum where there is mass."""
+        ...
+
+    @property
+    def cost_errors(self) -> Pair:
+        """(n,) and (m,) float64: before it was stored, C_ij was off by at most their sum."""
+        ...
+
+    @property
+    def cost_rounding(self) -> float:
+        """Relative error of a stored cost."""
+        ...
+
+    def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, S[first row : first row + rows]) over all rows, in order."""
+        ...
+
+    def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, -C[first row : first row + rows]), accurate to `cost_rounding`."""
+        ...
+
+    def expected_costs(self, masses: Tensor) -> Tensor:
+        """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        ...
+
+    def diagonal(self) -> Tensor:
+        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        ...
+
+    def some(self, rows: Cut, columns: Cut, masses: Masses | None) -> Self:
+        """Scores between some rows and columns, with facts of other masses or of the whole."""
+        ...
+
+
+S = TypeVar("S", bound=Source, covariant=True)
+
+
+class TorchOperator(Generic[S]):
+    """A cost with masses whose passes read blocks of scores.
 
     Args:
+        source: the scores.
         a: (n,) row masses, float64.
         b: (m,) column masses, float64.
-        row_offset: (n,) with C_ij = row_offset_i - S_ij.
-        cost_range: an interval that holds C on the support.
-        mean_cost: sum_ij a_i b_j C_ij.
-        magnitudes: (n,) and (m,) float64 with |C_ij| <= magnitudes[0]_i + magnitudes[1]_j where
-            there is mass.
-        cost_errors: (n,) and (m,) float64; before it was stored, C_ij was off by at most
-            cost_errors[0]_i + cost_errors[1]_j.
-        cost_rounding: relative error of a stored cost.
     """
 
     in_triton, recorded = False, False
     # Points are taken as they are.
     packing = None
-    # Whether a plan for many products may take a matrix in memory.
-    holds_plans = True
 
-    def __init__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        row_offset: Tensor,
-        *,
-        cost_range: CostRange,
-        mean_cost: float,
-        magnitudes: tuple[Tensor, Tensor],
-        cost_errors: tuple[Tensor, Tensor],
-        cost_rounding: float,
-    ) -> None:
-        self.a, self.b = a, b
-        self.row_offset = row_offset
-        self._cost_range, self._mean_cost = cost_range, mean_cost
-        self.magnitudes = magnitudes
-        self.cost_errors, self.cost_rounding = cost_errors, cost_rounding
+    def __init__(self, source: S, a: Tensor, b: Tensor) -> None:
+        self.source, self.a, self.b = source, a, b
 
     @cached_property
     def log2_a(self) -> Tensor:
@@ -116,70 +160,55 @@ class TiledOperator(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The type of scores and potentials."""
-        return self.row_offset.dtype
+        return self.source.row_offset.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.row_offset.device
+        return self.source.row_offset.device
 
     @property
-    def costs(self) -> CostFacts:
-        return self._costs
+    def backend(self) -> str:
+        return self.source.backend
 
     @cached_property
-    def _costs(self) -> CostFacts:
+    def costs(self) -> CostFacts:
         of_rows, of_columns = self.accurate_errors
         error = self.rounding + float(self.a @ of_rows + self.b @ of_columns)
-        return self._facts._replace(error=error)
-
-    @cached_property
-    def _facts(self) -> CostFacts:
-        """The facts of the costs, but for their errors."""
-        return CostFacts(self.dtype, self._mean_cost, *self._cost_range, error=0.0)
+        return self.source.facts._replace(error=error)
 
     @property
     def rounding(self) -> float:
         """The mean error of costs as they are stored."""
-        return self.cost_rounding * self._facts.magnitude
+        return self.source.cost_rounding * self.source.facts.magnitude
 
     @property
-    def accurate_errors(self) -> tuple[Tensor, Tensor]:
+    def accurate_errors(self) -> Pair:
         """(n,) and (m,): what costs of `marginals` are off by, but for `cost_rounding`."""
         of_rows, of_columns = (
             errors + EVALUATION * DOUBLE_UNIT * magnitudes
-            for errors, magnitudes in zip(self.cost_errors, self.magnitudes, strict=True)
+            for errors, magnitudes in zip(
+                self.source.cost_errors, self.source.magnitudes, strict=True
+            )
         )
         return of_rows, of_columns
 
     @property
-    def refined(self) -> TiledOperator:
+    def refined(self) -> TorchOperator[S]:
         """The operator itself: nothing was rounded for passes alone."""
         return self
 
-    @property
-    @abstractmethod
-    def backend(self) -> str:
-        """How the scores are held."""
+    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> TorchOperator[S]:
+        """The cost between some rows and columns, of these masses or of those that they have."""
+        a, b = masses or (self.a[rows], self.b[columns])
+        return TorchOperator(self.source.some(rows, columns, masses), a, b)
 
-    @abstractmethod
     def expected_costs(self, masses: Tensor) -> Tensor:
         """sum_j C_ij q_j (n,) for masses q (m,), float64."""
+        return self.source.expected_costs(masses)
 
-    @abstractmethod
     def own_costs(self) -> Tensor:
         """C_ii (n,) for the cost of a cloud with itself, float64."""
-
-    @abstractmethod
-    def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> TiledOperator:
-        """The cost between some rows and columns, of these masses or of those that they have."""
-
-    @abstractmethod
-    def score_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, S[first row : first row + rows]) over all rows, in order."""
-
-    @abstractmethod
-    def negative_costs(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, -C[first row : first row + rows]), accurate to `cost_rounding`."""
+        return self.source.diagonal()
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
@@ -191,13 +220,14 @@ class TiledOperator(ABC):
             rows[part] = plan @ self.b
             columns += self.a[part] @ plan
         sums = self.a * rows, self.b * columns
-        potentials = present(self.a, f), present(self.b, g)
-        return measured(sums, potentials, self.magnitudes, self.cost_errors, self.cost_rounding)
+        potentials, source = (present(self.a, f), present(self.b, g)), self.source
+        given = source.magnitudes, source.cost_errors, source.cost_rounding
+        return measured(sums, potentials, *given)
 
     def exact_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows and exp((f_i + g_j - C_ij) / epsilon) of them, float64, in a reused buffer.
 
-        Points without mass have entries near 0.
+        Points without mass have entries near 0, and forbidden pairs 0.
         """
         f, g = present(self.a, f), present(self.b, g)
         n, m = self.shape
@@ -207,7 +237,7 @@ class TiledOperator(ABC):
         # f_i + g_j as a product of matrices: one read and one write of a tile.
         left = torch.stack((f / epsilon, torch.ones_like(f)), 1)
         right = torch.stack((torch.ones_like(g), g / epsilon))
-        for start, block in self.negative_costs():
+        for start, block in self.source.negative_costs():
             scratch = _at_least(scratch, min(height, len(block)))
             for first in range(0, block.shape[0], height):
                 negative = block[first : first + height]
@@ -215,24 +245,27 @@ class TiledOperator(ABC):
                 tile = scratch[: negative.shape[0]].copy_(negative)
                 tile.addmm_(left[part], right, beta=1 / epsilon)
                 # Below it exp is slow.
-                yield part, tile.clamp_min_(LEAST_EXPONENT).exp_()
+                tile.clamp_min_(LEAST_EXPONENT).exp_()
+                if self.source.facts.forbidden:
+                    threshold(tile, NOTHING, 0.0, inplace=True)
+                yield part, tile
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
         column_term = self.log2_b + g.to(self.dtype) * scale
-        logs = torch.empty_like(self.row_offset)
+        logs = torch.empty_like(self.source.row_offset)
         for rows, tile in self.tiles():
             torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
             logs[rows] = _log2_sums(tile.scratch)
-        return self.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
+        return self.source.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
-        row_term = (self.log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
+        row_term = (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
         columns = _ColumnSums(self.log2_b)
         for rows, tile in self.tiles():
             torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
@@ -256,16 +289,16 @@ class TiledOperator(ABC):
             return found, found
         epsilon = float(epsilon)
         scale = LOG2_E / epsilon
-        row_term = (self.log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
+        row_term = (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
         column_term = self.log2_b + g.to(self.dtype) * scale
-        logs = torch.empty_like(self.row_offset)
+        logs = torch.empty_like(self.source.row_offset)
         columns = _ColumnSums(self.log2_b)
         for rows, tile in self.tiles():
             torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
             logs[rows] = _log2_sums(tile.scratch)
             torch.add(row_term[rows], tile.scores, alpha=scale, out=tile.scratch)
             columns.add(tile.scratch)
-        of_rows = self.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
+        of_rows = self.source.row_offset - (epsilon * LN_2) * logs.clamp_min_(LOG2_NOTHING)
         return of_rows, (-epsilon * LN_2) * columns.logs
 
     def plan(
@@ -274,17 +307,35 @@ class TiledOperator(ABC):
         """The plan of f (n,) and g (m,); see `Operator.plan`."""
         return TiledPlan(self, f, g, epsilon, most)
 
-    def plan_entries(self, f: Tensor, g: Tensor, epsilon: float) -> Tensor:
-        """P (n, m), float64 throughout."""
-        entries = torch.empty(self.shape, dtype=torch.float64, device=self.device)
+    def plan_entries(
+        self,
+        f: Tensor,
+        g: Tensor,
+        epsilon: float,
+        dtype: torch.dtype = torch.float64,
+        factor: Tensor | float = 1.0,
+    ) -> Tensor:
+        """Return factor P (n, m), in float64 throughout and rounded once.
+
+        It is 0 at forbidden pairs and at masses of 0.
+
+        Args:
+            f: (n,) potential.
+            g: (m,) potential.
+            epsilon: regularisation, in units of the cost.
+            dtype: of the result.
+            factor: a number, or a tensor () float64.
+        """
+        entries = torch.empty(self.shape, dtype=dtype, device=self.device)
+        left = self.a * factor
         for rows, plan in self.exact_tiles(f, g, epsilon):
-            entries[rows] = plan.mul_(self.a[rows, None]).mul_(self.b)
+            entries[rows] = plan.mul_(left[rows, None]).mul_(self.b)
         return entries
 
     def plan_tiles(self, f: Tensor, g: Tensor, epsilon: float) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows and their entries of P, in the type of the scores, in a reused buffer."""
         scale = LOG2_E / epsilon
-        row_term = (self.log2_a + (f.to(self.dtype) - self.row_offset) * scale).unsqueeze(1)
+        row_term = (self.log2_a + (f.to(self.dtype) - self.source.row_offset) * scale).unsqueeze(1)
         column_term = self.log2_b + g.to(self.dtype) * scale
         for rows, tile in self.tiles():
             torch.add(column_term, tile.scores, alpha=scale, out=tile.scratch)
@@ -296,7 +347,7 @@ class TiledOperator(ABC):
         budget = TILE_ELEMENTS_CPU if self.device.type == "cpu" else TILE_ELEMENTS_GPU
         height = max(1, min(n, budget // m))
         scratch = torch.empty((0, m), dtype=self.dtype, device=self.device)
-        for start, block in self.score_blocks():
+        for start, block in self.source.score_blocks():
             scratch = _at_least(scratch, min(height, len(block)))
             for first in range(0, block.shape[0], height):
                 scores = block[first : first + height]
@@ -309,7 +360,7 @@ class TiledPlan(EvaluatedPlan):
 
     def __init__(
         self,
-        operator: TiledOperator,
+        operator: TorchOperator[Source],
         f: Tensor,
         g: Tensor | None,
         epsilon: float,
@@ -322,7 +373,7 @@ class TiledPlan(EvaluatedPlan):
     def prepared(self) -> Plan:
         operator = self._operator
         needed = 8 * math.prod(operator.shape)
-        if operator.holds_plans and holds(needed, self._most, operator.device):
+        if operator.source.holds_plans and holds(needed, self._most, operator.device):
             return KeptPlan(operator.plan_entries(*self._at))
         return self
 
@@ -359,7 +410,7 @@ def measured(
     cost_errors: tuple[Tensor, Tensor],
     cost_rounding: float,
 ) -> Marginals:
-    """Sums in float64 throughout, with what they may be off; the rest as for `TiledOperator`."""
+    """Sums in float64 throughout, with what they may be off; the rest as for `Source`."""
     # A stored cost is off by its share, or among subnormal numbers by half of the least of them.
     stored = LEAST_FLOAT32 / 4 if cost_rounding else 0.0
     # Three operations on numbers of these sizes make an exponent.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.given_costs import MatrixOperator
-from otdd_flash.operators.point_scores import StoredOperator
+from otdd_flash.operators.given_costs import matrix_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -15,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class InTriton:
     """An operator of which all but its passes runs in kernels."""
 
-    def __init__(self, operator: StoredOperator) -> None:
+    def __init__(self, operator: TorchOperator[Any]) -> None:
         self.inner = operator
 
     def __getattr__(self, name: str) -> object:
@@ -37,8 +39,8 @@ def masses(n: int, seed: int = 1, *, zeros: bool = False) -> Tensor:
 
 def problem(
     n: int, m: int | None = None, dtype: torch.dtype = torch.float32, *, zeros: bool = False
-) -> StoredOperator:
+) -> TorchOperator[Any]:
     """Between two clouds, or of one with itself without m."""
     x, a = draw(n, 3, seed=n), masses(n, zeros=zeros)
     y, b = (x, a) if m is None else (draw(m, 3, seed=m + 1) + 1, masses(m, 2, zeros=zeros))
-    return MatrixOperator(reference.dense_cost(x, y).to(dtype), a, b)
+    return matrix_operator(reference.dense_cost(x, y).to(dtype), a, b)

@@ -24,7 +24,7 @@ from otdd_flash.engine.evidence.perturbed_costs import (
 from otdd_flash.engine.evidence.two_passes import TRIFLE, Rounding, rounding_of
 from otdd_flash.engine.segments import PassErrors
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.given_costs import MatrixOperator
+from otdd_flash.operators.given_costs import matrix_operator
 
 EPSILON = 0.5
 
@@ -112,7 +112,7 @@ def test_oscillation_bounds_what_sums_that_are_off_hide() -> None:
 def test_the_spread_of_perturbed_costs() -> None:
     """The dearest entry becomes dearer by all that is allowed, the cheapest cheaper."""
     cost, masses = torch.tensor([[-3.0, 1.0], [0.0, 3.0]]).double(), real(0.5, 0.5)
-    operator, none = MatrixOperator(cost, masses, masses), torch.zeros(2, dtype=torch.float64)
+    operator, none = matrix_operator(cost, masses, masses), torch.zeros(2, dtype=torch.float64)
     sums = Marginals(none, none, none, none, 0.125, 0.0, 0.0)
     perturbed = cost + cost.sign() * (0.25 + 0.125 * cost.abs())
     found = oscillation.perturbed_spread(operator.costs, sums, number(0.25))
@@ -211,7 +211,7 @@ def moved_outwards(
 ) -> tuple[float, float]:
     cost, a, b = drawn(7, 5)
     one, other = map(number, ends)
-    facts = MatrixOperator(cost, a, b).costs
+    facts = matrix_operator(cost, a, b).costs
     return outwards(facts, sums, (one, other), number(mean), number(size), EPSILON)
 
 

@@ -22,7 +22,7 @@ from otdd_flash.engine.evidence.primal import (
     sums_without,
 )
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.given_costs import MatrixOperator
+from otdd_flash.operators.given_costs import matrix_operator
 
 SIZES = [(1, 1), (1, 7), (33, 20)]
 EPSILONS = [0.02, 20.0]
@@ -90,7 +90,7 @@ def test_a_balanced_plan(size: int, epsilon: float, scale: float) -> None:
     plan = reference.plan(cost, a, a, f, f, epsilon)
     rows = plan.sum(1)
     outside = rows - plan.diagonal()
-    operator = MatrixOperator(cost, a, a)
+    operator = matrix_operator(cost, a, a)
     value = balanced_value(operator, f, RowSums(outside, outside), epsilon)
 
     support = a > 0
@@ -108,7 +108,7 @@ def test_a_balanced_plan_of_sums_known_to_an_interval() -> None:
     cost = cost + cost.T
     f = torch.sin(torch.arange(33).double()) / 10
     plan = reference.plan(cost, a, a, f, f, epsilon)
-    outside, operator = plan.sum(1) - plan.diagonal(), MatrixOperator(cost, a, a)
+    outside, operator = plan.sum(1) - plan.diagonal(), matrix_operator(cost, a, a)
     lowest, highest = 0.9 * outside, outside * 1.1
     worst = balanced_value(operator, f, RowSums(lowest, highest), epsilon)
     room = a - torch.minimum(plan.diagonal(), a) / 2
@@ -163,7 +163,7 @@ def test_the_slack_of_a_filled_plan() -> None:
     _, a, b = draw_cost(9, 6, seed=3)
     relative, epsilon, large = 1e-6, 0.1, 1e5
     cost = torch.ones(9, 6).double()
-    operator = MatrixOperator(cost, a, b)
+    operator = matrix_operator(cost, a, b)
     potentials = torch.full((9,), large).double(), torch.full((6,), 1 - large).double()
     seen, true = (
         filled(operator, potentials, (0.99 * (1 - off) * a, 0.99 * (1 + off) * b), epsilon)

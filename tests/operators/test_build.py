@@ -14,7 +14,7 @@ from otdd_flash.operators import build, memory
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import ComputeOptions, build_operator
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
+from otdd_flash.operators.point_scores import KeptScores, StreamedScores
 from otdd_flash.operators.request import Request, check_resources
 from otdd_flash.samples import LabeledSamples
 
@@ -34,11 +34,11 @@ def built(compute: ComputeOptions) -> Operator:
 
 
 @pytest.mark.parametrize(
-    ("budget", "kind"), [(4 * 50 * 40, StoredOperator), (4 * 50 * 40 - 1, StreamedOperator)]
+    ("budget", "kind"), [(4 * 50 * 40, KeptScores), (4 * 50 * 40 - 1, StreamedScores)]
 )
 def test_scores_are_kept_if_they_fit_the_budget(budget: int, kind: type) -> None:
     compute = ComputeOptions(device="cpu", memory_budget=budget)
-    assert type(built(compute)) is kind
+    assert type(built(compute).source) is kind
 
 
 def fails(*_: object, **__: object) -> object:
@@ -66,13 +66,13 @@ def test_a_budget_that_the_device_does_not_have_is_refused(monkeypatch: pytest.M
     # One block and one tile of scores are held by the streamed operator that comes first.
     monkeypatch.setattr(build, "streamed_bytes", lambda *_: 0)
     scores = 4 * 50 * 40
-    assert type(built(ComputeOptions("cpu", memory_budget="auto"))) is StoredOperator
+    assert type(built(ComputeOptions("cpu", memory_budget="auto")).source) is KeptScores
     for module in (memory, build):
         monkeypatch.setattr(module, "free_memory", lambda _: scores - 1)
     pattern = r"memory_budget=1GiB .*7\.8 KiB and 7\.8 KiB are free on cpu; use memory_budget=auto"
     with pytest.raises(InputError, match=pattern):
         built(ComputeOptions("cpu", memory_budget="1GiB"))
-    assert type(built(ComputeOptions("cpu", memory_budget="auto"))) is StreamedOperator
+    assert type(built(ComputeOptions("cpu", memory_budget="auto")).source) is StreamedScores
 
 
 @pytest.fixture

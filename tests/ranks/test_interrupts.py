@@ -18,7 +18,7 @@ from otdd_flash.distributed.interrupts import Interrupts
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError, LostRankError
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.operators.point_scores import StoredOperator
+from otdd_flash.operators.torch_operator import TorchOperator
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -46,7 +46,7 @@ def short_in_a_flow() -> Any:
         def short(*args: Any) -> torch.Tensor:
             raise RuntimeError("can't allocate memory: you tried to allocate 1048576 bytes")
 
-        patched.setattr(StoredOperator, "softmin_rows", short)
+        patched.setattr(TorchOperator, "softmin_rows", short)
 
     def work(ranks: Ranks) -> None:
         otdd.gradient_flow(

@@ -17,7 +17,7 @@ from torch import Tensor
 from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.operators import parts
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
+from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
 from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.operators.triton_operator import KernelOperator
@@ -53,7 +53,7 @@ def test_points_that_parts_give_no_mass() -> None:
     masses, nothing = torch.eye(20, dtype=torch.float64)[3], torch.zeros(1, 1).double()
     sides = {"labels_x": labels, "labels_y": labels, "class_costs": nothing, "lambda_x": 0.5}
     large, f = LabelledCost(x, x, masses, masses, **sides), torch.zeros(20)
-    hold = partial(StreamedOperator, dtype=torch.float32)
+    hold = partial(streamed_operator, dtype=torch.float32)
     found = merged(torch.stack([each.softmin(f, 1e19) for each in shares(large, hold, 2)]), 1e19)
     expected = reference.softmin_rows(reference.dense_cost(x, x), masses, f.double(), 1e19)
     assert torch.allclose(found, expected, rtol=1e-6)
@@ -82,7 +82,7 @@ def test_kernels_compute_each_pair_of_blocks_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("size", [2, 4])
 def test_pytorch_computes_pairs_of_one_range_twice(size: int) -> None:
     n = 64
-    held = shares(cost_of(n), partial(StoredOperator.keep, dtype=torch.float64), size)
+    held = shares(cost_of(n), partial(stored_operator, dtype=torch.float64), size)
     scores = [sum(math.prod(tile.operator.shape) for tile in part._pairs.tiles()) for part in held]
     # Half of all, and half of the squares on the diagonal once more.
     assert sum(scores) == n**2 / 2 + 2 * size * (n / (2 * size)) ** 2 / 2

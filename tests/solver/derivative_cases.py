@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash import CGOptions, Converged, NotConvergedWarning
-from otdd_flash.operators.point_scores import StoredOperator
+from otdd_flash.operators.point_scores import KeptScores
 from otdd_flash.solver import direct
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +33,7 @@ def solve_by(way: str, monkeypatch: pytest.MonkeyPatch) -> CGOptions:
         return ONE
     monkeypatch.setattr(direct, "MOST_POINTS", 0)
     if way == "streamed":
-        monkeypatch.setattr(StoredOperator, "holds_plans", False)
+        monkeypatch.setattr(KeptScores, "holds_plans", False)
     return TIGHT
 
 

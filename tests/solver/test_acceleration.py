@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import reference
@@ -12,8 +13,8 @@ from torch import Tensor
 from otdd_flash.engine.differences import Differences, Direction
 from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
 from otdd_flash.errors import InputError
-from otdd_flash.operators.given_costs import MatrixOperator
-from otdd_flash.operators.point_scores import StoredOperator
+from otdd_flash.operators.given_costs import matrix_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 
@@ -66,8 +67,8 @@ def case_of(make: Make) -> Case:
     return make(torch.Generator().manual_seed(0))
 
 
-def operator_of(case: Case, dtype: torch.dtype = torch.float64) -> StoredOperator:
-    return MatrixOperator(case[0].to(dtype), *case[1:])
+def operator_of(case: Case, dtype: torch.dtype = torch.float64) -> TorchOperator[Any]:
+    return matrix_operator(case[0].to(dtype), *case[1:])
 
 
 # What the residual is scaled by, and the size of weights of remembered differences.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.point_scores import StreamedOperator
-from otdd_flash.operators.torch_operator import TiledOperator
+from otdd_flash.operators.point_scores import streamed_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
@@ -59,14 +59,14 @@ def test_the_solution_is_that_of_dense_newton(
     """Every pass is counted, those of the sample by their share."""
     cost, passes = labelled_cost(uniform=uniform), []
     for name in ("softmin_rows", "softmin_columns", "marginals"):
-        run = getattr(StreamedOperator, name)
+        run = getattr(TorchOperator, name)
 
-        def counted(self: TiledOperator, *given: Any, run: Any = run, **named: Any) -> Any:
+        def counted(self: TorchOperator[Any], *given: Any, run: Any = run, **named: Any) -> Any:
             passes.append(self.shape[0] * self.shape[1] / (N * M))
             return run(self, *given, **named)
 
-        monkeypatch.setattr(StreamedOperator, name, counted)
-    operator = StreamedOperator(cost, torch.float64)
+        monkeypatch.setattr(TorchOperator, name, counted)
+    operator = streamed_operator(cost, torch.float64)
     epsilon = relative * operator.costs.mean
     term = solve_term(operator, epsilon, Converged(1e-8))
     assert min(passes) < 1 == max(passes)
@@ -80,7 +80,7 @@ def test_the_solution_is_that_of_dense_newton(
 @pytest.mark.usefixtures("small_samples")
 @pytest.mark.parametrize("options", [Converged(max_seconds=1e-9), Converged(max_iterations=2)])
 def test_what_a_sample_knows_is_not_lost_where_nothing_is_left(options: Converged) -> None:
-    operator = StreamedOperator(labelled_cost(), torch.float64)
+    operator = streamed_operator(labelled_cost(), torch.float64)
     term = solve_term(operator, operator.costs.mean, options)
     assert term.stopped_by in ("max_seconds", "max_iterations")
     assert term.iterations == 2

@@ -12,7 +12,8 @@ import torch
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.operators import build, memory
-from otdd_flash.operators.point_scores import CentredProducts, StoredOperator
+from otdd_flash.operators.point_scores import CentredProducts
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.operators.torch_pool import TorchPool, TorchTerm
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.small import route
@@ -209,7 +210,7 @@ def test_a_self_term_that_will_not_fit_is_seen_before_the_cross_term(
 
 BROKEN: dict[str, tuple[type, str]] = {
     "building": (CentredProducts, "add"),
-    "passing": (StoredOperator, "softmin_rows"),
+    "passing": (TorchOperator, "softmin_rows"),
     "building side by side": (TorchPool, "_store"),
     "passing side by side": (TorchTerm, "marginals"),
 }

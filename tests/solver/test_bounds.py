@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import reference
@@ -18,8 +19,8 @@ from torch import Tensor
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
-from otdd_flash.operators.torch_operator import TiledOperator
+from otdd_flash.operators.point_scores import stored_operator, streamed_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.clouds import sinkhorn
@@ -52,7 +53,7 @@ class Problem:
     warm: bool
     stored: bool
 
-    def operator(self, left: Cloud, right: Cloud, block: Tensor) -> TiledOperator:
+    def operator(self, left: Cloud, right: Cloud, block: Tensor) -> TorchOperator[Any]:
         cost = LabelledCost(
             left.points,
             right.points,
@@ -63,7 +64,7 @@ class Problem:
             class_costs=block,
             lambda_x=self.lambda_x,
         )
-        held = StoredOperator.keep if self.stored else StreamedOperator
+        held = stored_operator if self.stored else streamed_operator
         return held(cost, self.dtype)
 
     def cost(self, left: Cloud, right: Cloud, block: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.point_scores import StreamedOperator
+from otdd_flash.operators.point_scores import streamed_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.solver.certificate import (
     Certificate,
@@ -59,11 +60,11 @@ def assert_proved(found: Certificate, cost: Tensor, a: Tensor, b: Tensor, epsilo
     assert error <= found.marginal_error + 1e-9
 
 
-def one_potential(seed: int) -> tuple[StreamedOperator, Tensor, Tensor, float]:
+def one_potential(seed: int) -> tuple[TorchOperator[Any], Tensor, Tensor, float]:
     """A few points' cost with itself, their masses, a potential and epsilon."""
     draw = torch.Generator().manual_seed(seed)
     x, a = few_points(draw)
-    operator = StreamedOperator(cost_between(x, x, a, a), torch.float64)
+    operator = streamed_operator(cost_between(x, x, a, a), torch.float64)
     epsilon = log_uniform(draw, -2, 2) * operator.costs.mean
     f = torch.randn(len(x), generator=draw).double() * log_uniform(draw, -2, 1)
     return operator, a, (f * operator.costs.spread).clamp_max(300 * epsilon), epsilon
@@ -75,7 +76,7 @@ def test_of_one_potential(seeds: range) -> None:
     """In a third of these the bound by oscillation is less than three times what it has to be."""
     for seed in seeds:
         operator, a, f, epsilon = one_potential(seed)
-        cost = -next(operator.negative_costs())[1]
+        cost = -next(operator.source.negative_costs())[1]
         assert_proved(certify_self(operator, f, epsilon), cost, a, a, epsilon)
 
 
@@ -86,7 +87,7 @@ def test_of_two_potentials(seeds: range) -> None:
     for seed in seeds:
         draw = torch.Generator().manual_seed(seed)
         (x, a), (y, b) = few_points(draw), few_points(draw)
-        operator = StreamedOperator(cost_between(x, y, a, b), torch.float64)
+        operator = streamed_operator(cost_between(x, y, a, b), torch.float64)
         epsilon = log_uniform(draw, -2, 2) * operator.costs.mean
         f, g = (
             (torch.randn(n, generator=draw).double() * log_uniform(draw, -2, 1)).clamp_max(
@@ -167,7 +168,7 @@ def test_points_are_lost_whose_errors_of_costs_exceed_half_of_epsilon() -> None:
 class Off:
     """An operator whose costs may be off by so much for every row and every column."""
 
-    def __init__(self, exact: StreamedOperator, of_row: float, of_column: float) -> None:
+    def __init__(self, exact: TorchOperator[Any], of_row: float, of_column: float) -> None:
         self.exact, self.of_row, self.of_column = exact, of_row, of_column
 
     def marginals(self, *given: Any, **more: Any) -> Marginals:
@@ -187,7 +188,7 @@ def test_what_errors_of_costs_may_hide_of_the_marginals() -> None:
     x, a = torch.randn(6, 2, generator=draw).double(), torch.rand(6, generator=draw).double()
     a /= a.sum()
     _, f, g = reference.entropic_transport(reference.dense_cost(x, x + 1, 1.0), a, a, epsilon)
-    operator = Off(StreamedOperator(cost_between(x, x + 1, a, a), torch.float64), 0.01, 0.03)
+    operator = Off(streamed_operator(cost_between(x, x + 1, a, a), torch.float64), 0.01, 0.03)
     expected = (math.expm1(2 * 0.01 / epsilon) + math.expm1(2 * 0.03 / epsilon)) / 2
     for updated in (g, None):
         found = certify(operator, f, g, epsilon, updated=updated)
@@ -197,7 +198,7 @@ def test_what_errors_of_costs_may_hide_of_the_marginals() -> None:
 def test_a_plan_with_too_much_mass_in_a_column_is_evaluated_once_more() -> None:
     """Unless it may be scaled down by as much."""
     x, a = torch.arange(4.0).double()[:, None], torch.full((4,), 0.25, dtype=torch.float64)
-    operator = StreamedOperator(cost_between(x, x + 1, a, a), torch.float64)
+    operator = streamed_operator(cost_between(x, x + 1, a, a), torch.float64)
     f, cost = torch.zeros(4).double(), reference.dense_cost(x, x + 1, 1.0)
     f -= reference.plan(cost, a, a, f, f, 1.0).sum().log()
     prove = partial(certify, operator, f, 0 * f, 1.0, updated=0 * f)
@@ -208,7 +209,7 @@ def test_a_plan_with_too_much_mass_in_a_column_is_evaluated_once_more() -> None:
 def test_points_without_mass_get_the_potential_of_the_others() -> None:
     x, a = torch.arange(4.0).double()[:, None], torch.full((4,), 0.25, dtype=torch.float64)
     b = torch.tensor([0.5, 0.0, 0.25, 0.25], dtype=torch.float64)
-    operator = StreamedOperator(cost_between(x, x + 1, a, b), torch.float64)
+    operator = streamed_operator(cost_between(x, x + 1, a, b), torch.float64)
     low = torch.tensor([0.0, -100.0, 0.0, 0.0], dtype=torch.float64)
     found = certify(operator, torch.zeros(4).double(), low, 1.0)
     assert found.passes == 1

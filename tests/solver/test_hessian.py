@@ -29,7 +29,7 @@ import otdd_flash as otdd
 from otdd_flash import CGOptions, Converged, InputError, NotConvergedWarning
 from otdd_flash.errors import ConvergenceError
 from otdd_flash.operators import triton_plans
-from otdd_flash.operators.point_scores import StoredOperator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver import curvature, direct, plan_points, second_derivatives
 from otdd_flash.solver.hessian import DivergenceCurvature
 
@@ -293,7 +293,7 @@ def test_refusals() -> None:
 
 def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "MOST_POINTS", 0)
-    monkeypatch.setattr(StoredOperator, "plan_entries", lambda *_: torch.empty(1 << 50))
+    monkeypatch.setattr(TorchOperator, "plan_entries", lambda *_: torch.empty(1 << 50))
     with pytest.raises(InputError, match=r"^out of memory on cpu: .* free, and .* need at least"):
         hessian().product(V)
 

@@ -9,7 +9,8 @@ import reference
 import torch
 
 from otdd_flash.operators.base import CostFacts
-from otdd_flash.operators.given_costs import MatrixOperator
+from otdd_flash.operators.given_costs import matrix_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 
@@ -17,11 +18,11 @@ from otdd_flash.solver.solve import solve_term
 class Rounded:
     """An operator that is refined to another, and says how far it is from that."""
 
-    def __init__(self, inner: MatrixOperator, exact: MatrixOperator, off: float) -> None:
+    def __init__(self, inner: TorchOperator[Any], exact: TorchOperator[Any], off: float) -> None:
         self.inner, self.exact, self.off = inner, exact, off
 
     @property
-    def refined(self) -> MatrixOperator:
+    def refined(self) -> TorchOperator[Any]:
         return self.exact
 
     @property
@@ -46,14 +47,14 @@ def test_the_original_points_go_on_where_rounding_is_not_little(
     exact = reference.dense_cost(x, y)
     rounded = reference.dense_cost(*((side / unit).round() * unit for side in (x, y)))
     error = float((exact - rounded).square().mean().sqrt())
-    original = MatrixOperator(exact, a, b)
+    original = matrix_operator(exact, a, b)
     passes: list[str] = []
     for name in ("softmin_rows", "softmin_columns"):
         run = getattr(original, name)
         monkeypatch.setattr(
             original, name, lambda *given, run=run, **more: passes.append("") or run(*given, **more)
         )
-    operator = Rounded(MatrixOperator(rounded, a, b), original, said * error)
+    operator = Rounded(matrix_operator(rounded, a, b), original, said * error)
     epsilon = relative * original.costs.mean
     term = solve_term(operator, epsilon, Converged())
     truth, *_ = reference.entropic_transport(exact, a, b, epsilon)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.point_scores import StoredOperator, StreamedOperator
+from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
@@ -41,10 +41,10 @@ def test_a_far_point_of_little_mass(relative_epsilon: float) -> None:
         cost = with_a_far_point(seed, far, mass)
         epsilon = relative_epsilon * cost.mean_cost
         # In float64, one that no rounding spoils.
-        truth = solve_term(StreamedOperator(cost, torch.float64), epsilon, Converged(1e-6, 500))
+        truth = solve_term(streamed_operator(cost, torch.float64), epsilon, Converged(1e-6, 500))
         for most in (20, 300):
             options = Converged(max_iterations=most)
-            term = solve_term(StreamedOperator(cost, torch.float32), epsilon, options)
+            term = solve_term(streamed_operator(cost, torch.float32), epsilon, options)
             assert term.bounds[0] <= truth.bounds[1]
             assert truth.bounds[0] <= term.bounds[1]
             assert term.bounds[1] - truth.bounds[1] <= 0.1 * cost.mean_cost
@@ -55,8 +55,8 @@ def test_a_point_whose_mass_rounding_hides_spoils_no_other() -> None:
     cost = with_a_far_point(0, far=1e5, mass=1e-4)
     epsilon = 1e-3 * cost.mean_cost
     assert epsilon < 2.0**-24 * 1e10 / 2
-    truth = solve_term(StreamedOperator(cost, torch.float64), epsilon, Converged(1e-6, 500))
-    stored = StoredOperator.keep(cost, torch.float32)
+    truth = solve_term(streamed_operator(cost, torch.float64), epsilon, Converged(1e-6, 500))
+    stored = stored_operator(cost, torch.float32)
     term = solve_term(stored, epsilon, Converged(max_iterations=300))
     assert term.marginal_error <= 1e-3
     assert term.bounds[0] <= truth.bounds[1]

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from otdd_flash.engine.evidence.perturbed_costs import DOUBLE_UNIT, outwards
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.given_costs import MatrixOperator, exact_blocks
+from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.plans import SUM_UNITS, Products
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.adjoint import MOST_HELD
 from otdd_flash.solver.conjugate_gradients import inverse
 from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
@@ -43,7 +44,7 @@ LOOKS, NEAR = (3, 10, 30, 100, 300), 1e-4
 EXACT, MOST_UNITS = CGOptions(tolerance=1e-13, max_iterations=500), 64
 
 
-def short_rows(operator: MatrixOperator) -> Tensor:
+def short_rows(operator: TorchOperator[GivenCosts]) -> Tensor:
     """Rows (k,) int64 that have more mass than the columns they may use; none if none are found."""
     a, b, facts = operator.a, operator.b, operator.costs
     epsilon = ABOVE_COSTS * (facts.spread or 1.0)
@@ -64,14 +65,14 @@ def short_rows(operator: MatrixOperator) -> Tensor:
     return a.new_empty(0, dtype=torch.int64)
 
 
-def _short_prefix(operator: MatrixOperator, order: Tensor) -> Tensor:
+def _short_prefix(operator: TorchOperator[GivenCosts], order: Tensor) -> Tensor:
     """The first rows of an order (n,) that together are short by most."""
     a, b = operator.a, operator.b
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
     # The first row of the order that may use a column.
     first = torch.full_like(b, len(order), dtype=torch.int64)
-    for rows, costs in exact_blocks(operator.source):
+    for rows, costs in exact_blocks(operator.source.costs):
         ranks = torch.where(costs < math.inf, rank[rows, None], len(order))
         first = torch.minimum(first, ranks.amin(0))
     reached = torch.zeros(len(order) + 1, dtype=b.dtype, device=b.device).index_add_(0, first, b)
@@ -82,7 +83,7 @@ def _short_prefix(operator: MatrixOperator, order: Tensor) -> Tensor:
     return order[: int(place) + 1].sort().values
 
 
-def upper_bound(operator: MatrixOperator, term: TransportTerm) -> float:
+def upper_bound(operator: TorchOperator[GivenCosts], term: TransportTerm) -> float:
     """An upper bound of OT_epsilon of masses that are a and b to rounding; inf if none is found."""
     a, b, epsilon = operator.a, operator.b, term.epsilon
     f = torch.where(a > 0, term.f.double(), 0)
@@ -114,7 +115,7 @@ def upper_bound(operator: MatrixOperator, term: TransportTerm) -> float:
     return outwards(operator.costs, sums, (value, value), mean_error, size, epsilon)[1]
 
 
-def _least_change(operator: MatrixOperator, u: Tensor, v: Tensor) -> float:
+def _least_change(operator: TorchOperator[GivenCosts], u: Tensor, v: Tensor) -> float:
     """The least u_i + v_j of an allowed pair with mass."""
     rows, columns = (
         torch.where(masses > 0, values, math.inf)
@@ -125,7 +126,7 @@ def _least_change(operator: MatrixOperator, u: Tensor, v: Tensor) -> float:
         return least
     return min(
         float(torch.where(costs < math.inf, rows[part, None] + columns, math.inf).min())
-        for part, costs in exact_blocks(operator.source)
+        for part, costs in exact_blocks(operator.source.costs)
     )
 
 

@@ -166,8 +166,8 @@ class LossGradient:
             if key in self._needs:
                 term = self._terms[name]
                 tiles = problem.tiles if name == "xy" else problem.self_tiles(name)
-                found[key] = tiles.scaled_plan(
-                    term.f, term.g, term.epsilon, tiles.source.dtype, scale * SHARES[name]
+                found[key] = tiles.plan_entries(
+                    term.f, term.g, term.epsilon, tiles.source.costs.dtype, scale * SHARES[name]
                 )
         for key, gradient in self._by_masses.items():
             masses = problem.a if key == "a" else problem.b

@@ -21,7 +21,8 @@ from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
 from otdd_flash.eager import computes
 from otdd_flash.operators.build import Compute
-from otdd_flash.operators.given_costs import MatrixOperator
+from otdd_flash.operators.given_costs import GivenCosts, matrix_operator
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.adjoint import Entries, held_plan
 from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_matrix
@@ -101,7 +102,7 @@ def matrix_plan(
             what, required = "gradients by masses", options.require_convergence
             report_groups(groups, what, required=required)
         dtype = torch.promote_types(problem.source.dtype, torch.float32)
-        plan = problem.tiles.scaled_plan(term.f, term.g, term.epsilon, dtype).to(costs.device)
+        plan = problem.tiles.plan_entries(term.f, term.g, term.epsilon, dtype).to(costs.device)
     if not inputs.tensors:
         return plan
     backward = PlanGradient(problem, term, frozenset(inputs.tensors), options, cg)
@@ -194,13 +195,13 @@ class PlanGradient:
             torch.where(problem.b > 0, g, tiles.softmin_columns(f, epsilon)),
         )
 
-    def _tiles(self, weighted: bool) -> MatrixOperator:
+    def _tiles(self, weighted: bool) -> TorchOperator[GivenCosts]:
         """The cost between the masses, or where one is 0, between equal ones."""
         problem = self._problem
         if weighted:
             return problem.tiles
         masses = (torch.full_like(side, 1 / len(side)) for side in (problem.a, problem.b))
-        return MatrixOperator(problem.source, *masses, dtype=problem.dtype, facts=problem.facts)
+        return matrix_operator(problem.source, *masses, dtype=problem.dtype, facts=problem.facts)
 
 
 def _along_simplex(gradient: Tensor, masses: Tensor) -> Tensor:

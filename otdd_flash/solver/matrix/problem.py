@@ -17,9 +17,16 @@ from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import Compute, ComputeOptions, scores_fit, uses_triton
 from otdd_flash.operators.cost_blocks import AskedCosts, CostBlocks
-from otdd_flash.operators.given_costs import CostSource, HeldCosts, MatrixOperator, exact_blocks
+from otdd_flash.operators.given_costs import (
+    CostSource,
+    GivenCosts,
+    HeldCosts,
+    exact_blocks,
+    matrix_operator,
+)
 from otdd_flash.operators.ground import NO_OFFSET
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
+from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.divergence import Divergence, Potentials, Solved, solve_divergence
 from otdd_flash.solver.matrix.given import (
@@ -133,9 +140,9 @@ class MatrixProblem:
         return self._executed(self.tiles)
 
     @cached_property
-    def tiles(self) -> MatrixOperator:
+    def tiles(self) -> TorchOperator[GivenCosts]:
         """The cost in PyTorch, for what is asked of a solved plan."""
-        return MatrixOperator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
+        return matrix_operator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
 
     @cached_property
     def in_triton(self) -> bool:
@@ -155,7 +162,7 @@ class MatrixProblem:
             )
         return found
 
-    def _executed(self, tiles: MatrixOperator) -> Operator:
+    def _executed(self, tiles: TorchOperator[GivenCosts]) -> Operator:
         if not self.in_triton:
             return tiles
         from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
@@ -165,12 +172,12 @@ class MatrixProblem:
     def _self_operator(self, name: str) -> Operator:
         return self._executed(self.self_tiles(name))
 
-    def self_tiles(self, name: str) -> MatrixOperator:
+    def self_tiles(self, name: str) -> TorchOperator[GivenCosts]:
         """The cost of the self term "xx" or "yy", in PyTorch."""
         assert self.self_costs is not None
         side = ("xx", "yy").index(name)
         (matrix, errors), masses = self.self_costs[side], (self.a, self.b)[side]
-        return MatrixOperator(matrix, masses, masses, dtype=self.dtype, errors=errors)
+        return matrix_operator(matrix, masses, masses, dtype=self.dtype, errors=errors)
 
     def solve(
         self,

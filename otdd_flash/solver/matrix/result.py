@@ -130,7 +130,7 @@ class MatrixTransport:
         It is 0 at forbidden pairs and at masses of 0.
         """
         problem = self._problem
-        return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
+        return problem.tiles.plan_entries(self.term.f, self.term.g, self.epsilon, problem.dtype)
 
     @computes
     @takes(values=array("(m, k)"))
