@@ -1,30 +1,29 @@
-"""Ways of holding a ground cost: one class each, all with the operations of `base.Operator`.
+"""Ways of holding a ground cost, all with the members of `base.Operator`.
 
 Between labelled clouds: `request` has the datasets of a comparison, checked, moved and seen by the
 `ground` cost once; a `cloud` is one of them with what it tells of itself, `labelled_cost` two and
 their cost, which the others read, with a block of the `class_table`; `float64_rows` are points a
-few at a time. `build` chooses between `kernel`, the passes in Triton on a GPU, and `tiled`, those
-in PyTorch: `stored` scores kept in memory, or `streamed` ones computed again in every pass.
-`rounding` is about what points in float16 change in costs, and `packed_masses` are those of their
-blocks. `footprint` says what operators take, `memory` and `control_groups` what there is.
+few at a time. `build` chooses between `triton_operator`, the passes in Triton on a GPU, and
+`torch_operator`, those in PyTorch over a source of scores: `point_scores` are kept in memory, or
+computed again in every pass. `rounding` is about what points in float16 change in costs.
+`footprint` says what operators take, `memory` and `control_groups` what there is.
 `remembered` keeps what follows from tensors that stay as they are while points move, such as
 labels, and from samples.
 
-What certificates read: `cost_tiles` are costs in float64, `fixed_point` the sums of a plan in
-Triton, `whole_points` and `lattice` points whose products are exact, `product_errors` what other
+What certificates read: tiles of costs in float64 (`point_scores`), `fixed_point` the sums of a plan
+in Triton, `whole_points` and `lattice` points whose products are exact, `product_errors` what other
 products lose.
 
 Points that stay in host memory or in files: `host_points` are read a block at a time,
 `packed_blocks` packed once; `blocked` is the cost of one block of rows and one of columns after the
-other. `block_tiles` are pairs of blocks, and `block_sums` puts together what is found of these,
-whoever brings the blocks.
+other, and puts together what is found of pairs of blocks, whoever brings them.
 
-Costs that are given: `matrix` in memory or as a function of blocks (`cost_blocks`), `matrix_kernel`
-in Triton; `matrix_facts` is what one pass over it tells.
+Costs that are given: `given_costs` are a matrix in memory or a function of blocks (`cost_blocks`),
+`matrix_kernel` is a matrix in Triton; `matrix_facts` is what one pass over it tells.
 
-Plans of two potentials, prepared for many products: `plan` has what they are asked and PyTorch's,
-`triton_plans` and `kernel_plans` those of Triton; `point_products` are those with the points as
-they are packed, and `origins` points about an origin.
+Plans of potentials, evaluated in every product or prepared for many: `plans` has what they are
+asked and those of PyTorch, `triton_plans` those of Triton, also with the points as they are packed;
+`origins` are points about an origin.
 
 Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
 what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a
