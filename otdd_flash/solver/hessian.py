@@ -174,7 +174,8 @@ class SinkhornHessian:
         self._problem.check_unchanged(self._mark)
         with torch.no_grad():
             directions = directions.to(request.device)
-            found = request.within_memory(lambda: self._curvature.along(directions, None))
+            with request.within_memory():
+                found = self._curvature.along(directions, None)
         way_out = f"raise cg.tolerance or cg.max_iterations{or_in_double(request.compute)}"
         report_residual(found, self._options, way_out)
         values = found.x.to(v)
