@@ -116,11 +116,12 @@ def solve_term(
     taken = torch.full((1,), budget.iterations, dtype=torch.float64)
     rule = segment.iterations(goal_of(options, epsilon, first), form, Start(levels, taken))
     iterate(budget, segment, rule, first)
-    if refined is not operator and (refine or not budget.converged):
+    if refined is not operator:
         candidate = segment.kept if form.symmetric else segment.updated
+        # Also where it only certifies: iterations go on with it if the certificate falls short.
         segment.change(refined)
-        go_on(budget, segment, rule, candidate, aim)
-    segment.operator = refined
+        if refine or not budget.converged:
+            go_on(budget, segment, rule, candidate, aim)
 
     certificate = certify_solved(budget, segment, rule, aim, refine=refine)
     return TransportTerm.from_certificate(
