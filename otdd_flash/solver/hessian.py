@@ -21,10 +21,9 @@ from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.units import largest
 
 # Directions of up to this size or one over it are taken as they are, without a copy.
 USUAL = 1e6

@@ -46,10 +46,9 @@ from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
-from otdd_flash.solver.units import largest
 
 
 @computes
