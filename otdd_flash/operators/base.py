@@ -146,11 +146,6 @@ class Certifiable(Protocol):
     """
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type of the potentials, float32 or float64."""
-        ...
-
-    @property
     def costs(self) -> CostFacts:
         """Facts of C; computing them may take long."""
         ...
@@ -188,11 +183,6 @@ class SelfCertifiable(Protocol):
     """
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type of the potentials, float32 or float64."""
-        ...
-
-    @property
     def costs(self) -> CostFacts:
         """Facts of C; computing them may take long."""
         ...
@@ -223,6 +213,11 @@ class SelfCertifiable(Protocol):
 
 class Operator(Certifiable, SelfCertifiable, Protocol):
     """A ground cost C (n, m) with masses a (n,) and b (m,)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the potentials, `costs.dtype`, which is known before the costs are."""
+        ...
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False

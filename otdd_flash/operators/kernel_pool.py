@@ -171,7 +171,7 @@ class PooledTerm:
         term: "xy", "xx" or "yy".
     """
 
-    dtype, costs = torch.float32, UNKNOWN
+    costs = UNKNOWN
 
     def __init__(self, pool: KernelPool, term: str) -> None:
         self._pool, (one, two) = pool, SIDES[term]

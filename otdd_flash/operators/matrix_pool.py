@@ -112,7 +112,6 @@ class MatrixTerm:
         pool: after `prepare`.
     """
 
-    dtype: torch.dtype = torch.float32
     costs: CostFacts = UNKNOWN
 
     def __init__(self, pool: MatrixPool) -> None:

@@ -369,7 +369,7 @@ class TorchTerm:
         own: whether rows are columns, and scores symmetric.
     """
 
-    dtype, costs = torch.float32, UNKNOWN
+    costs = UNKNOWN
 
     def __init__(
         self,

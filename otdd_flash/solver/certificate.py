@@ -208,7 +208,7 @@ def lowered_plan(
 
     Points without mass take the update.
     """
-    unit = torch.finfo(operator.dtype).eps / 2
+    unit = torch.finfo(operator.costs.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
     g = torch.sub(g, g.abs(), alpha=MARGIN * unit).double()
     return cross_plan(operator, f.double(), g, epsilon, accurate=accurate)
@@ -235,7 +235,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     factors, updated_rows = row_update(operator, plan)
     shift = epsilon * factors.log()
     f, g = plan.f + shift, plan.g
-    returned = f.to(operator.dtype), g.to(operator.dtype)
+    returned = f.to(operator.costs.dtype), g.to(operator.costs.dtype)
     both = torch.cat((sums.rows, sums.columns), -1)
     held = torch.cat((plan.f, g), -1).masked_fill_(plan.absent, 0)
     paid_before = dot(both, held)
@@ -281,7 +281,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
 def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
     """Bound a self term by the plan of one potential, of mass 1."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
-    returned, held = plan.f.to(operator.dtype), plan.f.masked_fill(plan.absent, 0)
+    returned, held = plan.f.to(operator.costs.dtype), plan.f.masked_fill(plan.absent, 0)
     growth = _growth(plan, rows, plan.errors, held - returned, epsilon)
     costs, errors = operator.own_costs(), plan.cost_errors
     if sums.cost_rounding:

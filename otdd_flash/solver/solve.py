@@ -162,7 +162,8 @@ class Budget:
         Raises:
             InputError: rounding alone exceeds the tolerance.
         """
-        self.tolerance = reachable_tolerance(self.options, floor, self.epsilon, operator.dtype)
+        given = self.options, floor, self.epsilon
+        self.tolerance = reachable_tolerance(*given, operator.costs.dtype)
 
     @property
     def settled(self) -> bool:
@@ -205,8 +206,8 @@ def begin(
         return approach(budget, operator)
     final = Levels.descending(torch.full((1,), budget.epsilon, dtype=torch.float64))
     if start is None:
-        return _constant(operator, budget.epsilon).to(operator.dtype), final, 0
-    return start.to(operator.dtype), final, 0 if form.symmetric else 0.0
+        return _constant(operator, budget.epsilon).to(operator.costs.dtype), final, 0
+    return start.to(operator.costs.dtype), final, 0 if form.symmetric else 0.0
 
 
 def _constant(operator: Operator, epsilon: float) -> Tensor:
@@ -250,7 +251,7 @@ def approach(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]
     """
     sample = draw_sample(operator) if budget.left() > 0 else None
     if sample is None:
-        nothing = torch.zeros_like(operator.b, dtype=operator.dtype)
+        nothing = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
         top = first_level(budget.epsilon, _scale(operator))
         return nothing, Levels.trying(budget.epsilon, top), 0.0
     top = first_level(budget.epsilon, _scale(operator), SAMPLED_TOP)

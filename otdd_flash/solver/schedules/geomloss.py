@@ -140,8 +140,8 @@ def box_diagonal(x: Tensor, y: Tensor) -> float:
 
 def _cross(operator: Operator, epsilons: list[float]) -> tuple[Tensor, Tensor]:
     """The last f (n,) and g (m,)."""
-    f = torch.zeros_like(operator.a, dtype=operator.dtype)
-    g = torch.zeros_like(operator.b, dtype=operator.dtype)
+    f = torch.zeros_like(operator.a, dtype=operator.costs.dtype)
+    g = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
     f, g = _updates(operator, f, g, epsilons[0])
     for epsilon in epsilons:
         new_f, new_g = _updates(operator, f, g, epsilon)
@@ -156,7 +156,7 @@ def _updates(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> tuple[
 
 def _self(operator: Operator, epsilons: list[float]) -> Tensor:
     """The last f (n,)."""
-    f = torch.zeros_like(operator.a, dtype=operator.dtype)
+    f = torch.zeros_like(operator.a, dtype=operator.costs.dtype)
     f = operator.softmin_self(f, epsilons[0])
     for epsilon in epsilons:
         f = (f + operator.softmin_self(f, epsilon)) / 2
