@@ -332,7 +332,7 @@ def _polished(plan: _Plan) -> _Plan:
 
 
 def connected(plan: _Plan) -> _Linked | None:
-    """Find the connected components of the links; None if all points are one group."""
+    """Find the groups that links of enough mass connect; None if all points are one group."""
     for share in LINKS:
         found = _linked(plan, -math.log(share))
         if found is None or int(found.columns.max()) < MOST_CONTRACTED:

@@ -146,7 +146,7 @@ class PlanGradient:
         (left, right), tiles = self._weighted_tiles(entries, potentials)
         # Factors that turn entries of the tiles into a_i e_ij b_j.
         of_rows, of_columns = a / left, b / right
-        # s_i = sum_j e_ij G_ij b_j and t_j = sum_i a_i e_ij G_ij.
+        # s_i = sum_j e_ij G_ij b_j and t_j = sum_i a_i e_ij G_ij, over `unit`.
         s, t = torch.empty_like(a), torch.zeros_like(b)
         for rows, e in tiles():
             weighted = e * (cotangent[rows] / unit)
