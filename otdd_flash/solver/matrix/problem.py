@@ -43,7 +43,7 @@ class MatrixProblem:
     """Costs C (n, m) between masses a and b; `prepare` makes one.
 
     Attributes:
-        source: where C comes from, on the device.
+        source: C, stored or computed in blocks, on the device.
         a: (n,) masses, float64, on the device.
         b: (m,) masses, likewise.
         compute: how passes run.
@@ -69,7 +69,7 @@ class MatrixProblem:
     ) -> MatrixProblem:
         """Check a matrix and its masses, and move them to the device.
 
-        Without `compute` that is where the costs are, in this precision.
+        Without `compute` that is the device of the costs, with this precision.
 
         Raises:
             InputError: no matrix, masses that do not fit it or do not sum to 1, or self costs that
@@ -134,7 +134,7 @@ class MatrixProblem:
 
     @cached_property
     def tiles(self) -> MatrixOperator:
-        """The cost in PyTorch, for what is asked of a solved plan."""
+        """The cost in PyTorch, for products with a solved plan."""
         return MatrixOperator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
 
     @cached_property
@@ -166,7 +166,7 @@ class MatrixProblem:
         return self._executed(self.self_tiles(name))
 
     def self_tiles(self, name: str) -> MatrixOperator:
-        """The cost of the self term "xx" or "yy", in PyTorch."""
+        """Return the cost of the self term "xx" or "yy", in PyTorch."""
         assert self.self_costs is not None
         side = ("xx", "yy").index(name)
         (matrix, errors), masses = self.self_costs[side], (self.a, self.b)[side]
@@ -181,7 +181,7 @@ class MatrixProblem:
         progress: SolverProgress | None = None,
         solved: Solved | None = None,
     ) -> Divergence:
-        """OT_epsilon, or with self costs S_epsilon.
+        """Solve for OT_epsilon, or with self costs for S_epsilon.
 
         Raises:
             InputError: epsilon or a tolerance is out of reach at this precision, a start of
@@ -226,7 +226,7 @@ class MatrixProblem:
         start: Potentials,
         progress: SolverProgress | None,
     ) -> TransportTerm | None:
-        """The term from recordings, or None where it needs another solve."""
+        """Solve by recorded CUDA graphs; return None where these do not apply."""
         if not (isinstance(options, Converged) and self.in_triton):
             return None
         # Triton may be missing where no kernel runs.
@@ -270,7 +270,7 @@ class MatrixProblem:
 
 
 def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
-    """An epsilon given as a multiple of the mean cost, in units of the cost.
+    """Convert an epsilon given as a multiple of the mean cost to units of the cost.
 
     Raises:
         InputError: the mean cost is not positive.
