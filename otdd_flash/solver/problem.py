@@ -23,6 +23,7 @@ from otdd_flash.solver.divergence import (
     Potentials,
     Pulled,
     Solved,
+    checked_start,
     solve_divergence,
     solve_identical,
 )
@@ -257,6 +258,11 @@ class Problem:
                     solved=solved,
                 )
         return divergence.widened(error)
+
+    def checked_start(self, start: Potentials | None) -> Potentials:
+        """Return potentials that a user starts from, see `divergence.checked_start`."""
+        x, y = self.request.seen
+        return checked_start(start, (len(x), len(y)), self.request.device)
 
     def cross_term(self, divergence: Divergence) -> TransportTerm:
         """The cross term for the cost itself, whose potentials have its terms of one side too."""
