@@ -29,7 +29,7 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import at_diameter
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, at_diameter
 from otdd_flash.solver.small.route import backend_of, is_small, solve_small
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
@@ -205,7 +205,8 @@ class Problem:
         """
         request = self.request
         x, y = request.seen
-        options = at_diameter(options, x.features, y.features)
+        if isinstance(options, GeomlossSchedule):
+            options = at_diameter(options, x.features, y.features)
         error = request.cost.error(x.dim)
         if error > MOST_GROWTH * self.epsilon:
             raise EpsilonOutOfRange(
