@@ -31,8 +31,8 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, at_diameter
 from otdd_flash.solver.small.route import backend_of, is_small, solve_small
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
+from otdd_flash.solver.term.tolerance import EpsilonOutOfRange
 
 Cloud = LabeledSamples | Tensor
 

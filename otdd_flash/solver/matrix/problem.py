@@ -35,8 +35,8 @@ from otdd_flash.solver.matrix.given import (
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
+from otdd_flash.solver.term.tolerance import EpsilonOutOfRange
 
 # What `matrix_transport` takes for costs.
 Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
