@@ -163,7 +163,7 @@ def sinkhorn_loss(
         divergence = problem.solve(
             options,
             debias=debias,
-            start=start,
+            start=problem.checked_start(start),
             solved=gradient if needs else None,
             pulled=gradient.pulled if needs else None,
         )

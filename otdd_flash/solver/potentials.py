@@ -116,6 +116,7 @@ def sinkhorn_potentials(
         *(labels_x, labels_y),
     )
     with torch.no_grad():
+        start = problem.checked_start(start)
         divergence = problem.solve(options, debias=False, start=start)
         report_convergence(divergence, options)
         with problem.request.within_memory():

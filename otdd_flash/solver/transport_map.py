@@ -125,6 +125,7 @@ def transport_map(
         *(labels_x, labels_y),
     )
     with torch.no_grad():
+        start = problem.checked_start(start)
         divergence = problem.solve(options, debias=False, start=start)
         report_convergence(divergence, options)
         term = divergence.xy

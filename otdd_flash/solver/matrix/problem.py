@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.checks import shown
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
@@ -20,8 +19,13 @@ from otdd_flash.operators.cost_blocks import AskedCosts, CostBlocks
 from otdd_flash.operators.ground import NO_OFFSET
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.real_numbers import real_tensor
-from otdd_flash.solver.divergence import Divergence, Potentials, Solved, solve_divergence
+from otdd_flash.solver.divergence import (
+    Divergence,
+    Potentials,
+    Solved,
+    checked_start,
+    solve_divergence,
+)
 from otdd_flash.solver.matrix.given import (
     SelfCosts,
     checked_masses,
@@ -31,8 +35,8 @@ from otdd_flash.solver.matrix.given import (
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
+from otdd_flash.solver.term.tolerance import EpsilonOutOfRange
 
 # What `matrix_transport` takes for costs.
 Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
@@ -199,7 +203,7 @@ class MatrixProblem:
                 "solver.bound_width is no goal where pairs are forbidden, as bounds are known at "
                 "the end alone; set solver.tolerance"
             )
-        start = self._checked_start(start or {})
+        start = checked_start(start, (len(self.a), len(self.b)), self.device)
         term = self._recorded(epsilon, options, start, progress)
         if term is not None:
             if solved is not None:
@@ -237,20 +241,6 @@ class MatrixProblem:
         return matrix_route.solve_recorded_matrix(
             self, epsilon, options, start=start, progress=progress
         )
-
-    def _checked_start(self, start: Potentials) -> Potentials:
-        sizes = {"xy": len(self.b), "xx": len(self.a), "yy": len(self.b)}
-        found = {}
-        for name, potential in start.items():
-            if name not in sizes:
-                raise InputError(f"start holds potentials by term, xy, xx or yy, got {name!r}")
-            given = real_tensor(f"start[{name!r}]", potential)
-            if given.shape != (sizes[name],) or not bool(given.isfinite().all()):
-                raise InputError(
-                    f"start[{name!r}] must hold {sizes[name]} finite numbers, got {shown(given)}"
-                )
-            found[name] = given.detach().to(self.device)
-        return found
 
     def _check_epsilon(self, epsilon: float) -> None:
         """Refuse an epsilon that costs cannot be divided by in their type."""

@@ -20,8 +20,8 @@ from otdd_flash.solver.matrix.problem import Costs, MatrixProblem, relative_to_m
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.epsilon import epsilon_given_as, refuse_both
 from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term.tolerance import epsilon_given_as, refuse_both
 
 # The most iterations for masses that admit no plan, and the most rows that a message names.
 INFEASIBLE_ITERATIONS, NAMED = 1, 5
