@@ -1,4 +1,8 @@
-"""What plans make of streamed points, block by block, put together where the points are."""
+"""Products of a plan with values computed from points, block by block where points are streamed.
+
+Values V are computed from the points of one side, block by block. So neither they nor a result as
+large as the points need be on the device at once: the result is assembled where its points are.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from otdd_flash.operators.plans import ALL
 
 
 class Assembled:
-    """Rows that come block by block, where the points are that they belong to.
+    """A result that is assembled block by block, on the device of its points.
 
     Args:
         points: (n, d).
@@ -42,12 +46,12 @@ class Assembled:
 
 
 def home_of(points: Points) -> torch.device:
-    """Where points are when they are not used."""
+    """Return the device on which all points are stored."""
     return (points.features if isinstance(points, HostPoints) else points).device
 
 
 def blocks_of(points: Points) -> Iterator[tuple[Cut, Tensor]]:
-    """Which points, and they (k, d) on the device: all at once, or block by block as they come."""
+    """Yield blocks of points: which ones, and the points (k, d) on the device."""
     if isinstance(points, Tensor):
         yield ALL.rows, points
         return
