@@ -175,8 +175,22 @@ class BlockSums(ABC):
 
     @property
     @abstractmethod
+    def first(self) -> BlockOperator:
+        """The operator of one pair of blocks, which says how those of all run."""
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of the potentials."""
+        return self.first.dtype
+
+    @property
+    def in_triton(self) -> bool:
+        return self.first.in_triton
+
+    @property
+    def packing(self) -> Packing | None:
+        """How blocks are packed; None where operators take points as they are, and no guess."""
+        return self.first.packing
 
     @abstractmethod
     def tiles(self, *, upper: bool = False, points: bool = False) -> Iterator[Tile]:
@@ -193,11 +207,6 @@ class BlockSums(ABC):
     def measured_tiles(self) -> Iterator[Tile]:
         """Yield the pairs of blocks that determine the errors of the costs."""
         return self.tiles(upper=self.cost.symmetric, points=True)
-
-    @property
-    @abstractmethod
-    def packing(self) -> Packing | None:
-        """How blocks are packed; None where operators take points as they are, and no guess."""
 
     def is_near(self, joined: Joined, guess: Tensor) -> bool:
         """Whether softmins are so near a guess that float32 holds the sums beside it."""
@@ -453,12 +462,8 @@ class BlockedOperator(BlockSums):
         return max(len(self._rows), len(self._columns))
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._first.operator.dtype
-
-    @property
-    def packing(self) -> Packing | None:
-        return self._first.operator.packing
+    def first(self) -> BlockOperator:
+        return self._first.operator
 
     def measured_tiles(self) -> Iterator[Tile]:
         self._measure()
@@ -478,12 +483,7 @@ class BlockedOperator(BlockSums):
             len(self.a[self._rows[0].rows]),
             len(self.b[self._columns[0].rows]),
         )
-        first = self._first.operator.backend
-        return f"{first}, points streamed in blocks of {height:,} x {width:,}"
-
-    @property
-    def in_triton(self) -> bool:
-        return self._first.operator.in_triton
+        return f"{self.first.backend}, points streamed in blocks of {height:,} x {width:,}"
 
     @cached_property
     def costs(self) -> CostFacts:
@@ -495,7 +495,7 @@ class BlockedOperator(BlockSums):
     @property
     def _rounds(self) -> bool:
         """Whether the operators of blocks have a refined form."""
-        return self._first.operator.refined is not self._first.operator
+        return self.first.refined is not self.first
 
     @property
     def refined(self) -> BlockedOperator:

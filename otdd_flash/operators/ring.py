@@ -23,7 +23,6 @@ from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Joined
 from otdd_flash.operators.cloud import normalised
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments
-from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
 from otdd_flash.operators.ring_pairs import RingPairs, RingShare
@@ -75,14 +74,6 @@ class RingPart(BlockSums):
     def additions(self) -> int:
         return len(self._own) * self._ranks.size
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._first.dtype
-
-    @property
-    def packing(self) -> Packing | None:
-        return self._first.packing
-
     def is_near(self, joined: Joined, guess: Tensor) -> bool:
         """Decide for all ranks at once: all repeat a pass, or none does."""
         if self.packing is None:
@@ -90,18 +81,18 @@ class RingPart(BlockSums):
         return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
 
     @property
-    def backend(self) -> str:
-        return f"{self._first.backend}, points in a ring"
+    def first(self) -> BlockOperator:
+        return self._first
 
     @property
-    def in_triton(self) -> bool:
-        return self._first.in_triton
+    def backend(self) -> str:
+        return f"{self.first.backend}, points in a ring"
 
     @property
     def refined(self) -> RingPart:
-        if self._first.refined is self._first:
+        if self.first.refined is self.first:
             return self
-        first, sides = refined_blocks(self._first, *self._sides)
+        first, sides = refined_blocks(self.first, *self._sides)
         given = self._ranks, self.cost, (sides[0], sides[1]), first, self._build
         return RingPart(*given, columns=self._columns, coarse=self)
 
@@ -115,7 +106,7 @@ class RingPart(BlockSums):
         points = _nowhere(self.cost, len(self.a)), _nowhere(self.cost, len(columns))
         part = self.cost.part(EVERY, columns, points)
         sides = own, other.some(columns)
-        return RingPart(self._ranks, part, sides, self._first, self._build, columns=False)
+        return RingPart(self._ranks, part, sides, self.first, self._build, columns=False)
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Return sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""

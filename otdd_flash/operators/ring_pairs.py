@@ -21,7 +21,6 @@ from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.operators.blocked import FAR, BlockOperator, BlockSums, Build, Tile
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.owned import Rows
-from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.ring_blocks import RingBlocks, count_of, refined_blocks
 from otdd_flash.operators.self_share import BlockShare
 
@@ -74,12 +73,8 @@ class RingPairs(BlockSums):
         return 2 * self._ranks.size
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self._first.dtype
-
-    @property
-    def packing(self) -> Packing | None:
-        return self._first.packing
+    def first(self) -> BlockOperator:
+        return self._first
 
     @property
     def refined(self) -> RingPairs:

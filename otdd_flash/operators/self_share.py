@@ -26,7 +26,7 @@ from torch import Tensor
 
 from otdd_flash.distributed.exchange import added
 from otdd_flash.operators.base import Epsilon, Marginals
-from otdd_flash.operators.blocked import BlockSums, Build, Tile
+from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Tile
 from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.packed_blocks import There
@@ -151,13 +151,8 @@ class FoldedPairs(BlockSums):
                 self._tiles.append(self.tile((one, later)))
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64
-
-    @property
-    def packing(self) -> None:
-        """Points are taken as they are."""
-        return
+    def first(self) -> BlockOperator:
+        return self._tiles[0].operator
 
     @property
     def additions(self) -> int:
