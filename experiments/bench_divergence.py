@@ -37,9 +37,9 @@ from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
 from otdd_flash import Converged, NotConvergedWarning, sinkhorn_loss
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient

@@ -40,7 +40,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from experiments.environment import RESULTS
 from experiments.rows import Rows
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.hessian import DivergenceCurvature
 from otdd_flash.solver.problem import Problem

@@ -46,9 +46,9 @@ from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
 from otdd_flash import Converged, NotConvergedWarning, sinkhorn_loss
+from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.files.atomic import write_text
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.solver.problem import Problem
 
 SIZES = tuple((n, d) for n in (50_000, 20_000, 5_000) for d in (1024, 512, 64))

@@ -29,11 +29,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import mass_per_class
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
 from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
-from otdd_flash.operators.cloud import mass_per_class
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient

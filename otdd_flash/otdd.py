@@ -18,6 +18,8 @@ import time
 from dataclasses import replace
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import shared_since, sharing_from_here
 from otdd_flash.eager import computes
@@ -33,8 +35,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import mean_cost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.eager import computes
@@ -59,8 +61,7 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
-from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import mean_cost
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from otdd_flash.arguments import takes
 from otdd_flash.contributions import Contributions, contributions_of
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.eager import computes
@@ -34,14 +36,7 @@ from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
-from otdd_flash.operators.build import (
-    Compute,
-    ComputeOptions,
-    CostInputs,
-    build_operator,
-    mean_cost,
-)
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import CostInputs, build_operator, mean_cost
 from otdd_flash.operators.request import Request
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.real_numbers import real_tensor

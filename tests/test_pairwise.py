@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import ComparedPair, PairwiseResult, pairwise_distances
 from otdd_flash.samples import LabeledSamples

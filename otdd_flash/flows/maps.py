@@ -21,13 +21,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import less_origin
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
-from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.origins import less_origin
+from otdd_flash.operators.build import CostInputs, build_operator
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.class_table import ClassBlocks
+from otdd_flash.cost.points import mass_per_class, squared_distances, squared_norms, weighted_mean
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity
@@ -35,9 +37,6 @@ from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
 from otdd_flash.operators.build import class_indices
-from otdd_flash.operators.class_table import ClassBlocks
-from otdd_flash.operators.cloud import mass_per_class
-from otdd_flash.operators.float64_rows import squared_distances, squared_norms, weighted_mean
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
 from otdd_flash.solver.divergence import Divergence, report_convergence

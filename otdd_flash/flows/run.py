@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Count, Positive, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
@@ -68,8 +70,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import mean_cost
 from otdd_flash.operators.request import Request, check_comparable
 from otdd_flash.samples import LabeledSamples, all_finite
 from otdd_flash.solver.problem import SIDES

@@ -2,107 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from otdd_flash.arguments import Backend, DeviceName, Precision, check_fields, memory
-from otdd_flash.devices import check_triton, is_amd
-from otdd_flash.distributed.ranks import Ranks, ranks_of
+from otdd_flash.cost.compute import ComputeOptions, scores_fit, uses_triton
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.host_points import HostPoints, Streaming
+from otdd_flash.cost.points import Cloud, LabelledCost, Points
+from otdd_flash.cost.remembered import forget, remembered
+from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.cloud import Cloud
-from otdd_flash.operators.float64_rows import Points
-from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.host_points import HostPoints, Streaming
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.memory import (
-    UNASKED,
-    budget_in_bytes,
-    free_memory,
-    readable_bytes,
-    stated_budget,
-)
-from otdd_flash.operators.remembered import forget, remembered
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.operators.streamed import StreamedOperator
+from otdd_flash.operators.streamed import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU, StreamedOperator
+from otdd_flash.operators.tiled import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
 from otdd_flash.samples import LabeledSamples
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # What costs keep of samples by this name.
 CLOUD = "cloud"
-
-
-@dataclass(frozen=True)
-class ComputeOptions:
-    """The device, precision, backend and memory of passes.
-
-    Args:
-        device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
-        backend: `auto` (Triton on NVIDIA cards but in double precision), `torch` or `triton`.
-        precision: `fast` iterates on points rounded to float16 and ends on the original ones, in
-            Triton, but where float16 holds them; `high` is float32-like throughout, as both are in
-            PyTorch; `double` is float64.
-        memory_budget: bytes that stored scores may take in PyTorch, and that points with all that
-            is made of them may take on the device before they are streamed: `auto` (half of free
-            memory, and all of it) or `4GiB`; of each process.
-        group: processes that share every pass: a group of `torch.distributed`, or "world" for its
-            default group, where all of them call, each with its shards of the datasets; or what
-            `otdd.led` gives. None: this process alone.
-    """
-
-    device: DeviceName = "auto"
-    backend: Backend = "auto"
-    precision: Precision = "fast"
-    memory_budget: str | int = "auto"
-    group: ProcessGroup | Ranks | str | None = field(default=None, repr=False, compare=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A group is of this process.
-        return self.settings | {"group": None}
-
-    def __post_init__(self) -> None:
-        check_fields(self, memory_budget=memory)
-        stated_budget(self.memory_budget)
-        if self.group is not None and self.device.startswith("cuda:"):
-            raise InputError(
-                f"device={self.device} names one card for all processes of compute.group; let each "
-                "call torch.cuda.set_device, and take device=cuda"
-            )
-
-    @classmethod
-    def of(cls, given: Compute | None) -> ComputeOptions:
-        """Return the options as they are, or the defaults on a named device."""
-        if isinstance(given, ComputeOptions):
-            return given
-        return cls() if given is None else cls(str(given))
-
-    @property
-    def alone(self) -> ComputeOptions:
-        """Return the options for this process alone, as results keep them."""
-        return replace(self, group=None)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All options but the group, for files."""
-        return {key.name: getattr(self, key.name) for key in fields(self) if key.compare}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of scores and potentials."""
-        return torch.float64 if self.precision == "double" else torch.float32
-
-
-# What entry points take for `compute`: `ComputeOptions.of` makes them.
-Compute = ComputeOptions | str | torch.device
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,46 +171,67 @@ def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
         )
 
 
-def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
-    """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
-    cuda, double = device.type == "cuda", compute.precision == "double"
-    fitting = cuda and not is_amd(device) and not double
-    if compute.backend == "torch" or (compute.backend == "auto" and not fitting):
-        return False
-    if double:
-        raise InputError("backend=triton has no double precision; use backend=torch or auto")
-    if not cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InputError(
-            f"backend=triton needs a CUDA device, got device={device}; use backend=torch or auto"
-        )
-    check_triton(device)
-    return True
-
-
-def scores_fit(
-    shape: tuple[int, int], dtype: torch.dtype, compute: ComputeOptions, device: torch.device
-) -> bool:
-    """Decide whether scores (n, m) may be stored in a type.
-
-    Raises:
-        InputError: the budget allows them, but the memory is not free.
-    """
-    size = shape[0] * shape[1] * dtype.itemsize
-    if compute.memory_budget == "auto":
-        return size <= UNASKED or size <= budget_in_bytes("auto", device)
-    if size > budget_in_bytes(compute.memory_budget, device):
-        return False
-    if size > UNASKED and size > (free := free_memory(device)):
-        raise InputError(
-            f"memory_budget={compute.memory_budget} lets the scores be stored, but they take "
-            f"{readable_bytes(size)} and {readable_bytes(free)} are free on {device}; use "
-            "memory_budget=auto, which streams them then"
-        )
-    return True
-
-
 def class_indices(samples: LabeledSamples) -> Tensor:
     """The labels; unlabelled data are one class."""
     if samples.labels is not None:
         return samples.labels
     return torch.zeros(len(samples), dtype=torch.int64, device=samples.features.device)
+
+
+class CostSize(NamedTuple):
+    """The size of a cost between labelled clouds.
+
+    Attributes:
+        n: points of the rows.
+        m: points of the columns.
+        dim: of the points.
+        classes: of the rows.
+        symmetric: whether both sides are one cloud.
+    """
+
+    n: int
+    m: int
+    dim: int
+    classes: int
+    symmetric: bool
+
+    @property
+    def points(self) -> int:
+        """Points that are held, once each."""
+        return self.n if self.symmetric else self.n + self.m
+
+    def __str__(self) -> str:
+        return f"{self.n:,} x {self.m:,} points of dimension {self.dim:,}"
+
+
+def kernel_bytes(size: CostSize) -> int:
+    """Bytes of a `KernelOperator` and of the pass that takes most.
+
+    Two float16 parts of every coordinate, and a block of the plan, which points of few coordinates
+    do without, or for a self term the sums of each block of rows.
+    """
+    # Triton, which these need, is not everywhere.
+    from otdd_flash.kernels.passes.fused_product import HELD_COORDINATES
+    from otdd_flash.kernels.passes.plan_blocks import BLOCK_HEIGHT, BLOCK_WIDTH
+    from otdd_flash.kernels.passes.symmetric_step import STRIPE_BYTES
+    from otdd_flash.kernels.tiling import BLOCK_ROWS
+
+    n, m = size.n, size.m
+    coordinates = 2 * 2 * size.points * (-(-size.dim // 8) * 8)
+    in_blocks = size.dim > HELD_COORDINATES
+    plan = 2 * min(n, BLOCK_HEIGHT) * min(m, BLOCK_WIDTH) if in_blocks else 0
+    sums = min(4 * (n // BLOCK_ROWS) * n, STRIPE_BYTES) if size.symmetric else 0
+    return coordinates + max(plan, sums)
+
+
+def streamed_bytes(size: CostSize, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of a `StreamedOperator`: centred points, the bias table, a block and a tile of scores.
+
+    The bias table is made in float64, of two terms, before there are any scores.
+    """
+    cpu = device.type == "cpu"
+    scores, bias = size.n * size.m, size.classes * size.m
+    block = min(scores, BLOCK_ELEMENTS_CPU if cpu else BLOCK_ELEMENTS_GPU)
+    tile = min(scores, TILE_ELEMENTS_CPU if cpu else TILE_ELEMENTS_GPU)
+    points = dtype.itemsize * size.points * size.dim
+    return points + max(2 * 8 * bias, dtype.itemsize * (bias + block + tile))

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.kernel_pool import PooledVectors
 from otdd_flash.operators.score_pool import UNKNOWN, Pool, Room
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present

@@ -15,29 +15,23 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from otdd_flash.devices import check_one_device, resolve_device
-from otdd_flash.dimensions import check_same_dimension
-from otdd_flash.distributed.ranks import ranks_of
-from otdd_flash.errors import InputError
-from otdd_flash.features.file_features import FileFeatures
-from otdd_flash.operators.build import (
-    ComputeOptions,
-    CostInputs,
-    forget_cloud,
-    operator_bytes,
-    points_of,
-)
-from otdd_flash.operators.float64_rows import Points
-from otdd_flash.operators.footprint import CostSize
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.host_points import Streaming
-from otdd_flash.operators.memory import (
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.host_points import Streaming
+from otdd_flash.cost.memory import (
     UNASKED,
     check_memory,
     free_memory,
     stated_budget,
     within_memory,
 )
+from otdd_flash.cost.points import Points
+from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.distributed.ranks import ranks_of
+from otdd_flash.errors import InputError
+from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.operators.build import CostInputs, CostSize, forget_cloud, operator_bytes, points_of
 from otdd_flash.samples import LabeledSamples, check_squares
 
 T = TypeVar("T")

@@ -20,15 +20,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts, CostRange
+from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.numbers import Numbers, clamp, constant
 from otdd_flash.engine.recording import run_branches
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.segments import PassErrors
-from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
+from otdd_flash.operators.base import Certifiable
 from otdd_flash.operators.few_vectors import MEMORY
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 from otdd_flash.operators.stored import StoredOperator
 
 # What terms of a pool tell of their costs: the facts themselves are in `Pool.cross` and `Pool.own`.
@@ -336,7 +337,7 @@ class ScorePool(Pool):
         )
 
     def _symmetrize(self) -> None:
-        """Make the class costs of self terms symmetric, as `operators.class_table` says."""
+        """Make the class costs of self terms symmetric, as `cost.class_table` says."""
         given = self.class_distances
         if given.shape[1] == 1:
             # One class at no distance from itself: there is no table.

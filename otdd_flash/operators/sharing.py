@@ -11,23 +11,18 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.compute import ComputeOptions, uses_triton
+from otdd_flash.cost.host_points import Streaming
+from otdd_flash.cost.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
+from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.block_tiles import BlockOperator
 from otdd_flash.operators.block_tiles import Build as BlockBuild
-from otdd_flash.operators.build import (
-    ComputeOptions,
-    CostInputs,
-    class_indices,
-    operator_alone,
-    uses_triton,
-)
-from otdd_flash.operators.host_points import Streaming
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.lattice import lattice_of
-from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
+from otdd_flash.operators.build import CostInputs, class_indices, operator_alone
 from otdd_flash.operators.owned import Owned
 from otdd_flash.operators.parts import FIRST, Build, Facts, Parts, facts
 from otdd_flash.operators.ring import ring_parts

@@ -21,14 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import (
-    Applied,
-    CostFacts,
-    CostRange,
-    Epsilon,
-    Execution,
-    Marginals,
-)
+from otdd_flash.cost.facts import CostFacts, CostRange
+from otdd_flash.operators.base import Applied, Epsilon, Execution, Marginals
 from otdd_flash.operators.one_segment import TorchSegment
 
 LOG2_E = math.log2(math.e)

@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
@@ -35,8 +37,6 @@ from otdd_flash.labels import (
     measure_classes,
     metric_of,
 )
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.request import Request
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult

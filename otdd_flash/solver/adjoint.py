@@ -22,10 +22,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import equal_masses
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import build_operator
-from otdd_flash.operators.labelled_cost import equal_masses
 from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.dense_plan import dense_plan

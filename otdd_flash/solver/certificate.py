@@ -20,20 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts, larger, lesser
 from otdd_flash.engine.evidence import oscillation, primal
 from otdd_flash.engine.evidence.dual import dual_value
 from otdd_flash.engine.evidence.perturbed_costs import growth as growth_of
 from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, outwards
 from otdd_flash.engine.evidence.primal import Filling, dot
-from otdd_flash.operators.base import (
-    Certifiable,
-    CostFacts,
-    Epsilon,
-    Marginals,
-    Operator,
-    larger,
-    lesser,
-)
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import array, optional
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
-from otdd_flash.operators.build import Compute, ComputeOptions
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.solver.divergence import Divergence, Potentials, report_convergence
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule

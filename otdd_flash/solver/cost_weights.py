@@ -17,8 +17,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import less_origin
 from otdd_flash.operators.build import class_indices
-from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.plan import Factors
 from otdd_flash.solver.adjoint import Entries
 from otdd_flash.solver.centred import mean_near

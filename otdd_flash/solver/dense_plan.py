@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from otdd_flash.cost.memory import holds, stated_budget
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.memory import holds, stated_budget
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.solver.direct import is_small
 

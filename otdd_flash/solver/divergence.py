@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
+from otdd_flash.cost.ground import NO_OFFSET, Offset
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import shortfall

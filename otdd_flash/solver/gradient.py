@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import Tensor
 
+from otdd_flash.cost.ground import SHARES
+from otdd_flash.cost.points import squared_norms
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.float64_rows import squared_norms
-from otdd_flash.operators.ground import SHARES
 from otdd_flash.solver.divergence import Pulled
 from otdd_flash.solver.groups import Groups, report_groups, settled_points
 from otdd_flash.solver.problem import Problem

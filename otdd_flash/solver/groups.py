@@ -32,8 +32,8 @@ from scipy.sparse.csgraph import shortest_path
 from scipy.special import logsumexp
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.matrix import CostSource
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.group_flows import (

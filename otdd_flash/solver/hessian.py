@@ -10,10 +10,11 @@ from torch import Tensor
 
 from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
 from otdd_flash.checks import shown
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
-from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import CostInputs
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
 from otdd_flash.solver.divergence import Divergence, Potentials, report_convergence

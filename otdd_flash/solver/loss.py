@@ -9,10 +9,10 @@ from torch import Tensor
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor
+from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import Compute
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient

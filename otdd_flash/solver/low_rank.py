@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.memory import holds
+from otdd_flash.cost.memory import holds
 
 # Vectors that are drawn, at the most, and rows to each of them at the least.
 RANK, ROWS_PER_VECTOR = 256, 4

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import less_origin
 from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.plan import Plan
 from otdd_flash.solver.directions import ALL, Directions, Part, Points
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
+from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
-from otdd_flash.operators.build import Compute
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.solver.adjoint import Entries, potentials_everywhere
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.divergence import Potentials, report_convergence

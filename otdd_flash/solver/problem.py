@@ -9,12 +9,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.class_table import ClassBlocks
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import NO_OFFSET, GroundCost
 from otdd_flash.errors import InputError
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
-from otdd_flash.operators.class_table import ClassBlocks
-from otdd_flash.operators.ground import NO_OFFSET, GroundCost
+from otdd_flash.operators.build import CostInputs, build_operator
 from otdd_flash.operators.request import Pair, Request, check_comparable
 from otdd_flash.samples import LabeledSamples, largest_entry, same_content
 from otdd_flash.solver.divergence import (

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
-from otdd_flash.operators.build import Compute, ComputeOptions
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
 

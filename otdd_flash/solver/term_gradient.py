@@ -34,10 +34,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import Cut, LessOrigin, less_origin
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.operators.build import CostInputs, class_indices
-from otdd_flash.operators.labelled_cost import Cut
-from otdd_flash.operators.origins import LessOrigin, less_origin
 from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.plan_blocks import Assembled, PlanBlock, blocks_of, plan_blocks
 from otdd_flash.solver.term.result import TransportTerm

@@ -29,12 +29,13 @@ from torch import Tensor
 
 from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
 from otdd_flash.checks import optional, shown, tensor
+from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import less_origin
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
-from otdd_flash.operators.build import Compute, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.origins import less_origin
+from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.plan import Factors, Plan, StreamedPlan
 from otdd_flash.solver.adjoint import Entries, check_sums, potentials_everywhere
 from otdd_flash.solver.centred import mean_near

@@ -19,14 +19,18 @@ from problems import DEVICE, LAMBDA_X, LAMBDA_Y, Case, Problem, problem_of
 from rank_pool import pool
 from torch import Tensor
 
+from otdd_flash.cost import matrix as cost_matrix
+from otdd_flash.cost import points as cost_points
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.features.file_features import features_file
 from otdd_flash.kernels.passes import plan_blocks, symmetric_step
 from otdd_flash.operators import (
     blocked,
-    cost_blocks,
     cost_tiles,
-    float64_rows,
     kernel,
     plan,
     request,
@@ -36,10 +40,7 @@ from otdd_flash.operators import (
     whole_points,
 )
 from otdd_flash.operators import matrix as given_matrix
-from otdd_flash.operators.base import CostFacts, Marginals, refined
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.cost_blocks import CostBlocks
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.base import Marginals, refined
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
@@ -57,8 +58,8 @@ SMALL: list[tuple[Any, str, Any]] = [
     (tiled, "TILE_ELEMENTS_CPU", 300),
     (given_matrix, "TILE_ELEMENTS_CPU", 300),
     (given_matrix, "EXACT_ELEMENTS_CPU", 150),
-    (cost_blocks, "BLOCK_ENTRIES_CPU", 500),
-    (float64_rows, "CHUNK_ELEMENTS_CPU", 60),
+    (cost_matrix, "BLOCK_ENTRIES_CPU", 500),
+    (cost_points, "CHUNK_ELEMENTS_CPU", 60),
     (blocked, "LEAST_POINTS", 30),
     (kernel, "MANY_SCORES", 1),
     (plan, "BLOCK_CPU", 200),

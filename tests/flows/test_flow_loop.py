@@ -9,6 +9,7 @@ import torch
 from small_flows import CPU, DOUBLE, TIGHT, blobs, flow, rough_flow, setting_of
 
 import otdd_flash as otdd
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.flows.functionals import Norm, WeightedFunctional
 from otdd_flash.flows.history import Recorder, StepRecord
@@ -16,7 +17,6 @@ from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.flows.objective import TargetDivergence
 from otdd_flash.flows.run import report_convergence
 from otdd_flash.operators import build
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.samples import LabeledSamples
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)

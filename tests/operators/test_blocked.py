@@ -11,10 +11,11 @@ from live_bytes import LiveBytes
 from safetensors.torch import save_file
 
 import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.operators import blocked, request
 from otdd_flash.operators.blocked import BlockedOperator
-from otdd_flash.operators.build import ComputeOptions, build_operator
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.request import Request
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

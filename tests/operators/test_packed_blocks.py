@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.host_points import Tally
 from otdd_flash.kernels.passes import plan_marginals
 from otdd_flash.operators import blocked, packed_blocks, request
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.blocked import BlockedOperator
-from otdd_flash.operators.build import ComputeOptions, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.host_points import Tally
+from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.request import Request
 

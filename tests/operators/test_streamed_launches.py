@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.operators import blocked, request
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.blocked import BlockedOperator
-from otdd_flash.operators.build import ComputeOptions, build_operator
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import build_operator
 from otdd_flash.operators.request import Request
 
 pytestmark = [

@@ -98,12 +98,12 @@ def test_all_ranks_hear_why_nothing_came_of_it() -> None:
 
 def short_of_memory() -> Any:
     """A rank on which the scores do not fit, though the budget says so."""
-    from otdd_flash.operators import build
+    from otdd_flash.cost import compute
 
     with pytest.MonkeyPatch.context() as patched:
         if torch.distributed.get_rank() == 1:
-            patched.setattr(build, "UNASKED", 0)
-            patched.setattr(build, "free_memory", lambda device: 1)
+            patched.setattr(compute, "UNASKED", 0)
+            patched.setattr(compute, "free_memory", lambda device: 1)
         return lead(distance)
 
 

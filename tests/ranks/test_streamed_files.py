@@ -14,11 +14,11 @@ from rank_pool import lead, pool
 from test_shared_distance import EPSILON, datasets
 
 import otdd_flash as otdd
+from otdd_flash.cost.host_points import Streaming
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import FeatureFile
 from otdd_flash.operators import blocked, request, sharing
-from otdd_flash.operators.host_points import Streaming
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

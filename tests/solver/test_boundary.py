@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.cost import memory
 from otdd_flash.errors import InputError
-from otdd_flash.operators import build, memory
+from otdd_flash.operators import build
 from otdd_flash.operators.cost_tiles import CentredProducts
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.torch_pool import TorchPool, TorchTerm

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from refusals import Refusals
 from torch import Tensor
 
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.operators.build import ComputeOptions
+from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, matrix_route

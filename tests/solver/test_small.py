@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.engine.recording import Recorded
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem

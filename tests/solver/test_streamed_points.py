@@ -14,7 +14,8 @@ from live_bytes import LiveBytes
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.operators import blocked, host_points, request
+from otdd_flash.cost import host_points
+from otdd_flash.operators import blocked, request
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import cross_gradient

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.class_table import ClassBlocks
 from otdd_flash.flows.modes.base import Evaluation, Mode, beside, per_mass, require_moments
 from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.flows.stepping import Batch
@@ -35,7 +36,6 @@ from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.labels.table import class_names
-from otdd_flash.operators.class_table import ClassBlocks
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.term_gradient import Needs
 

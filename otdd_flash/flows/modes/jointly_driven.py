@@ -34,6 +34,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.memory import free_memory, readable_bytes
 from otdd_flash.errors import InputError
 from otdd_flash.flows.modes.base import Evaluation, Mode, beside, per_mass, require_moments
 from otdd_flash.flows.objective import FlowSetting, TargetDivergence
@@ -43,8 +45,6 @@ from otdd_flash.labels.classes import pool
 from otdd_flash.labels.gaussian import fidelities, reduced_factors
 from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
 from otdd_flash.labels.pairs import all_pairs, chunk_size, symmetric_table
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.memory import free_memory, readable_bytes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
+from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.build import Compute
-from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.groups import Groups, report_groups, settled_matrix
 from otdd_flash.solver.matrix.problem import MatrixProblem

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
+from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
-from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.adjoint import Entries, held_plan
 from otdd_flash.solver.divergence import Potentials, report_convergence

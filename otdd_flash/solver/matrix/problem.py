@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from otdd_flash.checks import shown
+from otdd_flash.cost.compute import Compute, ComputeOptions, scores_fit, uses_triton
+from otdd_flash.cost.ground import NO_OFFSET
+from otdd_flash.cost.matrix import AskedCosts, CostBlocks, MatrixFacts, matrix_facts
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import Compute, ComputeOptions, scores_fit, uses_triton
-from otdd_flash.operators.cost_blocks import AskedCosts, CostBlocks
-from otdd_flash.operators.ground import NO_OFFSET
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
-from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.divergence import Divergence, Potentials, Solved, solve_divergence
 from otdd_flash.solver.matrix.given import (

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from otdd_flash.arguments import takes
 from otdd_flash.checks import array, shown
+from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
-from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import array, optional
+from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
-from otdd_flash.operators.build import Compute
 from otdd_flash.solver.divergence import Divergence, Potentials, Solved, report_convergence
 from otdd_flash.solver.matrix.forbidden import short_rows, upper_bound
 from otdd_flash.solver.matrix.problem import Costs, MatrixProblem, relative_to_mean

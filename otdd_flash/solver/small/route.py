@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.compute import ComputeOptions, uses_triton
+from otdd_flash.cost.memory import UNASKED, budget_in_bytes, free_memory
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import ComputeOptions, uses_triton
-from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory
 from otdd_flash.operators.request import Request
 from otdd_flash.operators.score_pool import Room, ScorePool
 from otdd_flash.solver.divergence import Potentials, Pulled, Solved

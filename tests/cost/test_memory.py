@@ -9,17 +9,19 @@ import pytest
 import torch
 from live_bytes import peak
 
-from otdd_flash.errors import InputError
-from otdd_flash.operators import float64_rows, memory, segment_tiles
-from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
-from otdd_flash.operators.float64_rows import (
+from otdd_flash.cost import memory
+from otdd_flash.cost import points as cost_points
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.memory import check_memory, free_memory, shortage
+from otdd_flash.cost.points import (
     CHUNK_ELEMENTS_CPU,
     CHUNK_ELEMENTS_GPU,
     squared_norms,
 )
-from otdd_flash.operators.footprint import CostSize, kernel_bytes
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.memory import check_memory, free_memory, shortage
+from otdd_flash.errors import InputError
+from otdd_flash.operators import segment_tiles
+from otdd_flash.operators.build import CostInputs, CostSize, build_operator, kernel_bytes
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
@@ -196,10 +198,10 @@ def test_a_failed_allocation_is_told_in_numbers(
 def test_a_row_that_is_longer_than_a_chunk_is_taken_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 12)
+    monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_CPU", 12)
     for dim, sizes in ((4, [3, 2]), (12, [1] * 5), (13, [1] * 5)):
         points = torch.arange(5.0 * dim).view(5, dim)
-        seen = [(rows, some.clone()) for rows, some in float64_rows.in_float64(points)]
+        seen = [(rows, some.clone()) for rows, some in cost_points.in_float64(points)]
         assert [len(some) for _, some in seen] == sizes
         assert torch.equal(torch.cat([some for _, some in seen]), points.double())
 

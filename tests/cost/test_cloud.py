@@ -8,9 +8,10 @@ import pytest
 import torch
 from other_device import OTHER, OtherDevice
 
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.operators import request as request_module
-from otdd_flash.operators.build import ComputeOptions, CostInputs
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.build import CostInputs
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 
