@@ -8,11 +8,12 @@ import pytest
 import torch
 from single_problems import InTriton, draw, problem
 
+from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 
-SOLVES = {own: partial(solve_term, name="xx" if own else "xy") for own in (False, True)}
+SOLVES = {own: partial(solve_term, form=SELF if own else CROSS) for own in (False, True)}
 
 
 @pytest.mark.parametrize(("symmetric", "in_triton"), [(False, False), (True, False), (False, True)])

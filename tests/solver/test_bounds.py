@@ -18,6 +18,7 @@ from torch import Tensor
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.points import LabelledCost
+from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
@@ -171,7 +172,7 @@ def check_term(problem: Problem, refusals: Refusals, own: bool) -> None:
             operator,
             epsilon,
             problem.options,
-            name="xx" if own else "xy",
+            SELF if own else CROSS,
             start=start,
         )
     )
