@@ -17,7 +17,7 @@ Users may change tensors in place, and datasets may fill the memory, so nothing 
 is asked for something that reads the content.
 
 `samples` uses `fingerprint` and a mark; `otdd`, `result`, `flows.run` and `flows.result` use
-`Unchanged`; `solver.problem`, `solver.solved_gradient`, `cost.remembered`,
+`Unchanged`; `operators.comparison`, `solver.solved_gradient`, `cost.remembered`,
 `operators.sharing`, `distributed.copies` and `distributed.ranks` use marks;
 `extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint` digests must raise
 VERSION, because saved results hold fingerprints, and studies (`study.setup`) and checkpoints

@@ -35,15 +35,14 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.operators.build import mean_cost
-from otdd_flash.operators.request import Request, check_comparable
+from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.shards import takes_shards
 from otdd_flash.solver.divergence import report_convergence
-from otdd_flash.solver.problem import SIDES, Problem, terms_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 from otdd_flash.solver.term.result import SolverProgress
 
@@ -129,45 +128,42 @@ def dataset_distance(
     # after a change in place.
     unchanged = Unchanged.of(source, target)
     # Checked before class distances, which may take longer than everything else.
-    pairs = terms_of(debias=debias)
-    request = Request.prepare((source, target), cost, compute, pairs=pairs)
+    comparison = Comparison.prepare((source, target), cost, compute, debias=debias)
 
     # The result reports how ranks shared the work from here on.
     before, started = sharing_from_here(compute.group), time.perf_counter()
     if class_statistics is not None:
         one, other = class_statistics
         # Moved to the device and transformed as the ground cost takes points, as both datasets are.
-        class_statistics = request.see(one), request.see(other)
-    x, y = request.seen
+        class_statistics = comparison.see(one), comparison.see(other)
+    x, y = comparison.seen
     # Only a Sinkhorn metric without an epsilon of its own changes: it gets one here.
-    metric = settled_metric(metric, epsilon, class_statistics or (x, y), request.streaming)
+    metric = settled_metric(metric, epsilon, class_statistics or (x, y), comparison.streaming)
     table = measure_classes(
         x,
         y,
         # Points that are streamed are in the memory of this process alone, which then measures
         # without the other ranks.
-        measured_by_ranks(metric, None if request.streaming else compute.group),
+        measured_by_ranks(metric, None if comparison.streaming else compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,
     )
     measured = time.perf_counter()
-
-    def mean() -> float:
-        return mean_cost(request.inputs(SIDES["xy"], table.xy))
-
+    comparison = comparison.with_classes(table.full)
     # The mean is computed unless `epsilon` is given, and for the advice of an error.
-    key, given, used = settled_epsilon(epsilon, epsilon_relative, mean)
+    key, given, used = settled_epsilon(epsilon, epsilon_relative, comparison.mean_cost)
+    scale = cost.standardized(source.dim)
     # An epsilon out of range is reported under the name and in the unit that the user gave.
-    with epsilon_of_datasets(key, given, used, mean, cost.standardized(source.dim)):
-        problem = Problem(request, used, table.full)
-        divergence = problem.solve(options, debias=debias, progress=progress)
+    with epsilon_of_datasets(key, given, used, comparison.mean_cost, scale):
+        comparison = comparison.at(used)
+        divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
     seconds = {
         "class_distances": measured - started,
         "solve": time.perf_counter() - measured,
     }
-    streaming = request.streaming
+    streaming = comparison.streaming
     return DistanceResult(
         source,
         target,
@@ -179,7 +175,7 @@ def dataset_distance(
         method=metric.name,
         labels_epsilon=getattr(metric, "epsilon", None),
         seconds=seconds,
-        request=replace(request, compute=compute.alone),
+        comparison=replace(comparison, compute=compute.alone),
         shared=shared_since(before, compute.group),
         streamed=None if streaming is None else streaming.tally.summary(seconds["solve"]),
         unchanged=unchanged,

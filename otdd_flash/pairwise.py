@@ -4,8 +4,8 @@
 
 A self term depends on one dataset and its block of W alone. So K datasets take K self terms and K
 (K - 1) / 2 cross terms, and the table W over all their classes is measured once.
-`pairwise_distances` is public, and no module of this package calls it; it uses the same request,
-problem and solver as `otdd.dataset_distance`. A change must keep every number equal to that of
+`pairwise_distances` is public, and no module of this package calls it; it uses the same comparison
+and solver as `otdd.dataset_distance`. A change must keep every number equal to that of
 `dataset_distance` for the same two datasets and epsilon, also if several ranks solve the terms, so
 that results of both can be compared.
 
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
 from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.facts import Pair
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
@@ -61,16 +62,15 @@ from otdd_flash.labels import (
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
-from otdd_flash.operators.build import mean_cost
-from otdd_flash.operators.request import Pair, Request, check_comparable
+from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 from otdd_flash.solver.term.result import largest_tolerance
 
@@ -148,24 +148,24 @@ def pairwise_distances(
     if class_distances is None:
         notice_single_samples(sides, metric)
     # Checked before class distances, which may take longer than everything else.
-    request = Request.prepare(sides, cost, compute)
+    comparison = Comparison.prepare(sides, cost, compute)
 
     started = time.perf_counter()
     if class_distances is None:
-        metric = settled_metric(metric, epsilon, request.seen, request.streaming)
-        measure = measured_by_ranks(metric, None if request.streaming else compute.group)
-        table = measure_all(request.seen, measure, cache_dir=cache_dir, progress=class_progress)
+        metric = settled_metric(metric, epsilon, comparison.seen, comparison.streaming)
+        measure = measured_by_ranks(metric, None if comparison.streaming else compute.group)
+        table = measure_all(comparison.seen, measure, cache_dir=cache_dir, progress=class_progress)
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
-    mean = _mean_cost(request, table)
+    mean = _mean_cost(comparison, table)
     key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
     scale = cost.standardized(sides[0].dim)
     with epsilon_of_datasets(key, given, used, lambda: mean, scale):
-        found = _solve_all(request, table, used, options, progress)
+        found = _solve_all(comparison.at(used), table, options, progress)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
-    streaming = request.streaming
+    streaming = comparison.streaming
     streamed = None if streaming is None else streaming.tally.summary(solved - measured)
     details = {
         "classes": [list(names) for names in table.class_names],
@@ -186,19 +186,21 @@ def pairwise_distances(
     return _gathered(found, table, details)
 
 
-def _mean_cost(request: Request, table: JointClassDistances) -> float:
+def _mean_cost(comparison: Comparison, table: JointClassDistances) -> float:
     """Return the mean cost over all pairs of different datasets."""
-    means = [
-        mean_cost(request.of(*pair).inputs(SIDES["xy"], table.between(*pair).xy))
-        for pair in combinations(range(len(request.seen)), 2)
-    ]
+    pairs = combinations(range(len(comparison.seen)), 2)
+    means = [_of(comparison, table, pair).mean_cost() for pair in pairs]
     return sum(means, 0.0) / len(means)
 
 
+def _of(comparison: Comparison, table: JointClassDistances, pair: Pair) -> Comparison:
+    """Return the comparison of two of the datasets, with their class distances."""
+    return comparison.of(*pair).with_classes(table.between(*pair).full)
+
+
 def _solve_all(
-    request: Request,
+    comparison: Comparison,
     table: JointClassDistances,
-    epsilon: float,
     options: Schedule,
     progress: Progress | None,
 ) -> dict[Pair, Divergence]:
@@ -215,8 +217,8 @@ def _solve_all(
         return joint_shortfall(some, options, partial(_named, names), some[late[0]].xy.f.dtype)
 
     # A dataset's self term comes before the pairs that need it.
-    pairs = [(i, j) for j in range(len(request.seen)) for i in (j, *range(j))]
-    terms = _terms(request, table, epsilon, options, pairs)
+    pairs = [(i, j) for j in range(len(comparison.seen)) for i in (j, *range(j))]
+    terms = _terms(comparison, table, options, pairs)
     for (i, j), solved in zip(pairs, terms, strict=True):
         if solved is None:
             solved = found[j, j]
@@ -240,40 +242,39 @@ def _named(names: Sequence[str], pairs: Sequence[Pair]) -> str:
 
 
 def _terms(
-    request: Request,
+    comparison: Comparison,
     table: JointClassDistances,
-    epsilon: float,
     options: Schedule,
     pairs: Sequence[Pair],
 ) -> Iterator[Divergence | None]:
     """Yield the terms of pairs, solved by this process or distributed over ranks by size."""
-    if (ranks := ranks_of(request.compute.group)) is None:
-        yield from (_term(request, table, epsilon, options, *pair) for pair in pairs)
+    if (ranks := ranks_of(comparison.compute.group)) is None:
+        yield from (_term(comparison, table, options, pair) for pair in pairs)
         return
-    sizes = [len(side) for side in request.seen]
+    sizes = [len(side) for side in comparison.seen]
     work = [sizes[i] * sizes[j] / (2 if i == j else 1) for i, j in pairs]
-    content = saved((request, table, epsilon, options))
+    content = saved((comparison, table, options))
     yield from ranks.order(_solve_owned, content, pairs, balanced(work, ranks.size))
 
 
 def _term(
-    request: Request, table: JointClassDistances, epsilon: float, options: Schedule, i: int, j: int
+    comparison: Comparison, table: JointClassDistances, options: Schedule, pair: Pair
 ) -> Divergence | None:
     """Solve a self term, or a cross term alone; return None for equal datasets."""
-    problem = Problem(request.of(i, j), epsilon, table.between(i, j).full)
-    if i == j:
-        return problem.solve(options)
-    return None if problem.identical else problem.solve(options, debias=False)
+    one = _of(comparison, table, pair)
+    if pair[0] == pair[1]:
+        return solve(one, options)
+    return None if one.identical else solve(replace(one, debias=False), options)
 
 
 def _solve_owned(
     ranks: Ranks, content: bytes, pairs: Sequence[Pair], owners: Sequence[int]
 ) -> list[Divergence | None]:
     """Solve this rank's share of the terms and gather all; run by every rank."""
-    request, table, epsilon, options = restored(content)
+    comparison, table, options = restored(content)
     own = [place for place, owner in enumerate(owners) if owner == ranks.rank]
     found = ranks.together(
-        lambda: {place: _term(request, table, epsilon, options, *pairs[place]) for place in own}
+        lambda: {place: _term(comparison, table, options, pairs[place]) for place in own}
     )
     together: dict[int, Divergence | None] = {}
     for others in ranks.all_gathered_objects(saved(found)):

@@ -11,6 +11,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+# Places of two datasets, the rows' and the columns'.
+Pair = tuple[int, int]
+
+# The terms of a divergence, with the rows' and the columns' side of each.
+SIDES: dict[str, Pair] = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
+TERMS = tuple(SIDES)
+
 # What formulas are for: a number that the host knows, or tensors.
 Number = TypeVar("Number", float, Tensor)
 

@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostRange
-from otdd_flash.cost.host_points import PIECE_BYTES, HostPoints, slices
+from otdd_flash.cost.host_points import PIECE_BYTES, HostPoints, Streaming, slices
+from otdd_flash.cost.remembered import forget, remembered
 from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.samples import LabeledSamples
 
 # Points (n, d) on the device, or what streams them there.
 Points = Tensor | HostPoints
@@ -146,6 +148,9 @@ def _extent_read(points: Points, masses: Tensor) -> Extent:
 
 T = TypeVar("T")
 
+# What costs keep of samples by this name.
+CLOUD = "cloud"
+
 
 class Distances(NamedTuple):
     """Squared distances of a cloud from a centre c.
@@ -245,6 +250,39 @@ class Cloud:
         return points.recalled("squares", (centre,), find)
 
 
+def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
+    """Return the samples as a `Cloud`; the same object as long as the samples are unchanged."""
+
+    def find() -> Cloud:
+        points, equal = points_of(samples, streaming), samples.weights is None
+        masses, labels = (
+            each.to(points.device) for each in (samples.masses, class_indices(samples))
+        )
+        return Cloud(points, masses, labels, equal=equal)
+
+    if streaming is not None or isinstance(samples.features, FileFeatures):
+        # What is found of points that stream is kept with what streams them.
+        return find()
+    return remembered(samples, CLOUD, find)
+
+
+def forget_cloud(samples: LabeledSamples) -> None:
+    """Drop the cached cloud: the tensors may have been modified in place since the last call."""
+    forget(samples, CLOUD)
+
+
+def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:
+    """Points (n, d) on the device, or on their way there."""
+    return samples.features if streaming is None else HostPoints(samples.features, streaming)
+
+
+def class_indices(samples: LabeledSamples) -> Tensor:
+    """The labels; unlabelled data are one class."""
+    if samples.labels is not None:
+        return samples.labels
+    return torch.zeros(len(samples), dtype=torch.int64, device=samples.features.device)
+
+
 def mass_per_class(masses: Tensor, labels: Tensor, classes: int) -> Tensor:
     """The sum of masses (n,) in each of so many classes (V,)."""
     return masses.new_zeros(classes).index_add_(0, labels, masses)
@@ -339,6 +377,32 @@ class LabelledCost:
         cost._begin((x, y))
         cost.class_costs, cost.lambda_x = class_costs, lambda_x
         return cost
+
+    @classmethod
+    def of(
+        cls,
+        source: LabeledSamples,
+        target: LabeledSamples,
+        class_distances: Tensor,
+        *,
+        lambda_x: float,
+        lambda_y: float,
+        streaming: Streaming | None = None,
+    ) -> LabelledCost:
+        """Build the cost between two datasets, with the statistics that their clouds have.
+
+        Args:
+            source: n points.
+            target: m points; the same object as `source` for the cost of a cloud with itself.
+            class_distances: the block of W (V_x, V_y) between their classes, on any device.
+            lambda_x: weight of the squared Euclidean distance.
+            lambda_y: weight of W.
+            streaming: of points that do not stay on the device.
+        """
+        x = cloud_of(source, streaming)
+        y = x if source is target else cloud_of(target, streaming)
+        table = class_distances.to(x.masses.device, torch.float64)
+        return cls.between(x, y, lambda_y * table, lambda_x)
 
     def _begin(self, clouds: tuple[Cloud, Cloud]) -> None:
         x, y = self.clouds = clouds

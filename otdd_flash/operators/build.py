@@ -1,91 +1,40 @@
-"""From two labelled clouds and their class distances to the operator of the cost between them."""
+"""From the cost between two labelled clouds to its operator, and the memory that this takes.
+
+What is counted is allocated for certain, and padding, potentials and small tables are not: an
+operator that is refused for its footprint would not have fitted.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions, scores_fit, uses_triton
-from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.host_points import HostPoints, Streaming
-from otdd_flash.cost.points import Cloud, LabelledCost, Points
-from otdd_flash.cost.remembered import forget, remembered
-from otdd_flash.distributed.ranks import ranks_of
+from otdd_flash.cost.host_points import HostPoints
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.errors import InputError
-from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU, StreamedOperator
 from otdd_flash.operators.tiled import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
-from otdd_flash.samples import LabeledSamples
-
-# What costs keep of samples by this name.
-CLOUD = "cloud"
 
 
-@dataclass(frozen=True, eq=False)
-class CostInputs:
-    """The parts of the cost between two labelled clouds, on the device that computes it.
-
-    Attributes:
-        source: n points as the ground cost sees them.
-        target: m points likewise; the same object as `source` for a self term.
-        class_distances: the block of W (V_x, V_y) between their classes.
-        cost: what it compares, and the weights of both parts.
-        compute: how passes run.
-        streaming: of points that do not stay on the device.
-    """
-
-    source: LabeledSamples
-    target: LabeledSamples
-    class_distances: Tensor
-    cost: GroundCost
-    compute: ComputeOptions
-    streaming: Streaming | None = None
-
-    @property
-    def points(self) -> tuple[Points, Points]:
-        """Both clouds, on the device or on their way there."""
-        x = points_of(self.source, self.streaming)
-        return x, x if self.source is self.target else points_of(self.target, self.streaming)
-
-    @cached_property
-    def labelled(self) -> LabelledCost:
-        """The cost between both clouds, with cached statistics, where the clouds are."""
-        source, target = self.source, self.target
-        x = cloud_of(source, self.streaming)
-        y = x if source is target else cloud_of(target, self.streaming)
-        table = self.class_distances.to(x.masses.device, torch.float64)
-        return LabelledCost.between(x, y, self.cost.lambda_y * table, self.cost.squared.lambda_x)
-
-
-def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
-    """The cost between two clouds: on a GPU in Triton kernels, else in PyTorch.
+def build_operator(
+    cost: LabelledCost, compute: ComputeOptions, *, keep_scores: bool = True
+) -> Operator:
+    """Build the operator of a cost in this process: on a GPU in Triton kernels, else in PyTorch.
 
     In PyTorch the scores are stored if they fit the memory budget and that is asked for.
 
     Args:
-        inputs: both clouds and the cost between them, of a prepared request.
+        cost: between two clouds.
+        compute: how passes run.
         keep_scores: False for single passes, which storing would not speed up.
 
     Raises:
         InputError: the precision cannot hold the costs, or there is not enough memory.
     """
-    if (ranks := ranks_of(inputs.compute.group)) is not None:
-        from otdd_flash.operators.sharing import shared_operator
-
-        return shared_operator(inputs, ranks, keep_scores=keep_scores)
-    return operator_alone(inputs.labelled, inputs.compute, keep_scores=keep_scores)
-
-
-def operator_alone(
-    cost: LabelledCost, compute: ComputeOptions, *, keep_scores: bool = True
-) -> Operator:
-    """A cost that this process computes by itself; as for `build_operator`."""
     _check_range(cost, compute)
     device = cost.a.device
     if isinstance(cost.points[0], HostPoints):
@@ -93,7 +42,7 @@ def operator_alone(
         from otdd_flash.operators.blocked import BlockedOperator
 
         def build(part: LabelledCost) -> BlockOperator:
-            return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))
+            return cast(BlockOperator, build_operator(part, compute, keep_scores=False))
 
         return BlockedOperator(cost, build)
     if uses_triton(compute, device):
@@ -117,48 +66,6 @@ def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device
     return streamed_bytes(size, compute.dtype, device)
 
 
-def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
-    """Return the samples as a `Cloud`; the same object as long as the samples are unchanged."""
-
-    def find() -> Cloud:
-        points, equal = points_of(samples, streaming), samples.weights is None
-        masses, labels = (
-            each.to(points.device) for each in (samples.masses, class_indices(samples))
-        )
-        return Cloud(points, masses, labels, equal=equal)
-
-    if streaming is not None or isinstance(samples.features, FileFeatures):
-        # What is found of points that stream is kept with what streams them.
-        return find()
-    return remembered(samples, CLOUD, find)
-
-
-def forget_cloud(samples: LabeledSamples) -> None:
-    """Drop the cached cloud: the tensors may have been modified in place since the last call."""
-    forget(samples, CLOUD)
-
-
-def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:
-    """Points (n, d) on the device, or on their way there."""
-    return samples.features if streaming is None else HostPoints(samples.features, streaming)
-
-
-def mean_cost(inputs: CostInputs) -> float:
-    """What `epsilon_relative` is a multiple of: the mean cost, 0 where that is rounding alone.
-
-    Where costs may have any sign, as those of `inner` have, the mean of lambda_x ||x_i|| ||y_j|| +
-    lambda_y W[l_i, l_j].
-    """
-    lengths = inputs.cost.size(inputs.source, inputs.target)
-    if lengths is None:
-        mean = float(inputs.labelled.mean_cost)
-        return mean if mean > inputs.cost.error(inputs.source.dim) else min(mean, 0.0)
-    if inputs.cost.lambda_y == 0:
-        return lengths
-    classes = replace(inputs, cost=GroundCost(0.0, inputs.cost.lambda_y))
-    return lengths + float(classes.labelled.mean_cost)
-
-
 def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
     """Refuse costs whose sums would overflow."""
     highest = max(map(abs, cost.cost_range))
@@ -169,13 +76,6 @@ def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
             f"costs of up to {highest:.1e} overflow in precision={compute.precision}; scale the "
             f"features down{way_out}"
         )
-
-
-def class_indices(samples: LabeledSamples) -> Tensor:
-    """The labels; unlabelled data are one class."""
-    if samples.labels is not None:
-        return samples.labels
-    return torch.zeros(len(samples), dtype=torch.int64, device=samples.features.device)
 
 
 class CostSize(NamedTuple):

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import SIDES
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.kernels.segments.step import Sums
@@ -24,7 +25,6 @@ from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 from otdd_flash.operators.score_pool import (
     PRODUCTS,
-    SIDES,
     UNKNOWN,
     Pool,
     PooledSegments,

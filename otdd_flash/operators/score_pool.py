@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.facts import CostFacts, CostRange
+from otdd_flash.cost.facts import SIDES, CostFacts, CostRange
 from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import Levels
@@ -40,9 +40,6 @@ UNIT = torch.finfo(torch.float32).eps / 2
 
 # Products that are in float64 at once.
 PRODUCTS = 1 << 24
-
-# The rows' and the columns' side of each term.
-SIDES = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
 
 
 class Room(NamedTuple):

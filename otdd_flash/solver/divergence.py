@@ -7,7 +7,7 @@ still, but the value they are compared with is known only once all terms are. So
 solved coarsely first; then those that make the interval wide go on from where they are, at a
 marginal error lowered by the factor that is missing.
 
-`solver.problem` and `solver.matrix.problem` call it with the operators of their terms.
+`solver.solving` and `solver.matrix.problem` call it with the operators of their terms.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.matrix import CostSource
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.group_flows import (
@@ -52,7 +53,6 @@ from otdd_flash.solver.group_flows import (
     well_tied,
 )
 from otdd_flash.solver.matrix.problem import MatrixProblem
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
 
 # A link is an entry of at least this share of its row's largest; of the next share where that
@@ -260,11 +260,13 @@ class _Linked(NamedTuple):
     peaks: Tensor
 
 
-def settled_points(problem: Problem, term: TransportTerm) -> tuple[TransportTerm, Groups | None]:
+def settled_points(
+    comparison: Comparison, term: TransportTerm
+) -> tuple[TransportTerm, Groups | None]:
     """The cross term of two clouds, as `settled`, on the device."""
-    cost = problem.inputs("xy").labelled
+    cost = comparison.cost("xy")
     f, g = (potential.to(cost.a.device) for potential in (term.f, term.g))
-    entries = PointEntries(cost, problem.request.compute.dtype)
+    entries = PointEntries(cost, comparison.compute.dtype)
     return settled(entries, replace(term, f=f, g=g), cost.a, cost.b)
 
 

@@ -22,7 +22,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.route import fits, is_quick, pays
-from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
+from otdd_flash.solver.tensors import MASS_TOLERANCE
 
 Clouds = Tensor | Sequence[Tensor]
 

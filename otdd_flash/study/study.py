@@ -52,7 +52,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.classes import pool
-from otdd_flash.operators.request import check_comparable
+from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.plugins import blamed_on
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.schedules.base import Schedule

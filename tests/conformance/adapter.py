@@ -30,10 +30,10 @@ from otdd_flash.features.file_features import features_file
 from otdd_flash.kernels.passes import plan_blocks, symmetric_step
 from otdd_flash.operators import (
     blocked,
+    comparison,
     cost_tiles,
     kernel,
     plan,
-    request,
     sharing,
     streamed,
     tiled,
@@ -41,12 +41,12 @@ from otdd_flash.operators import (
 )
 from otdd_flash.operators import matrix as given_matrix
 from otdd_flash.operators.base import Marginals, refined
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.matrix.problem import MatrixProblem
-from otdd_flash.solver.problem import Problem as PointsProblem
 
 # Of the points that are read from files.
 FOLDER = TemporaryDirectory()
@@ -249,7 +249,7 @@ def _operator_of_points(given: Problem, options: dict[str, Any], folder: Path | 
         names = tuple(map(str, range(classes)))
         samples.append(LabeledSamples(features, labels, names, masses))
     own = given.case.own
-    whole = PointsProblem.between(
+    whole = Comparison.between(
         samples[0],
         samples[-1],
         given.epsilon,
@@ -270,12 +270,12 @@ def _of_points(given: Problem, way: Way) -> Held:
 
 def _of_files(given: Problem, way: Way) -> Held:
     """Points that are read from a file in every pass, as memory has room for few."""
-    before, request.UNASKED = request.UNASKED, 0
+    before, comparison.UNASKED = comparison.UNASKED, 0
     try:
         options = {"memory_budget": 1} | way.options
         operator = _operator_of_points(given, options, Path(FOLDER.name))
     finally:
-        request.UNASKED = before
+        comparison.UNASKED = before
     assert "points streamed in blocks" in operator.execution.backend
     return Held(given, operator, way.precision, given.cost, given.cost)
 

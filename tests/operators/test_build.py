@@ -16,8 +16,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.labels.sinkhorn_pairs import kernels_run_on
 from otdd_flash.operators import build
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import build_operator
-from otdd_flash.operators.request import Request, check_resources
+from otdd_flash.operators.comparison import Comparison, check_resources
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
@@ -33,8 +32,8 @@ def cloud(n: int) -> LabeledSamples:
 
 
 def built(compute: ComputeOptions) -> Operator:
-    asked = Request.prepare((cloud(50), cloud(40)), GroundCost(), compute, pairs=CROSS)
-    return build_operator(asked.inputs((0, 1), torch.ones(2, 2)))
+    asked = Comparison.prepare((cloud(50), cloud(40)), GroundCost(), compute, debias=False)
+    return asked.with_classes(torch.ones(4, 4)).operator("xy")
 
 
 @pytest.mark.parametrize(
@@ -59,8 +58,8 @@ def test_nothing_small_asks_for_memory_or_is_checked_again(
     for module in (memory, compute_options):
         monkeypatch.setattr(module, "free_memory", fails)
     compute = ComputeOptions(str(HERE), backend, memory_budget=budget)
-    asked = Request.prepare(sides, GroundCost(), compute)
-    build_operator(asked.inputs((0, 1), torch.ones(2, 2)))
+    asked = Comparison.prepare(sides, GroundCost(), compute)
+    asked.with_classes(torch.ones(4, 4)).operator("xy")
 
 
 def test_a_budget_that_the_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from otdd_flash.errors import InputError
 from otdd_flash.operators.matrix import HeldCosts, exact_blocks
 from otdd_flash.real_numbers import in_double, in_floating_point, real_tensor
-from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
+from otdd_flash.solver.tensors import MASS_TOLERANCE
 
 HELD_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -16,7 +16,7 @@ from otdd_flash.cost.compute import Compute, ComputeOptions, scores_fit, uses_tr
 from otdd_flash.cost.ground import NO_OFFSET
 from otdd_flash.cost.matrix import AskedCosts, CostBlocks, MatrixFacts, matrix_facts
 from otdd_flash.devices import resolve_device
-from otdd_flash.errors import InputError
+from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.real_numbers import real_tensor
@@ -30,7 +30,6 @@ from otdd_flash.solver.matrix.given import (
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 # What `matrix_transport` takes for costs.

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import EpsilonOutOfRange, InputError
 
 # Of the mean cost: the regularisation where none is given.
 DEFAULT_RELATIVE = 0.01
@@ -72,38 +70,6 @@ def settled_epsilon(
             f"epsilon_relative needs a positive mean cost; here it is {mean:g}: set epsilon"
         )
     return "epsilon_relative", relative, relative * mean
-
-
-class EpsilonOutOfRange(InputError):
-    """An epsilon too small, or too large, for the precision.
-
-    Args:
-        words: the message, with {name}, {given} (name=value) and, where known, {advised}.
-        epsilon: the regularisation, in units of the cost.
-        advised: one that would do, likewise.
-        name: of the setting that the user gave.
-        given: its value; None is `epsilon` itself.
-    """
-
-    def __init__(
-        self,
-        words: str,
-        epsilon: float,
-        advised: float | None = None,
-        *,
-        name: str = "epsilon",
-        given: float | None = None,
-    ) -> None:
-        self.words, self.epsilon, self.advised = words, epsilon, advised
-        given = epsilon if given is None else given
-        better = "" if advised is None else f"{advised * (given / epsilon):.2g}"
-        self.name, self.given = name, given
-        super().__init__(words.format(name=name, given=f"{name}={given:g}", advised=better))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments, as other processes raise it too."""
-        named = partial(type(self), name=self.name, given=self.given)
-        return named, (self.words, self.epsilon, self.advised)
 
 
 @contextmanager

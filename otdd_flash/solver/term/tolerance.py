@@ -6,9 +6,9 @@ import torch
 
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
 from otdd_flash.engine.rule import Goal
-from otdd_flash.errors import InputError
+from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
+from otdd_flash.solver.term.epsilon import or_double
 
 # How far the default tolerance gives way to rounding. With more the marginals would say little of
 # the plan.
