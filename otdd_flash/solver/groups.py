@@ -52,7 +52,7 @@ from otdd_flash.solver.group_flows import (
     undetermined,
     well_tied,
 )
-from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.matrix.comparison import MatrixComparison
 from otdd_flash.solver.term.result import TransportTerm
 
 # A link is an entry of at least this share of its row's largest; of the next share where that
@@ -271,11 +271,11 @@ def settled_points(
 
 
 def settled_matrix(
-    problem: MatrixProblem, term: TransportTerm
+    comparison: MatrixComparison, term: TransportTerm
 ) -> tuple[TransportTerm, Groups | None]:
     """The term of a cost matrix, as `settled`."""
-    entries = MatrixEntries(problem.source, problem.dtype)
-    return settled(entries, term, problem.a, problem.b)
+    entries = MatrixEntries(comparison.source, comparison.dtype)
+    return settled(entries, term, comparison.a, comparison.b)
 
 
 def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportTerm:

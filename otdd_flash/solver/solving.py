@@ -71,7 +71,7 @@ def solve(
             divergence = Divergence.of_terms(small, options, comparison.offset, backend)
         elif identical:
             divergence = solve_identical(
-                comparison.operator("xx"),
+                comparison,
                 comparison.epsilon,
                 options,
                 start=start,
@@ -83,11 +83,9 @@ def solve(
             for term in comparison.terms:
                 comparison.block(term)
             divergence = solve_divergence(
-                comparison.operator,
+                comparison,
                 comparison.epsilon,
                 options,
-                debias=comparison.debias,
-                offset=comparison.offset,
                 start=start,
                 known=known,
                 progress=progress,

@@ -46,7 +46,7 @@ from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.matrix.comparison import MatrixComparison
 
 # Of the points that are read from files.
 FOLDER = TemporaryDirectory()
@@ -292,17 +292,17 @@ def _of_a_matrix(given: Problem, way: Way, dtype: torch.dtype, layout: str = "ro
     rounded, costs = costs.double(), LAYOUTS[layout](costs)
     compute = ComputeOptions(str(DEVICE), **way.options)
     self_costs = (costs, costs) if given.case.own else None
-    whole = MatrixProblem.prepare(costs, given.a, given.b, compute, self_costs)
-    operator = whole._self_operator("xx") if given.case.own else whole.operator
+    whole = MatrixComparison.prepare(costs, given.a, given.b, compute, self_costs)
+    operator = whole.operator("xx" if given.case.own else "xy")
     return Held(given, operator, way.precision, rounded, rounded)
 
 
 def _of_a_function(given: Problem, way: Way) -> Held:
     blocks = CostBlocks(*given.cost.shape, lambda rows, columns: given.cost[rows, columns])
-    whole = MatrixProblem.prepare(
+    whole = MatrixComparison.prepare(
         blocks, given.a, given.b, ComputeOptions(str(DEVICE), memory_budget=0)
     )
-    return Held(given, whole.operator, way.precision, given.cost, given.cost)
+    return Held(given, whole.operator("xy"), way.precision, given.cost, given.cost)
 
 
 # Operations that ranks answer as they are asked.
