@@ -23,7 +23,8 @@ from otdd_flash.errors import InputError
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
-# Bytes that are taken to be there: to ask a device takes as long as a small pass.
+# Bytes that are taken to be there, and read before the host is asked: to ask a device takes as long
+# as a small pass.
 UNASKED = 1 << 26
 
 # What PyTorch says of an allocation that failed, on a GPU and on a CPU.

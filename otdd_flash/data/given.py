@@ -57,6 +57,7 @@ from otdd_flash.arguments import (
     holds_items,
 )
 from otdd_flash.checks import is_a, shown
+from otdd_flash.cost.memory import UNASKED
 from otdd_flash.data.dataset import (
     CHANNELS,
     LabeledDataset,
@@ -92,8 +93,6 @@ HOW_TO_CHOOSE = "; where it is one-hot or one number in brackets, take its argma
 HOW_TO_PAIR = "wrap the dataset so that its items are pairs (input, label)"
 # Items of a stream of unknown length after which a notice says that it may have no end.
 MANY = 1 << 20
-# Bytes that are read before the free memory is checked.
-UNASKED = 1 << 26
 # Rows of a Hugging Face stream read at once, and the fields in which it stores images.
 ROWS_AT_ONCE, STORED_IMAGE = 1000, {"bytes", "path"}
 # Items that a worker process reads at once.

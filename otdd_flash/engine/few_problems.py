@@ -1,6 +1,6 @@
 """The iterations of a few problems side by side, whose decisions are made in Python floats.
 
-They are those of `quasi_newton.QuasiNewton`, by the same `decide`. `operators.one_segment` and
+They are those of `quasi_newton.QuasiNewton`, by the same `decide`. `operators.one_problem` and
 `operators.torch_pool` use them where passes run in PyTorch: the decisions of an iteration are some
 three hundred operations on numbers, which as tensors take longer than the passes of a thousand
 points.
@@ -17,34 +17,21 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence.evaluated import Form
+from otdd_flash.engine.few_vectors import FewVectors
 from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.quasi_newton import Progress, State, decide, goal_of, level_of, sound
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.run import Told
-from otdd_flash.engine.segments import Costs, Evaluation, Move
+from otdd_flash.engine.segments import Costs, Evaluation, Move, TorchProblems
 from otdd_flash.engine.trust import Trust
 
 
-class FewProblems(Protocol):
+class FewProblems(TorchProblems, Protocol):
     """A few problems for `FewQuasiNewton`, whose numbers are floats."""
 
     @property
-    def memory(self) -> int: ...
-
-    @property
     def scalars(self) -> Sequence[Costs]:
-        """The costs of each."""
-        ...
-
-    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
-        """Evaluate the candidates; products with what is remembered are lists.
-
-        Numbers of problems that are not active are unspecified.
-        """
-        ...
-
-    def move(self, k: int, move: Move) -> None:
-        """Choose the next candidate of a problem; weights are a list."""
+        """The costs of each, in floats."""
         ...
 
 
@@ -52,14 +39,20 @@ class FewQuasiNewton:
     """The iterations of a few problems.
 
     Args:
-        segments: the problems.
+        problems: whose costs they are.
+        vectors: what is evaluated and moved.
         goal: when one is done.
         form: of the problems.
         start: where to.
     """
 
-    def __init__(self, segments: FewProblems, goal: Goal, form: Form, start: Start) -> None:
-        self._segments, self._form = segments, form
+    # A processor has nothing else to do meanwhile.
+    waits = True
+
+    def __init__(
+        self, problems: FewProblems, vectors: FewVectors, goal: Goal, form: Form, start: Start
+    ) -> None:
+        self._problems, self.vectors, self._form = problems, vectors, form
         self._goal: Goal
         self._states: list[State]
         self._begin(goal, start)
@@ -84,8 +77,9 @@ class FewQuasiNewton:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
         return any(math.isnan(Told(*told).marginal_error) for told in self._told)
 
-    def begin(self, settings: Tensor, start: Start) -> None:
-        """Begin afresh with other problems, as `QuasiNewtonKernels.begin`."""
+    def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
+        """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
+        self.vectors.begin(candidate)
         self._begin(goal_of(settings), start)
 
     def step(self) -> None:
@@ -97,13 +91,22 @@ class FewQuasiNewton:
             for state, active in zip(self._states, self._active, strict=True)
         ]
         levels = [level_of(state, self._goal) for state in states]
-        evaluations = self._segments.evaluate(levels, self._active)
+        evaluations = self.vectors.evaluate(levels, self._active)
         for k, found in enumerate(evaluations):
             if self._active[k]:
                 self._decide(k, states[k], found)
 
-    def restart(self, aim: float) -> None:
+    def advance(self) -> None:
+        """Take one iteration."""
+        self.step()
+
+    def change(self) -> None:
+        """Go on with another form of the costs, which the problems have taken already."""
+        self._costs = self._problems.scalars
+
+    def restart(self, candidate: Tensor, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from other candidates."""
+        self.vectors.go_on_from(candidate)
         self._goal = self._goal._replace(aim=aim)
         self._states = [state.restarted(self._goal.epsilon) for state in self._states]
         self._active = [True] * len(self._states)
@@ -113,7 +116,7 @@ class FewQuasiNewton:
         assert len(order) == len(self._states)
 
     def _begin(self, goal: Goal, start: Start) -> None:
-        self._goal = goal
+        self._goal, self._costs = goal, self._problems.scalars
         iterations, *levels = (
             numbers.double().tolist() for numbers in (start.iterations, *start.levels)
         )
@@ -121,13 +124,13 @@ class FewQuasiNewton:
             State(count, Levels(*of_one), Trust.fresh(count), Progress.none(count))
             for count, *of_one in zip(iterations, *levels, strict=True)
         ]
-        self._memories = [Memory(self._segments.memory) for _ in self._states]
+        self._memories = [Memory(self.vectors.memory) for _ in self._states]
         self._told = [[0.0] * len(Told._fields) for _ in self._states]
         self._active = [True] * len(self._states)
 
     def _decide(self, k: int, state: State, found: Evaluation) -> None:
         """Decide about one problem, and move it."""
-        decision = decide(self._goal, self._form, self._segments.scalars[k], state, found)
+        decision = decide(self._goal, self._form, self._costs[k], state, found)
         memory, damping = self._memories[k], self._form.damping
         # Only the last g that was kept at this level has a residual to compare with.
         started, slot = math.isfinite(state.trust.dual), memory.slot
@@ -137,7 +140,7 @@ class FewQuasiNewton:
         else:
             # The mean, of which the differences say nothing, moves as in a plain update.
             shift = (damping - scale) * found.mean_residual
-        self._segments.move(
+        self.vectors.move(
             k,
             Move(
                 decision.kept,

@@ -31,6 +31,7 @@ from torch import Tensor
 from otdd_flash.engine.differences import Differences
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels
+from otdd_flash.engine.many_vectors import ManyVectors
 from otdd_flash.engine.numbers import Numbers, clamp, constant, is_finite, negation, sqrt, where
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.engine.run import Told
@@ -188,24 +189,10 @@ def decide(goal: Goal, form: Form, costs: Costs, state: State, found: Evaluation
 
 
 class Problems(Costs, Protocol):
-    """What `QuasiNewton` iterates on."""
+    """What `QuasiNewton` iterates on; `vectors` evaluate it."""
 
-    @property
-    def memory(self) -> int:
-        """How many differences are remembered, a power of 2."""
-        ...
-
-    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        """Evaluate the candidates.
-
-        Args:
-            epsilon: (S,) float64.
-            active: (S,) bool; numbers of the others are unspecified.
-        """
-        ...
-
-    def move(self, move: Move, active: Tensor) -> None:
-        """Choose the next candidates; the vectors of segments that are not active stay."""
+    def keep(self, order: Tensor) -> None:
+        """Go on with the problems `order` (S',) only, in that order."""
         ...
 
 
@@ -213,7 +200,8 @@ class QuasiNewton:
     """The iterations of all segments.
 
     Args:
-        segments: the problems.
+        problems: whose costs they are.
+        vectors: what is evaluated and moved.
         goal: when one is done.
         form: of the problems.
         start: where to.
@@ -223,8 +211,12 @@ class QuasiNewton:
         terms: (S, 8) float64, what is `run.Told` of each, of when it was active last.
     """
 
-    def __init__(self, segments: Problems, goal: Goal, form: Form, start: Start) -> None:
-        self._segments, self._form = segments, form
+    waits = False
+
+    def __init__(
+        self, problems: Problems, vectors: ManyVectors, goal: Goal, form: Form, start: Start
+    ) -> None:
+        self._problems, self.vectors, self._form = problems, vectors, form
         self._begin(goal, start)
 
     @property
@@ -232,16 +224,17 @@ class QuasiNewton:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
         return bool(self.terms[:, Told._fields.index("marginal_error")].isnan().any())
 
-    def begin(self, settings: Tensor, start: Start) -> None:
-        """Begin afresh with other problems, as `QuasiNewtonKernels.begin`."""
+    def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
+        """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
+        self.vectors.begin(candidate)
         self._begin(goal_of(settings), start)
 
     def _begin(self, goal: Goal, start: Start) -> None:
-        segments, self._goal = self._segments, goal
-        iterations = start.iterations.to(segments.mean_cost)
+        problems, self._goal = self._problems, goal
+        iterations = start.iterations.to(problems.mean_cost)
         levels = Levels(*(numbers.to(iterations) for numbers in start.levels))
         self._state = State(iterations, levels, Trust.fresh(iterations), Progress.none(iterations))
-        self._differences = Differences(iterations, segments.memory)
+        self._differences = Differences(iterations, self.vectors.memory)
         self.active = torch.ones_like(iterations, dtype=torch.bool)
         self.terms = iterations.new_zeros((len(iterations), len(Told._fields)))
 
@@ -249,22 +242,30 @@ class QuasiNewton:
         """Evaluate the candidates and choose the next."""
         active, state = self.active, self._state
         state = state._replace(iterations=state.iterations + active)
-        found = self._segments.evaluate(level_of(state, self._goal), active)
-        decision = decide(self._goal, self._form, self._segments, state, found)
+        found = self.vectors.evaluate(level_of(state, self._goal), active)
+        decision = decide(self._goal, self._form, self._problems, state, found)
         # Only the last g that was kept at this level has a residual to compare with.
         started = active & is_finite(state.trust.dual)
-        self._segments.move(self._move(found, started, decision), active)
+        self.vectors.move(self._move(found, started, decision), active)
         self._state = decision.state
         self.terms = torch.where(active[:, None], torch.stack(decision.told, 1), self.terms)
         self.active = active & ~decision.done
 
-    def restart(self, aim: float) -> None:
+    def advance(self) -> None:
+        """Take one iteration, or eight on a GPU, where asking takes time."""
+        for _ in range(8 if self.active.is_cuda else 1):
+            self.step()
+
+    def restart(self, candidate: Tensor, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""
+        self.vectors.go_on_from(candidate)
         self._goal = self._goal._replace(aim=aim)
         self._state = self._state.restarted(self._goal.epsilon)
         self.active = torch.ones_like(self.active)
 
     def keep(self, order: Tensor) -> None:
+        self._problems.keep(order)
+        self.vectors.keep(order)
         self.active, self.terms = self.active[order], self.terms[order]
         iterations, levels, trust, progress = self._state
         self._state = State(
@@ -307,7 +308,7 @@ class QuasiNewton:
 
 
 def goal_of(settings: Tensor) -> Goal:
-    """Return the goal at the head of the numbers (7,) of `PooledRule.begin`."""
+    """Return the goal at the head of the numbers (7,) of `QuasiNewton.begin`."""
     epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
     return Goal(epsilon, tolerance, loosest, int(most), aim)
 

@@ -216,6 +216,11 @@ class Comparison:
         return self.given[0].features.device if streaming is None else streaming.device
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """How many points the first and the last dataset have."""
+        return len(self.seen[0]), len(self.seen[-1])
+
+    @property
     def home(self) -> torch.device:
         """Where the points of the last dataset are when they are not used."""
         return self.given[-1].features.device

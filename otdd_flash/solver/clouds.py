@@ -13,7 +13,7 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.divergence import Divergence, Potentials, report_convergence
+from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
@@ -113,7 +113,8 @@ def sinkhorn_divergence(
     fingerprint are one cloud: a single self term, the value 0 and the bounds [0, 0].
 
     Raises:
-        InputError: as for `sinkhorn`, or a block [x, x] or [y, y] is not symmetric.
+        InputError: as for `sinkhorn`, a block [x, x] or [y, y] is not symmetric, or `start` holds
+            potentials of other clouds or NaN.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
 
     Warns:
@@ -123,6 +124,7 @@ def sinkhorn_divergence(
     x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
     comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=debias)
+    start = checked_start(comparison, start)
     divergence = solve(comparison, options, start=start, progress=progress)
     report_convergence(divergence, options)
     return divergence

@@ -20,13 +20,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from otdd_flash.cost.facts import TERMS
+from otdd_flash.checks import shown
+from otdd_flash.cost.facts import SIDES, TERMS
 from otdd_flash.cost.ground import NO_OFFSET, Offset
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
-from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.operators.base import Operator
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule
@@ -78,6 +81,14 @@ class Compared(Protocol):
     """What a solve asks of two sides and the costs between them: of points, or given matrices."""
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """n and m."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where passes run."""
+
+    @property
     def terms(self) -> tuple[str, ...]:
         """The terms of the divergence, the cross term first."""
 
@@ -87,6 +98,32 @@ class Compared(Protocol):
 
     def operator(self, term: str) -> Operator:
         """Build the operator of the term "xy", "xx" or "yy"."""
+
+
+def checked_start(compared: Compared, start: Potentials | None) -> Potentials:
+    """Return potentials that a user starts from, detached and on the device; none is {}.
+
+    Args:
+        compared: what is to be solved.
+        start: potentials by term.
+
+    Raises:
+        InputError: there is no such term, or a potential is of other clouds or not finite.
+    """
+    found = {}
+    for name, potential in (start or {}).items():
+        if name not in TERMS:
+            raise InputError(f"start holds potentials by term, xy, xx or yy, got {name!r}")
+        given, length = real_tensor(f"start[{name!r}]", potential), compared.shape[SIDES[name][1]]
+        if given.shape != (length,):
+            raise InputError(f"start[{name!r}] must have shape ({length},), got {shown(given)}")
+        if not bool(given.isfinite().all()):
+            raise InputError(
+                f"start[{name!r}] holds NaN or infinite entries; leave it out, or give the "
+                "potential of a solve"
+            )
+        found[name] = given.detach().to(compared.device)
+    return found
 
 
 class SolveTerm(Protocol):

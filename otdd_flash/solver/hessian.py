@@ -18,7 +18,7 @@ from otdd_flash.fingerprint import Mark
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
-from otdd_flash.solver.divergence import Divergence, Potentials, report_convergence
+from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -94,6 +94,7 @@ def sinkhorn_hessian(
     )
     options = options or Converged()
     gradient = DivergenceGradient(comparison, frozenset({"x"}))
+    start = checked_start(comparison, start)
     with torch.no_grad():
         divergence = solve(
             comparison, options, start=start, solved=gradient, pulled=gradient.pulled

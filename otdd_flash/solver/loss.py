@@ -14,7 +14,7 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.divergence import Potentials, report_convergence
+from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.schedules.base import Schedule
@@ -164,7 +164,7 @@ def sinkhorn_loss(
         divergence = solve(
             comparison,
             options,
-            start=start,
+            start=checked_start(comparison, start),
             solved=gradient if needs else None,
             pulled=gradient.pulled if needs else None,
         )

@@ -29,7 +29,7 @@ from otdd_flash.eager import computes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.adjoint import Entries, potentials_everywhere
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
-from otdd_flash.solver.divergence import Potentials, report_convergence
+from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.schedules.base import Schedule
@@ -115,7 +115,7 @@ def sinkhorn_potentials(
         *(labels_x, labels_y),
     )
     with torch.no_grad():
-        divergence = solve(comparison, options, start=start)
+        divergence = solve(comparison, options, start=checked_start(comparison, start))
         report_convergence(divergence, options)
         with comparison.within_memory():
             term, groups = settled_points(comparison, divergence.xy)

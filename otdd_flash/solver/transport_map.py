@@ -41,7 +41,7 @@ from otdd_flash.solver.adjoint import Entries, check_sums, potentials_everywhere
 from otdd_flash.solver.centred import mean_near
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.dense_plan import dense_plan
-from otdd_flash.solver.divergence import Potentials, report_convergence
+from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.schedules.base import Schedule
@@ -126,7 +126,7 @@ def transport_map(
         *(labels_x, labels_y),
     )
     with torch.no_grad():
-        divergence = solve(comparison, options, start=start)
+        divergence = solve(comparison, options, start=checked_start(comparison, start))
         report_convergence(divergence, options)
         term = divergence.xy
         if inputs.tensors.keys() & {"a", "b"}:

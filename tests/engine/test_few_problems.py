@@ -20,7 +20,7 @@ from otdd_flash.engine.quasi_newton import Progress, State, decide
 from otdd_flash.engine.rule import Goal
 from otdd_flash.engine.segments import Evaluation, PassErrors
 from otdd_flash.engine.trust import Trust
-from otdd_flash.operators.one_segment import Scalars
+from otdd_flash.operators.one_problem import Scalars
 
 MEMORY, EPSILON = 8, 0.25
 GOAL = Goal(EPSILON, 1e-4, 1e-2, 40)

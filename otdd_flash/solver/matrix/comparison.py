@@ -97,6 +97,10 @@ class MatrixComparison:
         return self.compute.dtype
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.source.shape
+
+    @property
     def device(self) -> torch.device:
         return self.source.device
 

@@ -230,9 +230,7 @@ class MatrixTransport:
 
     @cached_property
     def _settled(self) -> TransportTerm:
-        """The term with potentials balanced between groups of points."""
-        if len(self.short_rows):
-            return self.term
+        """The term with potentials balanced between groups of points; without a plan as it is."""
         term, groups = settled_matrix(self._comparison, self.term)
         report_groups(groups, "potentials", required=self._required)
         return term

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
-from otdd_flash.checks import array, optional, shown
+from otdd_flash.checks import array, optional
 from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
 from otdd_flash.errors import (
@@ -20,11 +20,11 @@ from otdd_flash.errors import (
     NotConvergedWarning,
     warn,
 )
-from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.divergence import (
     Divergence,
     Potentials,
     Solved,
+    checked_start,
     report_convergence,
     solve_divergence,
 )
@@ -183,7 +183,7 @@ def _solved(
             "solver.bound_width is no goal where pairs are forbidden, as bounds are known at the "
             "end alone; set solver.tolerance"
         )
-    start = _checked_start(comparison, start or {})
+    start = checked_start(comparison, start)
     term = _recorded(comparison, epsilon, options, start, progress)
     if term is None:
         return solve_divergence(
@@ -214,21 +214,6 @@ def _recorded(
     return matrix_route.solve_recorded_matrix(
         comparison, epsilon, options, start=start, progress=progress
     )
-
-
-def _checked_start(comparison: MatrixComparison, start: Potentials) -> Potentials:
-    sizes = {"xy": len(comparison.b), "xx": len(comparison.a), "yy": len(comparison.b)}
-    found = {}
-    for name, potential in start.items():
-        if name not in sizes:
-            raise InputError(f"start holds potentials by term, xy, xx or yy, got {name!r}")
-        given = real_tensor(f"start[{name!r}]", potential)
-        if given.shape != (sizes[name],) or not bool(given.isfinite().all()):
-            raise InputError(
-                f"start[{name!r}] must hold {sizes[name]} finite numbers, got {shown(given)}"
-            )
-        found[name] = given.detach().to(comparison.device)
-    return found
 
 
 def _check_epsilon(comparison: MatrixComparison, epsilon: float) -> None:

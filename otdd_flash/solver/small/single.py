@@ -137,9 +137,8 @@ def _concluded(
         raise
     if (certificate.marginal_error > tolerance and not exhausted) or numbers.lost > 0:
         return None
-    # Of a cross term that had come to its end the last iteration has taken the certificate's.
-    settled = name == "xy" and not (exhausted and certificate.marginal_error > tolerance)
-    iterations = int(read.iterations) + (not settled)
+    # The certificate of a cross term takes what its last iteration evaluated.
+    iterations = int(read.iterations) + (name != "xy")
     return TransportTerm.from_certificate(
         certificate,
         epsilon,
