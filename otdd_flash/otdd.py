@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
@@ -27,6 +28,7 @@ from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import (
     ClassDistances,
     Given,
+    LabelMetric,
     Labels,
     drop_small_classes,
     measure_classes,
@@ -43,7 +45,7 @@ from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
+from otdd_flash.solver.term.epsilon import refuse_both, regularised
 from otdd_flash.solver.term.result import SolverProgress
 
 
@@ -117,18 +119,13 @@ def dataset_distance(
     options, metric = solver or Converged(), metric_of(labels)
     if class_distances is not None:
         metric = Given(class_distances)
-    cost.check_labels(metric.name)
-    check_comparable(source, target)
-    # `check_comparable` has checked the squares of source and target.
     check_squares(*(class_statistics or ()))
-    source = drop_small_classes(source, min_class_size)
-    target = drop_small_classes(target, min_class_size)
-    notice_single_samples((source, target), metric)
+    (source, target), comparison = prepared(
+        (source, target), cost, compute, metric, min_class_size, debias=debias
+    )
     # Marked before the work: the result shares the memory of both datasets, and refuses questions
     # after a change in place.
     unchanged = Unchanged.of(source, target)
-    # Checked before class distances, which may take longer than everything else.
-    comparison = Comparison.prepare((source, target), cost, compute, debias=debias)
 
     # The result reports how ranks shared the work from here on.
     before, started = sharing_from_here(compute.group), time.perf_counter()
@@ -151,11 +148,8 @@ def dataset_distance(
     )
     measured = time.perf_counter()
     comparison = comparison.with_classes(table.full)
-    # The mean is computed unless `epsilon` is given, and for the advice of an error.
-    key, given, used = settled_epsilon(epsilon, epsilon_relative, comparison.mean_cost)
-    scale = cost.standardized(source.dim)
-    # An epsilon out of range is reported under the name and in the unit that the user gave.
-    with epsilon_of_datasets(key, given, used, comparison.mean_cost, scale):
+    mean, scale = comparison.mean_cost, cost.standardized(source.dim)
+    with regularised(epsilon, epsilon_relative, mean, scale) as used:
         comparison = comparison.at(used)
         divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
@@ -181,3 +175,40 @@ def dataset_distance(
         unchanged=unchanged,
         required=options.require_convergence,
     )
+
+
+def prepared(
+    datasets: Sequence[LabeledSamples],
+    cost: GroundCost,
+    compute: ComputeOptions,
+    metric: LabelMetric | None,
+    min_class_size: int | None,
+    *,
+    debias: bool = True,
+) -> tuple[tuple[LabeledSamples, ...], Comparison]:
+    """Check datasets that are to be compared, and move them to the device.
+
+    All is checked here that can be before class distances are measured, which may take longer than
+    everything else.
+
+    Args:
+        datasets: as they were given.
+        cost: the ground cost.
+        compute: where and how passes run.
+        metric: how class distances are measured; None: they are given.
+        min_class_size: classes with fewer samples are dropped, with a notice.
+        debias: False if no dataset is compared with itself.
+
+    Returns:
+        The datasets without small classes, and their comparison.
+
+    Raises:
+        InputError: the ground cost has no class distances of the metric, the datasets cannot be
+            compared, or as `Comparison.prepare`.
+    """
+    cost.check_labels("given" if metric is None else metric.name)
+    check_comparable(*datasets)
+    sides = tuple(drop_small_classes(samples, min_class_size) for samples in datasets)
+    if metric is not None:
+        notice_single_samples(sides, metric)
+    return sides, Comparison.prepare(sides, cost, compute, debias=debias)

@@ -55,14 +55,13 @@ from otdd_flash.files.tensor_file import (
 from otdd_flash.labels import (
     JointClassDistances,
     Labels,
-    drop_small_classes,
     metric_of,
-    notice_single_samples,
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
-from otdd_flash.operators.comparison import Comparison, check_comparable
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.otdd import prepared
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
@@ -71,7 +70,7 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
+from otdd_flash.solver.term.epsilon import refuse_both, regularised
 from otdd_flash.solver.term.result import largest_tolerance
 
 if TYPE_CHECKING:
@@ -140,15 +139,9 @@ def pairwise_distances(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
+    measured_by = metric if class_distances is None else None
     whole = as_datasets(datasets, at_least=2)
-    check_comparable(*whole)
-    sides = [drop_small_classes(samples, min_class_size) for samples in whole]
-    method = metric.name if class_distances is None else "given"
-    cost.check_labels(method)
-    if class_distances is None:
-        notice_single_samples(sides, metric)
-    # Checked before class distances, which may take longer than everything else.
-    comparison = Comparison.prepare(sides, cost, compute)
+    sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
 
     started = time.perf_counter()
     if class_distances is None:
@@ -158,10 +151,8 @@ def pairwise_distances(
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
-    mean = _mean_cost(comparison, table)
-    key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
-    scale = cost.standardized(sides[0].dim)
-    with epsilon_of_datasets(key, given, used, lambda: mean, scale):
+    mean, scale = _mean_cost(comparison, table), cost.standardized(sides[0].dim)
+    with regularised(epsilon, epsilon_relative, lambda: mean, scale) as used:
         found = _solve_all(comparison.at(used), table, options, progress)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
@@ -171,7 +162,7 @@ def pairwise_distances(
         "classes": [list(names) for names in table.class_names],
         "n": [len(samples) for samples in sides],
         "d": sides[0].dim,
-        "labels": method,
+        "labels": "given" if measured_by is None else metric.name,
         **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
         "mean_cost": mean,
         **asdict(cost),

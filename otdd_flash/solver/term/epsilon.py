@@ -95,6 +95,22 @@ def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
 
 
 @contextmanager
+def regularised(
+    epsilon: float | None,
+    relative: float | None,
+    mean_cost: Callable[[], float],
+    standardized: float,
+) -> Iterator[float]:
+    """Settle the regularisation of datasets, and name it in errors of the block as it was given.
+
+    Arguments and errors as for `settled_epsilon` and `epsilon_of_datasets`.
+    """
+    name, given, used = settled_epsilon(epsilon, relative, mean_cost)
+    with epsilon_of_datasets(name, given, used, mean_cost, standardized):
+        yield used
+
+
+@contextmanager
 def epsilon_of_datasets(
     name: str, given: float, epsilon: float, mean_cost: Callable[[], float], standardized: float
 ) -> Iterator[None]:
