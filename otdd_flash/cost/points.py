@@ -27,8 +27,8 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostRange
 from otdd_flash.cost.host_points import PIECE_BYTES, HostPoints, Streaming, slices
-from otdd_flash.cost.remembered import forget, remembered
 from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.fingerprint import forget, remembered
 from otdd_flash.samples import LabeledSamples
 
 # Points (n, d) on the device, or what streams them there.

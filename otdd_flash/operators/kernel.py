@@ -16,8 +16,8 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import LabelledCost
-from otdd_flash.cost.remembered import remembered
 from otdd_flash.cost.rounding import Lattice, float16_rounding, lattice_of
+from otdd_flash.fingerprint import remembered
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.linear.halves import to_halves
 from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_columns

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.remembered import remembered
 from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.fingerprint import remembered
 
 Rows = slice | Tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +19,23 @@ from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
-from otdd_flash.solver.matrix.given import (
-    SelfCosts,
-    checked_masses,
-    checked_self_costs,
-    given_matrix,
-)
+from otdd_flash.real_numbers import in_double, in_floating_point, real_tensor
+from otdd_flash.solver.tensors import MASS_TOLERANCE
 
 # What `matrix_transport` takes for costs.
 Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
+
+HELD_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Entries of a matrix that differ from those across the diagonal by so many roundings are the same.
+SYMMETRIC_UNITS = 64
+
+
+class SelfCosts(NamedTuple):
+    """A matrix (n, n) that stands for (C + C^T) / 2, and max_j |C_ij - C_ji| / 2 (n,) float64."""
+
+    matrix: Tensor
+    errors: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,3 +199,89 @@ def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
             f"epsilon_relative needs a positive mean cost; here it is {facts.mean:g}: set epsilon"
         )
     return multiple * facts.mean
+
+
+def given_matrix(name: str, given: Any) -> Tensor:
+    """A matrix (n, m) of a type that is held as it is, detached.
+
+    Raises:
+        InputError: it is no real matrix, or has no rows or columns.
+    """
+    matrix = real_tensor(name, given).detach()
+    if matrix.ndim != 2 or min(matrix.shape) < 1:
+        raise InputError(f"{name} must be a matrix (n, m), got shape {tuple(matrix.shape)}")
+    return matrix if matrix.dtype in HELD_TYPES else in_floating_point(name, matrix)
+
+
+def checked_masses(name: str, given: Any, size: int) -> Tensor:
+    """Masses (size,) float64 that sum to 1; uniform for None.
+
+    Raises:
+        InputError: another shape, a mass that is negative or not finite, or another sum.
+    """
+    if given is None:
+        return torch.full((size,), 1 / size, dtype=torch.float64)
+    masses = in_double(name, real_tensor(name, given).detach())
+    if masses.shape != (size,):
+        raise InputError(f"{name} must have shape ({size},), got {tuple(masses.shape)}")
+    least, most, total = torch.stack((masses.amin(), masses.amax(), masses.sum())).tolist()
+    if not (least >= 0 and most < torch.inf):
+        place = int((~((masses >= 0) & (masses < torch.inf))).nonzero()[0])
+        raise InputError(
+            f"{name} must be finite and not negative; {name}[{place}] is {float(masses[place])}"
+        )
+    if abs(total - 1) > MASS_TOLERANCE:
+        raise InputError(f"{name} must sum to 1, got {total:.8g}; divide it by its sum")
+    shares: Tensor = masses / total
+    # Nothing can be divided by subnormal ones.
+    return torch.where(shares < torch.finfo(shares.dtype).tiny, 0, shares)
+
+
+def checked_self_costs(
+    given: Sequence[Tensor], sizes: tuple[int, int], device: torch.device
+) -> tuple[SelfCosts, SelfCosts]:
+    """Costs within both sides (n, n) and (m, m), on the device.
+
+    Raises:
+        InputError: another shape, an entry that is not finite, or no symmetry.
+    """
+    found = []
+    for place, (costs, size) in enumerate(zip(given, sizes, strict=True)):
+        name = f"self_costs[{place}]"
+        matrix = given_matrix(name, costs).to(device)
+        if matrix.shape != (size, size):
+            raise InputError(
+                f"{name} must have shape {(size, size)} beside costs {sizes}, got "
+                f"{tuple(matrix.shape)}"
+            )
+        found.append(SelfCosts(matrix, _asymmetry(name, matrix)))
+    return found[0], found[1]
+
+
+def _asymmetry(name: str, matrix: Tensor) -> Tensor:
+    """max_j |C_ij - C_ji| / 2 (n,), float64.
+
+    Raises:
+        InputError: an entry is not finite, or differs by more than roundings from its mirror image.
+    """
+    errors = torch.empty(len(matrix), dtype=torch.float64, device=matrix.device)
+    largest = 0.0
+    for rows, block in exact_blocks(HeldCosts(matrix)):
+        finite = block.isfinite()
+        if not bool(finite.all()):
+            row, column = (~finite).nonzero()[0].tolist()
+            raise InputError(
+                f"{name} must be finite; {name}[{rows.start + row}, {column}] is "
+                f"{float(block[row, column])}"
+            )
+        costs = block.double()
+        errors[rows] = (costs - matrix[:, rows].T).abs().amax(1) / 2
+        largest = max(largest, float(costs.abs().max()))
+    row = int(errors.argmax())
+    if 2 * float(errors[row]) > SYMMETRIC_UNITS * torch.finfo(matrix.dtype).eps * largest:
+        column = int((matrix[row].double() - matrix[:, row].double()).abs().argmax())
+        raise InputError(
+            f"{name} must be symmetric; {name}[{row}, {column}] is {float(matrix[row, column]):g} "
+            f"and {name}[{column}, {row}] is {float(matrix[column, row]):g}; give (C + C.T) / 2"
+        )
+    return errors
