@@ -45,8 +45,8 @@ from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.epsilon import refuse_both, regularised
 from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term.tolerance import refuse_both, regularised
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,

@@ -70,8 +70,8 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
 from otdd_flash.solver.solving import solve
-from otdd_flash.solver.term.epsilon import refuse_both, regularised
 from otdd_flash.solver.term.result import largest_tolerance
+from otdd_flash.solver.term.tolerance import refuse_both, regularised
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -112,7 +113,7 @@ def check_memory(what: object, needed: int, device: torch.device, dtype: torch.d
         )
 
 
-class within_memory:
+class within_memory(AbstractContextManager["within_memory"]):
     """A `with` block in which a failed allocation becomes an error that the user can act on.
 
     That error holds no frame that was called in the block, and so none of their tensors, which fill
@@ -127,9 +128,6 @@ class within_memory:
 
     def __init__(self, what: object, needed: int, device: torch.device, dtype: torch.dtype) -> None:
         self._what, self._needed, self._device, self._dtype = what, needed, device, dtype
-
-    def __enter__(self) -> None:
-        """Nothing is prepared: memory is asked for only where it ran out."""
 
     def __exit__(
         self,

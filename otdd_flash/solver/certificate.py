@@ -28,7 +28,7 @@ from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, outw
 from otdd_flash.engine.evidence.primal import Filling, dot
 from otdd_flash.errors import EpsilonOutOfRange
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
-from otdd_flash.solver.term.epsilon import or_double
+from otdd_flash.solver.term.tolerance import or_double
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0

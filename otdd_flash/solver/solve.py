@@ -117,10 +117,10 @@ def solve_term(
     iterations = problem.iterations(candidate, goal, form, Start(levels, taken))
     iterate(budget, problem, iterations, first)
     if refined is not operator:
+        last = problem.evaluated(iterations.vectors, epsilon)
         # Also where it only certifies: iterations go on with it if the certificate falls short.
         problem.change(refined, iterations)
         if refine or not budget.converged:
-            last = problem.evaluated(iterations.vectors, epsilon)
             go_on(budget, problem, iterations, last.g if form.symmetric else last.updated, aim)
 
     certificate = certify_solved(budget, problem, iterations, aim, refine=refine)

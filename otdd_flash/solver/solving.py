@@ -19,7 +19,7 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import at_diameter
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, at_diameter
 from otdd_flash.solver.small.route import backend_of, is_small, solve_small
 from otdd_flash.solver.term.result import SolverProgress
 
@@ -56,8 +56,9 @@ def solve(
         InputError: the block of W of a self term is not symmetric, an allocation fails, or epsilon
             is out of reach of the rounding of costs.
     """
-    x, y = comparison.seen
-    options, error = at_diameter(options, x.features, y.features), comparison.cost_error
+    if isinstance(options, GeomlossSchedule):
+        options = at_diameter(options, *(side.features for side in comparison.seen))
+    error = comparison.cost_error
     _check_error(comparison, error)
     identical = comparison.debias and comparison.identical
     with comparison.within_memory():

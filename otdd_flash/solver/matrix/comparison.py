@@ -27,12 +27,12 @@ Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
 
 HELD_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Entries of a matrix that differ from those across the diagonal by so many roundings are the same.
+# Unit roundoffs, of the largest entry, up to which a matrix counts as symmetric.
 SYMMETRIC_UNITS = 64
 
 
 class SelfCosts(NamedTuple):
-    """A matrix (n, n) that stands for (C + C^T) / 2, and max_j |C_ij - C_ji| / 2 (n,) float64."""
+    """A matrix C (n, n) for (C + C^T) / 2, and its errors max_j |C_ij - C_ji| / 2 (n,), float64."""
 
     matrix: Tensor
     errors: Tensor
@@ -43,7 +43,7 @@ class MatrixComparison:
     """Costs C (n, m) between masses a and b; `prepare` makes one.
 
     Attributes:
-        source: where C comes from, on the device.
+        source: C, stored or computed in blocks, on the device.
         a: (n,) masses, float64, on the device.
         b: (m,) masses, likewise.
         compute: how passes run.
@@ -69,7 +69,7 @@ class MatrixComparison:
     ) -> MatrixComparison:
         """Check a matrix and its masses, and move them to the device.
 
-        Without `compute` that is where the costs are, in this precision.
+        Without `compute` that is the device of the costs, with this precision.
 
         Raises:
             InputError: no matrix, masses that do not fit it or do not sum to 1, or self costs that
@@ -146,7 +146,7 @@ class MatrixComparison:
         return self._cross if term == "xy" else self._executed(self.tiles(term))
 
     def tiles(self, term: str) -> MatrixOperator:
-        """The cost of a term in PyTorch, for what is asked of a solved plan."""
+        """The cost of a term in PyTorch, for products with a solved plan."""
         if term == "xy":
             return self._cross_tiles
         assert self.self_costs is not None
@@ -189,7 +189,7 @@ class MatrixComparison:
 
 
 def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
-    """An epsilon given as a multiple of the mean cost, in units of the cost.
+    """Convert an epsilon given as a multiple of the mean cost to units of the cost.
 
     Raises:
         InputError: the mean cost is not positive.
@@ -202,7 +202,7 @@ def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
 
 
 def given_matrix(name: str, given: Any) -> Tensor:
-    """A matrix (n, m) of a type that is held as it is, detached.
+    """Return a matrix (n, m), detached, in a type that costs are stored in.
 
     Raises:
         InputError: it is no real matrix, or has no rows or columns.
@@ -214,7 +214,7 @@ def given_matrix(name: str, given: Any) -> Tensor:
 
 
 def checked_masses(name: str, given: Any, size: int) -> Tensor:
-    """Masses (size,) float64 that sum to 1; uniform for None.
+    """Return masses (size,) float64 that sum to 1; uniform for None.
 
     Raises:
         InputError: another shape, a mass that is negative or not finite, or another sum.
@@ -233,14 +233,14 @@ def checked_masses(name: str, given: Any, size: int) -> Tensor:
     if abs(total - 1) > MASS_TOLERANCE:
         raise InputError(f"{name} must sum to 1, got {total:.8g}; divide it by its sum")
     shares: Tensor = masses / total
-    # Nothing can be divided by subnormal ones.
+    # Division by subnormal masses would overflow: they count as 0.
     return torch.where(shares < torch.finfo(shares.dtype).tiny, 0, shares)
 
 
 def checked_self_costs(
     given: Sequence[Tensor], sizes: tuple[int, int], device: torch.device
 ) -> tuple[SelfCosts, SelfCosts]:
-    """Costs within both sides (n, n) and (m, m), on the device.
+    """Return the costs within both sides, (n, n) and (m, m), on the device.
 
     Raises:
         InputError: another shape, an entry that is not finite, or no symmetry.
@@ -259,7 +259,7 @@ def checked_self_costs(
 
 
 def _asymmetry(name: str, matrix: Tensor) -> Tensor:
-    """max_j |C_ij - C_ji| / 2 (n,), float64.
+    """Return max_j |C_ij - C_ji| / 2 (n,), float64.
 
     Raises:
         InputError: an entry is not finite, or differs by more than roundings from its mirror image.
