@@ -35,8 +35,8 @@ from experiments.bench_divergence import marginal_error
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, extra_mib, milliseconds
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.engine.recording import STEPS, Repeated
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.triton_operator import KernelOperator
 
 SIZES = (

@@ -1,29 +1,22 @@
 """Ways of holding a ground cost, all with the members of `base.Operator`.
 
-Between labelled clouds: `request` has the datasets of a comparison, checked, moved and seen by the
-`ground` cost once; a `cloud` is one of them with what it tells of itself, `labelled_cost` two and
-their cost, which the others read, with a block of the `class_table`; `float64_rows` are points a
-few at a time. `build` chooses between `triton_operator`, the passes in Triton on a GPU, and
-`torch_operator`, those in PyTorch over a source of scores: `point_scores` are kept in memory, or
-computed again in every pass. `rounding` is about what points in float16 change in costs.
-`footprint` says what operators take, `memory` and `control_groups` what there is.
-`remembered` keeps what follows from tensors that stay as they are while points move, such as
-labels, and from samples.
+Between labelled clouds: a `comparison` holds them, checked, moved and seen by the ground cost once,
+with class distances and epsilon. `build` chooses between `triton_operator`, the passes in Triton on
+a GPU, and `torch_operator`, those in PyTorch over a source of scores: `point_scores` are kept in
+memory, or computed again in every pass. It says what operators take of the memory.
 
 What certificates read: tiles of costs in float64 (`point_scores`), `fixed_point` the sums of a plan
-in Triton, `whole_points` and `lattice` points whose products are exact, `product_errors` what other
-products lose.
+in Triton, `whole_points` points whose products are exact.
 
-Points that stay in host memory or in files: `host_points` are read a block at a time,
-`packed_blocks` packed once; `blocked` is the cost of one block of rows and one of columns after the
-other, and puts together what is found of pairs of blocks, whoever brings them.
+Points that stay in host memory or in files are read a block at a time, and `packed_blocks` packs
+them once; `blocked` is the cost of one block of rows and one of columns after the other, and puts
+together what is found of pairs of blocks, whoever brings them.
 
-Costs that are given: `given_costs` are a matrix in memory or a function of blocks (`cost_blocks`),
-`matrix_kernel` is a matrix in Triton; `matrix_facts` is what one pass over it tells.
+Costs that are given: `given_costs` are a matrix in memory or a function of blocks, `matrix_kernel`
+is a matrix in Triton.
 
 Plans of potentials, evaluated in every product or prepared for many: `plans` has what they are
-asked and those of PyTorch, `triton_plans` those of Triton, also with the points as they are packed;
-`origins` are points about an origin.
+asked and those of PyTorch, `triton_plans` those of Triton, also with the points as they are packed.
 
 Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
 what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a
@@ -33,8 +26,8 @@ them as they are packed, go round; `ring_pairs` are the pairs of a rank there.
 Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
 `kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and
 `anchored_segments` keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments`
-computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of
-a small divergence are the segments of a `score_pool`, which also has the terms for certificates:
+computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of a
+small divergence are the segments of a `score_pool`, which also has the terms for certificates:
 `kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a `matrix_pool`. Vectors are
 `few_vectors`, of one problem or of few, `padded_vectors` or, in Triton, `kernel_vectors`.
 """

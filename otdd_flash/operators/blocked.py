@@ -22,20 +22,13 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Marginals, Operator
-from otdd_flash.operators.float64_rows import Points
-from otdd_flash.operators.host_points import Block, by_class
-from otdd_flash.operators.labelled_cost import (
-    DOUBLE_UNIT,
-    Cut,
-    LabelledCost,
-    Masses,
-    Moments,
-    on_host,
-)
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.host_points import Block, by_class
+from otdd_flash.cost.points import DOUBLE_UNIT, Cut, LabelledCost, Masses, Moments, Points, on_host
+from otdd_flash.cost.rounding import float16_rounding
+from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
 from otdd_flash.operators.plans import EvaluatedPlan, Factors, Make, PlanBlock
-from otdd_flash.operators.rounding import float16_rounding
 
 # How far from a guess, in epsilon, a softmin may be: sums beside it are within 2^90 of 1.
 FAR = 90 * math.log(2)

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostFacts
-from otdd_flash.operators.labelled_cost import Cut, Masses
-from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.matrix import MatrixFacts, matrix_facts
+from otdd_flash.cost.points import Cut, Masses
 from otdd_flash.operators.torch_operator import TILE_ELEMENTS_CPU, TorchOperator
 
 # Costs that are in float64 at once while they are read; on a GPU also scores, as others fill it.

@@ -13,29 +13,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts, CostRange
+from otdd_flash.cost.matrix import MatrixFacts, matrix_facts
+from otdd_flash.cost.points import Cut, Masses
 from otdd_flash.engine.rule import Evaluated, Vectors
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
-from otdd_flash.kernels.matrix.half_step import (
-    line_parts,
-    matrix_half_step,
-    matrix_sums_of_lines,
-)
+from otdd_flash.kernels.matrix.half_step import line_parts, matrix_half_step, matrix_sums_of_lines
 from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.operators.base import (
-    CostFacts,
-    CostRange,
-    Epsilon,
-    Marginals,
-    Operator,
-)
+from otdd_flash.operators.base import Epsilon, Marginals, Operator
 from otdd_flash.operators.given_costs import GivenCosts, HeldCosts, exact_blocks
-from otdd_flash.operators.labelled_cost import Cut, Masses
-from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.operators.one_kernel_problem import OneKernelProblem
 from otdd_flash.operators.torch_operator import (
     LEAST_EXPONENT,

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.host_points import Block
+from otdd_flash.cost.points import Cut, Points
 from otdd_flash.operators.base import Applied
-from otdd_flash.operators.float64_rows import Points
-from otdd_flash.operators.host_points import Block
-from otdd_flash.operators.labelled_cost import Cut
 
 if TYPE_CHECKING:
     # It imports this file, and Triton.

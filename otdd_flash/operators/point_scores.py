@@ -17,9 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostFacts
-from otdd_flash.operators.float64_rows import squared_norms
-from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.points import Cut, LabelledCost, Masses, squared_norms
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.operators.whole_points import whole_products
 

@@ -18,11 +18,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.host_points import Block
+from otdd_flash.cost.points import Cut, LabelledCost, Masses, Moments, normalised
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Joined, Tile
-from otdd_flash.operators.cloud import normalised
-from otdd_flash.operators.host_points import Block
-from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses, Moments
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
 from otdd_flash.operators.ring_pairs import RingPairs, RingShare

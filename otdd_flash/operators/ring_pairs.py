@@ -16,10 +16,10 @@ from itertools import combinations_with_replacement, product
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Epsilon, Operator
 from otdd_flash.operators.blocked import FAR, BlockOperator, BlockSums, Build, Tile
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.owned import Rows
 from otdd_flash.operators.ring_blocks import RingBlocks, count_of, refined_blocks
 from otdd_flash.operators.self_share import BlockShare

@@ -20,14 +20,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import SIDES, CostFacts
+from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.numbers import Numbers, clamp, constant
 from otdd_flash.engine.recording import run_branches
 from otdd_flash.engine.rule import Evaluated, Goal, Start, Vectors
 from otdd_flash.engine.segments import PassErrors
-from otdd_flash.operators.base import Certifiable, CostFacts, SelfCertifiable
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
+from otdd_flash.operators.base import Certifiable, SelfCertifiable
 from otdd_flash.operators.point_scores import KeptScores
 from otdd_flash.operators.torch_operator import TorchOperator
 
@@ -39,9 +40,6 @@ UNIT = torch.finfo(torch.float32).eps / 2
 
 # Products that are in float64 at once.
 PRODUCTS = 1 << 24
-
-# The rows' and the columns' side of each term.
-SIDES = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
 
 
 class Room(NamedTuple):
@@ -335,7 +333,7 @@ class ScorePool(Pool):
         )
 
     def _symmetrize(self) -> None:
-        """Make the class costs of self terms symmetric, as `operators.class_table` says."""
+        """Make the class costs of self terms symmetric, as `cost.class_table` says."""
         given = self.class_distances
         if given.shape[1] == 1:
             # One class at no distance from itself: there is no table.

@@ -12,21 +12,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.points import Cut, LabelledCost, LessOrigin, Masses, Points
+from otdd_flash.cost.rounding import float16_rounding
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import parts
-from otdd_flash.operators.base import (
-    Applied,
-    CostFacts,
-    Epsilon,
-    Marginals,
-    Operator,
-)
-from otdd_flash.operators.float64_rows import Points
-from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
-from otdd_flash.operators.origins import LessOrigin
+from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.parts import Build, Parts
 from otdd_flash.operators.plans import ALL, EvaluatedPlan, Factors, Make, PlanBlock
-from otdd_flash.operators.rounding import float16_rounding
 
 
 class ShardedOperator:

@@ -22,14 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from otdd_flash.operators.base import (
-    Applied,
-    CostFacts,
-    Epsilon,
-    Marginals,
-)
-from otdd_flash.operators.labelled_cost import Cut, Masses
-from otdd_flash.operators.memory import holds
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.memory import holds
+from otdd_flash.cost.points import Cut, Masses
+from otdd_flash.operators.base import Applied, Epsilon, Marginals
 from otdd_flash.operators.plans import EvaluatedPlan, Factors, KeptPlan, Plan
 
 LOG2_E = math.log2(math.e)

@@ -15,6 +15,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.points import Cut, LabelledCost, Masses
+from otdd_flash.cost.rounding import Lattice, float16_rounding, lattice_of
+from otdd_flash.fingerprint import remembered
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.passes.half_step import half_step
 from otdd_flash.kernels.passes.pair_sums import pair_sums
@@ -27,18 +31,10 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
-from otdd_flash.operators.base import (
-    CostFacts,
-    Epsilon,
-    Marginals,
-)
+from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
-from otdd_flash.operators.labelled_cost import Cut, LabelledCost, Masses
-from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
-from otdd_flash.operators.remembered import remembered
-from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.operators.torch_operator import LOG2_ZERO
 from otdd_flash.operators.triton_plans import KernelPlan, Seen, single
 

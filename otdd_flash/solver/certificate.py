@@ -20,22 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts, larger, lesser
 from otdd_flash.engine.evidence import oscillation, primal
 from otdd_flash.engine.evidence.dual import dual_value
 from otdd_flash.engine.evidence.perturbed_costs import growth as growth_of
 from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, outwards
 from otdd_flash.engine.evidence.primal import Filling, dot
-from otdd_flash.operators.base import (
-    Certifiable,
-    CostFacts,
-    Epsilon,
-    Marginals,
-    Operator,
-    SelfCertifiable,
-    larger,
-    lesser,
-)
-from otdd_flash.solver.term.tolerance import EpsilonOutOfRange, or_double
+from otdd_flash.errors import EpsilonOutOfRange
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator, SelfCertifiable
+from otdd_flash.solver.term.tolerance import or_double
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0

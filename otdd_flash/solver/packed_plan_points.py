@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from otdd_flash.operators.build import CostInputs, build_operator
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.plans import Plan
 from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.dense_plan import dense_plan
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 def plan_points(
-    inputs: CostInputs, potentials: tuple[Tensor, Tensor | None], epsilon: float
+    comparison: Comparison, name: str, potentials: tuple[Tensor, Tensor | None]
 ) -> PlanPoints:
-    """Build the plan of potentials f (n,) and g (m,) with the points of the cost in `inputs`.
+    """Build the plan of potentials f (n,) and g (m,) of a term, with its points.
 
     Without g it is that of the only potential of a cloud with itself. Packed points of an operator
     are used if its products can take them.
     """
-    dense = dense_plan(inputs, *potentials, epsilon)
+    dense = dense_plan(comparison, name, *potentials)
     if dense is not None:
-        clouds = [(side.features, side.masses) for side in (inputs.source, inputs.target)]
-        return PlanPoints(dense, epsilon, inputs, origin_near(clouds, dense.dtype))
-    operator = build_operator(inputs)
-    plan = operator.refined.plan(*potentials, epsilon).prepared
+        clouds = [(side.features, side.masses) for side in comparison.sides(name)]
+        return PlanPoints(dense, comparison, name, origin_near(clouds, dense.dtype))
+    operator = comparison.operator(name)
+    plan = operator.refined.plan(*potentials, comparison.epsilon).prepared
     # The operator's own centre, which is computed already.
-    given = plan, epsilon, inputs, inputs.labelled.centre
+    given = plan, comparison, name, comparison.cost(name).centre
     with_points = plan.with_points
     return PlanPoints(*given) if with_points is None else PackedPlanPoints(*given, with_points)
 
@@ -54,12 +54,12 @@ class PackedPlanPoints(PlanPoints):
     def __init__(
         self,
         plan: Plan,
-        epsilon: float,
-        inputs: CostInputs,
+        comparison: Comparison,
+        name: str,
         origin: Tensor,
         products: PointProducts,
     ) -> None:
-        super().__init__(plan, epsilon, inputs, origin)
+        super().__init__(plan, comparison, name, origin)
         self._products = products
 
     @property

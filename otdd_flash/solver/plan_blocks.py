@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.float64_rows import Points
-from otdd_flash.operators.host_points import STREAMED_ROWS, Block, HostPoints, slices
-from otdd_flash.operators.labelled_cost import Cut
+from otdd_flash.cost.host_points import STREAMED_ROWS, Block, HostPoints, slices
+from otdd_flash.cost.points import Cut, Points
 from otdd_flash.operators.plans import ALL
 
 

@@ -7,6 +7,7 @@ from threading import Thread
 import pytest
 import torch
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.engine import recording
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.late_reader import LateReader
@@ -14,7 +15,6 @@ from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.recording import LAUNCHED, STEPS, Repeated
 from otdd_flash.engine.rule import Goal, Start
 from otdd_flash.operators import triton_operator
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.one_problem import problem_of
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.solver.schedules.converged import Converged

@@ -7,9 +7,9 @@ import torch
 from labelled_costs import labelled_cost
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.kernels.points.lattice_facts import lattice_facts
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.operators.triton_operator import KernelOperator
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,11 +9,11 @@ import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.kernels.passes.block_product import Weights
 from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.operators import triton_plans
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import KernelPlan, PointProducts
 

@@ -9,8 +9,8 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.samples import LabeledSamples

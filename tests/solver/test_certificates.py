@@ -13,8 +13,8 @@ from operation_counts import OperationCounts
 from refusals import Refusals
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.operators.triton_operator import KernelOperator

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators import triton_plans
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.solver import conjugate_gradients_kernels, schur
 from otdd_flash.solver.conjugate_gradients import Limits, Near

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.rounding import float16_rounding
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
-from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from otdd_flash.cost.facts import Number
 from otdd_flash.engine.numbers import Numbers, clamp, log, where
-from otdd_flash.operators.base import Epsilon, Number
+from otdd_flash.operators.base import Epsilon
 
 # The masses of a plan that a float64 tells from 0 and infinity.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300

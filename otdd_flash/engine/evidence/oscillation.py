@@ -20,8 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts, Number
 from otdd_flash.engine.numbers import Numbers, clamp
-from otdd_flash.operators.base import CostFacts, Marginals, Number
+from otdd_flash.operators.base import Marginals
 
 # The L1 distance of two masses, at the most.
 MOST_ERROR = 2.0

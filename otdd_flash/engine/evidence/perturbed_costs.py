@@ -54,7 +54,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals, Number, lesser
+from otdd_flash.cost.facts import CostFacts, Number, lesser
+from otdd_flash.operators.base import Epsilon, Marginals
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53

@@ -16,7 +16,8 @@ from typing import Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Certifiable, Epsilon, Number
+from otdd_flash.cost.facts import Number
+from otdd_flash.operators.base import Certifiable, Epsilon
 
 # Keeps quotients finite where there is no mass.
 TINY = torch.finfo(torch.float64).tiny

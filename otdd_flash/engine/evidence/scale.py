@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts, Number
 from otdd_flash.engine.numbers import Numbers
 from otdd_flash.engine.segments import Costs
-from otdd_flash.operators.base import CostFacts, Number, Operator
+from otdd_flash.operators.base import Operator
 
 
 def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import TERMS
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.levels import Levels, first_level
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
@@ -40,7 +41,6 @@ from otdd_flash.solver.certificate import (
 )
 from otdd_flash.solver.small.exchanged import (
     COUNT,
-    TERMS,
     Batch,
     GivenCosts,
     Inputs,
