@@ -19,15 +19,13 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import Cut, LabelledCost, Masses, squared_norms
-from otdd_flash.operators.torch_operator import TorchOperator
+from otdd_flash.operators.torch_operator import Pair, TorchOperator
 from otdd_flash.operators.whole_points import whole_products
 
 # Points of a tile along rows and along columns, and tiles whose rows are prepared at once. Long
 # vectors come in fewer points, so that there are about so many coordinates of either side.
 TILE_CPU, TILE_GPU, TILES = 256, 4096, 8
 COORDINATES_CPU, COORDINATES_GPU, LEAST_POINTS = 1 << 19, 1 << 24, 128
-
-Pair = tuple[Tensor, Tensor]
 
 
 class Products(Protocol):
