@@ -102,7 +102,7 @@ class RingPart(BlockSums):
         assert isinstance(columns, Tensor)
         assert masses is None
         own, other = self._sides
-        points = _nowhere(self.cost, len(self.a)), _nowhere(self.cost, len(columns))
+        points = nowhere(self.cost, len(self.a)), nowhere(self.cost, len(columns))
         part = self.cost.part(EVERY, columns, points)
         sides = own, other.some(columns)
         return RingPart(self._ranks, part, sides, self.first, self._build, columns=False)
@@ -110,7 +110,7 @@ class RingPart(BlockSums):
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Return sum_j C_ij q_j (k,) for masses q (m,), float64; no points go round."""
         own, other = self._sides
-        none = _nowhere(self.cost, 0)
+        none = nowhere(self.cost, 0)
         found = torch.empty_like(self.a)
         like = (masses.new_zeros(()), torch.zeros_like(self.cost.centre), masses.new_zeros(()))
         total = Moments(*like, masses.new_zeros(self.cost.class_costs.shape[1]))
@@ -166,8 +166,8 @@ def ring_parts(
         counts = [side.count for side in sides]
         counts[columns] = _width(ranks, counts[columns], ranks.rank)
         rows: tuple[slice | Tensor, slice | Tensor] = (EVERY, own) if columns else (own, EVERY)
-        nowhere = _nowhere(cost, counts[0]), _nowhere(cost, counts[1])
-        some = cost.part(*rows, nowhere)
+        absent = nowhere(cost, counts[0]), nowhere(cost, counts[1])
+        some = cost.part(*rows, absent)
         masses, mass = normalised(some.b if columns else some.a)
         if columns:
             some.b = masses
@@ -190,7 +190,7 @@ def _width(ranks: Ranks, count: int, rank: int) -> int:
     return len(range(share.start, share.stop))
 
 
-def _nowhere(cost: LabelledCost, count: int) -> Tensor:
+def nowhere(cost: LabelledCost, count: int) -> Tensor:
     """Return a meta tensor (count, d): reading these points raises."""
     points = cost.points[0]
     return torch.empty((count, points.shape[1]), dtype=points.dtype, device="meta")

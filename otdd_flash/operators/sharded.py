@@ -20,6 +20,7 @@ from otdd_flash.operators import parts
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
 from otdd_flash.operators.parts import Build, Parts
 from otdd_flash.operators.plans import ALL, EvaluatedPlan, Factors, Make, PlanBlock
+from otdd_flash.operators.ring import nowhere
 
 
 class ShardedOperator:
@@ -87,9 +88,12 @@ class ShardedOperator:
         if masses is not None:
             return self._sampled(self.cost.sample(rows, columns, masses))
         assert rows == parts.EVERY
+        assert isinstance(columns, Tensor)
         ranks, number = self.ranks, self.ranks.number()
         ranks.order(parts.cut_columns, self.number, number, columns)
-        cost = self.cost.part(rows, columns)
+        # Ranks have the points.
+        points = nowhere(self.cost, len(self.a)), nowhere(self.cost, len(columns))
+        cost = self.cost.part(rows, columns, points)
         return ShardedOperator(ranks, number, cost, self._error, self._sampled)
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
