@@ -35,7 +35,7 @@ from experiments.bench_divergence import marginal_error
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, extra_mib, milliseconds
-from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.points import Cloud, LabelledCost
 from otdd_flash.engine.recording import STEPS, Repeated
 from otdd_flash.operators.triton_operator import KernelOperator
 
@@ -59,16 +59,9 @@ def make_operator(n: int, d: int, classes: int, precision: str) -> KernelOperato
     masses = torch.full((n,), 1 / n, dtype=torch.float64, device="cuda")
     labels = torch.arange(n, device="cuda") * classes // n
     costs = torch.rand(classes, classes, generator=draw, device="cuda").double() * d / 2
-    cost = LabelledCost(
-        x,
-        y,
-        masses,
-        masses,
-        labels_x=labels,
-        labels_y=labels[torch.randperm(n, generator=draw, device="cuda")],
-        class_costs=costs if classes > 1 else torch.zeros_like(costs),
-        lambda_x=0.5,
-    )
+    others = labels[torch.randperm(n, generator=draw, device="cuda")]
+    sides = Cloud(x, masses, labels), Cloud(y, masses, others)
+    cost = LabelledCost(*sides, costs if classes > 1 else torch.zeros_like(costs), 0.5)
     return KernelOperator(cost, precision)
 
 

@@ -151,9 +151,8 @@ def off(result: Tensor, expected: Tensor | float) -> float:
 def with_itself(operator: KernelOperator) -> KernelOperator:
     """The cost of an operator's first cloud with itself."""
     cost = operator.cost
-    x, a, labels, costs = cost.points[0], cost.a, cost.labels[0], cost.class_costs
-    same = {"labels_x": labels, "labels_y": labels, "class_costs": (costs + costs.T) / 2}
-    return KernelOperator(LabelledCost(x, x, a, a, lambda_x=cost.lambda_x, **same), "fast")
+    x, costs = cost.clouds[0], cost.class_costs
+    return KernelOperator(LabelledCost(x, x, (costs + costs.T) / 2, cost.lambda_x), "fast")
 
 
 def profile(name: str, d: int, rates: dict[str, float]) -> dict[str, Any]:

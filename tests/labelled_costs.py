@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.points import Cloud, LabelledCost
 
 
 def labelled_cost(
@@ -27,9 +27,26 @@ def labelled_cost(
         sides.append((points, (masses / masses.sum()).to(x.device), labels.to(x.device)))
     (x, a, labels_x), (y, b, labels_y) = sides[0], sides[-1]
     table = (table + table.T).to(x.device)
-    return LabelledCost(
+    return cost_between(
         x, y, a, b, labels_x=labels_x, labels_y=labels_y, class_costs=table, lambda_x=lambda_x
     )
+
+
+def cost_between(
+    x: Tensor,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    labels_x: Tensor,
+    labels_y: Tensor,
+    class_costs: Tensor,
+    lambda_x: float,
+) -> LabelledCost:
+    """Of points, masses and labels; of one cloud with itself where both sides are the same."""
+    of_x = Cloud(x, a, labels_x)
+    same = x is y and a is b and labels_x is labels_y
+    return LabelledCost(of_x, of_x if same else Cloud(y, b, labels_y), class_costs, lambda_x)
 
 
 def dense_labelled_cost(cost: LabelledCost, points: tuple[Tensor, Tensor] | None = None) -> Tensor:

@@ -338,48 +338,29 @@ class LabelledCost:
     """The cost between two labelled clouds.
 
     Args:
-        x: (n, d) points, on the device or streamed to it.
-        y: (m, d) points, likewise; the same object as `x` for the cost of a cloud with itself.
-        a: (n,) masses, float64.
-        b: (m,) masses, float64.
-        labels_x: (n,) class indices, rows of W.
-        labels_y: (m,) class indices, columns of W.
-        class_costs: (V_x, V_y) the block of lambda_y W that these labels index, float64.
+        x: the cloud of the rows, n points.
+        y: the cloud of the columns, m points; the same object as `x` for the cost of a cloud with
+            itself.
+        class_costs: (V_x, V_y) the block of lambda_y W that the labels index, float64.
         lambda_x: weight of the squared Euclidean distance.
 
     Attributes:
         clouds: both, with their statistics.
-        symmetric: whether both sides are one cloud with one set of labels and masses.
+        symmetric: whether both sides are one cloud.
         known: cached results of callers, by name.
         packed: both clouds as kernels pack them, where that is done already.
         known_of: cached results for the points of either cloud, shared with later costs of them.
     """
 
-    def __init__(
-        self,
-        x: Points,
-        y: Points,
-        a: Tensor,
-        b: Tensor,
-        *,
-        labels_x: Tensor,
-        labels_y: Tensor,
-        class_costs: Tensor,
-        lambda_x: float,
-    ) -> None:
-        self.symmetric = x is y and labels_x is labels_y and a is b
-        of_x = Cloud(x, a, labels_x)
-        self._begin((of_x, of_x if self.symmetric else Cloud(y, b, labels_y)))
+    def __init__(self, x: Cloud, y: Cloud, class_costs: Tensor, lambda_x: float) -> None:
+        self.clouds, self.symmetric = (x, y), x is y
+        self.points: tuple[Points, Points] = (x.points, y.points)
+        self.labels, self.a, self.b = (x.labels, y.labels), x.masses, y.masses
         self.class_costs, self.lambda_x = class_costs, lambda_x
-
-    @classmethod
-    def between(cls, x: Cloud, y: Cloud, class_costs: Tensor, lambda_x: float) -> LabelledCost:
-        """Build the cost between two clouds, from their cached statistics."""
-        cost = cls.__new__(cls)
-        cost.symmetric = x is y
-        cost._begin((x, y))
-        cost.class_costs, cost.lambda_x = class_costs, lambda_x
-        return cost
+        self._whole: LabelledCost | None = None
+        self.known: dict[str, Any] = {}
+        self.packed: tuple[Any, Any] = (None, None)
+        self.known_of: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
 
     @classmethod
     def of(
@@ -405,16 +386,7 @@ class LabelledCost:
         x = cloud_of(source, streaming)
         y = x if source is target else cloud_of(target, streaming)
         table = class_distances.to(x.masses.device, torch.float64)
-        return cls.between(x, y, lambda_y * table, lambda_x)
-
-    def _begin(self, clouds: tuple[Cloud, Cloud]) -> None:
-        x, y = self.clouds = clouds
-        self.points: tuple[Points, Points] = (x.points, y.points)
-        self.labels, self.a, self.b = (x.labels, y.labels), x.masses, y.masses
-        self._whole: LabelledCost | None = None
-        self.known: dict[str, Any] = {}
-        self.packed: tuple[Any, Any] = (None, None)
-        self.known_of: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+        return cls(x, y, lambda_y * table, lambda_x)
 
     @cached_property
     def _measured(self) -> _Measured:
@@ -589,15 +561,9 @@ class LabelledCost:
     def sample(self, rows: Cut, columns: Cut, masses: Masses) -> LabelledCost:
         """The cost between some rows (k,) and columns (l,) of other masses, about their centre."""
         (x, y), (labels_x, labels_y) = self.points, self.labels
-        return LabelledCost(
-            x[rows],
-            y[columns],
-            *masses,
-            labels_x=labels_x[rows],
-            labels_y=labels_y[columns],
-            class_costs=self.class_costs,
-            lambda_x=self.lambda_x,
-        )
+        of_rows = Cloud(x[rows], masses[0], labels_x[rows])
+        of_columns = Cloud(y[columns], masses[1], labels_y[columns])
+        return LabelledCost(of_rows, of_columns, self.class_costs, self.lambda_x)
 
     def cut(self, rows: Cut, columns: Cut, masses: Masses | None) -> LabelledCost:
         """The `part` of some rows and columns, or a `sample` of other masses."""

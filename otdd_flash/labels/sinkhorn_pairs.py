@@ -30,7 +30,7 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress
 from otdd_flash.cost.memory import free_memory
-from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.points import Cloud, LabelledCost
 from otdd_flash.devices import check_triton
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.evidence.oscillation import MOST_ERROR
@@ -330,21 +330,14 @@ def _solve_streamed(
     rows: WeightedPoints, columns: WeightedPoints, epsilon: float, options: Converged
 ) -> SegmentTerms:
     """Solve the term of one pair of any size."""
-    labels = [
-        torch.zeros(len(side.points), dtype=torch.int64, device=side.points.device)
-        for side in (rows, columns)
-    ]
-    cost = LabelledCost(
-        rows.points,
-        columns.points,
-        rows.masses,
-        columns.masses,
-        labels_x=labels[0],
-        # One tensor for both sides lets `LabelledCost` recognise a self term.
-        labels_y=labels[0 if rows is columns else 1],
-        class_costs=rows.masses.new_zeros(1, 1),
-        lambda_x=1.0,
-    )
+
+    def cloud(side: WeightedPoints) -> Cloud:
+        labels = torch.zeros(len(side.points), dtype=torch.int64, device=side.points.device)
+        return Cloud(side.points, side.masses, labels)
+
+    x = cloud(rows)
+    y = x if rows is columns else cloud(columns)
+    cost = LabelledCost(x, y, rows.masses.new_zeros(1, 1), 1.0)
     operator = streamed_operator(cost, torch.float64)
     term = solve_term(operator, epsilon, options, SELF if rows is columns else CROSS)
     rounding = term.marginal_error if term.stopped_by == "rounding" else 0.0

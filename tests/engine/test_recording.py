@@ -6,8 +6,8 @@ from threading import Thread
 
 import pytest
 import torch
+from labelled_costs import cost_between
 
-from otdd_flash.cost.points import LabelledCost
 from otdd_flash.engine import recording
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.late_reader import LateReader
@@ -30,7 +30,7 @@ def labelled_cost(n, m, device="cuda"):
     labels = tuple(torch.arange(size, device=device) % 3 for size in (n, m))
     y, b, labels = (x, a, labels[:1] * 2) if n == m else (y, b, labels)
     costs = torch.rand(3, 3, generator=draw).double().to(device)
-    return LabelledCost(
+    return cost_between(
         *(x, y, a, b),
         labels_x=labels[0],
         labels_y=labels[1],

@@ -7,9 +7,9 @@ from functools import lru_cache
 import pytest
 import reference
 import torch
+from labelled_costs import cost_between
 from torch import Tensor
 
-from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.kernels.passes.block_product import Weights
 from otdd_flash.kernels.points.packed_points import PackedPoints
@@ -47,7 +47,7 @@ class Case:
         self.a, self.b = (a / a.sum()).to(DEVICE), (b / b.sum()).to(DEVICE)
         labels = [torch.arange(k, device=DEVICE) % classes for k in (N, M)]
         costs = torch.rand(classes, classes, generator=draw).double().to(DEVICE)
-        cost = LabelledCost(
+        cost = cost_between(
             *(x.to(DEVICE), y.to(DEVICE), self.a, self.b),
             labels_x=labels[0],
             labels_y=labels[1],

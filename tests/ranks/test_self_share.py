@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from labelled_costs import labelled_cost
+from labelled_costs import cost_between, labelled_cost
 from torch import Tensor
 
 from otdd_flash.cost.points import LabelledCost
@@ -52,7 +52,7 @@ def test_points_that_parts_give_no_mass() -> None:
     x, labels = 1e10 * cost_of(20).points[0].cpu(), torch.zeros(20, dtype=torch.int64)
     masses, nothing = torch.eye(20, dtype=torch.float64)[3], torch.zeros(1, 1).double()
     sides = {"labels_x": labels, "labels_y": labels, "class_costs": nothing, "lambda_x": 0.5}
-    large, f = LabelledCost(x, x, masses, masses, **sides), torch.zeros(20)
+    large, f = cost_between(x, x, masses, masses, **sides), torch.zeros(20)
     hold = partial(streamed_operator, dtype=torch.float32)
     found = merged(torch.stack([each.softmin(f, 1e19) for each in shares(large, hold, 2)]), 1e19)
     expected = reference.softmin_rows(reference.dense_cost(x, x), masses, f.double(), 1e19)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from labelled_costs import cost_between
 from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions
@@ -42,7 +43,7 @@ def labelled_cost(*, uniform: bool = False) -> LabelledCost:
     even = [torch.full((size,), 1 / size, dtype=torch.float64) for size in (N, M)]
     a, b = even if uniform else (masses(size, draw) for size in (N, M))
     labels_x, labels_y = (torch.arange(size) % 4 for size in (N, M))
-    return LabelledCost(
+    return cost_between(
         x, y, a, b, labels_x=labels_x, labels_y=labels_y, class_costs=table, lambda_x=0.5
     )
 

@@ -13,12 +13,12 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from labelled_costs import cost_between
 from refusals import Refusals
 from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.points import LabelledCost
 from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
@@ -56,7 +56,7 @@ class Problem:
     stored: bool
 
     def operator(self, left: Cloud, right: Cloud, block: Tensor) -> TorchOperator[Any]:
-        cost = LabelledCost(
+        cost = cost_between(
             left.points,
             right.points,
             left.masses,

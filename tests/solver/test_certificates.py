@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from labelled_costs import cost_between as cost_of_tensors
 from operation_counts import OperationCounts
 from refusals import Refusals
 from torch import Tensor
@@ -35,7 +36,7 @@ def cost_between(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> LabelledCost:
     """Without labels, and with lambda_x = 1."""
     labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
     none = torch.zeros(1, 1, dtype=torch.float64)
-    return LabelledCost(
+    return cost_of_tensors(
         x, y, a, b, labels_x=labels[0], labels_y=labels[1], class_costs=none, lambda_x=1.0
     )
 
@@ -119,7 +120,7 @@ def test_what_a_certificate_asks_of_a_device(
     a, b = (torch.full((len(side),), 1 / len(side), dtype=torch.float64) for side in (x, y))
     labels = [torch.arange(len(side)) % 2 for side in (x, y)]
     table = torch.ones(2, 2, dtype=torch.float64).fill_diagonal_(0)
-    cost = LabelledCost(
+    cost = cost_of_tensors(
         *((x, x, a, a) if own else (x, y, a, b)),
         labels_x=labels[0],
         labels_y=labels[0 if own else 1],

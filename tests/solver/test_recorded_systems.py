@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from labelled_costs import cost_between
 from torch import Tensor
 
-from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators import triton_plans
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.solver import conjugate_gradients_kernels, schur
@@ -36,7 +36,7 @@ def solver(n: int, m: int, *, own: bool) -> Solver:
     if own:
         y, b, labels = x, a, (labels[0],) * 2
     costs = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64, device=DEVICE)
-    cost = LabelledCost(
+    cost = cost_between(
         *(x, y, a, b), labels_x=labels[0], labels_y=labels[1], class_costs=costs, lambda_x=0.5
     )
     dense = torch.cdist(x.double(), y.double()).square() / 2 + costs[labels[0]][:, labels[1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from labelled_costs import cost_between
 
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.cost.rounding import float16_rounding
@@ -20,7 +21,7 @@ def with_a_far_point(seed: int, far: float, mass: float) -> LabelledCost:
     a, b = torch.ones(90, dtype=torch.float64), torch.ones(50, dtype=torch.float64)
     b[0] = mass
     labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
-    return LabelledCost(
+    return cost_between(
         x,
         y,
         a / a.sum(),
@@ -72,7 +73,7 @@ def test_the_change_of_costs_by_rounding_points_to_float16(spread: float) -> Non
     masses = [torch.full((len(side),), 1 / len(side), dtype=torch.float64) for side in (x, y)]
     labels = [torch.zeros(len(side), dtype=torch.int64) for side in (x, y)]
     none = torch.zeros(1, 1, dtype=torch.float64)
-    cost = LabelledCost(
+    cost = cost_between(
         x, y, *masses, labels_x=labels[0], labels_y=labels[1], class_costs=none, lambda_x=0.5
     )
     # A power of two of which numbers near the largest keep the precision of float16 whole.
