@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import Evaluation, Move, PassErrors
+from otdd_flash.engine.rule import Start
+from otdd_flash.engine.segments import Move
+from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.formulas.evidence import Evaluation, PassErrors
 from otdd_flash.operators.padded_vectors import PaddedVectors
 from otdd_flash.operators.segment_tiles import moved, tiles
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.devices import current
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.recording import Repeated
-from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.rule import Start
+from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.kernel_vectors import KernelVectors, whole_layout

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
+from otdd_flash.formulas.decision import Form
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product
 from otdd_flash.kernels.stored.scores import stored_scores

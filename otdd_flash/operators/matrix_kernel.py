@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.rule import Start
+from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import (

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.few_problems import FewQuasiNewton
-from otdd_flash.engine.rule import Goal, Rule, Start
-from otdd_flash.engine.segments import Evaluation, Move, PassErrors
+from otdd_flash.engine.rule import Rule, Start
+from otdd_flash.engine.segments import Move
+from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.formulas.evidence import Evaluation, PassErrors
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.few_vectors import MEMORY, FewVectors
 

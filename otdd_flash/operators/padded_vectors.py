@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.segments import Evaluation, Move
+from otdd_flash.engine.segments import Move
+from otdd_flash.formulas.evidence import Evaluation, Products
 
 
 class PaddedVectors:
@@ -73,7 +74,8 @@ class PaddedVectors:
         f, a = rows
         row_value, row_size = totals(torch.stack((f, f.abs())) * a)
         numbers = (row_value, row_size, value, size, lowest, highest, gap, mass, *products)
-        return Evaluation(*numbers, *remembered.unbind(1))
+        each = [Products(*products.chunk(2, 1)) for products in remembered.unbind(1)]
+        return Evaluation(*numbers, *each)
 
     def move(self, potential: Tensor, move: Move, active: Tensor) -> Tensor:
         """The candidates (S, m) after those that were evaluated."""

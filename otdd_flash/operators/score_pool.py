@@ -20,12 +20,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.levels import Levels
-from otdd_flash.engine.numbers import Numbers, clamp, constant
 from otdd_flash.engine.recording import run_branches
-from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import PassErrors
+from otdd_flash.engine.rule import Start
+from otdd_flash.formulas.decision import Form, Goal, Levels
+from otdd_flash.formulas.evidence import PassErrors, at_most
+from otdd_flash.formulas.operations import Numbers, constant
 from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
 from otdd_flash.operators.few_vectors import MEMORY
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
@@ -448,7 +447,7 @@ class ScorePool(Pool):
 
 def pass_errors(mean: Numbers, lowest: Numbers) -> PassErrors:
     """Estimates of what rounding does to a pass in float32, of costs of such a mean and least."""
-    below = clamp(lowest, most=0.0)
+    below = at_most(lowest, 0.0)
     none, unit = constant(mean, 0.0), constant(mean, UNIT)
     reach = UNIT * (mean - 2 * below)
     return PassErrors(reach / 2, reach / 2, none, unit / 2, none, none, unit, reach, none)

@@ -21,10 +21,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.segments import Evaluation, Move
+from otdd_flash.engine.segments import Move
+from otdd_flash.formulas.decision import Form
+from otdd_flash.formulas.evidence import Evaluation
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.few_vectors import FewVectors
 from otdd_flash.operators.one_segment import Scalars

@@ -32,12 +32,19 @@ import time
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
-from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.evidence.scale import rounding_floor
-from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels, first_level
-from otdd_flash.engine.rule import Goal, Rule, Start
+from otdd_flash.engine.evidence import rounding_floor
+from otdd_flash.engine.rule import Rule, Start
 from otdd_flash.engine.run import run_one
+from otdd_flash.formulas.decision import (
+    CROSS,
+    LEVEL_TOLERANCE,
+    SELF,
+    Form,
+    Goal,
+    Levels,
+    first_level,
+)
+from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_segment import OneSegment

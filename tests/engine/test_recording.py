@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from otdd_flash.engine import recording
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.engine.late_reader import LateReader
-from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.recording import LAUNCHED, STEPS, Repeated
-from otdd_flash.engine.rule import Goal, Start
+from otdd_flash.engine.rule import Start
+from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.engine.segments import Evaluation, Move, WeightedPoints
+from otdd_flash.engine.segments import Move, WeightedPoints, evaluation_of
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.segments.softmin import blocks_of, segmented_softmin
 from otdd_flash.kernels.segments.step import PARTIAL, RANGES, ROWS, Sums
@@ -61,7 +61,7 @@ class Case:
     def evaluate(self):
         epsilon = torch.full((len(self.pairs),), EPSILON, dtype=torch.float64, device=DEVICE)
         active = torch.ones(len(self.pairs), dtype=torch.bool, device=DEVICE)
-        return Evaluation.of(*self.segments.numbers(epsilon, active))
+        return evaluation_of(*self.segments.numbers(epsilon, active))
 
     def fill_vectors(self):
         """Numbers for what was kept and remembered before, of the size of differences."""

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from otdd_flash.engine.evidence.scale import rounding_floor
+from otdd_flash.engine.evidence import rounding_floor
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import CostFacts
 from otdd_flash.operators.class_table import ROUNDING

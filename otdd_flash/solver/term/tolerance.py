@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.rule import Goal
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.decision import Goal
+from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
 
 # Aimed at where no tolerance is given, and how far that gives way to rounding. With more than the
