@@ -7,5 +7,5 @@ device late and `recording` to repeat short steps as a CUDA graph. `quasi_newton
 which decides by `otdd_flash.formulas`; `quasi_newton_kernels` is the same in Triton, `few_problems`
 for few problems in Python floats. `evidence` has what potentials of one problem prove.
 
-A single problem is a segment of its own, whatever holds its cost (`operators.one_segment`).
+A single problem is a segment of its own, whatever holds its cost (`operators.one_problem`).
 """

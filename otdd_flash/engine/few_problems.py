@@ -1,6 +1,6 @@
 """The iterations of a few problems side by side, whose decisions are made in Python floats.
 
-They are those of `quasi_newton.QuasiNewton`, by the same formulas. `operators.one_segment` and
+They are those of `quasi_newton.QuasiNewton`, by the same formulas. `operators.one_problem` and
 `operators.torch_pool` use them where passes run in PyTorch: the decisions of an iteration are some
 three hundred operations on numbers, which as tensors take longer than the passes of a thousand
 points.
@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.few_vectors import FewVectors
 from otdd_flash.engine.quasi_newton import goal_of, restarted
 from otdd_flash.engine.rule import Start
 from otdd_flash.engine.run import Told
-from otdd_flash.engine.segments import Costs, Move, numbers_of
+from otdd_flash.engine.segments import Costs, Move, TorchProblems, numbers_of
 from otdd_flash.formulas.decision import (
     Form,
     Goal,
@@ -32,26 +33,12 @@ from otdd_flash.formulas.differences import OneMemory
 from otdd_flash.formulas.evidence import Evaluation
 
 
-class FewProblems(Protocol):
+class FewProblems(TorchProblems, Protocol):
     """A few problems for `FewQuasiNewton`, whose numbers are floats."""
 
     @property
-    def memory(self) -> int: ...
-
-    @property
     def scalars(self) -> Sequence[Costs]:
-        """The costs of each."""
-        ...
-
-    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
-        """Evaluate the candidates; products with what is remembered are lists.
-
-        Numbers of problems that are not active are unspecified.
-        """
-        ...
-
-    def move(self, k: int, move: Move) -> None:
-        """Choose the next candidate of a problem; weights are a list."""
+        """The costs of each, in floats."""
         ...
 
 
@@ -59,14 +46,20 @@ class FewQuasiNewton:
     """The iterations of a few problems.
 
     Args:
-        segments: the problems.
+        problems: whose costs they are.
+        vectors: what is evaluated and moved.
         goal: when one is done.
         form: of the problems.
         start: where to.
     """
 
-    def __init__(self, segments: FewProblems, goal: Goal, form: Form, start: Start) -> None:
-        self._segments, self._form = segments, form
+    # A processor has nothing else to do meanwhile.
+    waits = True
+
+    def __init__(
+        self, problems: FewProblems, vectors: FewVectors, goal: Goal, form: Form, start: Start
+    ) -> None:
+        self._problems, self.vectors, self._form = problems, vectors, form
         self._goal: Goal
         self._states: list[State]
         self._begin(goal, start)
@@ -91,8 +84,9 @@ class FewQuasiNewton:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
         return any(math.isnan(Told(*told).marginal_error) for told in self._told)
 
-    def begin(self, settings: Tensor, start: Start) -> None:
-        """Begin afresh with other problems, as `QuasiNewtonKernels.begin`."""
+    def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
+        """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
+        self.vectors.begin(candidate)
         self._begin(goal_of(settings), start)
 
     def step(self) -> None:
@@ -104,13 +98,22 @@ class FewQuasiNewton:
             for state, active in zip(self._states, self._active, strict=True)
         ]
         levels = [evaluated_level(self._goal, state) for state in states]
-        evaluations = self._segments.evaluate(levels, self._active)
+        evaluations = self.vectors.evaluate(levels, self._active)
         for k, found in enumerate(evaluations):
             if self._active[k]:
                 self._decide(k, states[k], found)
 
-    def restart(self, aim: float) -> None:
+    def advance(self) -> None:
+        """Take one iteration."""
+        self.step()
+
+    def change(self) -> None:
+        """Go on with another form of the costs, which the problems have taken already."""
+        self._costs = [numbers_of(costs) for costs in self._problems.scalars]
+
+    def restart(self, candidate: Tensor, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from other candidates."""
+        self.vectors.go_on_from(candidate)
         self._goal = self._goal._replace(aim=aim)
         self._states = [restarted(state, self._goal.epsilon) for state in self._states]
         self._active = [True] * len(self._states)
@@ -121,6 +124,7 @@ class FewQuasiNewton:
 
     def _begin(self, goal: Goal, start: Start) -> None:
         self._goal = goal
+        self.change()
         iterations, *levels = (
             numbers.double().tolist() for numbers in (start.iterations, *start.levels)
         )
@@ -128,19 +132,18 @@ class FewQuasiNewton:
             started(count, Levels(*of_one))
             for count, *of_one in zip(iterations, *levels, strict=True)
         ]
-        self._memories = [OneMemory(self._segments.memory) for _ in self._states]
+        self._memories = [OneMemory(self.vectors.memory) for _ in self._states]
         self._told = [[0.0] * len(Told._fields) for _ in self._states]
         self._active = [True] * len(self._states)
 
     def _decide(self, k: int, state: State, found: Evaluation) -> None:
         """Decide about one problem, and move it."""
-        costs = numbers_of(self._segments.scalars[k])
-        decision = decide(self._goal, costs, state, found, self._form.symmetric)
+        decision = decide(self._goal, self._costs[k], state, found, self._form.symmetric)
         memory, slot = self._memories[k], self._memories[k].slot
         # Only the last g that was kept at this level has a residual to compare with.
         begun = math.isfinite(state.trust.dual)
         step = memory.advance(found, begun, decision.plain, decision.rounding, self._form.damping)
-        self._segments.move(
+        self.vectors.move(
             k,
             Move(
                 decision.kept,

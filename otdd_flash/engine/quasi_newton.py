@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.many_vectors import ManyVectors
 from otdd_flash.engine.rule import Start
 from otdd_flash.engine.run import Told
 from otdd_flash.engine.segments import Costs, Move, numbers_of
@@ -27,29 +28,14 @@ from otdd_flash.formulas.decision import (
     started,
 )
 from otdd_flash.formulas.differences import Memory, advance, empty_memory
-from otdd_flash.formulas.evidence import Evaluation
 from otdd_flash.formulas.operations import constant
 
 
 class Problems(Costs, Protocol):
-    """What `QuasiNewton` iterates on."""
+    """What `QuasiNewton` iterates on; `vectors` evaluate it."""
 
-    @property
-    def memory(self) -> int:
-        """How many differences are remembered, a power of 2."""
-        ...
-
-    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        """Evaluate the candidates.
-
-        Args:
-            epsilon: (S,) float64.
-            active: (S,) bool; numbers of the others are unspecified.
-        """
-        ...
-
-    def move(self, move: Move, active: Tensor) -> None:
-        """Choose the next candidates; the vectors of segments that are not active stay."""
+    def keep(self, order: Tensor) -> None:
+        """Go on with the problems `order` (S',) only, in that order."""
         ...
 
 
@@ -57,7 +43,8 @@ class QuasiNewton:
     """The iterations of all segments.
 
     Args:
-        segments: the problems.
+        problems: whose costs they are.
+        vectors: what is evaluated and moved.
         goal: when one is done.
         form: of the problems.
         start: where to.
@@ -67,8 +54,12 @@ class QuasiNewton:
         terms: (S, 8) float64, what is `run.Told` of each, of when it was active last.
     """
 
-    def __init__(self, segments: Problems, goal: Goal, form: Form, start: Start) -> None:
-        self._segments, self._form = segments, form
+    waits = False
+
+    def __init__(
+        self, problems: Problems, vectors: ManyVectors, goal: Goal, form: Form, start: Start
+    ) -> None:
+        self._problems, self.vectors, self._form = problems, vectors, form
         self._begin(goal, start)
 
     @property
@@ -76,17 +67,18 @@ class QuasiNewton:
         """Whether a marginal error is NaN, as costs that are not finite make it."""
         return bool(self.terms[:, Told._fields.index("marginal_error")].isnan().any())
 
-    def begin(self, settings: Tensor, start: Start) -> None:
-        """Begin afresh with other problems, as `QuasiNewtonKernels.begin`."""
+    def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
+        """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
+        self.vectors.begin(candidate)
         self._begin(goal_of(settings), start)
 
     def _begin(self, goal: Goal, start: Start) -> None:
-        segments, self._goal = self._segments, goal
-        iterations = start.iterations.to(segments.mean_cost)
+        problems, self._goal = self._problems, goal
+        iterations = start.iterations.to(problems.mean_cost)
         levels = Levels(*(numbers.to(iterations) for numbers in start.levels))
-        self._state = started(iterations, levels)
-        self._memory = empty_memory(iterations, segments.memory)
-        self._slots = torch.arange(segments.memory, device=iterations.device)[None]
+        self._state, memory = started(iterations, levels), self.vectors.memory
+        self._memory = empty_memory(iterations, memory)
+        self._slots = torch.arange(memory, device=iterations.device)[None]
         self.active = torch.ones_like(iterations, dtype=torch.bool)
         self.terms = iterations.new_zeros((len(iterations), len(Told._fields)))
 
@@ -94,8 +86,8 @@ class QuasiNewton:
         """Evaluate the candidates and choose the next."""
         active, state, form = self.active, self._state, self._form
         state = state._replace(iterations=state.iterations + active)
-        found = self._segments.evaluate(evaluated_level(self._goal, state), active)
-        costs, slot = numbers_of(self._segments), self._memory.slot
+        found = self.vectors.evaluate(evaluated_level(self._goal, state), active)
+        costs, slot = numbers_of(self._problems), self._memory.slot
         decision = decide(self._goal, costs, state, found, form.symmetric)
         # Only the last g that was kept at this level has a residual to compare with.
         begun = active & state.trust.dual.isfinite()
@@ -115,18 +107,26 @@ class QuasiNewton:
             decision.extrapolation,
             torch.cat(step.weights, 1),
         )
-        self._segments.move(move, active)
+        self.vectors.move(move, active)
         self._state, self.active = decision.state, active & ~decision.done
         told = torch.stack((*decision.told, (~decision.done).double()), 1)
         self.terms = torch.where(active[:, None], told, self.terms)
 
-    def restart(self, aim: float) -> None:
+    def advance(self) -> None:
+        """Take one iteration, or eight on a GPU, where asking takes time."""
+        for _ in range(8 if self.active.is_cuda else 1):
+            self.step()
+
+    def restart(self, candidate: Tensor, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""
+        self.vectors.go_on_from(candidate)
         self._goal = self._goal._replace(aim=aim)
         self._state = restarted(self._state, self._goal.epsilon)
         self.active = torch.ones_like(self.active)
 
     def keep(self, order: Tensor) -> None:
+        self._problems.keep(order)
+        self.vectors.keep(order)
         self.active, self.terms = self.active[order], self.terms[order]
         iterations, levels, trust, progress = self._state
         self._state = State(
@@ -145,6 +145,6 @@ def restarted(state: State, epsilon: float) -> State:
 
 
 def goal_of(settings: Tensor) -> Goal:
-    """Return the goal at the head of the numbers (7,) of `PooledRule.begin`."""
+    """Return the goal at the head of the numbers (7,) of `QuasiNewton.begin`."""
     epsilon, tolerance, loosest, most, aim, *_ = settings.tolist()
     return Goal(epsilon, tolerance, loosest, int(most), aim)

@@ -6,14 +6,14 @@ than the passes. What is decided is the same, up to rounding.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from otdd_flash.devices import sent
+from otdd_flash.devices import current, sent
+from otdd_flash.engine.kernel_vectors import KernelProblems, KernelVectors
+from otdd_flash.engine.recording import Repeated
 from otdd_flash.engine.rule import Start
-from otdd_flash.engine.segments import Costs, numbers_of
+from otdd_flash.engine.segments import numbers_of
 from otdd_flash.formulas.decision import Form, Goal, Levels, started
 from otdd_flash.kernels.segments.decision import (
     TERMS,
@@ -23,41 +23,26 @@ from otdd_flash.kernels.segments.decision import (
     state_width,
 )
 
-
-class KernelProblems(Costs, Protocol):
-    """What `QuasiNewtonKernels` iterates on."""
-
-    @property
-    def memory(self) -> int:
-        """How many differences are remembered, a power of 2."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where passes run; numbers of costs may be on the host."""
-        ...
-
-    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """An evaluation by its numbers, as `evaluation_of` takes them; as `Problems.evaluate`."""
-        ...
-
-    def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        """A move by its numbers, as `Move.numbers` gives them; as `Problems.move`."""
-        ...
+# Iterations that are launched one after the other before the device is asked.
+AHEAD = 8
 
 
 class QuasiNewtonKernels:
     """The iterations of all segments; arguments and attributes as for `QuasiNewton`."""
 
-    def __init__(self, segments: KernelProblems, goal: Goal, form: Form, start: Start) -> None:
-        self._segments, self._goal, self._form = segments, goal, form
+    def __init__(
+        self, problems: KernelProblems, vectors: KernelVectors, goal: Goal, form: Form, start: Start
+    ) -> None:
+        self._problems, self.vectors = problems, vectors
+        self._goal, self._form = goal, form
+        self._repeated = Repeated()
         # Where problems start is often known on the host.
         first = _first_level(start, goal.epsilon, goal.max_iterations)
         self._costs, self._settings, level, known = sent(
-            segments.device, _costs(segments), settings_of(goal, segments), first, _known(start)
+            problems.device, _costs(problems), settings_of(goal, problems), first, _known(start)
         )
         # Nothing is remembered yet, and terms are not read before an evaluation.
-        width = state_width(segments.memory)
+        width = state_width(vectors.memory)
         numbers = torch.nn.functional.pad(known, (0, width - TRUST))
         active = torch.ones_like(level, dtype=torch.bool)
         self._state = SegmentState(active, level, numbers, level.new_empty((len(level), TERMS)))
@@ -80,50 +65,76 @@ class QuasiNewtonKernels:
         """
         before, after = self._state, self._other
         move = segmented_decision(
-            self._segments.numbers(before.level, before.active),
+            self.vectors.evaluate(before.level, before.active),
             self._costs,
             self._settings,
             before,
             after,
-            memory=self._segments.memory,
+            memory=self.vectors.memory,
             damping=self._form.damping,
             symmetric=self._form.symmetric,
         )
-        self._segments.move_by(move, before.active)
+        self.vectors.move(move, before.active)
         self._state, self._other = after, before
 
-    def restart(self, aim: float) -> None:
+    @property
+    def waits(self) -> bool:
+        """Whether to ask the device after every step."""
+        return self._problems.pace == "asking"
+
+    def advance(self) -> None:
+        """Take as many iterations as pay before the device is asked which segments are done."""
+        match self._problems.pace:
+            case "asking":
+                self.step()
+            case "recorded":
+                with current(self._problems.device):
+                    self._repeated.run(self.step)
+            case "ahead":
+                for _ in range(AHEAD):
+                    self.step()
+
+    def change(self) -> None:
+        """Go on with another form of the problems, of which nothing is recorded."""
+        self._repeated = Repeated()
+
+    def restart(self, candidate: Tensor, aim: float) -> None:
         """Go on at the final epsilon with the differences seen so far, from another candidate."""
+        self.vectors.go_on_from(candidate)
         goal = self._goal = self._goal._replace(aim=aim)
         epsilon = torch.full((len(self._costs),), goal.epsilon, dtype=torch.float64)
         start = Start(Levels.descending(epsilon), torch.zeros_like(epsilon))
-        segments = self._segments
+        problems = self._problems
         self._begin(
             *sent(
-                segments.device,
-                _costs(segments),
-                settings_of(goal, segments),
+                problems.device,
+                _costs(problems),
+                settings_of(goal, problems),
                 epsilon,
                 _known(start),
             )
         )
         self._state.active.fill_(True)
 
-    def begin(self, settings: Tensor, start: Start) -> None:
+    def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
         """Begin afresh with other problems, without asking the device anything.
 
         Args:
             settings: (7,) float64 on the device, of `settings_of`.
             start: where to, on the device.
+            candidate: potentials of columns to evaluate first.
         """
+        self.vectors.begin(candidate)
         active, _, numbers, terms = self._state
         active.fill_(True)
         torch._foreach_zero_((numbers, terms))
         numbers[:, 0] = start.iterations
         first = _first_level(start, settings[0], settings[3])
-        self._begin(_costs(self._segments), settings, first, _known(start))
+        self._begin(_costs(self._problems), settings, first, _known(start))
 
     def keep(self, order: Tensor) -> None:
+        # Potentials stay where they are; the problems say where those are of what is left.
+        self._problems.keep(order)
         self._costs = self._costs[order]
         self._state = SegmentState(*(part[order] for part in self._state))
         self._other = SegmentState(*map(torch.empty_like, self._state))
@@ -153,12 +164,12 @@ def _first_level(start: Start, epsilon: float | Tensor, max_iterations: int | Te
     return torch.where(start.iterations + 1 >= max_iterations, epsilon, start.levels.level)
 
 
-def _costs(segments: KernelProblems) -> Tensor:
+def _costs(problems: KernelProblems) -> Tensor:
     """Pack the facts of the costs (S, 12), as the kernel reads them; maybe on the host."""
-    *facts, errors, _, _ = numbers_of(segments)
+    *facts, errors, _, _ = numbers_of(problems)
     return torch.stack((*facts, *errors), 1)
 
 
-def settings_of(goal: Goal, segments: KernelProblems) -> Tensor:
+def settings_of(goal: Goal, problems: KernelProblems) -> Tensor:
     """What is asked for (7,), as the kernel reads it; on the host."""
-    return torch.tensor((*goal, *numbers_of(segments)[-2:]), dtype=torch.float64)
+    return torch.tensor((*goal, *numbers_of(problems)[-2:]), dtype=torch.float64)

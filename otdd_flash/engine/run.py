@@ -1,6 +1,6 @@
 """Solve many transport problems side by side, each until it is done.
 
-A `Rule` says what one iteration is and when a segment is done; this file runs it, keeps what every
+`Iterations` say what one is and when a segment is done; this file runs them, keeps what every
 segment has proved when it finished, and goes on with those that are left. Whether a segment is done
 is decided on the device; the host reads their number late, and then leaves out the others.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.late_reader import LateReader
-from otdd_flash.engine.rule import Rule, Segments
+from otdd_flash.engine.rule import Iterations
 
 # finished(count): so many more segments are done.
 Finished = Callable[[int], None]
@@ -45,7 +45,7 @@ class SegmentTerms(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The numbers of a segment in `Rule.terms`: its `SegmentTerms`, and two more.
+    """The numbers of a segment in `Iterations.terms`: its `SegmentTerms`, and two more.
 
     Attributes:
         value: as there, and so on.
@@ -68,52 +68,42 @@ class Told(NamedTuple):
     active: float
 
 
-def run(
-    segments: Segments,
-    rule: Rule,
-    finished: Finished | None = None,
-) -> SegmentTerms:
-    """Iterate until all segments are done; `segments` hold none afterwards.
+def run(iterations: Iterations, finished: Finished | None = None) -> SegmentTerms:
+    """Iterate until all segments are done; there are none afterwards.
 
     Args:
-        segments: the problems.
-        rule: of their iterations.
+        iterations: of the segments.
         finished: told how many segments are done.
     """
-    results = torch.zeros_like(rule.terms)
+    results = torch.zeros_like(iterations.terms)
     left = torch.arange(len(results), device=results.device)
     reader: LateReader[None] = LateReader()
     while len(left):
-        segments.repeat(rule.step)
-        reading = reader.exchange(rule.active.sum().reshape(1), None)
+        iterations.advance()
+        reading = reader.exchange(iterations.active.sum().reshape(1), None)
         if reading is None or reading.numbers[0] == len(left):
             continue
-        results[left] = rule.terms
-        order = _compacted(rule.active)
+        results[left] = iterations.terms
+        order = _compacted(iterations.active)
         if finished is not None:
             finished(len(left) - len(order))
         left = left[order]
-        segments.keep(order)
-        if not len(left):
-            break
-        rule.keep(order)
+        iterations.keep(order)
         reader = LateReader()
     return SegmentTerms(*results[:, : len(SegmentTerms._fields)].unbind(1))
 
 
-def run_one(segment: Segments, rule: Rule, watch: Watch, *, wait: bool = False) -> Told:
+def run_one(iterations: Iterations, watch: Watch) -> Told:
     """Iterate until the only segment is done or `watch` ends it; return the last numbers read.
 
     Args:
-        segment: the problem.
-        rule: of its iterations.
+        iterations: of the segment.
         watch: told of every reading.
-        wait: ask the device after every step, as one takes longer than to launch the next.
     """
-    reader: LateReader[None] = LateReader(wait=wait)
+    reader: LateReader[None] = LateReader(wait=iterations.waits)
     while True:
-        segment.repeat(rule.step)
-        reading = reader.exchange(rule.terms[0], None)
+        iterations.advance()
+        reading = reader.exchange(iterations.terms[0], None)
         if reading is None:
             continue
         told = Told(*reading.numbers)

@@ -1,26 +1,27 @@
-"""What the segmented solver asks of many transport problems that it solves side by side.
+"""What the engine asks of the transport problems that it solves side by side, one or many.
 
-A segment is one problem: a cost C (n, m) with masses a (n,) and b (m,). Its vectors lie with it,
-all of its columns (m,), and only they:
+A segment is one problem: a cost C (n, m) with masses a (n,) and b (m,). The engine holds its
+vectors, all of its columns (m,), and only they:
 
     candidate            the potential g to evaluate next;
     kept, residual       the g that was kept last, and r = T'(T(g)) - g there;
     remembered           `memory` steps s of g and their residual differences y;
     level                the g at which the last level of epsilon ended.
 
-An evaluation computes T(g) and T'(T(g)) of the candidate, two softmins, and returns some numbers
-for each segment. Among them are inner products of the vectors, <u, v> = sum_j b_j u_j v_j. The
-solver decides from these numbers alone and never reads the vectors. Its decision is a few
+An evaluation asks the problems for T(g) and T'(T(g)) of the candidate, two softmins, and makes some
+numbers of them for each segment. Among them are inner products of the vectors, <u, v> = sum_j b_j
+u_j v_j. Decisions are made from these numbers alone and never read the vectors. A decision is a few
 coefficients, and a move makes the next candidate: the combination of the vectors with these
 coefficients. A problem of a cloud with itself has one potential, its rows are its columns, and
 r = T(g) - g.
 
-An implementation chooses how it holds scores, and how vectors of different lengths lie in memory.
-The numbers of a segment must not depend on the segments beside it, to the last bit.
+Problems choose how they hold scores: `TorchProblems` in PyTorch, `kernel_vectors.KernelProblems` in
+Triton. The numbers of a segment must not depend on the segments beside it, to the last bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -129,6 +130,41 @@ class Costs(Protocol):
     @property
     def offset(self) -> Numbers:
         """<a, p> + <b, q> (S,)."""
+        ...
+
+
+class TorchProblems(Protocol):
+    """S transport problems of one padded length whose passes run in PyTorch.
+
+    Masses are 0 for padding. Where problems are left out (`keep`), S falls.
+    """
+
+    @property
+    def row_masses(self) -> Tensor | None:
+        """a (S, n) float64; None of clouds with themselves."""
+        ...
+
+    @property
+    def column_masses(self) -> Tensor:
+        """b (S, m) float64."""
+        ...
+
+    def softmins(
+        self,
+        g: Tensor,
+        before: Tensor | None,
+        epsilon: Sequence[float] | Tensor,
+        active: Sequence[bool] | Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return f = T(g) (S, n) and T'(f) (S, m), or None and T(g) of clouds with themselves.
+
+        Args:
+            g: (S, m) potentials of columns.
+            before: (S, n) the f returned last, zeros at first; those of problems that are not
+                active are returned again. None of clouds with themselves.
+            epsilon: of each problem, in units of the cost.
+            active: which problems to evaluate; what is returned of the others is unspecified.
+        """
         ...
 
 

@@ -17,35 +17,36 @@ shifts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.many_vectors import ManyVectors
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Start
-from otdd_flash.engine.segments import Move
 from otdd_flash.formulas.decision import Form, Goal
-from otdd_flash.formulas.evidence import Evaluation, PassErrors
-from otdd_flash.operators.padded_vectors import PaddedVectors
+from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.operators.segment_tiles import moved, tiles
 
 if TYPE_CHECKING:
     from otdd_flash.operators.stored_segments import StoredSegments
 
 MOST_SHIFT = 20.0
+# Differences that are remembered, as of stored ones.
+MEMORY = 4
 # Rows and columns are rounded apart, so what float32 leaves out of balance is never settled.
 LEAST_TOLERANCE_IN_FLOAT32 = 1e-5
 
 
 class AnchoredSegments:
-    """All problems of `StoredSegments`, whose potentials they move; 8 or 16 S n m bytes more."""
+    """All problems of `StoredSegments` in a faster form; 8 or 16 S n m bytes more."""
 
     dtype = torch.float64
 
     def __init__(self, stored: StoredSegments, tolerance: float) -> None:
-        self._stored, self.memory = stored, stored.memory
+        self._stored, self.symmetric = stored, stored.symmetric
         self._index = torch.arange(len(stored.costs), device=stored.costs.device)
         self.mean_cost, self.cost_spread = stored.mean_cost, stored.cost_spread
         self.offset = stored.offset
@@ -54,38 +55,39 @@ class AnchoredSegments:
         unit = torch.full_like(self.offset, torch.finfo(self.sum_dtype).eps / 2)
         # Nothing that is reported rests on them: about what sums of rounded exponentials lose.
         self.errors = stored.errors._replace(sums=2 * unit)
-        sides = range(len(stored.potentials))
+        sides = range(len(stored.masses))
         self._anchors = [_Anchor(stored, side, self.sum_dtype) for side in sides]
-        self._vectors = PaddedVectors(stored.masses[-1], stored.memory)
+        self.row_masses, self.column_masses = stored.row_masses, stored.column_masses
+        self.first = stored.first
 
-    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        return QuasiNewton(self, goal, form, start)
-
-    def repeat(self, step: Callable[[], None]) -> None:
-        self._stored.repeat(step)
+    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> QuasiNewton:
+        return QuasiNewton(self, ManyVectors(self, candidate, MEMORY), goal, form, start)
 
     def coarse(self, tolerance: float) -> None:
         return
 
-    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        stored, index = self._stored, self._index
-        for side, anchor in enumerate(self._anchors[:-1]):
-            stored.potentials[side][index] = anchor.softmin(index, epsilon)
-        updated = self._anchors[-1].softmin(index, epsilon)
-        rows = stored.potentials[0][index], stored.masses[0][index]
-        return self._vectors.evaluate(rows, stored.potentials[-1][index], updated, epsilon)
-
-    def move(self, move: Move, active: Tensor) -> None:
-        potentials, index = self._stored.potentials[-1], self._index
-        potentials[index] = self._vectors.move(potentials[index], move, active)
+    def softmins(
+        self,
+        g: Tensor,
+        before: Tensor | None,
+        epsilon: Sequence[float] | Tensor,
+        active: Sequence[bool] | Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        assert isinstance(epsilon, Tensor)
+        if before is None:
+            return None, self._anchors[0].softmin(g, self._index, epsilon)
+        f = self._anchors[0].softmin(g, self._index, epsilon)
+        return f, self._anchors[1].softmin(f, self._index, epsilon)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with some segments; the potentials of the others are final."""
+        """Go on with some segments."""
         self._index = self._index[order]
+        self.column_masses = self.column_masses[order]
+        if self.row_masses is not None:
+            self.row_masses = self.row_masses[order]
         self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
         self.offset = self.offset[order]
         self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
-        self._vectors.keep(order)
         for anchor in self._anchors:
             anchor.keep(order)
 
@@ -101,13 +103,13 @@ class _Anchor:
         self._potential = stored.costs.new_zeros((count, m))
         self._epsilon = stored.costs.new_zeros(count)
 
-    def softmin(self, index: Tensor, epsilon: Tensor) -> Tensor:
-        """The softmin at the current potentials of the problems `index`, (S, n)."""
-        shift = self._shift(index, epsilon)
+    def softmin(self, potential: Tensor, index: Tensor, epsilon: Tensor) -> Tensor:
+        """The softmin (S, n) at potentials (S, m) of the problems `index` (S,)."""
+        shift = self._shift(potential, index, epsilon)
         stale = (shift.abs().amax(1) > MOST_SHIFT) | (epsilon != self._epsilon)
         places = torch.nonzero(stale).squeeze(1)
         if len(places):
-            self._move(places, index, epsilon)
+            self._move(places, potential, index, epsilon)
             shift[places] = 0
         factors = shift.exp_().to(self._plan.dtype).unsqueeze(1)
         sums = torch.empty_like(self._softmin)
@@ -121,21 +123,21 @@ class _Anchor:
         self._softmin, self._potential = self._softmin[order], self._potential[order]
         self._epsilon = self._epsilon[order]
 
-    def _shift(self, index: Tensor, epsilon: Tensor) -> Tensor:
+    def _shift(self, potential: Tensor, index: Tensor, epsilon: Tensor) -> Tensor:
         """How far the potentials are from the anchor, in units of epsilon (S, m)."""
         other = self._stored.other(self._side)
-        shift = (self._stored.potentials[other][index] - self._potential) / epsilon[:, None]
+        shift = (potential - self._potential) / epsilon[:, None]
         return torch.where(self._stored.masses[other][index] > 0, shift, 0.0)
 
-    def _move(self, places: Tensor, index: Tensor, epsilon: Tensor) -> None:
-        """Take the current potentials of the problems index[places] as the anchor."""
-        stored, chosen = self._stored, index[places]
+    def _move(self, places: Tensor, potential: Tensor, index: Tensor, epsilon: Tensor) -> None:
+        """Take the potentials of the problems index[places] as the anchor."""
+        stored, chosen, some = self._stored, index[places], potential[places]
         logs = self._softmin.new_empty((len(places), self._softmin.shape[1]))
-        scores = stored.shifted_scores(self._side, chosen, epsilon[places], logs)
+        scores = stored.shifted_scores(self._side, some, chosen, epsilon[places], logs)
         for segments, rows, scratch in scores:
             sums = scratch.sum(-1, keepdim=True)
             self._plan[places[segments], rows] = scratch.div_(sums).to(self._plan.dtype)
             logs[segments, rows] += sums.squeeze(-1).log_()
         self._softmin[places] = -epsilon[places, None] * logs
-        self._potential[places] = stored.potentials[stored.other(self._side)][chosen]
+        self._potential[places] = some
         self._epsilon[places] = epsilon[places]

@@ -140,9 +140,7 @@ class Execution(NamedTuple):
 
     Attributes:
         backend: how a pass runs, for reports.
-        segment: makes the operator the only problem of the engine, a `one_segment.OneSegment` whose
-            steps run where passes do, as segment(operator, g, symmetric=...) with the column
-            potential g (m,) to evaluate first.
+        in_triton: whether passes run in Triton, and with them the iterations.
         recorded: whether steps are recorded, as a pass takes less time than launching it, or not
             much more. Such a pass has no use for a sample.
         refined: makes the same cost to the full accuracy of the potentials, to end a solve on; None
@@ -170,9 +168,9 @@ class Execution(NamedTuple):
     """
 
     backend: str
-    segment: Callable[..., Any]
     sampled: Callable[[Tensor, Tensor], Operator] | None
     refined: Callable[[], Operator] | None = None
+    in_triton: bool = False
     recorded: bool = False
     prepared_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None
     rounded_plan: Callable[[Tensor, Tensor, float, int | None], Any] | None = None

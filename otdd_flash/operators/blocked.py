@@ -116,9 +116,9 @@ class BlockedOperator(BlockSums):
         )
         return Execution(
             f"{first.backend}, points streamed in blocks of {height:,} x {width:,}",
-            first.segment,
             self.sample,
             None if first.refined is None else self._refine,
+            first.in_triton,
             in_blocks=self.applied_blocks,
             rounded_by=partial(float16_rounding, self.cost),
             over_columns=self._over_columns,

@@ -39,7 +39,6 @@ from otdd_flash.operators.base import (
     refined,
 )
 from otdd_flash.operators.fixed_point import FixedPoint
-from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, Seen, single
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -136,9 +135,9 @@ class KernelOperator:
         """In Triton; recorded where there is little to compute."""
         return Execution(
             f"triton, scores streamed, {self._precision}",
-            KernelSegment,
             self.sample,
             None if self._precision == "high" or self._lattice else self._refine,
+            True,
             self.recorded,
             self._prepared_plan,
             self._plans.rounded,

@@ -1,7 +1,7 @@
 """Small problems in Triton: their scores, the segments of the engine, and terms for certificates.
 
 A pass reads scores or costs, so labels and the dimension of the points do not matter to it. What it
-may get wrong is about what `one_segment` says of a single problem: certificates measure it again.
+may get wrong is about what `one_problem` says of a single problem: certificates measure it again.
 `matrix_pool` has segments of its own for a cost matrix that is given.
 """
 
@@ -14,14 +14,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.few_vectors import MEMORY
+from otdd_flash.engine.kernel_vectors import KernelVectors, Pace, SegmentLayout
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
+from otdd_flash.engine.rule import Evaluated, Vectors
 from otdd_flash.formulas.decision import Form
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product
 from otdd_flash.kernels.stored.scores import stored_scores
 from otdd_flash.kernels.stored.step import stored_programs, stored_step
 from otdd_flash.operators.base import Epsilon, Marginals
-from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 from otdd_flash.operators.score_pool import (
     PRODUCTS,
     SIDES,
@@ -79,60 +81,56 @@ class KernelPool(ScorePool):
             )
 
 
-class PooledVectors(PooledSegments):
-    """Segments whose vectors lie in Triton.
+class PooledKernelSegments(PooledSegments):
+    """Segments whose passes and vectors are in Triton.
 
     Args:
         pool: the problems.
         tables: of `tables_of` for all that there is room for, on the device; kernels read there how
             many points there are.
         own: whether these are the self terms.
-
-    Attributes:
-        vectors: potentials and what else there is of each column.
     """
+
+    # Iterations are recorded together with everything else.
+    pace: Pace = "ahead"
 
     def __init__(self, pool: Pool, tables: Sequence[Tensor], *, own: bool) -> None:
         super().__init__(pool, own=own)
         room = pool.room
         self.device, self._tables = room.device, tables
-        columns = room.problems * (room.points if own else room.m)
-        candidate = torch.zeros(columns, dtype=torch.float32, device=room.device)
-        masses = pool.masses.view(-1)
-        layouts = [SegmentLayout.of(table, columns) for table in self._tables]
+        self._entries = room.problems * (room.points if own else room.m)
+        self.masses = pool.masses.view(-1), pool.masses.view(-1)
+        self.layouts = [SegmentLayout.of(table, self._entries) for table in tables]
         if not own:
-            layouts[0] = layouts[0]._replace(entries=room.problems * room.n)
-        self.vectors = KernelVectors((masses, masses), layouts, candidate, self.memory)
+            self.layouts[0] = self.layouts[0]._replace(entries=room.problems * room.n)
 
     @abstractmethod
-    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """The numbers of an evaluation."""
+    def softmin_rows(
+        self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
+    ) -> Sums | Tensor:
+        """Return T(g), or the sums that it is made of."""
 
-    def rule(self, form: Form) -> QuasiNewtonKernels:
-        return QuasiNewtonKernels(self, self.nowhere[0], form, self.nowhere[1])
+    @abstractmethod
+    def softmin_columns(
+        self, f: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
+    ) -> Sums | Tensor:
+        """Return T'(f), or T(f) of self terms, or the sums that it is made of."""
 
-    def restart(self, candidate: Tensor) -> None:
-        for part in self.vectors.columns:
-            part.zero_()
-        self.vectors.columns.candidate.copy_(candidate)
-        self.vectors.columns.kept.copy_(candidate)
+    def iterations(self, form: Form) -> QuasiNewtonKernels:
+        nothing = torch.zeros(self._entries, dtype=torch.float32, device=self.device)
+        vectors = KernelVectors(self, nothing, MEMORY)
+        return QuasiNewtonKernels(self, vectors, self.nowhere[0], form, self.nowhere[1])
 
-    def updated(self, epsilon: Tensor) -> Tensor:
-        return self.vectors.columns.kept + self.vectors.columns.residual
+    def evaluated(self, vectors: Vectors, epsilon: Tensor) -> Evaluated:
+        assert vectors.rows is not None
+        return Evaluated(vectors.rows, vectors.kept, vectors.updated)
 
-    def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        self.vectors.move(numbers, active)
-
-    @property
-    def rows(self) -> Tensor:
-        return self.vectors.rows
-
-    @property
-    def kept(self) -> Tensor:
-        return self.vectors.columns.kept
+    def keep(self, order: Tensor) -> None:
+        """Go on with all problems: those of a pool are never left out."""
+        assert len(order) == len(self._tables[0])
 
 
-class ScoredSegments(PooledVectors):
+class ScoredSegments(PooledKernelSegments):
     """Segments on the stored scores of a pool."""
 
     def __init__(self, pool: KernelPool, tables: Sequence[Tensor], *, own: bool) -> None:
@@ -143,15 +141,13 @@ class ScoredSegments(PooledVectors):
         highest = torch.zeros(entries, dtype=torch.float32, device=room.device)
         self._sums = Sums(highest, torch.ones_like(highest, dtype=torch.float64))
 
-    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        vectors = self.vectors
-        if not self._own:
-            self._half_step(0, epsilon, vectors.columns.candidate, active)
-            vectors.take(self._sums, epsilon, active)
-        self._half_step(-1, epsilon, vectors.rows, active)
-        return vectors.evaluate(self._sums, epsilon, active)
+    def softmin_rows(self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor) -> Sums:
+        return self._half_step(0, epsilon, g, active)
 
-    def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> None:
+    def softmin_columns(self, f: Tensor, before: Tensor, epsilon: Tensor, active: Tensor) -> Sums:
+        return self._half_step(-1, epsilon, f, active)
+
+    def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> Sums:
         stored_step(
             self._scores.scores,
             self._scores.log2_masses,
@@ -162,6 +158,7 @@ class ScoredSegments(PooledVectors):
             other,
             self._sums,
         )
+        return self._sums
 
 
 class PooledTerm:

@@ -30,11 +30,11 @@ A^2 / V + A'^2 / V': sqrt(1 + t p) sqrt(1 + t p') <= 1 + t (p + p').
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.kernel_vectors import KernelVectors, Pace, SegmentLayout
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
 from otdd_flash.engine.rule import Start
 from otdd_flash.formulas.decision import Form, Goal
@@ -52,7 +52,6 @@ from otdd_flash.kernels.segments.step import (
     segmented_step,
 )
 from otdd_flash.operators.class_pool import ClassPool
-from otdd_flash.operators.kernel_vectors import KernelVectors, SegmentLayout
 
 # Differences that are remembered: more of them save few iterations, and half of the memory that
 # potentials take is theirs already.
@@ -78,7 +77,8 @@ class KernelSegments:
     """
 
     dtype = sum_dtype = torch.float32
-    memory = MEMORY
+    pace: Pace = "ahead"
+    layouts: list[SegmentLayout]
 
     def __init__(
         self,
@@ -99,42 +99,47 @@ class KernelSegments:
             coarse_of._tables if coarse_of else [table_of(classes, *side) for side in sides]
         )
         self._programs = [programs_of(table, small) for table in self._tables]
+        self.masses = classes.pool.masses, classes.pool.masses
         if coarse_of is None:
-            candidate = _first_potentials(classes, columns)
-            masses = classes.pool.masses, classes.pool.masses
-            self._vectors = KernelVectors(masses, self._layouts(), candidate, self.memory)
+            self._entries = [int(table[:, ROWS].sum()) for table in self._tables]
+            self._set_layouts()
             entries = max(int((table[:, ROWS] * table[:, RANGES]).sum()) for table in self._tables)
             highest = torch.empty(entries, dtype=torch.float32, device=rows.device)
             self._sums = Sums(highest, highest.new_empty(entries, dtype=torch.float64))
         else:
-            self._vectors, self._sums = coarse_of._vectors.shared(), coarse_of._sums
+            self._entries, self.layouts = coarse_of._entries, coarse_of.layouts
+            self._sums = coarse_of._sums
 
-    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
-        return QuasiNewtonKernels(self, goal, form, start)
+    @property
+    def first(self) -> Tensor:
+        """The potentials -||x'||^2, which are 0 for the whole cost between a class and itself."""
+        classes, side = self._classes, self._sides[1]
+        counts = classes.sizes[side]
+        starts = torch.repeat_interleave(classes.starts[side] - (counts.cumsum(0) - counts), counts)
+        index = torch.arange(len(starts), device=side.device) + starts
+        return -classes.squares[index]
+
+    def iterations(
+        self, candidate: Tensor, goal: Goal, form: Form, start: Start
+    ) -> QuasiNewtonKernels:
+        vectors = KernelVectors(self, candidate, MEMORY)
+        return QuasiNewtonKernels(self, vectors, goal, form, start)
 
     @property
     def device(self) -> torch.device:
         return self.mean_cost.device
 
-    def repeat(self, step: Callable[[], None]) -> None:
-        """Take eight iterations."""
-        for _ in range(8):
-            step()
-
     def coarse(self, tolerance: float) -> KernelSegments:
         """The same problems with products of rounded points."""
         return KernelSegments(self._classes, *self._sides, small=self._small, coarse_of=self)
 
-    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        vectors = self._vectors
-        if not self._symmetric:
-            self._half_step(0, epsilon, vectors.columns.candidate, active)
-            vectors.take(self._sums, epsilon, active)
-        self._half_step(-1, epsilon, vectors.rows, active)
-        return vectors.evaluate(self._sums, epsilon, active)
+    def softmin_rows(self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor) -> Sums:
+        """Return the sums that T(g) is made of."""
+        return self._half_step(0, epsilon, g, active)
 
-    def move_by(self, numbers: Tensor, active: Tensor) -> None:
-        self._vectors.move(numbers, active)
+    def softmin_columns(self, f: Tensor, before: Tensor, epsilon: Tensor, active: Tensor) -> Sums:
+        """Return the sums that T'(f) is made of, or T(f) of classes with themselves."""
+        return self._half_step(-1, epsilon, f, active)
 
     def keep(self, order: Tensor) -> None:
         """Go on with some segments; potentials stay where they are."""
@@ -143,12 +148,13 @@ class KernelSegments:
         self._sides = (rows, rows if self._symmetric else columns)
         self._tables = [table[order] for table in self._tables]
         self._programs = [programs_of(table, self._small) for table in self._tables]
-        self._vectors.keep(order)
+        self._set_layouts()
 
-    def _layouts(self) -> list[SegmentLayout]:
-        return [SegmentLayout.of(table, int(table[:, ROWS].sum())) for table in self._tables]
+    def _set_layouts(self) -> None:
+        pairs = zip(self._tables, self._entries, strict=True)
+        self.layouts = [SegmentLayout.of(table, entries) for table, entries in pairs]
 
-    def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> None:
+    def _half_step(self, side: int, epsilon: Tensor, other: Tensor, active: Tensor) -> Sums:
         """Sums of one side's rows over what the potentials of the other are for."""
         segmented_step(
             self._classes.pool,
@@ -162,6 +168,7 @@ class KernelSegments:
             other,
             self._sums,
         )
+        return self._sums
 
     def _set_costs(self, rows: Tensor, columns: Tensor) -> None:
         """Compute the facts of the costs that the solver asks for, (S,) each."""
@@ -234,11 +241,3 @@ def table_of(classes: ClassPool, rows: Tensor, columns: Tensor) -> Tensor:
         ),
         1,
     )
-
-
-def _first_potentials(classes: ClassPool, side: Tensor) -> Tensor:
-    """The potentials -||x'||^2, which are 0 for the whole cost between a class and itself."""
-    counts = classes.sizes[side]
-    starts = torch.repeat_interleave(classes.starts[side] - (counts.cumsum(0) - counts), counts)
-    index = torch.arange(len(starts), device=side.device) + starts
-    return -classes.squares[index]

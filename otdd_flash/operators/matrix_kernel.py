@@ -13,9 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Start
-from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.engine.rule import Evaluated, Vectors
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import (
@@ -36,10 +34,10 @@ from otdd_flash.operators.base import (
     Execution,
     Marginals,
 )
-from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.kernel_plans import single
 from otdd_flash.operators.matrix import HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
+from otdd_flash.operators.one_kernel_problem import OneKernelProblem
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 
 # Bytes of a matrix up to which a pass takes no longer than launching it, or not much.
@@ -67,8 +65,8 @@ class MatrixKernelOperator:
         sampled = None if execution.sampled is None else self._sample
         self.execution = Execution(
             "triton, costs given",
-            MatrixSegment,
             sampled,
+            in_triton=True,
             recorded=recorded,
             prepared_plan=execution.prepared_plan,
         )
@@ -197,7 +195,7 @@ class MatrixKernelOperator:
         return matrix_half_step(self.lines, log_masses, single(potential), level, columns=columns)
 
 
-class MatrixSegment(KernelSegment):
+class OneMatrix(OneKernelProblem):
     """A matrix as the only problem of the engine, which merges the sums of its passes itself.
 
     An evaluation is one read of the matrix where the operator `sweeps`, else two.
@@ -205,40 +203,42 @@ class MatrixSegment(KernelSegment):
 
     operator: MatrixKernelOperator
 
-    def ranges(self, operator: MatrixKernelOperator) -> tuple[int, int]:  # type: ignore[override]
-        """In how many parts the sums of rows and of columns come."""
-        return (1, 1) if self._sweeps else operator.ranges
-
-    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewtonKernels:
-        self._epsilon = goal.epsilon
-        return super().iterations(goal, form, start)
+    def __init__(self, operator: MatrixKernelOperator, *, symmetric: bool) -> None:
+        # What a sweep has found of columns, until it is asked for.
+        self._swept: Swept | None = None
+        super().__init__(operator, symmetric=symmetric)
 
     @property
-    def updated(self) -> Tensor:
-        """T'(T(g)) (m,) of the g that was kept last, in columns without mass too."""
-        updated = super().updated
-        if self._sweeps:
-            self.operator.fill_absent(self._vectors.rows, self._epsilon, updated)
-        return updated
+    def ranges(self) -> tuple[int, int]:
+        """In how many parts the sums of rows and of columns come."""
+        return (1, 1) if self._sweeps else self.operator.ranges
 
     @property
     def _sweeps(self) -> bool:
         return self.operator.sweeps and not self.symmetric
 
-    def softmin_rows(self, g: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
-        """Return the sums that T(g) (n,) is made of."""
-        return self.operator.sums_of_lines(g, epsilon, columns=False)
-
-    def softmin_columns(self, f: Tensor, epsilon: Tensor, guess: Tensor) -> Sums:
-        """Return the sums that T'(f) (m,) is made of."""
-        return self.operator.sums_of_lines(f, epsilon, columns=True)
-
-    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    def softmin_rows(
+        self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
+    ) -> Sums | Tensor:
         if not self._sweeps:
-            return super().numbers(epsilon, active)
-        swept = self.operator.sweep(self._vectors.columns.candidate, epsilon, active)
-        self._vectors.take(swept.f, epsilon, active)
-        return self._vectors.evaluate(swept.columns, epsilon, active)
+            return self.operator.sums_of_lines(g, epsilon[0], columns=False)
+        self._swept = self.operator.sweep(g, epsilon, active)
+        return self._swept.f
+
+    def softmin_columns(
+        self, f: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
+    ) -> Sums | Tensor:
+        if self._swept is not None:
+            found, self._swept = self._swept.columns, None
+            return found
+        return self.operator.sums_of_lines(f, epsilon[0], columns=not self.symmetric)
+
+    def evaluated(self, vectors: Vectors, epsilon: float) -> Evaluated:
+        """Return the potentials of the last evaluation, in columns without mass too."""
+        found = super().evaluated(vectors, epsilon)
+        if self._sweeps:
+            self.operator.fill_absent(found.f, epsilon, found.updated)
+        return found
 
 
 def lying(matrix: Tensor) -> tuple[Tensor, bool]:

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.rule import Evaluated, Vectors
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
+from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
-from otdd_flash.operators.kernel_pool import PooledVectors
+from otdd_flash.operators.kernel_pool import PooledKernelSegments
 from otdd_flash.operators.score_pool import UNKNOWN, Pool, Room
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 
@@ -69,7 +71,7 @@ class MatrixPool(Pool):
         return self.masses[0, : self.room.n], self.masses[0, self.room.n :]
 
 
-class PooledMatrix(PooledVectors):
+class PooledMatrix(PooledKernelSegments):
     """The matrix as the only segment of the engine; an evaluation is one read of it.
 
     Args:
@@ -80,22 +82,27 @@ class PooledMatrix(PooledVectors):
     def __init__(self, pool: MatrixPool, tables: Sequence[Tensor]) -> None:
         super().__init__(pool, tables, own=False)
         self._matrix = pool
+        # What the last sweep has found of columns.
+        self._swept: Sums | Tensor = pool.weights
 
-    def numbers(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        pool, vectors = self._matrix, self.vectors
-        swept = matrix_sweep(
-            pool.place, pool.log_masses, pool.weights, vectors.columns.candidate, epsilon, active
-        )
-        vectors.take(swept.f, epsilon, active)
-        return vectors.evaluate(swept.columns, epsilon, active)
+    def softmin_rows(self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor) -> Tensor:
+        """Return T(g), by a sweep that finds what T'(T(g)) is made of as well."""
+        pool = self._matrix
+        swept = matrix_sweep(pool.place, pool.log_masses, pool.weights, g, epsilon, active)
+        self._swept = swept.columns
+        return swept.f
 
-    def updated(self, epsilon: Tensor) -> Tensor:
-        """T'(T(g)) (M,) of the potentials that were kept last, in columns without mass too."""
-        updated = super().updated(epsilon)
-        fill_absent(
-            self._matrix.place, self._matrix.log_masses, self.vectors.rows, epsilon, updated
-        )
-        return updated
+    def softmin_columns(
+        self, f: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
+    ) -> Sums | Tensor:
+        return self._swept
+
+    def evaluated(self, vectors: Vectors, epsilon: Tensor) -> Evaluated:
+        """Return the potentials of the last evaluation, in columns without mass too."""
+        found = super().evaluated(vectors, epsilon)
+        pool = self._matrix
+        fill_absent(pool.place, pool.log_masses, found.f, epsilon, found.updated)
+        return found
 
 
 class MatrixTerm:

@@ -96,7 +96,7 @@ class RingPart(BlockSums):
         """What ends a solve; all else is asked of another operator."""
         refine = None if self._first.execution.refined is None else self._refine
         over_columns = None if self._columns else self._over_columns
-        return Execution("points in a ring", _nothing, None, refine, over_columns=over_columns)
+        return Execution("points in a ring", None, refine, over_columns=over_columns)
 
     def _refine(self) -> RingPart:
         first, sides = refined_blocks(self._first, *self._sides)
@@ -209,7 +209,3 @@ def _from_0(blocks: RingBlocks) -> list[Block]:
     """The blocks that are here, as ranges of their points alone."""
     counts = [count_of(there.block) for there in blocks.own]
     return cut(slice(0, sum(counts)), sum(counts), len(counts))
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    raise AssertionError("a part has no solve of its own")

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.recording import run_branches
-from otdd_flash.engine.rule import Start
+from otdd_flash.engine.rule import Evaluated, Start, Vectors
 from otdd_flash.formulas.decision import Form, Goal, Levels
 from otdd_flash.formulas.evidence import PassErrors, at_most
 from otdd_flash.formulas.operations import Numbers, constant
 from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
-from otdd_flash.operators.few_vectors import MEMORY
 from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 from otdd_flash.operators.stored import StoredOperator
 
@@ -121,7 +120,7 @@ class PooledSegments(ABC):
     """The cross terms of B problems, or their 2 B self terms, those of x and y in turn.
 
     Vectors of all problems lie one after the other: of rows (B N,), of columns (B M,), and of self
-    terms (B L,). What a pass may get wrong is about what `one_segment` says of a single problem:
+    terms (B L,). What a pass may get wrong is about what `one_problem` says of a single one:
     certificates measure it again.
 
     Args:
@@ -130,36 +129,30 @@ class PooledSegments(ABC):
     """
 
     dtype = sum_dtype = torch.float32
-    memory = MEMORY
 
     def __init__(self, pool: Pool, *, own: bool) -> None:
         self._pool, self._own = pool, own
 
-    @property
     @abstractmethod
-    def rows(self) -> Tensor:
-        """Potentials f of the last evaluation."""
+    def iterations(self, form: Form) -> PooledIterations:
+        """Make their iterations, before any problem."""
 
-    @property
-    @abstractmethod
-    def kept(self) -> Tensor:
-        """Potentials of columns that were kept last."""
-
-    @abstractmethod
-    def updated(self, epsilon: Tensor) -> Tensor:
-        """T'(T(g)) of the potentials that were kept last, or T(g) of self terms.
+    def begin(
+        self, iterations: PooledIterations, candidate: Tensor, settings: Tensor, start: Start
+    ) -> None:
+        """Begin afresh with what stands in the pool.
 
         Args:
-            epsilon: () float64, of the last evaluation.
+            iterations: of these segments.
+            candidate: potentials of columns.
+            settings: a goal and two unit roundoffs (7,) float64.
+            start: where to.
         """
+        iterations.begin(settings, start, candidate)
 
     @abstractmethod
-    def restart(self, candidate: Tensor) -> None:
-        """Begin again with other potentials of columns."""
-
-    @abstractmethod
-    def rule(self, form: Form) -> PooledRule:
-        """Make their iterations, before any problem."""
+    def evaluated(self, vectors: Vectors, epsilon: Tensor) -> Evaluated:
+        """Return the potentials of the last evaluation, which was at epsilon () float64."""
 
     @property
     def facts(self) -> PooledCosts:
@@ -189,12 +182,12 @@ class PooledSegments(ABC):
 
     @property
     def nowhere(self) -> tuple[Goal, Start]:
-        """What a rule is made with before there is a problem."""
+        """What iterations are made with before there is a problem."""
         ones = torch.ones(len(self.mean_cost), dtype=torch.float64)
         return Goal(1.0, 1.0, 1.0, 0), Start(Levels.descending(ones), torch.zeros_like(ones))
 
 
-class PooledRule(Protocol):
+class PooledIterations(Protocol):
     """Iterations of pooled segments."""
 
     @property
@@ -207,7 +200,12 @@ class PooledRule(Protocol):
         """What is `engine.run.Told` of each, of when it was active last (S, 8)."""
         ...
 
-    def begin(self, settings: Tensor, start: Start) -> None:
+    @property
+    def vectors(self) -> Vectors:
+        """Potentials and what else is remembered of each column."""
+        ...
+
+    def begin(self, settings: Tensor, start: Start, candidate: Tensor) -> None:
         """Begin afresh with other problems, to a goal and two unit roundoffs (7,) float64."""
         ...
 
@@ -216,7 +214,7 @@ class PooledRule(Protocol):
         ...
 
 
-class AskedRule(PooledRule, Protocol):
+class AskedIterations(PooledIterations, Protocol):
     """Iterations on a processor, where to ask takes no time."""
 
     @property

@@ -45,7 +45,7 @@ class ShardedOperator:
         held: Parts = ranks.held[number]
         self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
         execution = held.telling.execution
-        self._backend, self._segment = execution.backend, execution.segment
+        self._backend, self._in_triton = execution.backend, execution.in_triton
         self._refines = execution.refined is not None
         self._ring = held.cost is not cost
         self._replicated = not self._ring and isinstance(cost.points[0], Tensor)
@@ -66,9 +66,9 @@ class ShardedOperator:
         ring = ", points in a ring" if self._ring else ""
         return Execution(
             f"{self._backend}, {self.ranks.size} ranks{ring}",
-            self._segment,
             self.sample,
             refine,
+            self._in_triton,
             on_points=self._on_points if self._replicated else None,
             rounded_by=partial(float16_rounding, self.cost),
             over_columns=self._over_columns if self._takes_columns else None,

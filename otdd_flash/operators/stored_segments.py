@@ -14,23 +14,27 @@ and of the cut, n e^-700. What the exponent is rounded by is the `TRIFLE` of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from otdd_flash.engine.many_vectors import ManyVectors
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.rule import Segments, Start
-from otdd_flash.engine.segments import Move, WeightedPoints
+from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.formulas.decision import Form, Goal
-from otdd_flash.formulas.evidence import TRIFLE, Evaluation, PassErrors
+from otdd_flash.formulas.evidence import TRIFLE, PassErrors
 from otdd_flash.operators.anchored_segments import AnchoredSegments
-from otdd_flash.operators.padded_vectors import PaddedVectors
 from otdd_flash.operators.segment_tiles import moved, tiles
 
 # Stands for log(0): finite, so that differences of two of them are 0 and not NaN.
 LOG_ZERO = -1e30
 LEAST_EXPONENT = -700.0
+
+# Differences that are remembered: more of them save few iterations, and half of the memory that
+# potentials take is theirs.
+MEMORY = 4
 
 # Unit roundoff.
 UNIT = 2.0**-53
@@ -40,10 +44,7 @@ SIZE_STEP = 16
 
 
 class StoredSegments:
-    """S problems of cost ||x - y||^2 in float64, padded to one shape (n, m).
-
-    Memory: 8 S n m bytes, and the vectors. Potentials are those of the rows and of the columns, or
-    the only one.
+    """S problems of cost ||x - y||^2 in float64, padded to one shape (n, m); 8 S n m bytes.
 
     Args:
         sides: of each problem, its rows' cloud and its columns'; twice the same object in all of
@@ -52,8 +53,6 @@ class StoredSegments:
     """
 
     dtype = sum_dtype = torch.float64
-    # More of them save few iterations, and half of the memory that potentials take is theirs.
-    memory = 4
 
     def __init__(
         self, sides: Sequence[tuple[WeightedPoints, WeightedPoints]], shape: tuple[int, int]
@@ -71,16 +70,22 @@ class StoredSegments:
             torch.stack([_padded(pair[side].masses, shape[side]) for pair in sides])
             for side in ((0,) if self.symmetric else (0, 1))
         ]
-        self.potentials = [torch.zeros_like(masses) for masses in self.masses]
-        self._vectors = PaddedVectors(self.masses[-1], self.memory)
 
-    def iterations(self, goal: Goal, form: Form, start: Start) -> QuasiNewton:
-        return QuasiNewton(self, goal, form, start)
+    @property
+    def row_masses(self) -> Tensor | None:
+        return None if self.symmetric else self.masses[0]
 
-    def repeat(self, step: Callable[[], None]) -> None:
-        """Take one iteration, or eight on a GPU, where asking takes time."""
-        for _ in range(8 if self.costs.is_cuda else 1):
-            step()
+    @property
+    def column_masses(self) -> Tensor:
+        return self.masses[-1]
+
+    @property
+    def first(self) -> Tensor:
+        """Potentials 0 (S, m)."""
+        return torch.zeros_like(self.column_masses)
+
+    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> QuasiNewton:
+        return QuasiNewton(self, ManyVectors(self, candidate, MEMORY), goal, form, start)
 
     def coarse(self, tolerance: float) -> Segments:
         """The same problems with sums of stored exponentials."""
@@ -90,23 +95,27 @@ class StoredSegments:
         """The side whose potentials an update of `side` reads."""
         return 0 if self.symmetric else 1 - side
 
-    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        if not self.symmetric:
-            self.potentials[0] = self._softmin(0, epsilon)
-        updated = self._softmin(len(self.potentials) - 1, epsilon)
-        rows = self.potentials[0], self.masses[0]
-        return self._vectors.evaluate(rows, self.potentials[-1], updated, epsilon)
-
-    def move(self, move: Move, active: Tensor) -> None:
-        self.potentials[-1] = self._vectors.move(self.potentials[-1], move, active)
+    def softmins(
+        self,
+        g: Tensor,
+        before: Tensor | None,
+        epsilon: Sequence[float] | Tensor,
+        active: Sequence[bool] | Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        assert isinstance(epsilon, Tensor)
+        if before is None:
+            return None, self._softmin(0, g, epsilon)
+        f = self._softmin(0, g, epsilon)
+        return f, self._softmin(1, f, epsilon)
 
     def shifted_scores(
-        self, side: int, chosen: Tensor, epsilon: Tensor, highest: Tensor
+        self, side: int, potential: Tensor, chosen: Tensor, epsilon: Tensor, highest: Tensor
     ) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield tiles of exp(log b_j + (g_j - C_ij) / epsilon - h_i), h_i its largest logarithm.
 
         Args:
             side: whose softmin it is; for columns, C and the rest are transposed.
+            potential: (S', m), the g of the chosen.
             chosen: (S',) int64, of the problems.
             epsilon: (S',), of the chosen.
             highest: (S', n), overwritten with h.
@@ -117,7 +126,7 @@ class StoredSegments:
         """
         other = self.other(side)
         logs = self.masses[other][chosen].log().clamp_min(LOG_ZERO)
-        term = logs + self.potentials[other][chosen] / epsilon[:, None]
+        term = logs + potential / epsilon[:, None]
         inverse = (-1 / epsilon)[:, None, None]
         costs = self.costs if side == 0 else self.costs.mT
         size = (len(chosen), *costs.shape[1:])
@@ -133,16 +142,14 @@ class StoredSegments:
     def keep(self, order: Tensor) -> None:
         self.costs = moved(self.costs, order)
         self.masses = [values[order] for values in self.masses]
-        self.potentials = [values[order] for values in self.potentials]
-        self._vectors.keep(order)
         self.mean_cost, self.cost_spread = self.mean_cost[order], self.cost_spread[order]
         self.offset = self.offset[order]
         self.errors = PassErrors(*(numbers[order] for numbers in self.errors))
 
-    def _softmin(self, side: int, epsilon: Tensor) -> Tensor:
+    def _softmin(self, side: int, potential: Tensor, epsilon: Tensor) -> Tensor:
         chosen = torch.arange(len(self.costs), device=self.costs.device)
         logs = torch.empty_like(self.masses[side])
-        for segments, rows, scores in self.shifted_scores(side, chosen, epsilon, logs):
+        for segments, rows, scores in self.shifted_scores(side, potential, chosen, epsilon, logs):
             logs[segments, rows] += scores.sum(-1).log_()
         return -epsilon[:, None] * logs
 

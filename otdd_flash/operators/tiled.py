@@ -29,7 +29,6 @@ from otdd_flash.operators.base import (
     Execution,
     Marginals,
 )
-from otdd_flash.operators.one_segment import TorchSegment
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -150,7 +149,7 @@ class TiledOperator(ABC):
     @property
     def execution(self) -> Execution:
         """In PyTorch, scores in the precision of the potentials."""
-        return Execution(self.backend, TorchSegment, self.sample)
+        return Execution(self.backend, self.sample)
 
     @property
     @abstractmethod

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.few_problems import FewQuasiNewton
+from otdd_flash.engine.few_vectors import MEMORY, FewVectors
+from otdd_flash.engine.many_vectors import ManyVectors
 from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.segments import Move
+from otdd_flash.engine.rule import Evaluated, Start, Vectors
 from otdd_flash.formulas.decision import Form
-from otdd_flash.formulas.evidence import Evaluation
 from otdd_flash.operators.base import Epsilon, Marginals
-from otdd_flash.operators.few_vectors import FewVectors
-from otdd_flash.operators.one_segment import Scalars
-from otdd_flash.operators.padded_vectors import PaddedVectors
+from otdd_flash.operators.one_problem import Scalars
 from otdd_flash.operators.score_pool import (
     SIDES,
     UNIT,
     UNKNOWN,
+    PooledIterations,
     PooledSegments,
     Room,
     ScorePool,
@@ -88,7 +88,7 @@ class TorchPool(ScorePool):
         return self._both.flatten(0, 1)
 
     def segments(self, tables: Sequence[Tensor], *, own: bool) -> TorchSegments:
-        return (FewSegments if self.room.problems <= FEW else ManySegments)(self, own=own)
+        return TorchSegments(self, own=own)
 
     def term(self, name: str) -> TorchTerm:
         one, two = SIDES[name]
@@ -163,7 +163,7 @@ def _parts(points: slice) -> list[slice]:
 
 
 class TorchSegments(PooledSegments):
-    """Segments of a pool on a processor, whatever holds their vectors.
+    """Segments of a pool on a processor.
 
     Args:
         pool: the problems.
@@ -181,30 +181,74 @@ class TorchSegments(PooledSegments):
             self._anchors = [_Anchor(pool.both(), pool.masses.view(-1, room.n))]
         else:
             self._anchors = [_Anchor(pool.block(0, 0), x), _Anchor(pool.block(1, 1), y)]
-        self._row_masses, self._column_masses = x, pool.masses if own else y
-        self._updated = torch.zeros_like(self._padded(self._column_masses))
-        self._rows = pool.zeros(room.n, dtype=torch.float32)
+        self.row_masses = None if own else x
+        self._flat_masses = pool.masses if own else y
+        self._updated = torch.zeros_like(self.column_masses)
 
     @property
-    def rows(self) -> Tensor:
-        return self.kept if self._own else self._rows.flatten()
+    def column_masses(self) -> Tensor:
+        """Masses (B, M) of cross terms, (2 B, longest) of self terms."""
+        return self._padded(self._flat_masses)
 
-    def _softmins(self, candidate: Tensor, epsilon: list[float], active: Sequence[bool]) -> Tensor:
-        """Compute T'(T(g)) of cross terms, keeping T(g) as the rows, or T(g) of self terms."""
-        if not self._own:
-            rows = self._anchors[0].softmin(candidate, epsilon).float()
-            if not all(active):
-                # Rows of a problem that is done go with what it kept, not with its next candidate.
-                rows = torch.where(torch.tensor(active)[:, None], rows, self._rows)
-            self._rows = rows
-            return self._anchors[1].softmin(rows, epsilon)
+    @property
+    def scalars(self) -> list[Scalars]:
+        """What decisions need of the costs of each, in floats."""
+        facts = self.facts
+        every = facts.mean, facts.lowest, facts.above_lowest, facts.spread
+        return [
+            Scalars(self.dtype, self.dtype, scale, spread, pass_errors(mean, lowest), 0.0)
+            for mean, lowest, scale, spread in zip(*(each.tolist() for each in every), strict=True)
+        ]
+
+    def iterations(self, form: Form) -> FewQuasiNewton | QuasiNewton:
+        """Make their iterations: few problems are decided upon one by one, in Python floats."""
+        nothing = torch.zeros_like(self.column_masses, dtype=torch.float32)
+        if self._pool.room.problems <= FEW:
+            few = FewVectors(self, nothing)
+            return FewQuasiNewton(self, few, self.nowhere[0], form, self.nowhere[1])
+        many = ManyVectors(self, nothing, MEMORY)
+        return QuasiNewton(self, many, self.nowhere[0], form, self.nowhere[1])
+
+    def begin(
+        self, iterations: PooledIterations, candidate: Tensor, settings: Tensor, start: Start
+    ) -> None:
+        for anchor in self._anchors:
+            anchor.forget()
+        iterations.begin(settings, start, self._padded(candidate).float())
+
+    def evaluated(self, vectors: Vectors, epsilon: Tensor) -> Evaluated:
+        g, updated = (self._flat(part).float() for part in (vectors.kept, vectors.updated))
+        return Evaluated(g if vectors.rows is None else vectors.rows.flatten(), g, updated)
+
+    def softmins(
+        self,
+        g: Tensor,
+        before: Tensor | None,
+        epsilon: Sequence[float] | Tensor,
+        active: Sequence[bool] | Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        levels, flags = list(map(float, epsilon)), list(map(bool, active))
+        if before is None:
+            return None, self._self_softmins(g, levels, flags)
+        rows = self._anchors[0].softmin(g, levels).float()
+        if not all(flags):
+            # Rows of a problem that is done go with what it kept, not with its next candidate.
+            rows = torch.where(torch.tensor(flags)[:, None], rows, before)
+        return rows, self._anchors[1].softmin(rows, levels)
+
+    def _self_softmins(self, g: Tensor, epsilon: list[float], active: list[bool]) -> Tensor:
+        """Compute T(g) of self terms."""
         if len(self._anchors) == 1:
-            return self._anchors[0].softmin(candidate, epsilon)
+            return self._anchors[0].softmin(g, epsilon)
         for k, (anchor, length) in enumerate(zip(self._anchors, self._lengths, strict=True)):
             if any(active[k::2]):
-                found = anchor.softmin(candidate[k::2, :length], epsilon[k::2])
+                found = anchor.softmin(g[k::2, :length], epsilon[k::2])
                 self._updated[k::2, :length] = found
         return self._updated
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with all problems: those of a pool are never left out."""
+        assert len(order) == len(self.column_masses)
 
     def _padded(self, flat: Tensor) -> Tensor:
         """Shape vectors of self terms (B L,) as (2 B, longest), of cross terms (B M,) as (B, M)."""
@@ -223,83 +267,6 @@ class TorchSegments(PooledSegments):
             return padded.flatten()
         parts = [padded[k :: len(lengths), :length] for k, length in enumerate(lengths)]
         return torch.cat(parts, 1).flatten()
-
-
-class FewSegments(TorchSegments):
-    """Segments of at most `FEW` problems, decided upon one by one in Python floats.
-
-    Attributes:
-        scalars: what decisions need of the costs of each.
-    """
-
-    def __init__(self, pool: TorchPool, *, own: bool) -> None:
-        super().__init__(pool, own=own)
-        masses = self._padded(self._column_masses)
-        self._vectors = FewVectors(masses, masses.float())
-        self.scalars: list[Scalars] = []
-
-    def rule(self, form: Form) -> FewQuasiNewton:
-        return FewQuasiNewton(self, self.nowhere[0], form, self.nowhere[1])
-
-    def restart(self, candidate: Tensor) -> None:
-        facts = self.facts
-        every = facts.mean, facts.lowest, facts.above_lowest, facts.spread
-        self.scalars = [
-            Scalars(self.dtype, self.dtype, scale, spread, pass_errors(mean, lowest), 0.0)
-            for mean, lowest, scale, spread in zip(*(each.tolist() for each in every), strict=True)
-        ]
-        self._vectors.begin(self._padded(self._column_masses), self._padded(candidate))
-        for anchor in self._anchors:
-            anchor.forget()
-
-    @property
-    def kept(self) -> Tensor:
-        return self._flat(self._vectors.kept).float()
-
-    def updated(self, epsilon: Tensor) -> Tensor:
-        return self._flat(self._vectors.kept + self._vectors.residual).float()
-
-    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
-        """Evaluate the candidates in two softmins, or one of a cloud with itself."""
-        updated = self._softmins(self._vectors.candidate, list(epsilon), active)
-        rows = None if self._own else (self._rows, self._row_masses[:, :, None])
-        return self._vectors.evaluate(rows, updated, epsilon)
-
-    def move(self, k: int, move: Move) -> None:
-        self._vectors.move(k, move)
-
-
-class ManySegments(TorchSegments):
-    """Segments of more than `FEW` problems, decided upon in tensors."""
-
-    def rule(self, form: Form) -> QuasiNewton:
-        return QuasiNewton(self, self.nowhere[0], form, self.nowhere[1])
-
-    def restart(self, candidate: Tensor) -> None:
-        self._potentials = self._padded(candidate).float()
-        self._vectors = PaddedVectors(self._padded(self._column_masses), self.memory)
-        self._vectors.kept = self._potentials.double()
-        for anchor in self._anchors:
-            anchor.forget()
-
-    @property
-    def kept(self) -> Tensor:
-        return self._flat(self._vectors.kept).float()
-
-    def updated(self, epsilon: Tensor) -> Tensor:
-        return self._flat(self._vectors.kept + self._vectors.residual).float()
-
-    def evaluate(self, epsilon: Tensor, active: Tensor) -> Evaluation:
-        """Evaluate the candidates in two softmins, or one of clouds with themselves."""
-        updated = self._softmins(self._potentials, epsilon.tolist(), active.tolist())
-        potential = self._potentials.double()
-        rows = potential, self._padded(self._column_masses)
-        if not self._own:
-            rows = self._rows.double(), self._row_masses
-        return self._vectors.evaluate(rows, potential, updated.double(), epsilon)
-
-    def move(self, move: Move, active: Tensor) -> None:
-        self._potentials = self._vectors.move(self._potentials.double(), move, active).float()
 
 
 class _Anchor:

@@ -58,12 +58,16 @@ def _solve(
 ) -> SegmentTerms:
     tolerance, most = options.asked_tolerance, options.max_iterations
     goal = Goal(epsilon, tolerance, tolerance, most)
-    start = Start(levels, torch.zeros_like(levels.level))
+    candidate, start = segments.first, Start(levels, torch.zeros_like(levels.level))
     coarse = segments.coarse(tolerance) if most > 1 else None
     if coarse is not None:
         # The iteration that certifies comes after.
         first = goal._replace(max_iterations=most - 1)
-        iterations = run(coarse, coarse.iterations(first, form, start)).iterations
+        iterations = coarse.iterations(candidate, first, form, start)
+        taken = run(iterations).iterations
+        candidate = iterations.vectors.candidates
+        # Their memory is for those that follow.
+        del iterations, coarse
         final = torch.full_like(levels.level, epsilon)
-        start = Start(Levels.descending(final), iterations)
-    return run(segments, segments.iterations(goal, form, start), finished)
+        start = Start(Levels.descending(final), taken)
+    return run(segments.iterations(candidate, goal, form, start), finished)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.evidence import rounding_floor
-from otdd_flash.engine.rule import Rule, Start
+from otdd_flash.engine.rule import Evaluated, Iterations, Start
 from otdd_flash.engine.run import run_one
 from otdd_flash.formulas.decision import (
     CROSS,
@@ -47,7 +47,7 @@ from otdd_flash.formulas.decision import (
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.one_segment import OneSegment
+from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self
 from otdd_flash.solver.term.result import SolverProgress, StoppedBy, TransportTerm
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, Limits, goal_of, reachable_tolerance
@@ -119,17 +119,17 @@ def solve_term(
     # the original points, goes on from there, or certifies alone where rounding is little.
     refined, (refine, aim) = base.refined(operator), aim_of(budget, operator, form)
     first = aim * BEFORE_REFINED if refine and refined is not operator else aim
-    segment = operator.execution.segment(operator, candidate, symmetric=form.symmetric)
-    taken = torch.full((1,), budget.iterations, dtype=torch.float64)
-    rule = segment.iterations(goal_of(options, epsilon, first), form, Start(levels, taken))
-    iterate(budget, segment, rule, first)
+    problem = problem_of(operator, symmetric=form.symmetric)
+    goal, taken = goal_of(options, epsilon, first), torch.full((1,), budget.iterations).double()
+    iterations = problem.iterations(candidate, goal, form, Start(levels, taken))
+    iterate(budget, problem, iterations, first)
     if refined is not operator and (refine or not budget.converged):
-        candidate = segment.kept if form.symmetric else segment.updated
-        segment.change(refined)
-        go_on(budget, segment, rule, candidate, aim)
-    segment.operator = refined
+        last = problem.evaluated(iterations.vectors, epsilon)
+        problem.change(refined, iterations)
+        go_on(budget, problem, iterations, last.g if form.symmetric else last.updated, aim)
+    problem.operator = refined
 
-    certificate = certify_solved(budget, segment, rule, aim, refine=refine)
+    certificate = certify_solved(budget, problem, iterations, aim, refine=refine)
     return TransportTerm.from_certificate(
         certificate,
         epsilon,
@@ -305,11 +305,13 @@ def _of_sample(
     # Rounding in a sample, where nothing is proved, is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
     nothing = torch.zeros_like(sampled.b)
-    segment: OneSegment = sampled.execution.segment(sampled, nothing, symmetric=False)
+    problem = problem_of(sampled, symmetric=False)
     levels = Levels.descending(first_level(level, _scale(sampled)))
-    rule = segment.iterations(goal, CROSS, Start(levels, torch.zeros_like(levels.level)))
-    told = run_one(segment, rule, lambda *_: budget.late(), wait=segment.waits)
-    f, part = _extended(operator, columns, segment.updated, level)
+    start = Start(levels, torch.zeros_like(levels.level))
+    iterations = problem.iterations(nothing, goal, CROSS, start)
+    told = run_one(iterations, lambda *_: budget.late())
+    updated = problem.evaluated(iterations.vectors, level).updated
+    f, part = _extended(operator, columns, updated, level)
     share = len(sampled.a) * len(sampled.b) / (len(operator.a) * len(operator.b))
     return f, 2 * told.iterations * share + part - 1
 
@@ -363,7 +365,7 @@ def aim_of(budget: Budget, operator: Operator, form: Form) -> tuple[bool, float]
     return (True, 1.0) if rounding > LITTLE_ROUNDING else (False, 1 - rounding)
 
 
-def iterate(budget: Budget, segment: OneSegment, rule: Rule, aim: float) -> None:
+def iterate(budget: Budget, problem: OneProblem, iterations: Iterations, aim: float) -> None:
     """Iterate until the term has converged, at `aim` tolerances, or is out of budget.
 
     Raises:
@@ -373,36 +375,37 @@ def iterate(budget: Budget, segment: OneSegment, rule: Rule, aim: float) -> None
     if budget.left() <= 0:
         return
 
-    def watch(error: float, iterations: int) -> bool:
-        budget.iterations = iterations
+    def watch(error: float, taken: int) -> bool:
+        budget.iterations = taken
         if budget.progress is not None:
-            budget.progress(budget.name, iterations, error)
+            budget.progress(budget.name, taken, error)
         return budget.left() <= 0
 
-    told = run_one(segment, rule, watch, wait=segment.waits)
+    told = run_one(iterations, watch)
     error = told.marginal_error
     if budget.timed_out or (budget.left() <= 0 and error > LOOSEST_DEFAULT):
         return
-    costs = segment.operator.costs
-    budget.admit(segment.operator, rounding_floor(costs, told.size, budget.epsilon))
+    costs = problem.operator.costs
+    budget.admit(problem.operator, rounding_floor(costs, told.size, budget.epsilon))
     budget.converged = error <= aim * budget.tolerance
     if not budget.converged and budget.left() > 0:
         budget.stopped_by = "rounding"
 
 
-def go_on(budget: Budget, segment: OneSegment, rule: Rule, candidate: Tensor, aim: float) -> None:
+def go_on(
+    budget: Budget, problem: OneProblem, iterations: Iterations, candidate: Tensor, aim: float
+) -> None:
     """Iterate at the final epsilon from a column potential (m,), to `aim` tolerances.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at the final epsilon.
     """
-    segment.go_on_from(candidate)
-    rule.restart(aim)
-    iterate(budget, segment, rule, aim)
+    iterations.restart(candidate, aim)
+    iterate(budget, problem, iterations, aim)
 
 
 def certify_solved(
-    budget: Budget, segment: OneSegment, rule: Rule, aim: float, *, refine: bool
+    budget: Budget, problem: OneProblem, iterations: Iterations, aim: float, *, refine: bool
 ) -> Certificate:
     """Certify, and go on where that falls short.
 
@@ -410,40 +413,44 @@ def certify_solved(
     accurate: then it takes exact updates, and if these do not suffice iterations go on, aiming
     lower.
     """
-    certificate = prove(budget, segment, polished=False, refine=refine)
+    last = problem.evaluated(iterations.vectors, budget.epsilon)
+    certificate = prove(budget, problem, last, polished=False, refine=refine)
     missed = budget.settled and certificate.marginal_error > budget.tolerance
     if missed and (refine or certificate.hidden > HIDDEN * budget.tolerance):
-        certificate = prove(budget, segment, polished=True, refine=refine)
+        certificate = prove(budget, problem, last, polished=True, refine=refine)
     for _ in range(MOST_TRIES):
         if not budget.converged or certificate.marginal_error <= budget.tolerance:
             return certificate
         aim *= AIM * budget.tolerance / certificate.marginal_error
-        go_on(budget, segment, rule, certificate.g, aim)
-        certificate = prove(budget, segment, polished=True, refine=refine)
+        go_on(budget, problem, iterations, certificate.g, aim)
+        last = problem.evaluated(iterations.vectors, budget.epsilon)
+        certificate = prove(budget, problem, last, polished=True, refine=refine)
     if certificate.marginal_error > budget.tolerance:
         budget.stopped_by = "rounding"
     return certificate
 
 
-def prove(budget: Budget, segment: OneSegment, *, polished: bool, refine: bool) -> Certificate:
+def prove(
+    budget: Budget, problem: OneProblem, last: Evaluated, *, polished: bool, refine: bool
+) -> Certificate:
     """Certify the potentials evaluated last; if `polished`, as well as they can be.
 
     Without `refine` a scaling within the tolerance is taken as it is.
     """
-    operator, epsilon = segment.operator, budget.epsilon
-    if segment.symmetric:
-        f = (segment.kept + segment.updated) / 2
+    operator, epsilon = problem.operator, budget.epsilon
+    if problem.symmetric:
+        f = (last.g + last.updated) / 2
         certificate = certify_self(operator, f, epsilon, accurate=polished)
         budget.count(certificate)
         budget.passes += certificate.passes - 1
         return certificate
     if budget.settled:
         # The last evaluation has taken the certificate's first two passes.
-        known = segment.rows, segment.kept, epsilon, segment.updated
+        known = last.f, last.g, epsilon, last.updated
         scaled = 0.0 if refine else budget.tolerance
         certificate = certify(operator, *known, polished=polished, scaled=scaled)
     else:
-        certificate = certify(operator, segment.rows, segment.updated, epsilon)
+        certificate = certify(operator, last.f, last.updated, epsilon)
         budget.count(certificate)
     budget.passes += certificate.passes
     return certificate

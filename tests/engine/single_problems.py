@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from otdd_flash.operators.base import Execution
-from otdd_flash.operators.kernel_one_segment import KernelSegment
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.operators.stored import StoredOperator
 
@@ -25,7 +24,7 @@ class InTriton:
 
     @property
     def execution(self) -> Execution:
-        return self.inner.execution._replace(segment=KernelSegment)
+        return self.inner.execution._replace(in_triton=True)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

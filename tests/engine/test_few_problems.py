@@ -26,7 +26,7 @@ from otdd_flash.formulas.decision import (
 )
 from otdd_flash.formulas.differences import OneMemory, advance, empty_memory
 from otdd_flash.formulas.evidence import Evaluation, PassErrors, Products, at_least, at_most
-from otdd_flash.operators.one_segment import Scalars
+from otdd_flash.operators.one_problem import Scalars
 
 MEMORY, EPSILON = 8, 0.25
 GOAL = Goal(EPSILON, 1e-4, 1e-2, 40)

@@ -82,23 +82,33 @@ class Drawn:
         columns, rows = columns.to(DEVICE), rows.to(DEVICE)
         return columns[:, :2] if form is SELF else rows, columns
 
-    def numbers(self, epsilon, active):
+    def evaluate(self, epsilon, active):
+        """Numbers as kernels take them."""
         self.levels.append(epsilon.clone())
         return self.evaluations[len(self.levels) - 1]
 
-    def evaluate(self, epsilon, active):
-        return evaluation_of(*self.numbers(epsilon, active))
+    def move(self, move, active):
+        self.moves.append(move)
 
-    def move_by(self, numbers, active):
-        self.moves.append(numbers)
+    def go_on_from(self, candidate):
+        """Whatever is evaluated next is drawn already."""
+
+    begin = go_on_from
+
+
+class DrawnInTorch(Drawn):
+    """The same with evaluations and moves by their names."""
+
+    def evaluate(self, epsilon, active):
+        return evaluation_of(*super().evaluate(epsilon, active))
 
     def move(self, move, active):
-        self.move_by(move.numbers, active)
+        super().move(move.numbers, active)
 
 
 def begin(rule, form, goal=GOAL):
     """The iterations of all drawn problems."""
-    segments = Drawn(form)
+    segments = (DrawnInTorch if rule is QuasiNewton else Drawn)(form)
     exponents = torch.arange(COUNT, device=DEVICE) % (6 if form is CROSS else 1)
     exponents[STUCK] = exponents[HOPELESS] = 0
     top = goal.epsilon * torch.ones_like(segments.mean_cost) * 2**exponents
@@ -108,7 +118,7 @@ def begin(rule, form, goal=GOAL):
     levels = Levels(*(torch.where(trying, *two) for two in zip(tries, levels, strict=True)))
     # Some have had iterations before.
     before = (torch.arange(COUNT, device=DEVICE) == 0).double()
-    return segments, rule(segments, goal, form, Start(levels, before))
+    return segments, rule(segments, segments, goal, form, Start(levels, before))
 
 
 def all_steps(segments, rule, steps=STEPS):
@@ -116,7 +126,7 @@ def all_steps(segments, rule, steps=STEPS):
     active, terms = [], []
     for _ in range(steps):
         if len(segments.levels) == RESTART:
-            rule.restart(0.7)
+            rule.restart(None, 0.7)
         rule.step()
         active.append(rule.active.clone())
         terms.append(rule.terms.clone())
@@ -205,7 +215,7 @@ def test_pytorch_does_nothing_between_evaluation_and_move(monkeypatch):
     """Launches, not work, are what iterations on small problems take."""
     monkeypatch.setattr(decision_kernel, "segmented_decision_kernel", Idle())
     segments, rule = begin(QuasiNewtonKernels, CROSS)
-    monkeypatch.setattr(segments, "numbers", lambda *_: segments.evaluations[0])
+    monkeypatch.setattr(segments, "evaluate", lambda *_: segments.evaluations[0])
     with Count() as count:
         rule.step()
     assert count.names == []
@@ -221,9 +231,9 @@ def test_a_step_that_was_recorded_before_a_restart_reads_the_new_aim(monkeypatch
 
     monkeypatch.setattr(decision_kernel, "segmented_decision_kernel", Noted())
     segments, rule = begin(QuasiNewtonKernels, CROSS)
-    monkeypatch.setattr(segments, "numbers", lambda *_: segments.evaluations[0])
+    monkeypatch.setattr(segments, "evaluate", lambda *_: segments.evaluations[0])
     rule.step()
-    rule.restart(0.5)
+    rule.restart(None, 0.5)
     rule.step()
     for before, after in zip(*seen, strict=True):
         assert before.data_ptr() == after.data_ptr()
@@ -234,10 +244,10 @@ def test_other_problems_begin_with_nothing_of_those_before():
     segments = Drawn(CROSS)
     level = torch.full((COUNT,), GOAL.epsilon, dtype=torch.float64, device=DEVICE)
     start = Start(Levels.descending(level), torch.zeros_like(level))
-    fresh, used = (QuasiNewtonKernels(segments, GOAL, CROSS, start) for _ in range(2))
+    fresh, used = (QuasiNewtonKernels(segments, segments, GOAL, CROSS, start) for _ in range(2))
     for part in used._state:
         part.fill_(0 if part.dtype == torch.bool else 3)
-    used.begin(quasi_newton_kernels.settings_of(GOAL, segments).to(DEVICE), start)
+    used.begin(quasi_newton_kernels.settings_of(GOAL, segments).to(DEVICE), start, None)
     for found, expected in zip(used._state[:3], fresh._state[:3], strict=True):
         assert torch.equal(found, expected)
 

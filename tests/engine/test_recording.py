@@ -15,6 +15,7 @@ from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.one_problem import problem_of
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 
@@ -73,14 +74,14 @@ def test_on_a_cpu_numbers_come_back_at_once():
 
 
 def begin(operator, top):
-    """The iterations of a term from a level on, and their segment."""
+    """The iterations of a term from a level on."""
     symmetric = operator.shape[0] == operator.shape[1]
     nothing = torch.zeros_like(operator.b).float()
-    segment = operator.execution.segment(operator, nothing, symmetric=symmetric)
     level = torch.full((1,), top, dtype=torch.float64, device=DEVICE)
     start = Start(Levels.descending(level), torch.zeros_like(level))
     goal = Goal(top / 8, 1e-3, 0.1, 100)
-    return segment, segment.iterations(goal, SELF if symmetric else CROSS, start)
+    form = SELF if symmetric else CROSS
+    return problem_of(operator, symmetric=symmetric).iterations(nothing, goal, form, start)
 
 
 @pytest.mark.slow
@@ -90,7 +91,7 @@ def test_a_step_leaves_the_host_alone(n, m, many, monkeypatch):
     """As a recorded one must, on which the host has no more say: levels are on the device."""
     monkeypatch.setattr(kernel_operator, "MANY_SCORES", many)
     operator = KernelOperator(labelled_cost(n, m, DEVICE), "fast")
-    _, rule = begin(operator, 1.0)
+    rule = begin(operator, 1.0)
     rule.step()
 
     def refuse(tensor):

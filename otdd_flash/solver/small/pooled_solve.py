@@ -22,9 +22,9 @@ from otdd_flash.engine.rule import Start
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels, first_level
 from otdd_flash.operators.score_pool import (
     UNIT,
-    AskedRule,
+    AskedIterations,
     Pool,
-    PooledRule,
+    PooledIterations,
     Room,
     ScorePool,
     tables_of,
@@ -91,8 +91,8 @@ class PooledSolve:
         self._segments = [self.pool.segments(of_cross, own=False)]
         if debias:
             self._segments.append(self.pool.segments((tables[2 * count :],), own=True))
-        self._rules = [
-            segments.rule(form)
+        self._iterations = [
+            segments.iterations(form)
             for segments, form in zip(self._segments, (CROSS, SELF), strict=False)
         ]
         recordings = RecordingPool(device)
@@ -148,20 +148,21 @@ class PooledSolve:
         epsilon, started = inputs.cross[0], inputs.started > 0
         of_cross, *of_own = self._starts
         cross = self._segments[0]
-        cross.restart(torch.where(started[0], of_cross, 0).view(-1))
         top = torch.where(started[0], epsilon, first_level(epsilon, cross.mean_cost))
         start = Start(Levels.trying(epsilon, top), torch.zeros_like(top))
-        self._rules[0].begin(inputs.cross, start)
-        for own, rule in zip(self._segments[1:], self._rules[1:], strict=True):
+        first = torch.where(started[0], of_cross, 0).view(-1)
+        cross.begin(self._iterations[0], first, inputs.cross, start)
+        for own, iterations in zip(self._segments[1:], self._iterations[1:], strict=True):
             # As `solve.begin` does.
             squares = [pool.masses[:, side].square().sum(1) for side in room.sides]
             highest = -epsilon * torch.stack(squares, 1).log()
             constants = torch.minimum(pool.own.mean, highest) / 2
             firsts = constants.float()[:, :1], constants.float()[:, 1:]
             parts = zip(started[1:], of_own, firsts, strict=True)
-            own.restart(torch.cat([torch.where(*part) for part in parts], 1).view(-1))
+            first = torch.cat([torch.where(*part) for part in parts], 1).view(-1)
             level = torch.zeros_like(constants.view(-1)) + epsilon
-            rule.begin(inputs.own, Start(Levels.descending(level), torch.zeros_like(level)))
+            start = Start(Levels.descending(level), torch.zeros_like(level))
+            own.begin(iterations, first, inputs.own, start)
 
     def iterate(self, progress: SolverProgress | None = None) -> None:
         """Take as many iterations as the last problem took.
@@ -176,15 +177,15 @@ class PooledSolve:
         # Costs beyond their type are refused by whoever reads what they are.
         lost = not self._in_range()
         for _ in range(MOST_UNASKED):
-            before = [rule.active.tolist() for rule in self._rules]
+            before = [each.active.tolist() for each in self._iterations]
             if lost or not any(map(any, before)):
                 return
-            for rule, active in zip(self._rules, before, strict=True):
+            for each, active in zip(self._iterations, before, strict=True):
                 if any(active):
-                    rule.step()
+                    each.step()
             if progress is not None:
                 self._report(progress, [moved for active in before for moved in active])
-            lost = any(cast(AskedRule, rule).is_lost for rule in self._rules)
+            lost = any(cast(AskedIterations, each).is_lost for each in self._iterations)
 
     def _in_range(self) -> bool:
         """Whether float32 holds all costs, with room for their sums."""
@@ -193,13 +194,13 @@ class PooledSolve:
 
     def _report(self, progress: SolverProgress, moved: list[bool]) -> None:
         """Tell how far the terms of one problem are, those that have moved."""
-        numbers = torch.cat([rule.terms[:, 3:6:2] for rule in self._rules]).tolist()
+        numbers = torch.cat([each.terms[:, 3:6:2] for each in self._iterations]).tolist()
         for name, (error, iterations), has_moved in zip(self.terms, numbers, moved, strict=True):
             if has_moved:
                 progress(name, int(iterations), error)
 
     def _iterate(self) -> None:
-        run_branches(self.room.device, *(partial(_repeat, rule) for rule in self._rules))
+        run_branches(self.room.device, *(partial(_repeat, each) for each in self._iterations))
 
     def read(self) -> Read:
         """Certify, and read the numbers from the device."""
@@ -223,11 +224,11 @@ class PooledSolve:
         found, every = [self.pool.asymmetry], [each for part in parts for each in part]
         for k, evidence in enumerate(every):
             # Self terms of x and y are segments in turn.
-            segments, rule = self._segments[min(k, 1)], self._rules[min(k, 1)]
+            segments, iterations = self._segments[min(k, 1)], self._iterations[min(k, 1)]
             mine = slice(None) if k == 0 else slice(k - 1, None, 2)
             facts = torch.stack(segments.facts, 1)[mine]
-            found += [rule.terms[mine, 3:6:2], facts, evidence.numbers]
-        active = torch.cat([rule.active for rule in self._rules]).any().double()
+            found += [iterations.terms[mine, 3:6:2], facts, evidence.numbers]
+        active = torch.cat([each.active for each in self._iterations]).any().double()
         self._evidence = every
         self._found = torch.cat((active[None], torch.cat(found, 1).view(-1)))
         self._potentials = torch.cat(
@@ -235,8 +236,8 @@ class PooledSolve:
         )
 
     def _certify_cross(self) -> list[PlanEvidence]:
-        cross, epsilon, room = self._segments[0], self._inputs.cross[0], self.room
-        known = cross.rows, cross.kept, cross.updated(epsilon)
+        epsilon, room = self._inputs.cross[0], self.room
+        known = self._segments[0].evaluated(self._iterations[0].vectors, epsilon)
         f, g, updated = (part.view(room.problems, -1) for part in known)
         operator = self.pool.term("xy")
         plan = lowered_plan(operator, f, g, updated, epsilon)
@@ -244,8 +245,9 @@ class PooledSolve:
 
     def _certify_own(self, term: str | None) -> list[PlanEvidence]:
         """Certify one self term, or both at once."""
-        own, epsilon, room = self._segments[1], self._inputs.cross[0], self.room
-        f = (own.kept + own.updated(epsilon)) / 2
+        epsilon, room = self._inputs.cross[0], self.room
+        _, g, updated = self._segments[1].evaluated(self._iterations[1].vectors, epsilon)
+        f = (g + updated) / 2
         if term is None:
             operator = self.pool.both_self_terms
             assert operator is not None
@@ -300,9 +302,9 @@ class PooledSolve:
         return found if self.room.in_triton else [part.clone() for part in found]
 
 
-def _repeat(rule: PooledRule) -> None:
+def _repeat(iterations: PooledIterations) -> None:
     for _ in range(STEPS):
-        rule.step()
+        iterations.step()
 
 
 def _pool_of(room: Room, place: Tensor) -> Pool:

@@ -1,4 +1,4 @@
-"""One problem as a segment: what its evaluations and moves are, in PyTorch and in Triton."""
+"""An operator as the only problem: its evaluations and its iterations, in PyTorch and Triton."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import pytest
 import torch
 from single_problems import InTriton, draw, problem
 
-from otdd_flash.operators.kernel_one_segment import KernelSegment
+from otdd_flash.engine.rule import Start
+from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
+from otdd_flash.operators.one_problem import problem_of
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 
+ONE = torch.ones(1, dtype=torch.float64)
+GOAL, START = Goal(1.0, 1e-3, 0.1, 100), Start(Levels.descending(ONE), 0 * ONE)
 SOLVES = {own: partial(solve_term, name="xx" if own else "xy") for own in (False, True)}
 
 
@@ -24,9 +28,11 @@ def test_before_any_evaluation_the_start_is_what_there_is(symmetric, in_triton) 
     again = solve(whole, 0.5, Converged(1e-4, max_iterations=1), start=first.g)
     assert again.iterations == 1
     assert again.marginal_error <= first.marginal_error * (1 + 1e-9)
-    segment = whole.execution.segment(whole, first.g, symmetric=symmetric)
-    assert torch.equal(segment.kept, first.g)
-    assert torch.equal(segment.updated, first.g)
+    one = problem_of(whole, symmetric=symmetric)
+    iterations = one.iterations(first.g, GOAL, SELF if symmetric else CROSS, START)
+    last = one.evaluated(iterations.vectors, 0.5)
+    assert torch.equal(last.g, first.g)
+    assert torch.equal(last.updated, first.g)
 
 
 @pytest.mark.slow(after=2)
@@ -69,7 +75,7 @@ def test_whole_solves_in_triton_are_those_of_the_reference(size, relative) -> No
 def test_a_pass_may_be_off_by_half_a_unit_of_its_sums(dtype) -> None:
     """And by a unit of potentials; costs by half of what they may be off by together."""
     operator, unit = problem(30, 40, dtype), torch.finfo(dtype).eps / 2
-    errors = operator.execution.segment(operator, draw(40).to(dtype), symmetric=False).errors
+    errors = problem_of(operator, symmetric=False).scalars[0].errors
     costs = operator.costs
     assert float(errors.mean) == float(errors.largest) == pytest.approx(costs.error / 2)
     assert float(errors.sums) == unit / 2
@@ -85,6 +91,7 @@ def test_an_evaluation_of_a_cloud_with_itself_is_one_pass(symmetric, monkeypatch
         monkeypatch.setattr(
             operator, name, lambda *given, run=run, name=name: passes.append(name) or run(*given)
         )
-    segment = KernelSegment(operator, 0 * operator.b.float(), symmetric=symmetric)
-    segment.numbers(torch.ones(1).double(), torch.ones(1, dtype=torch.bool))
+    one = problem_of(InTriton(operator), symmetric=symmetric)
+    form = SELF if symmetric else CROSS
+    one.iterations(0 * operator.b.float(), GOAL, form, START).step()
     assert passes == ["softmin_rows", "softmin_columns"][: 1 if symmetric else 2]

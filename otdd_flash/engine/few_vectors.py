@@ -1,8 +1,8 @@
 """The vectors of a few transport problems of one length, whose numbers are Python floats.
 
-`engine.segments` says what the vectors and the numbers are, `engine.few_problems` decides from
-them. Sums over points are products of matrices, many at once: on a processor to ask PyTorch for
-something takes as long as to add up thousands of numbers.
+`segments` says what the vectors and the numbers are, `few_problems` decides from them. Sums over
+points are products of matrices, many at once: on a processor to ask PyTorch for something takes as
+long as to add up thousands of numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.segments import Move
+from otdd_flash.engine.segments import Move, TorchProblems
 from otdd_flash.formulas.evidence import Evaluation, Products
 
 # Differences that are remembered.
@@ -30,18 +30,22 @@ class FewVectors:
     so that one product has all inner products.
 
     Args:
-        masses: (S, m) float64, 0 also for padding.
-        candidate: (S, m), the first potentials, in the type in which they are stored; of others at
-            the next `begin`.
+        problems: whose softmins are evaluated.
+        candidate: (S, m), the first potentials, in the type in which they are stored; copied.
 
     Attributes:
+        memory: how many differences are remembered.
         candidate: (S, m), the potentials to evaluate next.
-        kept: (S, m) float64, those kept last.
+        rows: (S, n), the potentials f of the last evaluation; None of clouds with themselves.
+        kept: (S, m) float64, the potentials of columns that were kept last.
         residual: (S, m) float64, theirs.
     """
 
-    def __init__(self, masses: Tensor, candidate: Tensor) -> None:
-        self.candidate = candidate
+    memory = MEMORY
+
+    def __init__(self, problems: TorchProblems, candidate: Tensor) -> None:
+        self._problems, self.candidate = problems, candidate.clone()
+        masses = problems.column_masses
         count, length = masses.shape
         # A copy: a move writes into rows of it.
         self.kept = candidate.to(torch.float64, copy=True)
@@ -52,32 +56,43 @@ class FewVectors:
         self._by_newest, self._by_memory = self._newest.mT, self._memory.mT
         self._step, self._difference, self._residual = self._newest.unbind(1)
         self._each = [self._views(k) for k in range(count)]
-        self._see(masses)
+        self._see()
 
-    def begin(self, masses: Tensor, candidate: Tensor) -> None:
-        """Begin afresh with other problems of the same size."""
+    def begin(self, candidate: Tensor) -> None:
+        """Begin afresh with other problems, which stand where the last ones did."""
         for part in (self.residual, self._level, self._all):
             part.zero_()
         self.candidate.copy_(candidate)
         self.kept.copy_(self.candidate)
-        self._see(masses)
+        self._see()
 
-    def _see(self, masses: Tensor) -> None:
+    def go_on_from(self, candidate: Tensor) -> None:
+        """Evaluate other potentials (S, m) next."""
+        self.candidate.copy_(candidate)
+
+    @property
+    def candidates(self) -> Tensor:
+        """The last candidates (S, m)."""
+        return self.candidate
+
+    @property
+    def updated(self) -> Tensor:
+        """T'(T(g)) (S, m) float64 of the g kept last, or T(g); g before any evaluation."""
+        return self.kept + self.residual
+
+    def _see(self) -> None:
+        masses, row_masses = self._problems.column_masses, self._problems.row_masses
         absent = masses == 0
         self._absent = absent if bool(absent.any()) else None
         self._as_rows, self._as_columns = masses[:, None], masses[:, :, None]
+        self.rows = self._row_masses = None
+        if row_masses is not None:
+            self.rows = torch.zeros_like(row_masses, dtype=self.candidate.dtype)
+            self._row_masses = row_masses[:, :, None]
 
-    def evaluate(
-        self, rows: tuple[Tensor, Tensor] | None, updated: Tensor, epsilon: Sequence[float]
-    ) -> list[Evaluation]:
-        """Return the numbers of the candidates g.
-
-        Args:
-            rows: potentials f = T(g) (S, n) and the masses a (S, n, 1) float64; None for clouds
-                with themselves, whose f is g.
-            updated: (S, m) T'(f), or T(g).
-            epsilon: of each problem.
-        """
+    def evaluate(self, epsilon: Sequence[float], active: Sequence[bool]) -> list[Evaluation]:
+        """Evaluate the candidates g; numbers of problems that are not active are unspecified."""
+        self.rows, updated = self._problems.softmins(self.candidate, self.rows, epsilon, active)
         potential = self.candidate.double()
         torch.sub(updated.double(), potential, out=self._fresh)
         torch.sub(potential, self.kept, out=self._step)
@@ -95,10 +110,9 @@ class FewVectors:
         change = torch.exp(self._residual / -levels)
         several = (potential, potential.abs(), (change - 1).abs_(), change)
         of_columns = of_rows = torch.bmm(torch.stack(several, 1), self._as_columns)
-        if rows is not None:
-            f, a = rows
-            f = f.double()
-            of_rows = torch.bmm(torch.stack((f, f.abs()), 1), a)
+        if self.rows is not None and self._row_masses is not None:
+            f = self.rows.double()
+            of_rows = torch.bmm(torch.stack((f, f.abs()), 1), self._row_masses)
         weighted = self._newest * self._as_rows
         parts = (
             of_rows.tolist(),

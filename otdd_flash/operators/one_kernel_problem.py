@@ -1,0 +1,91 @@
+"""An operator in Triton as the only transport problem of the engine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.few_vectors import MEMORY
+from otdd_flash.engine.kernel_vectors import KernelVectors, Pace, SegmentLayout, whole_layout
+from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
+from otdd_flash.engine.rule import Evaluated, Iterations, Start, Vectors
+from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.formulas.evidence import PassErrors
+from otdd_flash.kernels.segments.step import Sums
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.one_problem import OneProblem
+
+
+class OneKernelProblem(OneProblem):
+    """An operator whose passes, sums and vectors are in Triton.
+
+    Its steps become a CUDA graph where passes are short. What is known of the costs is on the host.
+    """
+
+    def __init__(self, operator: Operator, *, symmetric: bool) -> None:
+        super().__init__(operator, symmetric=symmetric)
+        self._learn()
+        self.device, self.masses = operator.a.device, (operator.a, operator.b)
+        n, m = len(operator.a), len(operator.b)
+        rows, columns = self.ranges
+        # Of a cloud with itself columns are summed as rows.
+        self.layouts: list[SegmentLayout] = [
+            whole_layout(m, n, self.device, rows if symmetric else columns)
+        ]
+        if not symmetric:
+            self.layouts.insert(0, whole_layout(n, m, self.device, rows))
+
+    @property
+    def ranges(self) -> tuple[int, int]:
+        """In how many parts the softmins of rows and of columns come, where they are sums."""
+        return 1, 1
+
+    @property
+    def pace(self) -> Pace:
+        return "recorded" if self.operator.execution.recorded else "asking"
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def iterations(
+        self, candidate: Tensor, goal: Goal, form: Form, start: Start
+    ) -> QuasiNewtonKernels:
+        first = candidate.to(self.dtype).clone().contiguous()
+        return QuasiNewtonKernels(self, KernelVectors(self, first, MEMORY), goal, form, start)
+
+    def change(self, operator: Operator, iterations: Iterations) -> None:
+        assert isinstance(iterations, QuasiNewtonKernels)
+        self.operator = operator
+        self._learn()
+        iterations.change()
+
+    def _learn(self) -> None:
+        """Put the facts of the costs into tensors (1,)."""
+        (of_one,) = self.scalars
+        numbers = (of_one.mean_cost, of_one.cost_spread, of_one.offset, *of_one.errors)
+        self.mean_cost, self.cost_spread, self.offset, *errors = torch.split(
+            torch.tensor(numbers, dtype=torch.float64), 1
+        )
+        self.errors = PassErrors(*errors)
+
+    def softmin_rows(
+        self, g: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
+    ) -> Sums | Tensor:
+        """Return T(g) (n,), or the sums that it is made of."""
+        return self.operator.softmin_rows(g, epsilon[0], before)
+
+    def softmin_columns(
+        self, f: Tensor, before: Tensor, epsilon: Tensor, active: Tensor
+    ) -> Sums | Tensor:
+        """Return T'(f) (m,), or T(f) of a cloud with itself, or the sums that it is made of."""
+        if self.symmetric:
+            return self.operator.softmin_rows(f, epsilon[0], f)
+        return self.operator.softmin_columns(f, epsilon[0], before)
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with the only problem, which is never left out."""
+
+    def evaluated(self, vectors: Vectors, epsilon: float) -> Evaluated:
+        assert vectors.rows is not None
+        return Evaluated(vectors.rows.clone(), vectors.kept.clone(), vectors.updated)

@@ -1,0 +1,132 @@
+"""An operator as the only transport problem of the engine.
+
+`problem_of` chooses: in PyTorch the iterations are decided in Python floats, in Triton all of them
+runs in kernels. The engine holds the vectors; a problem answers for its softmins and its costs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from otdd_flash.engine.few_problems import FewQuasiNewton
+from otdd_flash.engine.few_vectors import FewVectors
+from otdd_flash.engine.rule import Evaluated, Iterations, Start, Vectors
+from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.formulas.evidence import PassErrors
+from otdd_flash.operators.base import Operator
+
+
+class Scalars(NamedTuple):
+    """The costs of one problem as `engine.segments.Costs` has those of many, in floats."""
+
+    dtype: torch.dtype
+    sum_dtype: torch.dtype
+    mean_cost: float
+    cost_spread: float
+    errors: PassErrors
+    offset: float
+
+
+class OneProblem(ABC):
+    """An operator as the only problem of the engine.
+
+    Args:
+        operator: the cost (n, m) and the masses.
+        symmetric: whether rows are columns.
+
+    Attributes:
+        operator: as given, or as changed.
+        symmetric: likewise.
+    """
+
+    def __init__(self, operator: Operator, *, symmetric: bool) -> None:
+        self.symmetric = symmetric
+        self.operator = operator
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of potentials and of sums."""
+        return self.operator.costs.dtype
+
+    @property
+    def scalars(self) -> list[Scalars]:
+        """Facts of the costs, of the only problem.
+
+        Errors of passes are about those of the certificate.
+        """
+        costs = self.operator.costs
+        unit = torch.finfo(costs.dtype).eps / 2
+        mean, reach = costs.error / 2, unit * costs.magnitude
+        errors = PassErrors(mean, mean, 0.0, unit / 2, 0.0, 0.0, unit, reach, 0.0)
+        return [Scalars(costs.dtype, costs.dtype, costs.above_lowest, costs.spread, errors, 0.0)]
+
+    @abstractmethod
+    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> Iterations:
+        """Make the iterations of the problem from column potentials (m,), where its passes run."""
+
+    @abstractmethod
+    def change(self, operator: Operator, iterations: Iterations) -> None:
+        """Take another form of the cost, with which the iterations go on."""
+
+    @abstractmethod
+    def evaluated(self, vectors: Vectors, epsilon: float) -> Evaluated:
+        """Return the potentials of the last evaluation, at the final epsilon."""
+
+
+class OneTorchProblem(OneProblem):
+    """An operator in PyTorch, with vectors in float64."""
+
+    @property
+    def row_masses(self) -> Tensor | None:
+        """a (1, n); None of a cloud with itself."""
+        return None if self.symmetric else self.operator.a[None]
+
+    @property
+    def column_masses(self) -> Tensor:
+        """b (1, m)."""
+        return self.operator.b[None]
+
+    def iterations(self, candidate: Tensor, goal: Goal, form: Form, start: Start) -> FewQuasiNewton:
+        vectors = FewVectors(self, candidate[None].to(self.dtype))
+        return FewQuasiNewton(self, vectors, goal, form, start)
+
+    def change(self, operator: Operator, iterations: Iterations) -> None:
+        assert isinstance(iterations, FewQuasiNewton)
+        self.operator = operator
+        iterations.change()
+
+    def softmins(
+        self,
+        g: Tensor,
+        before: Tensor | None,
+        epsilon: Sequence[float] | Tensor,
+        active: Sequence[bool] | Tensor,
+    ) -> tuple[Tensor | None, Tensor]:
+        operator, level = self.operator, float(epsilon[0])
+        if before is None:
+            return None, operator.softmin_rows(g[0], level, g[0])[None]
+        f = operator.softmin_rows(g[0], level, before[0])
+        return f[None], operator.softmin_columns(f, level, g[0])[None]
+
+    def evaluated(self, vectors: Vectors, epsilon: float) -> Evaluated:
+        g = vectors.kept[0].to(self.dtype, copy=True)
+        f = g if vectors.rows is None else vectors.rows[0]
+        return Evaluated(f, g, vectors.updated[0].to(self.dtype))
+
+
+def problem_of(operator: Operator, *, symmetric: bool) -> OneProblem:
+    """Return an operator as the only problem of the engine, where its passes run."""
+    if not operator.execution.in_triton:
+        return OneTorchProblem(operator, symmetric=symmetric)
+    # Triton may be missing where no kernel runs.
+    from otdd_flash.operators.matrix_kernel import MatrixKernelOperator, OneMatrix
+    from otdd_flash.operators.one_kernel_problem import OneKernelProblem
+
+    if isinstance(operator, MatrixKernelOperator):
+        return OneMatrix(operator, symmetric=symmetric)
+    return OneKernelProblem(operator, symmetric=symmetric)
