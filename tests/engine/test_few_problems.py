@@ -152,14 +152,17 @@ def test_directions_are_those_of_tensors() -> None:
         step, residual = torch.randn(2, 30, generator=draw, dtype=DOUBLE)
         difference, learnt = hessian @ step, k % 5 != 3
         scalars = {
-            "step_step": step @ step,
-            "step_difference": step @ difference,
-            "difference_difference": difference @ difference,
-            "step_residual": step @ residual,
-            "difference_residual": difference @ residual,
+            "mean_step": step.mean(),
+            "mean_difference": difference.mean(),
+            "mean_residual": residual.mean(),
+            "step_step": step @ step / 30,
+            "step_difference": step @ difference / 30,
+            "difference_difference": difference @ difference / 30,
+            "step_residual": step @ residual / 30,
+            "difference_residual": difference @ residual / 30,
         }
         none = torch.zeros((), dtype=DOUBLE)
-        products = [Products(*(slots @ each).chunk(2)) for each in (difference, residual)]
+        products = [Products(*(slots @ each / 30).chunk(2)) for each in (difference, residual)]
         found = Evaluation(*[none] * 16, *products)._replace(**scalars)
         of_all, of_one = each_of(found, lambda of: of[None]), each_of(found, Tensor.tolist)
         slot = alone.slot
@@ -169,8 +172,10 @@ def test_directions_are_those_of_tensors() -> None:
         together, all_ = advance(together, numbers, of_all, flag, plain, 1e-9, 0.25)
         assert one.learnt == bool(all_.learnt) == learnt
         if learnt:
-            slots[slot], slots[slot + MEMORY] = step, difference
+            slots[slot] = step - step.mean()
+            slots[slot + MEMORY] = difference - difference.mean()
         assert one.scale == pytest.approx(float(all_.scale), rel=1e-10)
+        assert one.shift == pytest.approx(float(all_.shift), rel=1e-10)
         direction = slots.T @ torch.tensor(one.weights, dtype=DOUBLE)
         expected = slots.T @ torch.cat(all_.weights, 1)[0]
         torch.testing.assert_close(direction, expected, rtol=1e-8, atol=1e-8)
