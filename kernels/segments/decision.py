@@ -66,18 +66,26 @@ class SegmentState(NamedTuple):
 
 
 @cache
+def globals_of(module: str) -> dict[str, Any]:
+    """What functions of a module of formulas see where they are compiled, to begin with."""
+    # The interpreter looks for the language among the globals.
+    return {"__name__": module, "tl": tl}
+
+
+@cache
 def compiled(formula: FunctionType) -> Any:
     """Make a function of a kernel of a formula, and of all that it calls.
 
     Its text is compiled with other globals: `triton.language` in place of `operations`, and
     constants as a kernel takes them.
     """
-    names = {name: formula.__globals__.get(name) for name in formula.__code__.co_names}
-    # Names of annotations are looked up by the compiler, for nothing.
-    scope: dict[str, Any] = dict.fromkeys(formula.__annotations__.values(), tl.float64)
-    # The interpreter looks for the language among the globals, and may find no constexpr there.
-    scope |= {"__name__": formula.__module__, "tl": tl}
-    for name, value in names.items():
+    scope = globals_of(formula.__module__)
+    # The compiler looks up names of annotations, for nothing. Triton compares globals at every
+    # launch, but not modules.
+    for name in formula.__annotations__.values():
+        scope.setdefault(name, tl)
+    for name in formula.__code__.co_names:
+        value = formula.__globals__.get(name)
         if value is operations:
             scope[name] = tl
         elif isinstance(value, FunctionType):
@@ -158,7 +166,7 @@ def segmented_decision_kernel(
         tl.load(settings_ptr + 5),
         tl.load(settings_ptr + 6),
     )
-    numbers = load_numbers(load_numbers((), p_rows, 2), p_columns, 14)
+    numbers = load_numbers(load_numbers((), p_rows, 2), p_columns, NUMBERS)
     found = Evaluation(*numbers, *load_products(p_products, MEMORY))
     active = tl.load(active_ptr + i_segment)
     now = active != 0
@@ -186,20 +194,15 @@ def segmented_decision_kernel(
         tl.store(p_new_terms + k, tl.where(now, decision.told[k], tl.load(p_terms + k)))
     tl.store(p_new_terms + 7, tl.where(now & (decision.done == 0), 1.0, 0.0))
 
-    slot = tl.load(p_state + TRUST)
-    # (BLOCK, MEMORY, MEMORY)
-    o_square = 1 + MEMORY * tl.arange(0, MEMORY)[None, :, None] + i_slot[:, None, :]
-    o_curvatures = 1 + 2 * MEMORY * MEMORY + i_slot
     p_memory, p_new_memory = p_state + TRUST, p_new_state + TRUST
-    p_inverse, p_new_inverse = (
-        p_memory[:, None, None] + o_square,
-        p_new_memory[:, None, None] + o_square,
-    )
+    o_square = 1 + MEMORY * tl.arange(0, MEMORY)[None, :, None] + i_slot[:, None, :]
+    o_squares, o_curvatures = o_square + MEMORY * MEMORY, 1 + 2 * MEMORY * MEMORY + i_slot
+    slot = tl.load(p_memory)
     memory = Memory(
         slot.to(tl.int32),
-        tl.load(p_inverse),
-        tl.load(p_inverse + MEMORY * MEMORY),
-        tl.load(p_memory[:, None] + o_curvatures),
+        tl.load(p_memory[:, None, None] + o_square),  # (BLOCK, MEMORY, MEMORY)
+        tl.load(p_memory[:, None, None] + o_squares),
+        tl.load(p_memory[:, None] + o_curvatures),  # (BLOCK, MEMORY)
     )
     # Only the last g that was kept at this level has a residual to compare with.
     started = now & (tl.abs(state.trust.dual) < float("inf"))
@@ -207,8 +210,8 @@ def segmented_decision_kernel(
         memory, i_slot, found, started, decision.plain, decision.rounding, DAMPING
     )
     tl.store(p_new_memory, memory.slot.to(tl.float64))
-    tl.store(p_new_inverse, memory.inverse)
-    tl.store(p_new_inverse + MEMORY * MEMORY, memory.squares)
+    tl.store(p_new_memory[:, None, None] + o_square, memory.inverse)
+    tl.store(p_new_memory[:, None, None] + o_squares, memory.squares)
     tl.store(p_new_memory[:, None] + o_curvatures, memory.curvatures)
 
     tl.store(p_move, decision.kept.to(tl.float64))
