@@ -117,6 +117,9 @@ def test_rejections_in_a_row_are_followed_by_ever_more_plain_updates() -> None:
     seen = [good, bad, good, bad, good, good]
     assert float(after(*seen).penalty) == 4
     assert float(after(*seen, (9.0, 0.0, 0.1)).penalty) == 2
+    # A lower error does not, of a step that is taken back or of a plain update.
+    assert float(after(*seen, (-1.0, 0.0, 0.01)).penalty) == 8
+    assert float(after(good, bad, (1.0, 1.0, 0.01)).penalty) == 2
 
 
 @pytest.mark.parametrize(
