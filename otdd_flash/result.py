@@ -14,11 +14,11 @@ potentials are not those of the new points. Saved results of earlier versions st
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -57,8 +57,6 @@ from otdd_flash.version import __version__
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -223,16 +221,9 @@ class DistanceResult:
 
         Points without mass are mapped too, by the conditional plan that their potential defines.
         """
-
-        def means(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
-            # The plan is of the points after the ground cost's transform; it is applied to the
-            # given ones.
-            points = self._inputs.points[0], self._prepared.points(1)
-            origin = origin_near([(points[1], operator.b)], operator.dtype)
-            found = conditional_means(operator, f, g, self.epsilon, points, origin)
-            return found.add_(origin.to(found.device))
-
-        return self._with_plan(means, weighted=False)
+        self._check_unchanged()
+        with self._prepared.within_memory():
+            return self._conditional_means()
 
     @computes
     def contributions(self) -> Contributions:
@@ -250,14 +241,10 @@ class DistanceResult:
             NotConvergedWarning: the same, if not required; `slopes` then gives the range.
         """
         self._check_unchanged()
-        request = self._prepared
-
-        def find() -> Contributions:
+        with self._prepared.within_memory():
             return contributions_of(
                 self._problem, self.divergence, self.method, required=self.required
             )
-
-        return request.within_memory(find)
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
         """Return the content of result.json, in JSON's own types; `more` replaces or adds keys.
@@ -375,32 +362,29 @@ class DistanceResult:
         return result if compute is None else replace(result, compute=ComputeOptions.of(compute))
 
     def _applied(self, values: Tensor) -> Applied:
-        def apply(operator: Operator, f: Tensor, g: Tensor) -> Applied:
-            return operator.apply_plan(f, g, self.epsilon, values.to(f.device))
-
-        return self._with_plan(apply)
-
-    def _with_plan(
-        self, use: Callable[[Operator, Tensor, Tensor], T], *, weighted: bool = True
-    ) -> T:
-        """Return the result of `use` for the operator and both potentials, on the device.
-
-        Args:
-            use: called with the operator, f and g.
-            weighted: whether source points have their masses; else all have the same, so that
-                points without mass have a plan too.
-        """
+        """Return the plan applied to values (m, k), wherever they are."""
         self._check_unchanged()
-        request = self._prepared
+        with self._prepared.within_memory():
+            f, g = self._potentials_on_device()
+            return self._operator.apply_plan(f, g, self.epsilon, values.to(f.device))
 
-        def apply() -> T:
-            same = weighted or self.source.weights is None
-            operator = self._operator if same else self._built(weighted=False)
-            # Those of a loaded result are on the CPU.
-            term = self.divergence.xy
-            return use(operator, *(tensor.to(request.device) for tensor in (term.f, term.g)))
+    def _conditional_means(self) -> Tensor:
+        """Return the means of the target points by the conditional plan of each source point."""
+        # With equal masses points without mass have a plan, too.
+        weighted = self.source.weights is not None
+        operator = self._built(weighted=False) if weighted else self._operator
+        f, g = self._potentials_on_device()
+        # The plan is of the points after the ground cost's transform; it is applied to the given
+        # ones.
+        points = self._inputs.points[0], self._prepared.points(1)
+        origin = origin_near([(points[1], operator.b)], operator.dtype)
+        found = conditional_means(operator, f, g, self.epsilon, points, origin)
+        return found.add_(origin.to(found.device))
 
-        return request.within_memory(apply)
+    def _potentials_on_device(self) -> tuple[Tensor, Tensor]:
+        """Return f (n,) and g (m,) where the operator is; those of a loaded result are not."""
+        term, device = self.divergence.xy, self._prepared.device
+        return term.f.to(device), term.g.to(device)
 
     def _check_unchanged(self) -> None:
         if self.unchanged is not None:
@@ -415,7 +399,8 @@ class DistanceResult:
         """The cross term with potentials balanced between groups, on its original device."""
         self._check_unchanged()
         term, device = self.divergence.xy, self.divergence.xy.f.device
-        found, groups = self._prepared.within_memory(lambda: settled_points(self._problem, term))
+        with self._prepared.within_memory():
+            found, groups = settled_points(self._problem, term)
         report_groups(groups, "potentials", self.source, required=self.required)
         return replace(found, f=found.f.to(device), g=found.g.to(device))
 

@@ -15,7 +15,7 @@ from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import ComparedPair, PairwiseResult, pairwise_distances
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import problem
+from otdd_flash.solver import divergence, problem
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
@@ -44,11 +44,11 @@ def result():
 def solves(monkeypatch):
     """How many self terms and how many cross terms were solved."""
     counts = {"self": 0, "cross": 0}
-    solve = Converged.solve_term
+    solve = divergence.SOLVES[Converged]
 
-    def counting(options, *args, name, **kwargs):
-        counts["cross" if name == "xy" else "self"] += 1
-        return solve(options, *args, name=name, **kwargs)
+    def counting(operator, epsilon, options, form, **kwargs):
+        counts["self" if form.symmetric else "cross"] += 1
+        return solve(operator, epsilon, options, form, **kwargs)
 
     side_by_side = problem.solve_small
 
@@ -58,7 +58,7 @@ def solves(monkeypatch):
             counts["cross" if name == "xy" else "self"] += 1
         return terms
 
-    monkeypatch.setattr(Converged, "solve_term", counting)
+    monkeypatch.setitem(divergence.SOLVES, Converged, counting)
     monkeypatch.setattr(problem, "solve_small", counting_small)
     return counts
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import otdd_flash as otdd
-from otdd_flash.solver.schedules import SCHEDULES
+from otdd_flash.solver.divergence import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
 
 # What is asked of the library: OT(x, y), S(x, y), the same through `dataset_distance`, S of one

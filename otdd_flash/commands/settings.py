@@ -35,7 +35,7 @@ from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.figures.heat_maps import ORDERS
 from otdd_flash.report.figures.page import CONTENTS
 from otdd_flash.shown import display, hidden
-from otdd_flash.solver.schedules import SCHEDULES
+from otdd_flash.solver.divergence import SCHEDULES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.term.epsilon import refuse_both
 

@@ -33,6 +33,7 @@ from otdd_flash.devices import check_triton
 from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
+from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.labels.classes import ClassCloud, masses_of, merge_identical
 from otdd_flash.labels.pairs import PairDistances, named_classes, used_classes
@@ -346,8 +347,7 @@ def _solve_streamed(
         lambda_x=1.0,
     )
     operator = StreamedOperator(cost, torch.float64)
-    name = "xx" if rows is columns else "xy"
-    term = solve_term(operator, epsilon, options, name=name)
+    term = solve_term(operator, epsilon, options, SELF if rows is columns else CROSS)
     rounding = term.marginal_error if term.stopped_by == "rounding" else 0.0
     numbers = (term.value, *term.bounds, term.marginal_error, rounding, float(term.iterations))
     return SegmentTerms(*torch.tensor(numbers, dtype=torch.float64).unsqueeze(1))

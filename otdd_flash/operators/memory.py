@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
 
 import torch
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators.control_groups import bytes_left
-
-T = TypeVar("T")
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -109,24 +106,44 @@ def check_memory(what: object, needed: int, device: torch.device, dtype: torch.d
         )
 
 
-def within_memory(
-    run: Callable[[], T], what: object, needed: int, device: torch.device, dtype: torch.dtype
-) -> T:
-    """What `run` returns, with a failed allocation as an error that the user can act on.
+class within_memory:
+    """A `with` block in which a failed allocation becomes an error that the user can act on.
 
-    Other arguments as for `check_memory`.
+    That error holds no frame that was called in the block, and so none of their tensors, which fill
+    the device. It does hold the frame of the block itself, as any error does: what takes much
+    memory belongs into a call.
+
+    Arguments as for `check_memory`.
 
     Raises:
-        InputError: an allocation failed.
+        InputError: an allocation failed in the block.
     """
-    try:
-        return run()
-    except RuntimeError as error:
-        short = shortage(error, what, needed, device, dtype)
+
+    def __init__(self, what: object, needed: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._what, self._needed, self._device, self._dtype = what, needed, device, dtype
+
+    def __enter__(self) -> None:
+        """Nothing is prepared: memory is asked for only where it ran out."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        short = shortage(error, self._what, self._needed, self._device, self._dtype)
         if short is None:
-            raise
-    # Outside of the handler, whose traceback would keep the tensors that fill the device.
-    raise short
+            return
+        # The new error's traceback holds this frame, and would hold the frames that failed by it.
+        del error, traceback
+        try:
+            raise short
+        finally:
+            # Raised while the failure is handled, it holds that, too.
+            short.__context__ = None
+            del short
 
 
 def shortage(

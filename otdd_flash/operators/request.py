@@ -7,10 +7,9 @@ to them here and nowhere below: operators and solvers know squared distances of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ from otdd_flash.operators.memory import (
     within_memory,
 )
 from otdd_flash.samples import LabeledSamples, check_squares
-
-T = TypeVar("T")
 
 # Of free memory, what streamed points may take on the device, and their packed form on the host.
 STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
@@ -108,18 +105,10 @@ class Request:
             sides = tuple(datasets)
             return cls(sides, sides, cost, compute, streaming.room, streaming)
         needed = check_resources(datasets, pairs, compute, device)
-
-        def move() -> Request:
-            # A dataset that stands at several places stays one.
-            given = {side: side.to(device) for side in dict.fromkeys(datasets)}
-            points = {side: one if seen else cost.seen(one) for side, one in given.items()}
-            for cloud in points.values():
-                forget_cloud(cloud)
-            moved = tuple(given[side] for side in datasets)
-            return cls(moved, tuple(points[side] for side in datasets), cost, compute, needed)
-
         size = cost_size(datasets[0], datasets[-1])
-        return within_memory(move, size, needed, device, compute.dtype)
+        with within_memory(size, needed, device, compute.dtype):
+            given, points = _moved(datasets, cost, device, seen=seen)
+        return cls(given, points, cost, compute, needed)
 
     @property
     def device(self) -> torch.device:
@@ -164,14 +153,24 @@ class Request:
         source, target = (self.seen[place] for place in pair)
         return CostInputs(source, target, class_distances, self.cost, self.compute, self.streaming)
 
-    def within_memory(self, run: Callable[[], T]) -> T:
-        """What `run` returns, which works on the first and the last dataset.
-
-        Raises:
-            InputError: an allocation failed.
-        """
+    def within_memory(self) -> within_memory:
+        """Return a `with` block for work on the first and the last dataset, see `within_memory`."""
         size = cost_size(self.seen[0], self.seen[-1])
-        return within_memory(run, size, self.needed, self.device, self.compute.dtype)
+        return within_memory(size, self.needed, self.device, self.compute.dtype)
+
+
+def _moved(
+    datasets: Sequence[LabeledSamples], cost: GroundCost, device: torch.device, *, seen: bool
+) -> tuple[tuple[LabeledSamples, ...], tuple[LabeledSamples, ...]]:
+    """Return the datasets on the device, and the same as the ground cost sees them.
+
+    One that stands at several places stays one. If `seen`, they are as the cost sees them already.
+    """
+    given = {side: side.to(device) for side in dict.fromkeys(datasets)}
+    points = {side: one if seen else cost.seen(one) for side, one in given.items()}
+    for cloud in points.values():
+        forget_cloud(cloud)
+    return tuple(given[side] for side in datasets), tuple(points[side] for side in datasets)
 
 
 def _streaming(

@@ -12,8 +12,8 @@ First derivatives in closed form: `term_gradient` of a solved term, `gradient` o
 What needs the linear system of `schur`: `curvature` and `hessian` are second derivatives, `adjoint`
 and `cost_weights` the derivatives of a function of the plan or of its potentials. Of few points the
 plan is held (`dense_plan`) and the system decomposed (`direct`), of more it is solved by
-`conjugate_gradients`, preconditioned by `low_rank` where that is slow; what results are linear in
-has its `units`. `known_gradient`, `second_derivatives` and `solved_gradient` hand them to autograd.
+`conjugate_gradients`, preconditioned by `low_rank` where that is slow. `known_gradient`,
+`second_derivatives` and `solved_gradient` hand them to autograd.
 
 Entry points are `clouds`, and of tensors, checked by `tensor_problem`: `loss`, `losses`,
 `potentials` and `transport_map`, whose plans `plan_blocks` applies about an origin (`centred`).

@@ -17,19 +17,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule
 from otdd_flash.solver.shortfall import shortfall
+from otdd_flash.solver.solve import solve_term
 from otdd_flash.solver.term.result import (
     SolverProgress,
     StoppedBy,
+    TermProgress,
     TransportTerm,
     largest_tolerance,
 )
@@ -43,10 +48,13 @@ FIRST_TOLERANCE = 0.1
 # terms and a cross term at the rest make up all of it.
 NEGLIGIBLE = 0.1
 
-# How much of the allowance the next tolerance aims at, and by what it falls at the least and most:
-# the first values are rough.
-AIM = 0.8
+# How much of the allowed width the next tolerance aims at, and by what it falls at the least and
+# most: the first values are rough.
+WIDTH_AIM = 0.8
 LEAST_FALL, MOST_FALL = 0.5, 0.01
+
+# What is left to a term when the time is over: it then gets its one iteration.
+NO_TIME = 1e-9
 
 # The share of its own width that a term adds to that of the divergence.
 SHARES = {"xy": 1.0, "xx": 0.5, "yy": 0.5}
@@ -63,6 +71,34 @@ Solved = Callable[[str, Operator, TransportTerm], None]
 # By side, 0 or 1, of which it is wanted: what takes the gradient of the divergence by the points of
 # that side as the ground cost sees them.
 Pulled = Mapping[int, Callable[[Tensor], None]]
+
+
+class SolveTerm(Protocol):
+    """A function that solves one term as options of its own class ask, with its bounds."""
+
+    def __call__(
+        self,
+        operator: Operator,
+        epsilon: float,
+        options: Any,
+        form: Form,
+        *,
+        start: Tensor | None,
+        progress: TermProgress | None,
+    ) -> TransportTerm:
+        """Solve one term; arguments as for `solver.solve.solve_term`.
+
+        Raises:
+            InputError: rounding alone exceeds what was asked for.
+        """
+
+
+# Ways to solve: what solves a term, by the class of the options, and these by their names.
+SOLVES: dict[type[Schedule], SolveTerm] = {
+    Converged: solve_term,
+    GeomlossSchedule: solve_by_schedule,
+}
+SCHEDULES: dict[str, type[Schedule]] = {kind.name: kind for kind in SOLVES}
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +296,9 @@ def solve_divergence(
         solved: called after each term that is solved here, as solved(name, operator, term).
     """
     names = ("xx", "yy", "xy") if debias else ("xy",)
-    start, known = (start, known) if options.goes_on else ({}, {})
+    if isinstance(options, GeomlossSchedule):
+        # It depends on both clouds, and starts from nothing.
+        start = known = None
     solves = TermSolves(operators, epsilon, options, start=start, known=known, progress=progress)
     unknown = [name for name in names if name not in solves.terms]
     if isinstance(options, Converged) and options.bound_width is not None:
@@ -408,16 +446,13 @@ class TermSolves:
         most: int | None = None,
     ) -> None:
         """Solve a term from potentials or from nothing, in `most` iterations at the most."""
-        options = self.options.for_term(
-            tolerance,
-            iterations=self.iterations[name],
-            seconds=time.perf_counter() - self._started,
-            sharers=sharers,
-            most=most,
-        )
-        term = options.solve_term(
-            operator, self.epsilon, name=name, start=start, progress=self._progress
-        )
+        options = self.options
+        if isinstance(options, Converged):
+            options = self._limited(options, name, tolerance, sharers, most)
+        solve = next(solve for kind, solve in SOLVES.items() if isinstance(options, kind))
+        progress = None if self._progress is None else partial(self._progress, name)
+        form = CROSS if name == "xy" else SELF
+        term = solve(operator, self.epsilon, options, form, start=start, progress=progress)
         self.backends[name] = operator.execution.backend
         self._cells[name] = len(operator.a) * len(operator.b)
         self._swept += term.passes * self._cells[name]
@@ -426,6 +461,24 @@ class TermSolves:
             iterations, passes = before.iterations + term.iterations, before.passes + term.passes
             term = replace(term, iterations=iterations, passes=passes)
         self.terms[name] = term
+
+    def _limited(
+        self,
+        options: Converged,
+        name: str,
+        tolerance: float | None,
+        sharers: int,
+        most: int | None,
+    ) -> Converged:
+        """Return the options with an equal share of the time and all iterations left, or `most`."""
+        limit, left = options.max_seconds, options.max_iterations - self.iterations[name]
+        seconds = time.perf_counter() - self._started
+        return replace(
+            options,
+            tolerance=tolerance,
+            max_iterations=left if most is None else min(left, most),
+            max_seconds=None if limit is None else max((limit - seconds) / sharers, NO_TIME),
+        )
 
 
 def solve_to_width(
@@ -482,7 +535,7 @@ def _too_wide(
     allowed, total = target * abs(sum(signed) + offset), sum(parts.values())
     if total <= allowed:
         return [], 1.0
-    factor = min(max(AIM * allowed / total, MOST_FALL), LEAST_FALL)
+    factor = min(max(WIDTH_AIM * allowed / total, MOST_FALL), LEAST_FALL)
     return [name for name, part in parts.items() if part > NEGLIGIBLE * allowed], factor
 
 

@@ -21,10 +21,9 @@ from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.units import largest
 
 # Directions of up to this size or one over it are taken as they are, without a copy.
 USUAL = 1e6
@@ -174,7 +173,8 @@ class SinkhornHessian:
         self._problem.check_unchanged(self._mark)
         with torch.no_grad():
             directions = directions.to(request.device)
-            found = request.within_memory(lambda: self._curvature.along(directions, None))
+            with request.within_memory():
+                found = self._curvature.along(directions, None)
         way_out = f"raise cg.tolerance or cg.max_iterations{or_in_double(request.compute)}"
         report_residual(found, self._options, way_out)
         values = found.x.to(v)

@@ -34,10 +34,9 @@ from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.tensor_problem import problem_of_tensors
-from otdd_flash.solver.units import largest
 
 
 @computes
@@ -117,12 +116,12 @@ def sinkhorn_potentials(
     with torch.no_grad():
         divergence = problem.solve(options, debias=False, start=start)
         report_convergence(divergence, options)
-        term, groups = problem.request.within_memory(lambda: settled_points(problem, divergence.xy))
+        with problem.request.within_memory():
+            term, groups = settled_points(problem, divergence.xy)
         required = options.require_convergence
         report_groups(groups, "potentials", problem.request.given[0], required=required)
-        solved = problem.request.within_memory(
-            lambda: potentials_everywhere(problem, term.f, term.g)
-        )
+        with problem.request.within_memory():
+            solved = potentials_everywhere(problem, term.f, term.g)
         f, g = (potential.double() for potential in solved)
         shift = problem.request.seen[1].masses @ g
         results = (f + shift).to(x.device), (g - shift).to(x.device)
@@ -160,9 +159,8 @@ class PotentialGradient:
         device = self._problem.request.device
         of_f, of_g = (cotangent.to(device, torch.float64) for cotangent in cotangents)
         unit = largest(of_f, of_g)
-        found = self._problem.request.within_memory(
-            lambda: self._gradient(of_f / unit, of_g / unit)
-        )
+        with self._problem.request.within_memory():
+            found = self._gradient(of_f / unit, of_g / unit)
         return {key: gradient.mul_(unit) for key, gradient in found.items()}
 
     def _gradient(self, of_f: Tensor, of_g: Tensor) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from otdd_flash.solver.divergence import (
 )
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.schedules.geomloss import at_diameter
 from otdd_flash.solver.small.route import backend_of, is_small, solve_small
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
@@ -203,7 +204,7 @@ class Problem:
         """
         request = self.request
         x, y = request.seen
-        options = options.between(x.features, y.features)
+        options = at_diameter(options, x.features, y.features)
         error = request.cost.error(x.dim)
         if error > MOST_GROWTH * self.epsilon:
             raise EpsilonOutOfRange(
@@ -214,10 +215,9 @@ class Problem:
                 1.1 * error / MOST_GROWTH,
             )
         identical = debias and self.identical
-        terms = ("xx",) if identical else ("xy", "xx", "yy") if debias else ("xy",)
-
-        def solve() -> Divergence:
+        with request.within_memory():
             offset = NO_OFFSET if debias else request.cost.offset(*request.given)
+            small = None
             if not identical and isinstance(options, Converged) and is_small(request, options):
                 small = solve_small(
                     request,
@@ -230,13 +230,10 @@ class Problem:
                     solved=solved,
                     pulled=pulled,
                 )
-                if small is not None:
-                    return Divergence.of_terms(small, options, offset, backend_of(request))
-            # All of them, before the first takes its time.
-            for term in terms:
-                self.block(term)
-            if identical:
-                return solve_identical(
+            if small is not None:
+                divergence = Divergence.of_terms(small, options, offset, backend_of(request))
+            elif identical:
+                divergence = solve_identical(
                     self.operator("xx"),
                     self.epsilon,
                     options,
@@ -244,19 +241,22 @@ class Problem:
                     progress=progress,
                     solved=solved,
                 )
-            return solve_divergence(
-                self.operator,
-                self.epsilon,
-                options,
-                debias=debias,
-                offset=offset,
-                start=start,
-                known=known,
-                progress=progress,
-                solved=solved,
-            )
-
-        return request.within_memory(solve).widened(error)
+            else:
+                # All of them, before the first takes its time.
+                for term in ("xy", "xx", "yy") if debias else ("xy",):
+                    self.block(term)
+                divergence = solve_divergence(
+                    self.operator,
+                    self.epsilon,
+                    options,
+                    debias=debias,
+                    offset=offset,
+                    start=start,
+                    known=known,
+                    progress=progress,
+                    solved=solved,
+                )
+        return divergence.widened(error)
 
     def cross_term(self, divergence: Divergence) -> TransportTerm:
         """The cross term for the cost itself, whose potentials have its terms of one side too."""

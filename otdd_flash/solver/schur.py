@@ -21,7 +21,7 @@ algorithms).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,7 +40,6 @@ from otdd_flash.solver.conjugate_gradients import (
 )
 from otdd_flash.solver.direct import Direct, OfRows, is_decomposed, of_columns, of_self
 from otdd_flash.solver.low_rank import LowRank, low_rank, rank_for
-from otdd_flash.solver.units import largest
 
 if TYPE_CHECKING:
     # These need Triton.
@@ -354,3 +353,16 @@ class Solver:
 def solve(system: System, rounded: System, right: Tensor, options: CGOptions) -> Solution:
     """Solve for one set of right-hand sides, as `Solver` does."""
     return Solver(system, rounded, options).solve(right)
+
+
+def largest(*values: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """Return the largest absolute value of all entries, or of those along dimensions, float64.
+
+    It is the unit of cotangents and right-hand sides, which results are linear in: their squares
+    are 0 or infinite near the ends of float64, and their products with a plan in float32 long
+    before. It is positive, so that it can be divided by: that of zeros is the smallest normal
+    number of their type. NaN where there is one.
+    """
+    sizes = [torch.linalg.vector_norm(one, torch.inf, dim, dtype=torch.float64) for one in values]
+    found: Tensor = reduce(torch.maximum, sizes).clamp_min(torch.finfo(values[0].dtype).tiny)
+    return found

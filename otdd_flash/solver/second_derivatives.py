@@ -76,7 +76,8 @@ class SecondDerivatives:
         tight = torch.float64 in (x.dtype, y.dtype)
         cg = CGOptions(tolerance=TIGHT) if tight else DEFAULTS
         curvature = DivergenceCurvature(self._problem, self._divergence, cg)
-        found = self._problem.request.within_memory(lambda: curvature.along(a, b))
+        with self._problem.request.within_memory():
+            found = curvature.along(a, b)
         way_out = "otdd.sinkhorn_hessian takes a larger cg.tolerance"
         way_out += or_in_double(self._problem.request.compute)
         report_residual(found, self._options, way_out)

@@ -21,8 +21,8 @@ by no less than the update of one of them would: <a, T(f) - f>.
 
 `solve_term` is the order of both: a start, the levels of epsilon down to the final one, the
 iterations, the certificate. `engine` takes the iterations: it evaluates the updates at a candidate,
-decides by the evidence of that, and moves to the next candidate by a quasi-Newton step. Schedules
-and `labels.sinkhorn_pairs` call it; `solver.small` takes the same steps in recordings.
+decides by the evidence of that, and moves to the next candidate by a quasi-Newton step.
+`divergence` and `labels.sinkhorn_pairs` call it; `small` takes the same steps in recordings.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self
-from otdd_flash.solver.term.result import SolverProgress, StoppedBy, TransportTerm
-from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, Limits, goal_of, reachable_tolerance
+from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.term.result import StoppedBy, TermProgress, TransportTerm
+from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of, reachable_tolerance
 
 # Costs that are rounded by so many times epsilon and the tolerance end a solve: marginal errors
 # grow by less than that, and of many points one is off by some five times as much. Others are
@@ -63,7 +64,7 @@ BEFORE_LAST_UPDATE = 2.0
 
 # How often a solve goes on after a certificate that found more than the iterations had seen, and
 # what part of the tolerance such a certificate should then find.
-MOST_TRIES, AIM = 4, 0.9
+MOST_TRIES, TOLERANCE_AIM = 4, 0.9
 
 # The share of the tolerance from which on it is worth the while to let errors hide less.
 HIDDEN = 0.1
@@ -88,11 +89,11 @@ UNSEEN = 200
 def solve_term(
     operator: Operator,
     epsilon: float,
-    options: Limits,
+    options: Converged,
+    form: Form = CROSS,
     *,
-    name: str = "xy",
     start: Tensor | None = None,
-    progress: SolverProgress | None = None,
+    progress: TermProgress | None = None,
 ) -> TransportTerm:
     """Solve OT_epsilon between the two sides of an operator, or of a cloud with itself.
 
@@ -100,15 +101,14 @@ def solve_term(
         operator: the cost (n, m) and the masses; of a self term both sides are one.
         epsilon: regularisation, in units of the cost.
         options: when to stop; its `max_seconds` count from here.
-        name: "xy" of a cross term, else that of a self term, for `progress`.
+        form: `CROSS`, or `SELF` of a cloud with itself.
         start: column potential (m,) to start from at the final epsilon, without levels.
-        progress: called whenever the marginals were evaluated, as progress(name, iteration, error).
+        progress: called whenever the marginals were evaluated, as progress(iteration, error).
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    form = CROSS if name == "xy" else SELF
-    budget = Budget(name, epsilon, options, progress)
+    budget = Budget(epsilon, options, progress)
     # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
     budget.admit(operator, rounding_floor(operator.costs, 0.0, epsilon))
 
@@ -123,11 +123,12 @@ def solve_term(
     goal, taken = goal_of(options, epsilon, first), torch.full((1,), budget.iterations).double()
     iterations = problem.iterations(candidate, goal, form, Start(levels, taken))
     iterate(budget, problem, iterations, first)
-    if refined is not operator and (refine or not budget.converged):
+    if refined is not operator:
         last = problem.evaluated(iterations.vectors, epsilon)
+        # Also where it only certifies: iterations go on with it if the certificate falls short.
         problem.change(refined, iterations)
-        go_on(budget, problem, iterations, last.g if form.symmetric else last.updated, aim)
-    problem.operator = refined
+        if refine or not budget.converged:
+            go_on(budget, problem, iterations, last.g if form.symmetric else last.updated, aim)
 
     certificate = certify_solved(budget, problem, iterations, aim, refine=refine)
     return TransportTerm.from_certificate(
@@ -145,7 +146,6 @@ class Budget:
     """What a term may take and has taken, over all operators, levels and certificates.
 
     Args:
-        name: which term this is, for `progress`.
         epsilon: the final regularisation, in units of the cost.
         options: when to stop; its `max_seconds` count from here.
         progress: called whenever the marginals were evaluated.
@@ -158,11 +158,8 @@ class Budget:
         converged: whether the final epsilon was solved with the operator used last.
     """
 
-    def __init__(
-        self, name: str, epsilon: float, options: Limits, progress: SolverProgress | None
-    ) -> None:
-        self.name, self.epsilon = name, epsilon
-        self.options, self.progress = options, progress
+    def __init__(self, epsilon: float, options: Converged, progress: TermProgress | None) -> None:
+        self.epsilon, self.options, self.progress = epsilon, options, progress
         self.iterations, self.passes = 0, 0.0
         self.tolerance = options.asked_tolerance
         self.stopped_by: StoppedBy = "max_iterations"
@@ -191,7 +188,7 @@ class Budget:
         """Count the iteration that certified."""
         self.iterations += 1
         if self.progress is not None:
-            self.progress(self.name, self.iterations, certificate.marginal_error)
+            self.progress(self.iterations, certificate.marginal_error)
 
     def late(self) -> bool:
         """Whether `max_seconds` are over."""
@@ -378,7 +375,7 @@ def iterate(budget: Budget, problem: OneProblem, iterations: Iterations, aim: fl
     def watch(error: float, taken: int) -> bool:
         budget.iterations = taken
         if budget.progress is not None:
-            budget.progress(budget.name, taken, error)
+            budget.progress(taken, error)
         return budget.left() <= 0
 
     told = run_one(iterations, watch)
@@ -421,7 +418,7 @@ def certify_solved(
     for _ in range(MOST_TRIES):
         if not budget.converged or certificate.marginal_error <= budget.tolerance:
             return certificate
-        aim *= AIM * budget.tolerance / certificate.marginal_error
+        aim *= TOLERANCE_AIM * budget.tolerance / certificate.marginal_error
         go_on(budget, problem, iterations, certificate.g, aim)
         last = problem.evaluated(iterations.vectors, budget.epsilon)
         certificate = prove(budget, problem, last, polished=True, refine=refine)

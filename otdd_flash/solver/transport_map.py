@@ -46,10 +46,9 @@ from otdd_flash.solver.loss import plain_number
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
-from otdd_flash.solver.units import largest
 
 
 @computes
@@ -130,14 +129,14 @@ def transport_map(
         report_convergence(divergence, options)
         term = divergence.xy
         if inputs.tensors.keys() & {"a", "b"}:
-            term, groups = problem.request.within_memory(lambda: settled_points(problem, term))
+            with problem.request.within_memory():
+                term, groups = settled_points(problem, term)
             what, required = "gradients by masses", options.require_convergence
             report_groups(groups, what, problem.request.given[0], required=required)
-        potentials = problem.request.within_memory(
-            lambda: potentials_everywhere(problem, term.f, term.g)
-        )
-        gradient = MapGradient(problem, potentials, images, options, cg)
-        result = problem.request.within_memory(gradient.mapped)
+        with problem.request.within_memory():
+            potentials = potentials_everywhere(problem, term.f, term.g)
+            gradient = MapGradient(problem, potentials, images, options, cg)
+            result = gradient.mapped()
         result = result.to(x.device, type_of(problem))
     if not inputs.tensors:
         return result
@@ -208,7 +207,8 @@ class MapGradient:
         """Gradients for a cotangent T' (n, k)."""
         cotangent = cotangents[0].to(self._problem.request.device)
         unit = largest(cotangent)
-        found = self._problem.request.within_memory(lambda: self._gradient(cotangent / unit))
+        with self._problem.request.within_memory():
+            found = self._gradient(cotangent / unit)
         return {key: gradient.mul_(unit) for key, gradient in found.items()}
 
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:

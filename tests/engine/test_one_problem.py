@@ -16,7 +16,7 @@ from otdd_flash.solver.solve import solve_term
 
 ONE = torch.ones(1, dtype=torch.float64)
 GOAL, START = Goal(1.0, 1e-3, 0.1, 100), Start(Levels.descending(ONE), 0 * ONE)
-SOLVES = {own: partial(solve_term, name="xx" if own else "xy") for own in (False, True)}
+SOLVES = {own: partial(solve_term, form=SELF if own else CROSS) for own in (False, True)}
 
 
 @pytest.mark.parametrize(("symmetric", "in_triton"), [(False, False), (True, False), (False, True)])

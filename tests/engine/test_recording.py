@@ -112,7 +112,7 @@ def test_recorded_solves_are_those_that_are_not_recorded(relative_epsilon, m, mo
     monkeypatch.setattr(plain, "recorded", False)
     epsilon = relative_epsilon * recorded.costs.mean
     again, first, expected = (
-        solve_term(operator, epsilon, Converged(1e-4), name="xx" if m == 900 else "xy")
+        solve_term(operator, epsilon, Converged(1e-4), SELF if m == 900 else CROSS)
         for operator in (recorded, recorded, plain)
     )
     assert first.converged

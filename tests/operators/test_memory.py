@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from live_bytes import peak
+from torch import Tensor
 
 from otdd_flash.errors import InputError
 from otdd_flash.operators import float64_rows, memory, segment_tiles
@@ -19,11 +22,12 @@ from otdd_flash.operators.float64_rows import (
 )
 from otdd_flash.operators.footprint import CostSize, kernel_bytes
 from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.memory import check_memory, free_memory, shortage
+from otdd_flash.operators.memory import check_memory, free_memory, shortage, within_memory
 from otdd_flash.operators.request import Request
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.converged import Converged
+from tests.refusals import naming
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # Where Triton runs: on a GPU, else in its interpreter.
@@ -191,6 +195,44 @@ def test_a_failed_allocation_is_told_in_numbers(
     assert told.startswith("out of memory on cuda:0: ")
     assert said in told
     assert "2.9 KiB in all; use fewer samples (max_samples)" in told
+
+
+def test_an_error_of_memory_holds_no_tensors_of_the_calls_that_failed() -> None:
+    """Without a collection of cycles: the next attempt needs the memory at once."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def fill() -> None:
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        try:
+            raise torch.OutOfMemoryError("Tried to allocate 1.00 GiB")
+        except torch.OutOfMemoryError as first:
+            # As where something smaller is tried next.
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB") from first
+
+    gc.disable()
+    try:
+        within = within_memory("these points", 3000, CPU, torch.float32)
+        with pytest.raises(InputError, match=r"of 2\.00 GiB") as raised, within:
+            fill()
+        assert raised.value.__context__ is None
+        assert raised.value.__cause__ is None
+        assert held[0]() is None
+        error = weakref.ref(raised.value)
+        del raised
+        assert error() is None
+    finally:
+        gc.enable()
+
+
+def test_other_errors_leave_a_block_of_memory_as_they_are() -> None:
+    for given in (RuntimeError("an illegal memory access"), KeyboardInterrupt(), InputError("no")):
+        within = within_memory("these points", 3000, CPU, torch.float32)
+        with naming(str(given)), pytest.raises(type(given)) as raised, within:
+            raise given
+        assert raised.value is given
+    with within_memory("these points", 3000, CPU, torch.float32):
+        pass
 
 
 def test_a_row_that_is_longer_than_a_chunk_is_taken_by_itself(

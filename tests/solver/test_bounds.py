@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from refusals import Refusals
 from torch import Tensor
 
+from otdd_flash.engine.evidence.evaluated import CROSS, SELF
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
@@ -171,7 +172,7 @@ def check_term(problem: Problem, refusals: Refusals, own: bool) -> None:
             operator,
             epsilon,
             problem.options,
-            name="xx" if own else "xy",
+            SELF if own else CROSS,
             start=start,
         )
     )

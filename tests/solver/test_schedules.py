@@ -12,12 +12,13 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.arguments import Count
+from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.errors import InputError, NotConvergedWarning
 from otdd_flash.operators.base import Operator, refined
 from otdd_flash.solver.certificate import certify
-from otdd_flash.solver.schedules import SCHEDULES
+from otdd_flash.solver.divergence import SCHEDULES, SOLVES
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.result import SolverProgress, TransportTerm
+from otdd_flash.solver.term.result import TermProgress, TransportTerm
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "solver"
 
@@ -30,36 +31,37 @@ class Sweeps(Schedule):
 
     updates: Count = 5
 
-    def solve_term(
-        self,
-        operator: Operator,
-        epsilon: float,
-        *,
-        name: str,
-        start: Tensor | None,
-        progress: SolverProgress | None,
-    ) -> TransportTerm:
-        exact = refined(operator)
-        g = torch.zeros_like(exact.b, dtype=exact.costs.dtype) if start is None else start
+
+def sweep(
+    operator: Operator,
+    epsilon: float,
+    options: Sweeps,
+    form: Form,
+    *,
+    start: Tensor | None,
+    progress: TermProgress | None,
+) -> TransportTerm:
+    exact = refined(operator)
+    g = torch.zeros_like(exact.b, dtype=exact.costs.dtype) if start is None else start
+    f = exact.softmin_rows(g, epsilon)
+    for _ in range(options.updates):
+        g = exact.softmin_columns(f, epsilon)
         f = exact.softmin_rows(g, epsilon)
-        for _ in range(self.updates):
-            g = exact.softmin_columns(f, epsilon)
-            f = exact.softmin_rows(g, epsilon)
-        found = certify(exact, f, g, epsilon)
-        error = found.marginal_error
-        return TransportTerm(
-            found.f,
-            found.g,
-            epsilon,
-            found.value,
-            found.bounds,
-            error,
-            self.asked_tolerance,
-            self.updates,
-            2 * self.updates,
-            error <= self.asked_tolerance,
-            "schedule",
-        )
+    found = certify(exact, f, g, epsilon)
+    error = found.marginal_error
+    return TransportTerm(
+        found.f,
+        found.g,
+        epsilon,
+        found.value,
+        found.bounds,
+        error,
+        options.asked_tolerance,
+        options.updates,
+        2 * options.updates,
+        error <= options.asked_tolerance,
+        "schedule",
+    )
 
 
 def cloud(size: int, seed: int) -> otdd.LabeledSamples:
@@ -68,7 +70,8 @@ def cloud(size: int, seed: int) -> otdd.LabeledSamples:
     return otdd.LabeledSamples.from_arrays(points, torch.arange(size) % 2)
 
 
-def test_a_new_schedule_is_a_type_that_every_entry_takes(tmp_path):
+def test_a_new_schedule_is_a_type_that_every_entry_takes(tmp_path, monkeypatch):
+    monkeypatch.setitem(SOLVES, Sweeps, sweep)
     pair = cloud(11, 0), cloud(7, 1)
     truth = otdd.dataset_distance(*pair, epsilon=2.0, solver=otdd.Converged(1e-5))
     found = otdd.dataset_distance(*pair, epsilon=2.0, solver=Sweeps(updates=40))

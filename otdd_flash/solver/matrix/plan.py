@@ -30,10 +30,9 @@ from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasible, solve_matrix
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schur import DEFAULTS, CGOptions
+from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.units import largest
 
 # Masses of a side, or 1 for all; and rows with what is asked for of them.
 Weights = Tensor | float

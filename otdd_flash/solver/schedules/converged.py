@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from otdd_flash.arguments import Count, Positive
-from otdd_flash.operators.base import Operator
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.term.result import SolverProgress, TransportTerm
-
-# What is left to a term when the time is over: it then gets its one iteration.
-NO_TIME = 1e-9
 
 
 @dataclass(frozen=True)
@@ -43,33 +34,3 @@ class Converged(Schedule):
     max_iterations: Count = 100_000
     bound_width: Positive | None = None
     max_seconds: Positive | None = None
-
-    def for_term(
-        self,
-        tolerance: float | None,
-        *,
-        iterations: int,
-        seconds: float,
-        sharers: int,
-        most: int | None = None,
-    ) -> Self:
-        """Allow an equal share of the time that is left, and all iterations left, or `most`."""
-        limit, left = self.max_seconds, self.max_iterations - iterations
-        return replace(
-            self,
-            tolerance=tolerance,
-            max_iterations=left if most is None else min(left, most),
-            max_seconds=None if limit is None else max((limit - seconds) / sharers, NO_TIME),
-        )
-
-    def solve_term(
-        self,
-        operator: Operator,
-        epsilon: float,
-        *,
-        name: str,
-        start: Tensor | None,
-        progress: SolverProgress | None,
-    ) -> TransportTerm:
-        """Solve one term; see `Schedule.solve_term`."""
-        return solve_term(operator, epsilon, self, name=name, start=start, progress=progress)

@@ -22,19 +22,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from otdd_flash.arguments import MarginalError, Positive, Share
+from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.errors import InputError
 from otdd_flash.operators import base
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedules.base import Schedule
-from otdd_flash.solver.term.result import SolverProgress, TransportTerm
+from otdd_flash.solver.term.result import TermProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import check_usable
 
 
@@ -55,57 +55,63 @@ class GeomlossSchedule(Schedule):
     """
 
     name = "geomloss"
-    # The schedule depends on both clouds, and starts by itself.
-    goes_on = False
 
     tolerance: MarginalError | None = field(default=None, kw_only=True)
     scaling: Share = 0.5
     diameter: Positive | None = None
 
-    def between(self, x: Tensor, y: Tensor) -> Self:
-        """Return the schedule with the diameter of both clouds, if none is given."""
-        return self if self.diameter else replace(self, diameter=box_diagonal(x, y))
 
-    def solve_term(
-        self,
-        operator: Operator,
-        epsilon: float,
-        *,
-        name: str,
-        start: Tensor | None,
-        progress: SolverProgress | None,
-    ) -> TransportTerm:
-        """Run the schedule: the value is geomloss's, bounds and plan are certified.
+def at_diameter(options: Schedule, x: Tensor, y: Tensor) -> Schedule:
+    """Return the options, those of geomloss with the diameter of two clouds if they have none.
 
-        The refined form of `operator` runs throughout, from nothing whatever `start` is;
-        `progress` is called once, at the end.
-        """
-        assert self.diameter is not None
-        refined = base.refined(operator)
-        epsilons = schedule(epsilon, self.diameter, self.scaling)
-        if name == "xy":
-            f, g = _cross(refined, epsilons)
-            certificate = certify(refined, f, g, epsilon)
-        else:
-            f = g = _self(refined, epsilons)
-            certificate = certify_self(refined, f, epsilon)
-        check_usable(certificate.hidden, epsilon, certificate.f.dtype)
-        iterations = len(epsilons) + 3
-        if progress is not None:
-            progress(name, iterations, certificate.marginal_error)
-        return TransportTerm(
-            certificate.f,
-            certificate.g,
-            epsilon,
-            value=float(refined.a @ f.double() + refined.b @ g.double()),
-            bounds=certificate.bounds,
-            marginal_error=certificate.marginal_error,
-            tolerance=self.asked_tolerance,
-            iterations=iterations,
-            passes=2 * iterations + 1 if name == "xy" else iterations,
-            converged=certificate.marginal_error <= self.asked_tolerance,
-            stopped_by="schedule",
-        )
+    Raises:
+        InputError: the diameter of the clouds (n, d) and (m, d) is 0.
+    """
+    if not isinstance(options, GeomlossSchedule) or options.diameter:
+        return options
+    return replace(options, diameter=box_diagonal(x, y))
+
+
+def solve_by_schedule(
+    operator: Operator,
+    epsilon: float,
+    options: GeomlossSchedule,
+    form: Form,
+    *,
+    start: Tensor | None,
+    progress: TermProgress | None,
+) -> TransportTerm:
+    """Run the schedule: the value is geomloss's, bounds and plan are certified.
+
+    The refined form of `operator` runs throughout, from nothing whatever `start` is; `progress` is
+    called once, at the end. Other arguments are as for `solver.solve.solve_term`.
+    """
+    assert options.diameter is not None
+    refined = base.refined(operator)
+    epsilons = schedule(epsilon, options.diameter, options.scaling)
+    if form.symmetric:
+        f = g = _self(refined, epsilons)
+        certificate = certify_self(refined, f, epsilon)
+    else:
+        f, g = _cross(refined, epsilons)
+        certificate = certify(refined, f, g, epsilon)
+    check_usable(certificate.hidden, epsilon, certificate.f.dtype)
+    iterations = len(epsilons) + 3
+    if progress is not None:
+        progress(iterations, certificate.marginal_error)
+    return TransportTerm(
+        certificate.f,
+        certificate.g,
+        epsilon,
+        value=float(refined.a @ f.double() + refined.b @ g.double()),
+        bounds=certificate.bounds,
+        marginal_error=certificate.marginal_error,
+        tolerance=options.asked_tolerance,
+        iterations=iterations,
+        passes=iterations if form.symmetric else 2 * iterations + 1,
+        converged=certificate.marginal_error <= options.asked_tolerance,
+        stopped_by="schedule",
+    )
 
 
 def schedule(epsilon: float, diameter: float, scaling: float) -> list[float]:

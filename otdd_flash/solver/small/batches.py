@@ -17,7 +17,7 @@ from otdd_flash.solver.small.exchanged import Batch, TermRead
 from otdd_flash.solver.small.kept_solves import kept
 from otdd_flash.solver.small.route import padded
 from otdd_flash.solver.small.single import facts_of
-from otdd_flash.solver.solve import AIM
+from otdd_flash.solver.solve import TOLERANCE_AIM
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
 
 # Bytes of the problems that are solved at once, on a GPU and on a processor, whose cache they
@@ -107,7 +107,7 @@ def _solve(
 ) -> BatchSolved:
     problems = len(batch.points[0])
     # As for a single problem.
-    goal = goal_of(options, epsilon, AIM)
+    goal = goal_of(options, epsilon, TOLERANCE_AIM)
     with kept(room._replace(problems=problems), debias) as solve:
         solve.begin(batch, (*weights, batch.class_totals[0]), goal, {})
         done = False

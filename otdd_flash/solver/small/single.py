@@ -16,7 +16,7 @@ from otdd_flash.solver.divergence import Potentials
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import TERMS, Batch, GivenCosts, Read, TermRead
 from otdd_flash.solver.small.pooled_solve import PooledSolve
-from otdd_flash.solver.solve import AIM
+from otdd_flash.solver.solve import TOLERANCE_AIM
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import goal_of, reachable_tolerance
 
@@ -67,7 +67,7 @@ class SingleSolve:
     ) -> dict[str, TransportTerm] | None:
         """Its terms; None where one of them needs another solve."""
         # A certificate finds a little more than the iterations: it lowers g for rounding.
-        goal = goal_of(self._options, self._epsilon, AIM)
+        goal = goal_of(self._options, self._epsilon, TOLERANCE_AIM)
         starts = {name: g[None] for name, g in (start or {}).items()}
         self._solve.begin(batch, of_costs, goal, starts)
         found, done = None, False
@@ -137,9 +137,8 @@ def _concluded(
         raise
     if (certificate.marginal_error > tolerance and not exhausted) or numbers.lost > 0:
         return None
-    # Of a cross term that had come to its end the last iteration has taken the certificate's.
-    settled = name == "xy" and not (exhausted and certificate.marginal_error > tolerance)
-    iterations = int(read.iterations) + (not settled)
+    # The certificate of a cross term takes what its last iteration evaluated.
+    iterations = int(read.iterations) + (name != "xy")
     return TransportTerm.from_certificate(
         certificate,
         epsilon,

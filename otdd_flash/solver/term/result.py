@@ -14,6 +14,8 @@ from otdd_flash.solver.term.tolerance import check_usable
 
 # progress(term, iteration, marginal_error): term is "xy", "xx" or "yy".
 SolverProgress = Callable[[str, int, float], None]
+# progress(iteration, marginal_error), of one term.
+TermProgress = Callable[[int, float], None]
 
 # What ended a solve. `rounding`: at this precision the bounds cannot get narrower or the marginals
 # better; `schedule`: the fixed number of updates was done; `infeasible`: no plan has these masses

@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.decision import Goal
 from otdd_flash.formulas.evidence import MOST_ERROR
+from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
 
-# Aimed at where no tolerance is given, and how far that gives way to rounding. With more than the
-# latter the marginals would say little of the plan.
-DEFAULT_TOLERANCE = 1e-3
+# How far the default tolerance gives way to rounding. With more the marginals would say little of
+# the plan.
 LOOSEST_DEFAULT = 0.1
 
 # The marginal error that an advised epsilon should have, half of the most that is accepted.
 AMPLE = LOOSEST_DEFAULT / 2
 
 
-class Limits(Protocol):
-    """When the iterations of a term stop: `schedules.converged.Converged` says what each is."""
-
-    @property
-    def tolerance(self) -> float | None:
-        """L1 marginal error to reach; None for the default."""
-        ...
-
-    @property
-    def asked_tolerance(self) -> float:
-        """The tolerance, or the default where none is given."""
-        ...
-
-    @property
-    def bound_width(self) -> float | None:
-        """The relative width of the bounds to reach in its place; None for the tolerance."""
-        ...
-
-    @property
-    def max_iterations(self) -> int:
-        """The most iterations, the certifying one included."""
-        ...
-
-    @property
-    def max_seconds(self) -> float | None:
-        """The most wall time, in seconds; None for no limit."""
-        ...
-
-
-def goal_of(options: Limits, epsilon: float, aim: float) -> Goal:
+def goal_of(options: Converged, epsilon: float, aim: float) -> Goal:
     """When the iterations of a term end; the certificate is the last one."""
     asked = options.asked_tolerance
     gives_way = options.tolerance is None or options.bound_width is not None
@@ -58,7 +27,9 @@ def goal_of(options: Limits, epsilon: float, aim: float) -> Goal:
     return Goal(epsilon, asked, loosest, options.max_iterations - 1, aim)
 
 
-def reachable_tolerance(options: Limits, floor: float, epsilon: float, dtype: torch.dtype) -> float:
+def reachable_tolerance(
+    options: Converged, floor: float, epsilon: float, dtype: torch.dtype
+) -> float:
     """The marginal error to stop at: the tolerance, or what rounding lets the marginals reach.
 
     The default tolerance gives way to rounding up to `LOOSEST_DEFAULT`. Where the width of the
