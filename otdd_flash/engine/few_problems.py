@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.engine.few_vectors import FewVectors
-from otdd_flash.engine.quasi_newton import goal_of, restarted
+from otdd_flash.engine.quasi_newton import goal_of, move_of, restarted
 from otdd_flash.engine.rule import Start
 from otdd_flash.engine.run import Told
-from otdd_flash.engine.segments import Costs, Move, TorchProblems, numbers_of
+from otdd_flash.engine.segments import Costs, TorchProblems, numbers_of
 from otdd_flash.formulas.decision import (
     Form,
     Goal,
@@ -124,7 +124,7 @@ class FewQuasiNewton:
 
     def _begin(self, goal: Goal, start: Start) -> None:
         self._goal = goal
-        self.change()
+        self._costs = [numbers_of(costs) for costs in self._problems.scalars]
         iterations, *levels = (
             numbers.double().tolist() for numbers in (start.iterations, *start.levels)
         )
@@ -143,20 +143,6 @@ class FewQuasiNewton:
         # Only the last g that was kept at this level has a residual to compare with.
         begun = math.isfinite(state.trust.dual)
         step = memory.advance(found, begun, decision.plain, decision.rounding, self._form.damping)
-        self.vectors.move(
-            k,
-            Move(
-                decision.kept,
-                step.learnt,
-                slot,
-                found.mean_step,
-                found.mean_difference,
-                step.scale,
-                step.shift,
-                decision.changes,
-                decision.extrapolation,
-                step.weights,
-            ),
-        )
+        self.vectors.move(k, move_of(found, decision, slot, step))
         self._states[k], self._active[k] = decision.state, not decision.done
         self._told[k] = [*decision.told, float(not decision.done)]

@@ -17,6 +17,7 @@ from otdd_flash.engine.rule import Start
 from otdd_flash.engine.run import Told
 from otdd_flash.engine.segments import Costs, Move, numbers_of
 from otdd_flash.formulas.decision import (
+    Decision,
     Form,
     Goal,
     Levels,
@@ -27,8 +28,9 @@ from otdd_flash.formulas.decision import (
     evaluated_level,
     started,
 )
-from otdd_flash.formulas.differences import Memory, advance, empty_memory
-from otdd_flash.formulas.operations import constant
+from otdd_flash.formulas.differences import Memory, Step, advance, empty_memory
+from otdd_flash.formulas.evidence import Evaluation
+from otdd_flash.formulas.operations import Numbers, constant
 
 
 class Problems(Costs, Protocol):
@@ -91,23 +93,12 @@ class QuasiNewton:
         decision = decide(self._goal, costs, state, found, form.symmetric)
         # Only the last g that was kept at this level has a residual to compare with.
         begun = active & state.trust.dual.isfinite()
+        plain, rounding = decision.plain, decision.rounding
         self._memory, step = advance(
-            *(self._memory, self._slots, found, begun, decision.plain, decision.rounding),
-            form.damping,
+            self._memory, self._slots, found, begun, plain, rounding, form.damping
         )
-        move = Move(
-            decision.kept,
-            step.learnt,
-            slot,
-            found.mean_step,
-            found.mean_difference,
-            step.scale,
-            step.shift,
-            decision.changes,
-            decision.extrapolation,
-            torch.cat(step.weights, 1),
-        )
-        self.vectors.move(move, active)
+        step = step._replace(weights=torch.cat(step.weights, 1))
+        self.vectors.move(move_of(found, decision, slot, step), active)
         self._state, self.active = decision.state, active & ~decision.done
         told = torch.stack((*decision.told, (~decision.done).double()), 1)
         self.terms = torch.where(active[:, None], told, self.terms)
@@ -142,6 +133,22 @@ def restarted(state: State, epsilon: float) -> State:
     """Go on at the final epsilon; only the iterations taken so far count."""
     iterations = state.iterations
     return started(iterations, Levels.descending(constant(iterations, epsilon)))
+
+
+def move_of(found: Evaluation, decision: Decision, slot: Numbers, step: Step) -> Move:
+    """Return the move after an evaluation, whose differences go into a slot."""
+    return Move(
+        decision.kept,
+        step.learnt,
+        slot,
+        found.mean_step,
+        found.mean_difference,
+        step.scale,
+        step.shift,
+        decision.changes,
+        decision.extrapolation,
+        step.weights,
+    )
 
 
 def goal_of(settings: Tensor) -> Goal:

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
+from otdd_flash.formulas.decision import CROSS, SELF, Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.solver.schedules.base import Schedule

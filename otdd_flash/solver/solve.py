@@ -38,7 +38,6 @@ from otdd_flash.engine.run import run_one
 from otdd_flash.formulas.decision import (
     CROSS,
     LEVEL_TOLERANCE,
-    SELF,
     Form,
     Goal,
     Levels,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from refusals import Refusals
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF
+from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.ground import GroundCost
 from otdd_flash.operators.labelled_cost import LabelledCost
