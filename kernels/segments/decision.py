@@ -91,6 +91,7 @@ def compiled(formula: FunctionType) -> Any:
         elif isinstance(value, FunctionType):
             scope[name] = compiled(value)
         elif isinstance(value, int | float) and not triton.knobs.runtime.interpret:
+            # To the interpreter what is not a tensor is a constant.
             scope[name] = tl.constexpr(value)
         elif value is not None:
             scope[name] = value
