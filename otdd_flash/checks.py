@@ -69,7 +69,7 @@ def number(accepted: str, allowed: Callable[[float], bool]) -> Check:
         try:
             found = float(value)
         except OverflowError:
-            found = math.inf
+            found = -math.inf if value < 0 else math.inf
         except ValueError:
             # A signaling NaN of decimal.
             found = math.nan

@@ -23,6 +23,12 @@ from otdd_flash.shown import display, sentence
 # The folder of this package, with a separator at its end.
 HERE = os.path.join(os.path.dirname(__file__), "")
 
+# The exit codes of a command or of a study's unit that an error ends; `commands.start` has others.
+# Users' scripts rely on them, so they must not change. A defect is printed with its traceback.
+DEFECT, BAD_INPUT = 1, 2
+# `solver.require_convergence` was set and not met.
+NOT_CONVERGED = 3
+
 
 class InputError(ValueError):
     """A request that cannot be met; the message names the value and what to do about it.
@@ -55,6 +61,17 @@ def placed(where: str) -> Iterator[None]:
 
 class ConvergenceError(RuntimeError):
     """With `require_convergence`: a tolerance was missed, or potentials are undetermined."""
+
+
+def exit_code(error: Exception) -> int:
+    """Return the exit code that an error gives a command."""
+    match error:
+        case InputError():
+            return BAD_INPUT
+        case ConvergenceError():
+            return NOT_CONVERGED
+        case _:
+            return DEFECT
 
 
 class LostRankError(RuntimeError):

@@ -43,8 +43,8 @@ from otdd_flash.solver.divergence import report_convergence
 from otdd_flash.solver.problem import SIDES, Problem, terms_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, settled_epsilon
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,

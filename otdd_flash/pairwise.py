@@ -70,8 +70,8 @@ from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
-from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
 from otdd_flash.solver.term.result import largest_tolerance
+from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, settled_epsilon
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

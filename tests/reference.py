@@ -25,6 +25,12 @@ def dense_cost(
     return cost
 
 
+def huber_cost(x: Tensor, y: Tensor, delta: float) -> Tensor:
+    """C_ij = r^2 / 2 - max(r - delta, 0)^2 / 2 of r = ||x_i - y_j||, (n, m) float64."""
+    squares = dense_cost(x, y, 1.0)
+    return (squares - (squares.sqrt() - delta).clamp_min(0).square()) / 2
+
+
 def softmin_rows(cost: Tensor, b: Tensor, g: Tensor, epsilon: float) -> Tensor:
     """-epsilon log sum_j b_j exp((g_j - C_ij) / epsilon)."""
     return -epsilon * torch.logsumexp(b.log() + (g.double() - cost) / epsilon, 1)

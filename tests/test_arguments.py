@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import pytest
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.checks import number
 from otdd_flash.errors import InputError
 from otdd_flash.extractors import reduce_pca, standardize
 from otdd_flash.flows.run import ELSEWHERE
+from tests.refusals import naming
 
 POINTS = np.random.default_rng(0).normal(size=(12, 3))
 LABELS = np.arange(12) % 2
@@ -187,6 +190,14 @@ def test_arrays_with_labels_and_a_devices_name_just_work() -> None:
         found = otdd.dataset_distance(source, target, epsilon=1, compute=compute)
         assert found.value == expected
     assert otdd.sinkhorn_divergence(POINTS, POINTS + 1, epsilon=1.0).value > 0
+
+
+def test_numbers_beyond_floats_are_infinite_on_their_own_side() -> None:
+    at_most = number("be at most 1", lambda value: value <= 1)
+    for huge in (10**400, Fraction(10**400)):
+        with naming(huge), pytest.raises(InputError, match=r"^it must be at most 1, got 1000"):
+            at_most("it", huge)
+        assert at_most("it", -huge) == -math.inf
 
 
 def test_declarations_import_no_torch() -> None:

@@ -206,7 +206,9 @@ def unknown_key(key: str, config: Any) -> str:
     beside = {_last(name): name for name in known if name.rpartition(".")[0] == parent}
     elsewhere = {} if parent and beside else {_last(name): name for name in known}
     close = (
-        [name for end, name in elsewhere.items() if end == last]
+        # A key of the command itself may be looked for in a part of it.
+        [name for name in known if name == last]
+        or [name for end, name in elsewhere.items() if end == last]
         or [beside[name] for name in get_close_matches(last, beside)]
         or [name for end, name in beside.items() if end.startswith(last)]
         or [elsewhere[name] for name in get_close_matches(last, elsewhere, cutoff=0.7)]

@@ -40,17 +40,22 @@ from otdd_flash.commands.hydra_errors import check_references, limit_of_the_syst
 from otdd_flash.commands.messages import messages, shown
 from otdd_flash.commands.ranks import leading, named, remember
 from otdd_flash.commands.start import (
-    BAD_INPUT,
-    DEFECT,
     INCOMPLETE,
-    NOT_CONVERGED,
     at_the_end,
     job_ended,
     note,
     say_error,
     unheard,
 )
-from otdd_flash.errors import ConvergenceError, IncompleteError, InputError, LostRankError
+from otdd_flash.errors import (
+    BAD_INPUT,
+    DEFECT,
+    NOT_CONVERGED,
+    ConvergenceError,
+    IncompleteError,
+    InputError,
+    LostRankError,
+)
 from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.importing import user_traceback
 from otdd_flash.shown import hidden

@@ -34,8 +34,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from otdd_flash.commands.start import BAD_INPUT, DEFECT, INTERRUPTED, say_error
-from otdd_flash.errors import InputError, LostRankError
+from otdd_flash.commands.start import INTERRUPTED, say_error
+from otdd_flash.errors import BAD_INPUT, DEFECT, InputError, LostRankError
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]

@@ -32,18 +32,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import BAD_INPUT, DEFECT, InputError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# The exit codes of a command; 0 means done. Users' scripts rely on them, so they must not change.
+# The exit codes of a command beside those of `errors`; 0 means done. Users' scripts rely on them,
+# so they must not change.
 #
-# A defect, which is printed with its traceback.
-DEFECT = 1
-BAD_INPUT = 2
-# `solver.require_convergence` was set and not met.
-NOT_CONVERGED = 3
 # The result was written, but a picture, another file or output could not be.
 INCOMPLETE = 4
 INTERRUPTED = 130

@@ -46,12 +46,17 @@ from otdd_flash.commands.sides import (
     image_shape_of,
     without_clustering,
 )
-from otdd_flash.commands.start import BAD_INPUT, DEFECT, NOT_CONVERGED
 from otdd_flash.data.dataset import LabeledDataset
 from otdd_flash.data.registry import load
 from otdd_flash.data.subset import stratified_rows, subset
 from otdd_flash.devices import resolve_device
-from otdd_flash.errors import ConvergenceError, InputError
+from otdd_flash.errors import (
+    BAD_INPUT,
+    DEFECT,
+    NOT_CONVERGED,
+    ConvergenceError,
+    InputError,
+)
 from otdd_flash.extractors import reduce_pca, standardize
 from otdd_flash.report.study.page import choice_sentences
 from otdd_flash.report.study.writing import FILES, study_table, write_study_report

@@ -73,6 +73,7 @@ from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, placed, prefixed, warn
 from otdd_flash.importing import user_code
+from otdd_flash.operators.memory import UNASKED
 from otdd_flash.raw_labels import names_of_columns, raw_values, without_fractions
 from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
 from otdd_flash.samples import LabeledSamples, SamplesOrArrays
@@ -92,8 +93,6 @@ HOW_TO_CHOOSE = "; where it is one-hot or one number in brackets, take its argma
 HOW_TO_PAIR = "wrap the dataset so that its items are pairs (input, label)"
 # Items of a stream of unknown length after which a notice says that it may have no end.
 MANY = 1 << 20
-# Bytes that are read before the free memory is checked.
-UNASKED = 1 << 26
 # Rows of a Hugging Face stream read at once, and the fields in which it stores images.
 ROWS_AT_ONCE, STORED_IMAGE = 1000, {"bytes", "path"}
 # Items that a worker process reads at once.

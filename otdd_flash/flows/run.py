@@ -76,7 +76,7 @@ from otdd_flash.solver.problem import SIDES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
-from otdd_flash.solver.term.epsilon import epsilon_of_datasets, refuse_both, settled_epsilon
+from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, settled_epsilon
 
 logger = logging.getLogger(__name__)
 

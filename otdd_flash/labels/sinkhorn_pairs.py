@@ -44,8 +44,7 @@ from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.segmented import solve_cross_terms, solve_self_terms
 from otdd_flash.solver.solve import solve_term
-from otdd_flash.solver.term.epsilon import epsilon_given_as
-from otdd_flash.solver.term.tolerance import rounded_away
+from otdd_flash.solver.term.tolerance import epsilon_given_as, rounded_away
 
 if TYPE_CHECKING:
     from otdd_flash.operators.class_pool import ClassPool

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +19,8 @@ from otdd_flash.operators.control_groups import bytes_left
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
-# Bytes that are taken to be there: to ask a device takes as long as a small pass.
+# Bytes that are taken to be there, and read before the host is asked: to ask a device takes as long
+# as a small pass.
 UNASKED = 1 << 26
 
 # What PyTorch says of an allocation that failed, on a GPU and on a CPU.
@@ -106,7 +108,7 @@ def check_memory(what: object, needed: int, device: torch.device, dtype: torch.d
         )
 
 
-class within_memory:
+class within_memory(AbstractContextManager["within_memory"]):
     """A `with` block in which a failed allocation becomes an error that the user can act on.
 
     That error holds no frame that was called in the block, and so none of their tensors, which fill
@@ -121,9 +123,6 @@ class within_memory:
 
     def __init__(self, what: object, needed: int, device: torch.device, dtype: torch.dtype) -> None:
         self._what, self._needed, self._device, self._dtype = what, needed, device, dtype
-
-    def __enter__(self) -> None:
-        """Nothing is prepared: memory is asked for only where it ran out."""
 
     def __exit__(
         self,

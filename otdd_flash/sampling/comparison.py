@@ -1,9 +1,9 @@
 """The dataset distance as a function of the rows drawn, and the draws themselves.
 
 In a `Comparison` all is fixed but the rows: epsilon, metric, ground cost and device are those of
-the whole. `subsample` draws rows without replacement, `two_halves` two disjoint sets.
-`sampling.subsampling`, `sampling.halves`, `study.measures.distances` and `study.measures.network`
-call it, and `commands.compare` calls `drawable`.
+the whole. `subsample` draws rows without replacement. `sampling.subsampling`, `sampling.halves`,
+`study.measures.distances` and `study.measures.network` call it, and `commands.compare` calls
+`drawable`.
 
 A change must keep the draws a function of the generator and of the labels alone, so that every
 process draws the same rows from a seed. All parts are compared at the epsilon of the whole, which
@@ -22,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from otdd_flash.data.subset import stratified_rows
 from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
 from otdd_flash.labels import (
@@ -197,7 +196,7 @@ def subsample(samples: LabeledSamples, size: int, generator: np.random.Generator
 def subsample_rows(samples: LabeledSamples, size: int, generator: np.random.Generator) -> Tensor:
     """Return the row numbers of `subsample`, ascending."""
     order = generator.permutation(len(samples))
-    needed = _rank_in_class(_labels(samples)[order]) < PER_CLASS
+    needed = rank_in_class(class_labels(samples)[order]) < PER_CLASS
     # The needed rows first, then the others as drawn.
     chosen = order[np.argsort(~needed, kind="stable")[:size]]
     return torch.from_numpy(np.sort(chosen))
@@ -205,63 +204,19 @@ def subsample_rows(samples: LabeledSamples, size: int, generator: np.random.Gene
 
 def least_rows(samples: LabeledSamples) -> int:
     """Return the fewest rows that hold two of every class, or one of a class that has no more."""
-    sizes = np.bincount(_labels(samples))
+    sizes = np.bincount(class_labels(samples))
     return int(np.minimum(sizes, PER_CLASS).sum())
 
 
-def two_halves(
-    samples: LabeledSamples, size: int, generator: np.random.Generator
-) -> tuple[LabeledSamples, LabeledSamples]:
-    """Draw two disjoint sets of `size` rows each, with equally many rows of every class.
-
-    Rows are paired at random within their class, `size` pairs are drawn in proportion to the
-    classes, at least two of each, and each half gets one row of every pair.
-
-    Args:
-        samples: rows in at least `size` pairs.
-        size: rows of each half; at least two per class.
-        generator: the only source of randomness.
-    """
-    order = generator.permutation(len(samples))
-    labels = _labels(samples)[order]
-    by_class = order[np.argsort(labels, kind="stable")]
-    rank = _rank_in_class(np.sort(labels))
-    # Ranks 0 and 1, 2 and 3, ... of a class are pairs. A row of even rank has a partner if the next
-    # row has a rank above 0: then it is of the same class.
-    first = np.flatnonzero(rank % 2 == 0)
-    first = first[np.append(rank, 0)[first + 1] > 0]
-    pairs = np.stack((by_class[first], by_class[first + 1]), 1)
-    kinds = _labels(samples)[pairs[:, 0]]
-    drawn = stratified_rows(kinds, size, generator, at_least=PER_CLASS)
-    one, other = (samples.take(torch.from_numpy(np.sort(half))) for half in pairs[drawn].T)
-    return one, other
-
-
-def most_per_half(samples: LabeledSamples) -> int:
-    """Return how many rows each of two halves with equal classes can have.
-
-    Raises:
-        InputError: a class has fewer than two rows for each half.
-    """
-    sizes = np.bincount(_labels(samples))
-    short = np.flatnonzero(sizes < 2 * PER_CLASS)
-    if short.size:
-        name = samples.class_names[short[0]] if samples.class_names else "of all rows"
-        raise InputError(
-            f"two halves of {samples.name} need {2 * PER_CLASS} samples of every class, and class "
-            f"{name} has {sizes[short[0]]}; min_class_size={2 * PER_CLASS} drops such classes"
-        )
-    return int((sizes // 2).sum())
-
-
-def _labels(samples: LabeledSamples) -> Rows:
+def class_labels(samples: LabeledSamples) -> Rows:
+    """Return the labels (n,), all 0 where there are none."""
     if samples.labels is None:
         return np.zeros(len(samples), dtype=np.int64)
     labels: Rows = samples.labels.cpu().numpy()
     return labels
 
 
-def _rank_in_class(labels: Rows) -> Rows:
+def rank_in_class(labels: Rows) -> Rows:
     """Return for every entry how many earlier entries equal it."""
     order = np.argsort(labels, kind="stable")
     sizes = np.bincount(labels)

@@ -13,17 +13,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from otdd_flash.arguments import Progress, Seed, takes
 from otdd_flash.data.given import Samples, as_samples
+from otdd_flash.data.subset import stratified_rows
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.comparison import (
     PER_CLASS,
     Comparison,
-    most_per_half,
-    two_halves,
+    class_labels,
+    rank_in_class,
 )
 
 
@@ -121,3 +123,48 @@ def half_size(source: LabeledSamples, target: LabeledSamples) -> int:
                 "classes"
             )
     return size
+
+
+def two_halves(
+    samples: LabeledSamples, size: int, generator: np.random.Generator
+) -> tuple[LabeledSamples, LabeledSamples]:
+    """Draw two disjoint sets of `size` rows each, with equally many rows of every class.
+
+    Rows are paired at random within their class, `size` pairs are drawn in proportion to the
+    classes, at least two of each, and each half gets one row of every pair.
+
+    Args:
+        samples: rows in at least `size` pairs.
+        size: rows of each half; at least two per class.
+        generator: the only source of randomness.
+    """
+    order = generator.permutation(len(samples))
+    labels = class_labels(samples)[order]
+    by_class = order[np.argsort(labels, kind="stable")]
+    rank = rank_in_class(np.sort(labels))
+    # Ranks 0 and 1, 2 and 3, ... of a class are pairs. A row of even rank has a partner if the next
+    # row has a rank above 0: then it is of the same class.
+    first = np.flatnonzero(rank % 2 == 0)
+    first = first[np.append(rank, 0)[first + 1] > 0]
+    pairs = np.stack((by_class[first], by_class[first + 1]), 1)
+    kinds = class_labels(samples)[pairs[:, 0]]
+    drawn = stratified_rows(kinds, size, generator, at_least=PER_CLASS)
+    one, other = (samples.take(torch.from_numpy(np.sort(half))) for half in pairs[drawn].T)
+    return one, other
+
+
+def most_per_half(samples: LabeledSamples) -> int:
+    """Return how many rows each of two halves with equal classes can have.
+
+    Raises:
+        InputError: a class has fewer than two rows for each half.
+    """
+    sizes = np.bincount(class_labels(samples))
+    short = np.flatnonzero(sizes < 2 * PER_CLASS)
+    if short.size:
+        name = samples.class_names[short[0]] if samples.class_names else "of all rows"
+        raise InputError(
+            f"two halves of {samples.name} need {2 * PER_CLASS} samples of every class, and class "
+            f"{name} has {sizes[short[0]]}; min_class_size={2 * PER_CLASS} drops such classes"
+        )
+    return int((sizes // 2).sum())

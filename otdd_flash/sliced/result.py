@@ -173,17 +173,9 @@ class SlicedResult:
         return frame_of(self.pairs(), get_type_hints(SlicedPair))
 
     def plot(self, order: str = "given") -> Figure:
-        """Draw the distances as a table of colours.
+        """Draw the means over all draws as a table of colours, with the largest error in the title.
 
-        Args:
-            order: order of the datasets: `given`, or `hierarchical` for near ones side by side.
-
-        Returns:
-            A matplotlib figure that pyplot does not know: a notebook shows it, its `savefig` writes
-            it.
-
-        Raises:
-            InputError: no such order.
+        Arguments and errors are those of `PairwiseResult.plot`.
         """
         from otdd_flash.report.pairwise import plot_sliced_distances
 

@@ -2,11 +2,11 @@
 
 `problem` is two clouds and their three terms; `divergence` solves these in turn, within one budget
 or until their bounds are narrow, and is their debiased combination; `shortfall` says what to do
-where that stops early. `schedules` are the ways to solve a term: `converged` to a goal, or
-`geomloss`, the fixed updates of that library, for comparisons. `solve` is one term from a start to
-its `certificate`, and `term` what it is asked and what it gives; the iterations themselves are
-those of `engine`, and `segmented` solves many problems by them side by side. `small` problems are
-solved with all terms side by side, on stored scores; `matrix` has the problems of given costs.
+where that stops early. `schedules` are the options of the ways to solve a term: `converged` to a
+goal, or `geomloss`, the fixed updates of that library, for comparisons. `solve` is one term from a
+start to its `certificate`, and `term` what it is asked and what it gives; the iterations themselves
+are those of `engine`, and `segmented` solves many problems by them side by side. `small` problems
+are solved with all terms side by side, on stored scores; `matrix` has the problems of given costs.
 
 First derivatives in closed form: `term_gradient` of a solved term, `gradient` of the divergence.
 What needs the linear system of `schur`: `curvature` and `hessian` are second derivatives, `adjoint`

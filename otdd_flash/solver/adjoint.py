@@ -1,16 +1,16 @@
-"""How a function of a solved plan, or of its potentials, changes with what the plan was solved for.
+"""Adjoints of a solved plan: derivatives of functions of the plan or its potentials by the inputs.
 
-Everything is said in the entries without masses,
+Everything is written in terms of the plan's density e with respect to a b^T,
 
     e_ij = exp((f_i + g_j - C_ij) / epsilon),    P_ij = a_i e_ij b_j,
     q = e b,  p = e^T a,                         r = a o q,  c = b o p,
 
-of which no mass of 0 divides anything: the potential of a point without mass is the softmin of the
-others', and its row or column of e is the conditional plan that this defines. At the optimum q and
-p are 1. Where the solve was stopped earlier they are held: what is differentiated is the problem
-whose masses are r and c.
+so that nothing is divided by a mass of 0: the potential of a point without mass is the softmin of
+the others', and its row or column of e is the conditional plan that this potential defines. At the
+optimum q and p are 1. After an earlier stop they are held fixed: what is differentiated is the
+problem whose masses are r and c.
 
-Whatever is asked for, the plan answers by a weight for each of its costs, see `cost_weights`.
+The adjoint of any such function is a weight M_ij for each cost C_ij, see `cost_weights`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver
 from otdd_flash.solver.solved_gradient import report_system
 
-# Bytes of a plan that is held, where a larger one is evaluated anew for every product, and of a
-# preconditioner.
+# Bytes that a stored plan, and a preconditioner, may take; a larger plan is recomputed in every
+# product.
 MOST_HELD = 1 << 28
 
 
 class Entries:
-    """Products with e and with P of two potentials, float64.
+    """Products with the density e and the plan P of two potentials, float64.
 
     Args:
         masses: a (n,) and b (m,).
-        plan: makes the plan, of potentials of points without mass as well: with these masses, or
-            called with False with equal ones. Products are divided by those.
+        plan: makes the plan from potentials that points without mass have as well: with the masses
+            a and b, or called with False with equal masses, by which products are then divided.
         epsilon: regularisation, in units of the cost.
 
     Attributes:
@@ -88,9 +88,9 @@ class Entries:
     def times(
         self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
     ) -> Tensor:
-        """The product e V (n, k) for V (m, k), or (e o A B^T) V.
+        """Return e V (n, k) for V (m, k), or (e o A B^T) V.
 
-        With weights (m,) that of w o V, side by side for several of them.
+        With weights w (m,), the products with w o V, side by side.
         """
         left, right = self.masses
         return self.plan.times(_weighted(values, weights, right), factors).div_(left[:, None])
@@ -98,7 +98,7 @@ class Entries:
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
     ) -> Tensor:
-        """The product e^T U (m, k) for U (n, k), or (e o A B^T)^T U; weights (n,) as above."""
+        """Return e^T U (m, k) for U (n, k), or (e o A B^T)^T U; weights (n,) as in `times`."""
         left, right = self.masses
         found = self.plan.transposed_times(_weighted(values, weights, left), factors)
         return found.div_(right[:, None])
@@ -124,9 +124,10 @@ class Entries:
     def solve(
         self, s: Tensor | None, t: Tensor, cg: CGOptions, options: Schedule
     ) -> tuple[Tensor, Tensor]:
-        """Both w1 (n,) and w2 (m,) with r o w1 + P w2 = s and P^T w1 + c o w2 = t; 0 at no mass.
+        """Solve r o w1 + P w2 = s, P^T w1 + c o w2 = t for w1 (n,) and w2 (m,); 0 without mass.
 
-        Without s it is 0, and t is as small as c. Where s or t are not finite, NaN.
+        Without s it is 0, and t must be at most of the size of c. Return NaN if s or t are not
+        finite.
 
         Raises:
             ConvergenceError: `options` require convergence, and the system was not solved.
@@ -146,7 +147,7 @@ class Entries:
             if not all_finite(right):
                 return torch.full_like(self.a, torch.nan), torch.full_like(t, torch.nan)
             if taken is not None:
-                # Of a permutation nothing else is left, and no direction of it is to be trusted.
+                # For a plan that is a permutation only rounding is left: it counts as 0.
                 rounding = products.precision * (t.abs()[:, None] + taken.abs())
                 right = torch.where(right.abs() > rounding, right, 0)
                 first, right = _first_step(products, system, right, cg)
@@ -172,7 +173,7 @@ class Entries:
 
     @property
     def small(self) -> Tensor | None:
-        """The entries of the plan (n, m), where it is held and small."""
+        """The entries of the plan (n, m) if it is stored and small, else None."""
         plan = self.plan
         return plan.entries if isinstance(plan, KeptPlan) and is_small(plan.entries.shape) else None
 
@@ -180,10 +181,10 @@ class Entries:
 def _first_step(
     products: Products, system: SchurSystem, right: Tensor, cg: CGOptions
 ) -> tuple[Tensor, Tensor]:
-    """A solution (m, 1) by the diagonal, and the right-hand side (m, 1) that it leaves.
+    """Return the solution (m, 1) of the diagonal part, and the right-hand side (m, 1) that remains.
 
-    An entry that is not as small as a little mass outweighs all others in a residual, which is
-    scaled by the masses. What is left is P^T (P first / r), as small as the masses everywhere.
+    Residuals are scaled by the masses, so that an entry much larger than a small mass of its point
+    would outweigh all others. What remains, P^T (P first / r), is of the size of the masses.
     """
     metric = system.metric
     first = metric.inverse * metric.in_range(right) / (1 + cg.damping)
@@ -194,18 +195,18 @@ def _first_step(
 
 
 def held_plan(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> Plan:
-    """The plan of f (n,) and g (m,) on the `refined` form of an operator."""
+    """Return the plan of f (n,) and g (m,) on the `refined` form of an operator."""
     return plan_of(refined(operator), f, g, epsilon, MOST_HELD)
 
 
 def check_sums(sums: Tensor, epsilon: float) -> None:
-    """Refuse sums of rows of e (n,) by which conditional plans cannot be divided.
+    """Check the row sums q of e (n,), by which conditional plans are divided.
 
-    They are 1 but for rounding where the potential is a softmin, or the solve has converged.
+    They are 1 up to rounding where the potential is a softmin, or the solve has converged.
 
     Raises:
-        InputError: the costs of such a point are rounded by so much more than epsilon that its sum
-            underflows or overflows.
+        InputError: a sum underflows or overflows, as the rounding of that point's costs is far
+            above epsilon.
     """
     if not bool(((sums > 0) & sums.isfinite()).all()):
         raise InputError(
@@ -225,17 +226,17 @@ class _Weighted:
         self.rows, self.columns = entries.a * entries.q, entries.b * entries.p
 
     def times(self, values: Tensor) -> Tensor:
-        """P V (n, k)."""
+        """Return P V (n, k)."""
         return self._entries.a[:, None] * self._entries.times(self._entries.b[:, None] * values)
 
     def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (m, k)."""
+        """Return P^T U (m, k)."""
         entries = self._entries
         return entries.b[:, None] * entries.transposed_times(entries.a[:, None] * values)
 
 
 def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tensor:
-    """All w o V over masses (m,), side by side, of values V (m, k); V itself without weights."""
+    """Return w o V / masses for every weight w, side by side; V / masses without weights."""
     if not weights:
         return values / masses[:, None]
     if len(weights) == 1 and weights[0] is masses:

@@ -1,11 +1,11 @@
-"""Plans applied to points about an origin near them, not about 0.
+"""Products of a plan with points relative to an origin near them, against cancellation.
 
-A sum sum_j P_ij y_j in floating point is off by its terms' size times their rounding. Of points far
-from 0, next to each other, that is their distance from 0 and not the spread that matters:
+The rounding error of a sum sum_j P_ij y_j is proportional to the size of its terms. For points far
+from 0 and close to each other, that is their distance from 0, while only their spread matters:
 
     sum_j P_ij y_j / r_i = o + sum_j P_ij (y_j - o) / r_i,      r = P 1,
 
-for any o. With o the points' mean only the spread is rounded, and in the end o + ..., once.
+for any o. With o near the points' mean, only the spread is rounded, and the final sum with o once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from otdd_flash.solver.plan_blocks import Assembled, plan_blocks
 
 
 def origin_near(clouds: Iterable[tuple[Points, Tensor]], dtype: torch.dtype) -> Tensor:
-    """The mean (d,) of the means of clouds, each points (n, d) and masses (n,), as a `dtype`.
+    """Return the mean (d,) of the means of clouds, each points (n, d) and masses (n,), as `dtype`.
 
-    It is near the points, not their exact mean: what is computed about it does not depend on it.
+    It need not be exact, as results do not depend on the origin.
     """
-    # A cloud that stands on both sides is read once.
+    # A cloud on both sides is read once.
     means = [
         _near(points, masses) if isinstance(points, Tensor) else weighted_mean(points, masses)
         for points, masses in dict.fromkeys(clouds)
@@ -36,7 +36,7 @@ def origin_near(clouds: Iterable[tuple[Points, Tensor]], dtype: torch.dtype) -> 
 
 
 def mean_near(points: Tensor, masses: Tensor) -> Tensor:
-    """A point (d,), float64, near the mean of points (n, d) with masses (n,): to their rounding."""
+    """Return the mean (d,) of points (n, d) with masses (n,) up to their rounding, as float64."""
     return _near(points, masses).double()
 
 
@@ -53,7 +53,7 @@ def conditional_means(
     points: tuple[Points, Points],
     origin: Tensor,
 ) -> Tensor:
-    """sum_j P_ij y_j / r_i - o: where the plan of potentials sends each row on average.
+    """Return sum_j P_ij y_j / r_i - o, the barycentric map of the plan, less the origin.
 
     Args:
         operator: the cost (n, m) and the masses.
@@ -64,7 +64,7 @@ def conditional_means(
         origin: o (d,), in the type of the operator.
 
     Returns:
-        (n, d) in the type of the operator, where x is.
+        (n, d) in the type of the operator, on the device that stores x.
     """
     found = Assembled(points[0])
     for block, _, (image, masses) in plan_blocks(

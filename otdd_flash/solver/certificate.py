@@ -51,7 +51,7 @@ from otdd_flash.operators.base import (
     larger,
     lesser,
 )
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
+from otdd_flash.solver.term.tolerance import EpsilonOutOfRange, or_double
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0

@@ -93,7 +93,8 @@ def sinkhorn_divergence(
     fingerprint are one cloud: a single self term, the value 0 and the bounds [0, 0].
 
     Raises:
-        InputError: as for `sinkhorn`, or a block [x, x] or [y, y] is not symmetric.
+        InputError: as for `sinkhorn`, a block [x, x] or [y, y] is not symmetric, or `start` holds
+            potentials of other clouds or NaN.
         ConvergenceError: `options.require_convergence` is set and a term stopped early.
 
     Warns:
@@ -103,6 +104,7 @@ def sinkhorn_divergence(
     x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
     problem = Problem.between(x, y, epsilon, class_table, cost, compute, debias=debias)
+    start = problem.checked_start(start)
     divergence = problem.solve(options, debias=debias, start=start, progress=progress)
     report_convergence(divergence, options)
     return divergence

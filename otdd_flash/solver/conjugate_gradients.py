@@ -1,16 +1,17 @@
-"""Conjugate gradients for a matrix whose rows belong to masses, with several right-hand sides.
+"""Conjugate gradients for a matrix scaled by masses, with several right-hand sides at once.
 
-The matrix is scaled by its masses, or preconditioned by what is near its inverse (`low_rank`),
-every direction goes by itself, and products of all of them share one pass. Residuals keep no part
-outside the range: their sum is 0 where constants are taken to 0.
+The preconditioner is the diagonal of masses, plus a low-rank part where that is slow (`low_rank`).
+Each right-hand side has its own iteration; their products with the matrix share one pass. Residuals
+are projected onto the range: where constants are in the kernel, their sum is kept at 0.
 
-Every step adds the rounding of its product to what the recursive residual does not know of (van der
-Vorst & Ye 2000, Residual replacement strategies for Krylov subspace iterative methods for the
-convergence of true residuals). A step that would bring it above the residual itself, such as a long
-one where the matrix is 0 but for rounding, is not taken and ends the direction.
+The recursive residual drifts from the true one by the rounding of every product (van der Vorst & Ye
+2000, Residual replacement strategies for Krylov subspace iterative methods for the convergence of
+true residuals). The drift is bounded as it grows. A step that would take the bound above the
+residual itself, such as a long one where the matrix is 0 but for rounding, is not made, and the
+iteration of that right-hand side ends.
 
-Iterations may be of a matrix near the one that is to be solved with. The residual of the latter
-corrects what they give: iterations start again from it.
+Iterations may use a nearby matrix with faster products. The true residual of the matrix itself then
+corrects their result: iterations restart from it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from otdd_flash.solver.direct import Direct
     from otdd_flash.solver.low_rank import LowRank
 
-# What part of the tolerance conjugate gradients aim at: corrections then rarely follow.
+# Iterations aim at this share of the tolerance, so that corrections are rarely needed.
 AIM = 0.5
 
-# Rows from which on a product takes longer than launching the next one.
+# Rows from which a product takes longer than the launch of the next one.
 MANY_ROWS = 1 << 14
 
 
@@ -40,47 +41,47 @@ class System(Protocol):
 
     @property
     def metric(self) -> Metric:
-        """The range of the matrix and the masses that scale it; rows without mass are 0."""
+        """The masses that scale the matrix, and its range; rows without mass are 0."""
         ...
 
     @property
     def precision(self) -> float:
-        """The error of its products, relative to what they multiply, both scaled."""
+        """The relative error of its products, in the norm scaled by the masses."""
         ...
 
     @property
     def layout(self) -> Layout | None:
-        """The order of points that tensor cores multiply in; None if they take no part."""
+        """The packed order of points in products on tensor cores; None without these."""
         ...
 
     @property
     def direct(self) -> Direct | None:
-        """The matrix decomposed, if it is a small one."""
+        """The factorization of a small matrix, else None."""
         ...
 
     def preconditioner(self) -> LowRank | None:
-        """Near its inverse, for iterations that the masses leave slow; None where they do not."""
+        """Return an approximate inverse for slow iterations; None if the masses suffice."""
         ...
 
     def times(self, values: Tensor) -> Tensor:
-        """Its product (m, s) with values (m, s), float64."""
+        """Return the product (m, s) with values (m, s), float64."""
         ...
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
-        """Return the product with values packed as halves in its layout, with scales (s,)."""
+        """Return the product with values packed in float16 in its layout, with scales (s,)."""
         ...
 
 
 class Metric:
-    """The range of a system's matrix, and sizes scaled by its masses.
+    """The norm scaled by a matrix's masses, and the projection onto its range.
 
     Args:
         masses: (m,) float64.
-        constants: whether the matrix takes constants to 0.
+        constants: whether constants are in the kernel of the matrix.
 
     Attributes:
         masses: (m, 1).
-        constants: whether the matrix takes constants to 0.
+        constants: whether constants are in the kernel of the matrix.
     """
 
     def __init__(self, masses: Tensor, *, constants: bool) -> None:
@@ -103,21 +104,21 @@ class Metric:
 
     @cached_property
     def constant(self) -> Tensor:
-        """Masses^(1/2) (m,) over their length: constants, scaled."""
+        """masses^(1/2) (m,) of norm 1: the scaled constant vector."""
         return (self.masses[:, 0] / self.total).sqrt_()
 
     def in_range(self, values: Tensor) -> Tensor:
-        """Values (m, s) less their part outside the range, 0 where there is no mass."""
+        """Project values (m, s) onto the range; 0 where there is no mass."""
         return self.less_constants(torch.where(self.masses > 0, values, 0))
 
     def less_constants(self, values: Tensor) -> Tensor:
-        """Values (m, s) less their part outside the range, for some that are 0 where masses are."""
+        """Project values (m, s) that are 0 where there is no mass onto the range."""
         if not self.constants:
             return values
         return torch.addcmul(values, self.masses, values.sum(0) / self.total, value=-1)
 
     def size(self, values: Tensor) -> Tensor:
-        """Sizes (s,) of values (m, s), scaled by masses^(-1/2)."""
+        """Return the norms (s,) of values (m, s), scaled by masses^(-1/2)."""
         found: Tensor = torch.linalg.vector_norm(values * self.scale, dim=0)
         return found
 
@@ -126,8 +127,8 @@ class Limits(NamedTuple):
     """The limits of iterations.
 
     Attributes:
-        tolerance: of residuals over right-hand sides.
-        iterations: at the most, of every direction.
+        tolerance: relative residual.
+        iterations: the most of every right-hand side.
     """
 
     tolerance: float
@@ -139,8 +140,8 @@ class Near(NamedTuple):
 
     Attributes:
         system: the matrix, or one near it.
-        preconditioner: near its inverse with its masses; None for these alone.
-        most: iterations of a correction, at the most; None for those of all corrections.
+        preconditioner: the low-rank part beside the masses; None for the masses alone.
+        most: iterations between two corrections, at the most; None: no limit but that of all.
     """
 
     system: System
@@ -149,7 +150,7 @@ class Near(NamedTuple):
 
 
 class Iterates:
-    """The state of s directions in PyTorch: vectors (m, s), numbers (s,), float64 unless noted.
+    """The state of s iterations in PyTorch: vectors (m, s), numbers (s,), float64 unless noted.
 
     Args:
         metric: of the system that is solved.
@@ -158,26 +159,26 @@ class Iterates:
     Attributes:
         values: the best solutions so far.
         left: their residuals.
-        size: of the right-hand sides, scaled.
-        now: of the residuals.
+        size: scaled norm of the right-hand sides.
+        now: scaled norm of the residuals `left`.
         taken: iterations so far, int64.
-        pending: whether a correction is wanted, bool.
-        missed: whether a target is not met and iterations are left, bool.
-        correction: what iterations add to the values.
-        residual: the recursive one.
-        direction: whose image is wanted next.
-        square: of the size of the recursive residual.
-        energy: <residual, preconditioned residual>: the square, without a preconditioner.
-        unknown: what rounding may have added to that residual.
-        iterations: of this correction, int64.
-        active: which go on, bool.
+        pending: whether a correction is due, bool.
+        missed: whether the tolerance is missed and iterations are left, bool.
+        correction: the sum of steps since the last correction.
+        residual: the recursive residual.
+        direction: the search direction.
+        square: squared scaled norm of the recursive residual.
+        energy: <residual, preconditioned residual>; `square` without a low-rank part.
+        unknown: bound on the drift of the recursive residual, by rounding.
+        iterations: since the last correction, int64.
+        active: which iterations go on, bool.
     """
 
     def __init__(self, metric: Metric, limits: Limits) -> None:
         self._metric, self._limits = metric, limits
 
     def begin(self, right: Tensor, near: Near) -> None:
-        """Iterate from right-hand sides (m, s) on."""
+        """Start from 0 for right-hand sides (m, s)."""
         self._right = self.left = self._metric.in_range(right)
         self.values = torch.zeros_like(right)
         self.size = self.now = self._metric.size(self.left)
@@ -186,7 +187,7 @@ class Iterates:
         self.resume(near)
 
     def resume(self, near: Near) -> None:
-        """Iterate on as `near` says, where the tolerance is not met."""
+        """Restart with the system and preconditioner of `near`, where the tolerance is missed."""
         self._near = near
         self._start(torch.ones_like(self.target, dtype=torch.bool))
 
@@ -194,11 +195,11 @@ class Iterates:
         self.step()
 
     def wanted(self) -> tuple[bool, bool]:
-        """Whether any correction is wanted, and whether any target is missed."""
+        """Return whether any correction is due, and whether any tolerance is missed."""
         return bool(self.pending.any()), bool(self.missed.any())
 
     def _start(self, more: Tensor) -> None:
-        """Iterate from the residuals that are left, where there is more to do."""
+        """Restart from the true residuals, where `more` and the tolerance is missed."""
         self.missed = (self.now > self.target) & (self.taken < self._limits.iterations)
         self.pending = pending = more & self.missed
         self.correction, self.residual = torch.zeros_like(self.left), self.left
@@ -220,7 +221,7 @@ class Iterates:
         return inverse * residual
 
     def step(self) -> None:
-        """Take a step of all active directions."""
+        """Make a step of conjugate gradients for all active right-hand sides."""
         near = self._near.system
         metric, image = near.metric, near.times(self.direction)
         energy = (self.direction * image).sum(0)
@@ -242,9 +243,10 @@ class Iterates:
         self.active = active & (self.square > self._goal) & (self.iterations < self._most)
 
     def correct(self, system: System) -> None:
-        """Take the correction if the residual is smaller then; start again if it halves.
+        """Add the correction if it lowers the true residual; restart if it halves it.
 
-        Unless it took as many iterations as there may be: another way is wanted then.
+        Do not restart after as many iterations as a correction may have: a better preconditioner,
+        or another system, is due then.
         """
         corrected = self.values + self.correction
         left = self._metric.in_range(self._right - system.times(corrected))
@@ -259,10 +261,10 @@ class Iterates:
 
 
 def inverse(masses: Tensor) -> Tensor:
-    """One over masses, 0 where there is none."""
+    """Return 1 / masses, 0 where a mass is 0."""
     return _finite(masses.reciprocal())
 
 
 def _finite(powers: Tensor) -> Tensor:
-    """Negative powers of masses, in place 0 where they are infinite."""
+    """Replace infinite values, powers of a mass of 0, by 0 in place."""
     return powers.nan_to_num_(nan=torch.nan, posinf=0, neginf=0)

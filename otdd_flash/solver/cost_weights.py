@@ -1,8 +1,8 @@
-"""Derivatives by what costs are made of, from a weight for each cost.
+"""Derivatives by points, class distances and lambdas, from the derivative M by the costs.
 
     dL/dC = M,    M_ij = e_ij (A_i . B_j b_j + h_i b_j + a_i k_j),
 
-of which x, y, the class distances and both lambdas see M V and M^T U alone:
+and x, y, the class distances and both lambdas need only products M V and M^T U:
 
     dL/dx = 2 lambda_x ((M 1) o x - M y)         dL/dlambda_x = sum_ij M_ij ||x_i - y_j||^2
     dL/dy = 2 lambda_x ((M^T 1) o y - M^T x)     dL/dlambda_y = sum_ij M_ij W[l_i, l_j]
@@ -26,13 +26,13 @@ from otdd_flash.solver.problem import Problem
 
 
 class CostWeights:
-    """M of the head of this file.
+    """M of the module docstring: dL/dC.
 
     Args:
         entries: e, with a and b.
-        h: (n,) float64, as is what follows.
-        k: (m,).
-        factors: A (n, r) and B (m, r), if there are any.
+        h: (n,) float64.
+        k: (m,) float64.
+        factors: A (n, r) and B (m, r), float64; None for 0.
 
     Attributes:
         entries: e, with a and b.
@@ -45,7 +45,7 @@ class CostWeights:
         self._h, self._k = h, k
 
     def times(self, values: Tensor) -> Tensor:
-        """M V (n, j)."""
+        """Return M V (n, j) for V (m, j)."""
         if self._held is not None:
             return self._held @ values
         entries, b = self.entries, self.entries.b
@@ -57,7 +57,7 @@ class CostWeights:
         return found
 
     def transposed_times(self, values: Tensor) -> Tensor:
-        """M^T U (m, j)."""
+        """Return M^T U (m, j) for U (n, j)."""
         if self._held is not None:
             return self._held.T @ values
         entries, b = self.entries, self.entries.b[:, None]
@@ -70,7 +70,7 @@ class CostWeights:
 
     @cached_property
     def _held(self) -> Tensor | None:
-        """M itself (n, m), where the plan is held and small: in fewer operations than products."""
+        """M itself (n, m) if the plan is stored and small, else None."""
         entries, held = self.entries, self.entries.small
         if held is None:
             return None
@@ -91,16 +91,16 @@ class CostWeights:
 def cost_gradient(
     problem: Problem, weights: CostWeights, needs: frozenset[str]
 ) -> dict[str, Tensor]:
-    """Derivatives by "x", "y", "classes" and both lambdas, those of them that are needed, float64.
+    """Compute the derivatives in `needs`: by "x", "y", "classes" and both lambdas, float64.
 
     "classes" is the table (V_x + V_y, V_x + V_y), 0 outside of the block [x, y].
     """
     inputs = problem.inputs("xy")
     gradient: dict[str, Tensor] = {}
     source, target = inputs.source, inputs.target
-    # Points of x are about as far from it as from those that they are sent to.
+    # Points of x are about as far from it as from the points that the plan sends them to.
     origin = mean_near(target.features, weights.entries.b)
-    # Made where they are used: nothing takes more memory than products, which need one of them.
+    # Computed where they are used, as a product needs only one of them in memory.
     x, y = (partial(less_origin, side.features, origin) for side in (source, target))
     factor, dim = 2 * inputs.cost.squared.lambda_x, source.features.shape[1]
     by_class = bool(needs & {"classes", "lambda_y"})

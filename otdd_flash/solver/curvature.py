@@ -1,18 +1,19 @@
 """Second derivatives of OT_epsilon by the points, along directions, in closed form.
 
-The gradient 2 L (r x - P y), L = lambda_x, moves with the points and with the plan. Along A (n, d)
-of x and B (m, d) of y the cost changes by C'_ij = 2 L <x_i - y_j, A_i - B_j> and the plan, whose
-sums r and c stay, by
+The gradient 2 L (r x - P y), L = lambda_x, changes with the points and with the plan. Along
+directions A (n, d) of x and B (m, d) of y the cost changes by C'_ij = 2 L <x_i - y_j, A_i - B_j>,
+and the plan, whose marginals r and c are held fixed, by
 
     dP = P o (w1 + w2^T - C') / epsilon,      dP 1 = 0,  dP^T 1 = 0,
 
-a linear system for w1 (n,) and w2 (m,), see `schur`. So (Ye et al. 2026, arXiv:2602.03067, Theorem
-5, for any plan and both clouds)
+a linear system for w1 (n,) and w2 (m,), see `schur`. So (Theorem 5 of Ye et al. 2026,
+arXiv:2602.03067, here for any plan and both clouds)
 
     T_x = 2 L (r o A - P B - dP y)
     T_y = 2 L (c o B - P^T A - dP^T x).
 
-With u = <x, A>, v = <y, B> by rows and e = (P v - <A, P y> - <x, P B>) / r the sums of P o C' are
+With the row-wise products u = <x, A>, v = <y, B> and e = (P v - <A, P y> - <x, P B>) / r, the row
+sums s1 and column sums s2 of P o C' satisfy
 
     s1 = 2 L r o (u + e)
     s2 - P^T (s1 / r) = 2 L (c o v - <P^T A, y> - <B, P^T x> - P^T e)
@@ -22,22 +23,24 @@ and with t1 = w1 - 2 L u = 2 L e - P w2 / r and t2 = w2 - 2 L v
     epsilon dP y   = t1 o P y + P (t2 o y) + 2 L (P o (A y^T + x B^T)) y
     epsilon dP^T x = t2 o P^T x + P^T (t1 o x) + 2 L (P o (A y^T + x B^T))^T x.
 
-Of these the row sums of P o A y^T with y are M_i A_i, M_i = sum_j P_ij y_j y_j^T, one pass for all
-directions where d is small. Points count from an origin near them, as dP 1 = 0 allows, and a
-direction is taken without its mean, whose image is known: T_x = 2 L r o (mean A - mean B).
+Here (P o A y^T) y has the rows M_i A_i, M_i = sum_j P_ij y_j y_j^T: one pass for all directions
+where d is small. Coordinates are relative to an origin near the points, as dP 1 = 0 allows. The
+mean of a direction is subtracted, as its image is known: T_x = 2 L r o (mean A - mean B).
 
-Between a cloud and itself, both arguments moving, B = A and both potentials are one:
+For a self term OT(x, x), whose two arguments move together, B = A and there is one potential:
 
     (diag(r) + P) w = 2 L (r o (u + e) + P u),     e = -(<x, P A> + <A, P x>) / r
     T = 4 L (r o A - P A - dP x).
 
-A system is solved to a residual, s - S w2 or s - (diag(r) + P) w, by which column sums of
-epsilon dP are off. As for a plan whose sums move, residual o y joins epsilon dP^T x, and residual o
-x that of a self term. With <w2, residual> / epsilon the curvature <(A, B), T (A, B)> then is off by
-the square of the residual only, and the system's share of it at most the exact one.
+The residual of an approximate solution, s - S w2 or s - (diag(r) + P) w, is the error of the
+column sums of epsilon dP. So residual o y is added to epsilon dP^T x, as for a plan whose marginals
+change, and residual o x in a self term. With <w2, residual> / epsilon added, the error of the
+curvature <(A, B), T (A, B)> is of second order in the residual, and the system's share of it is a
+lower bound.
 
-A damped solution leaves delta c o w2, or delta r o w, beside its residual. Both join, and what all
-rows of T_x share by it is taken off: T stays symmetric, and constants keep their image.
+A damped solution has delta c o w2, or delta r o w, beside its residual. Both are added, and the
+part that they add to all rows of T_x alike is subtracted: T stays symmetric, and the image of
+constants remains exact.
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from otdd_flash.solver.packed_plan_points import plan_points
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
 from otdd_flash.solver.term.result import TransportTerm
 
-# Coordinates of all points along all directions that are there at once.
+# Coordinates of directions, over all points, that are processed at once.
 ELEMENTS = 1 << 25
 
 
@@ -63,11 +66,11 @@ class Along(NamedTuple):
     """Second derivatives along s directions.
 
     Attributes:
-        x: (s, n, d) of the gradient by x, float64, or float32 where products are.
-        y: (s, m, d) of that by y; None where nothing asks for it.
+        x: (s, n, d), of the gradient by x, float64, or float32 where products are.
+        y: (s, m, d), of the gradient by y; None if not asked for.
         curvature: (s,) float64, <direction, derivative>.
         iterations: (s,) int64, of conjugate gradients.
-        residual: (s,) of the linear system, over its right-hand side.
+        residual: (s,), relative residual of the linear system.
         converged: (s,) bool.
     """
 
@@ -80,7 +83,7 @@ class Along(NamedTuple):
 
 
 class CrossCurvature:
-    """Of OT_epsilon between two clouds, at the potentials of a term.
+    """Second derivatives of OT_epsilon between two clouds, at the potentials of a term.
 
     Args:
         inputs: clouds and ground cost, squared Euclidean distances.
@@ -97,13 +100,13 @@ class CrossCurvature:
 
     @cached_property
     def _by_row(self) -> Tensor:
-        """1 / r (n,), 0 where there is no mass; once r is known."""
+        """1 / r (n,), 0 where there is no mass. Reading it computes r."""
         return self._at.here(self._system.by_row[:, 0])
 
     def along(self, a: Tensor, b: Tensor | None = None) -> Along:
-        """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still.
+        """Differentiate along A (s, n, d) of x and B (s, m, d) of y; without B, y is fixed.
 
-        The derivative of the gradient by y is asked for by a B, which may be 0.
+        The gradient by y is differentiated only if a B is given, which may be 0.
         """
         a = self._at.here(a)
         return self._along_x(a) if b is None else self._along_both(a, self._at.here(b))
@@ -118,7 +121,7 @@ class CrossCurvature:
         columns, of_w2 = at.columns_change_beside(w2, w2)
         t1 = torch.addcmul(factor * e, self._by_row, of_w2, value=-1)
         by_x = torch.empty_like(given)
-        # Means and what is left are orthogonal.
+        # The means of directions and the centred directions are orthogonal.
         curvature = a.mean.square().sum((1, 2)).mul_(factor * a.total)
         for part in at.changed(a, None, t1, columns):
             changed, own = part.points.mul_(-factor / at.epsilon), factor * r[part.rows, None]
@@ -160,9 +163,9 @@ class CrossCurvature:
     def _less_shared(
         self, total: Tensor, shift: Tensor, by_x: Tensor, by_y: Tensor | None = None
     ) -> None:
-        """Take off in place what a damped system adds to the sums of derivatives (s, n, d).
+        """Subtract in place what damping adds to the sums of derivatives (s, n, d).
 
-        They are those of the shift (s, 1, d) of all x against all y, of so much mass in total.
+        The exact sums are 2 L total shift, for the shift (s, 1, d) of all x against all y.
         """
         if self._damping == 0:
             return
@@ -172,7 +175,7 @@ class CrossCurvature:
             by_y.addcmul_(self._at.c[:, None], shared)
 
     def _row_sums(self, a: Directions, b: Directions, v: Tensor, out: Tensor) -> Tensor:
-        """The numbers e (s, n); P B is written to `out`."""
+        """Return e (s, n) of the module docstring; write P B to `out`."""
         at, found = self._at, out.new_empty(out.shape[:2])
         for part, numbers in at.products(b, v):
             dots = dot(a.at(*part.at), at.images[part.rows]) + dot(at.x[part.rows], part.points)
@@ -181,7 +184,7 @@ class CrossCurvature:
         return found
 
     def _right(self, a: Directions, e: Tensor, out: Tensor | None = None) -> Tensor:
-        """-<P^T A, y> - P^T e (s, m); P^T A is written to `out`."""
+        """Return -<P^T A, y> - P^T e (s, m); write P^T A to `out`."""
         at = self._at
         found = e.new_empty((len(e), at.shape[1]))
         for part, numbers in at.products(a, e, transposed=True):
@@ -191,21 +194,21 @@ class CrossCurvature:
         return found
 
     def _solve(self, right: Tensor, e: Tensor) -> Solution:
-        """For right-hand sides (s, m) over 2 L; one that is but the rounding of its terms is 0.
+        """Solve for right-hand sides (s, m), over 2 L; one that is only rounding counts as 0.
 
-        Where a plan matches points one to one, or all points of a side are equal, nothing else is
-        left of it in the range, and no system could be solved for that.
+        Where a plan matches points one to one, or all points of a side are equal, the exact
+        right-hand side is 0, and its rounding need not be in the range of the system.
         """
         metric, given, e = self._system.metric, right.double().T, e.double()
         in_range = metric.in_range(given)
-        # P^T e is one of the terms, of no larger size than e.
+        # P^T e, one of the terms, is at most as large as e.
         terms = torch.maximum(metric.size(given), (e.square() @ self._at.r.double()).sqrt_())
         told = metric.size(in_range) > self._at.plan.precision * terms
         return self._solver.solve(torch.where(told, self._at.factor * in_range, 0))
 
 
 class SelfCurvature:
-    """Of OT_epsilon between a cloud and itself, both arguments moving; arguments as above."""
+    """Second derivatives of OT_epsilon(x, x), both arguments moving; arguments as above."""
 
     def __init__(self, inputs: CostInputs, term: TransportTerm, cg: CGOptions) -> None:
         self._at = at = plan_points(inputs, (term.f, term.f), term.epsilon)
@@ -215,9 +218,9 @@ class SelfCurvature:
         self._damping = cg.damping
 
     def less_half(self, given: Tensor, out: Tensor) -> Along:
-        """Along A (s, n, d), of whose derivatives half is taken off `out` (s, n, d).
+        """Differentiate along A (s, n, d); subtract half of the derivatives from `out` (s, n, d).
 
-        The derivatives themselves, as large as the points, are never there.
+        The derivatives themselves, as large as the points, are never stored.
         """
         at, x, factor, r = self._at, self._at.x, self._at.factor, self._at.r
         a = at.directions(at.here(given))
@@ -240,12 +243,12 @@ class SelfCurvature:
             moved = part.points.addcmul_(left[part.at][..., None], x[part.rows]).div_(at.epsilon)
             curvature[part.which].sub_(inner(a.at(*part.at), moved))
             part.add(out, moved, factor)
-        # Both potentials, so twice.
+        # Twice, as both arguments move.
         return _along(out, None, 2 * factor * curvature, solved, at.epsilon / 2)
 
 
 def _off(solved: Solution, system: SchurSystem | SelfSystem, damping: float) -> Tensor:
-    """Return by how much column sums of epsilon dP are off (s, m)."""
+    """Return the error (s, m) of the column sums of epsilon dP."""
     if damping == 0:
         return solved.left.T
     return torch.addcmul(solved.left, system.metric.masses, solved.values, value=damping).T
@@ -260,7 +263,7 @@ def _along(
 
 
 def in_parts(run: Callable[[slice], Along], directions: int, coordinates: int) -> Along:
-    """All directions, as many at once as memory is meant to hold, of so many coordinates each."""
+    """Run all directions, of so many coordinates each, at most ELEMENTS coordinates at a time."""
     size = max(1, ELEMENTS // coordinates)
     parts = [run(slice(first, first + size)) for first in range(0, directions, size)]
     if len(parts) == 1:

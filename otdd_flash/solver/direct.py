@@ -1,22 +1,22 @@
-"""Linear systems of a small plan, decomposed once and solved for any right-hand side.
+"""Linear systems of a small plan, factorized once and solved for any right-hand side.
 
 Scaled by the masses on both sides, the matrices of `schur` are
 
     (1 + delta) I - K^T K,    (1 + delta) I + K,    K = diag(r)^(-1/2) P diag(c)^(-1/2).
 
-Where rows are fewer than columns, S w2 = t is solved for w1 first, with K K^T in place of K^T K:
+With fewer rows than columns, S w2 = t is solved for w1 first, with K K^T in place of K^T K:
 
     ((1 + delta) diag(r) - P diag(1 / c) P^T) w1 = -P (t / c)
     w2 = (t - P^T w1) / ((1 + delta) c)
 
-Without damping the first matrix takes c^(1/2) to 0. With omega omega^T added to it,
-omega = c^(1/2) / |c^(1/2)|, that has the eigenvalue 1, nothing else changes, and the matrix is
-positive definite: L L^T of Cholesky, without an iteration.
+Without damping the kernel of the first matrix is c^(1/2). Adding omega omega^T with
+omega = c^(1/2) / |c^(1/2)| moves that eigenvalue to 1 and changes no other: the matrix is positive
+definite and has a Cholesky factorization.
 
-A plan in separate blocks takes more than constants to 0, as one that is nearly a permutation does
-at a small epsilon, and that of a self term with distances between classes may take differences of
-classes there: a pivot then is of the size of rounding. `sound` tells, and conjugate gradients solve
-instead. Points without mass have rows of the identity, and solutions of 0.
+The kernel is larger for a plan of separate blocks, or nearly so: one that is almost a permutation,
+at a small epsilon, or one of a self term with distances between classes. A pivot is then of the
+size of rounding, `sound` is false, and conjugate gradients solve instead. Points without mass have
+rows of the identity, and solutions of 0.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from torch import Tensor
 
 from otdd_flash.solver.conjugate_gradients import Metric
 
-# Points of the smaller side up to which a plan is held and its systems are decomposed, and entries:
-# 128 MiB, and as much again for what is made of them.
+# Points of the smaller side, and entries, up to which a plan is stored and its systems factorized:
+# 128 MiB, and as much again for the factor.
 MOST_POINTS, MOST_ENTRIES = 3000, 1 << 24
 
-# The same for a decomposition on a CPU: of 1,000 points it takes as long as 100 iterations of
-# conjugate gradients, and at a tenth of the mean cost ten are enough.
+# The same for a factorization on a CPU: for 1,000 points it takes as long as 100 iterations of
+# conjugate gradients, of which ten are enough at an epsilon of a tenth of the mean cost.
 MOST_POINTS_CPU = 512
 
 
 def is_small(shape: Sequence[int]) -> bool:
-    """Whether a plan (n, m) is held."""
+    """Return whether a plan of this shape (n, m) is stored."""
     n, m = shape
     return min(n, m) <= MOST_POINTS and n * m <= MOST_ENTRIES
 
 
 def is_decomposed(entries: Tensor) -> bool:
-    """Whether systems of a plan P (n, m) that is held are solved without iterations."""
+    """Return whether systems of a stored plan P (n, m) are factorized."""
     most = MOST_POINTS if entries.is_cuda else MOST_POINTS_CPU
     return is_small(entries.shape) and min(entries.shape) <= most
 
 
 class Direct(Protocol):
-    """A matrix (m, m) that is decomposed."""
+    """A factorized matrix (m, m)."""
 
     @property
     def sound(self) -> Tensor:
-        """Whether the decomposition succeeded, (): positive definite, by more than rounding."""
+        """Whether the factorization succeeded, (): positive definite by more than rounding."""
         ...
 
     def solve(self, right: Tensor) -> Tensor:
-        """The solutions (m, s) for right-hand sides (m, s), float64, in its range."""
+        """Solve for right-hand sides (m, s), float64, in the range of the matrix."""
         ...
 
 
 class Cholesky:
-    """Of a matrix that is scaled by masses.
+    """The Cholesky factorization of a matrix scaled by masses.
 
     Args:
         scaled: (m, m) float64.
-        metric: whose masses scale it.
-        terms: that its entries are sums of, which tells what rounding leaves of a pivot.
+        metric: the masses that scale it.
+        terms: number of terms in the sum of each entry, for a bound on the rounding of a pivot.
     """
 
     def __init__(self, scaled: Tensor, metric: Metric, terms: int) -> None:
@@ -84,7 +84,7 @@ class Cholesky:
 
 
 def of_columns(entries: Tensor, rows: Metric, columns: Metric, damping: float) -> Cholesky:
-    """S + delta diag(c) of a plan P (n, m) with the metrics of its sums."""
+    """Factorize S + delta diag(c) of a plan P (n, m) with the metrics of its marginals."""
     scaled = (entries * rows.scale).mul_(columns.scale.T)
     n, m = entries.shape
     matrix = torch.addmm(_identity(m, damping, entries), scaled.T, scaled, alpha=-1)
@@ -94,13 +94,13 @@ def of_columns(entries: Tensor, rows: Metric, columns: Metric, damping: float) -
 
 
 def of_self(entries: Tensor, rows: Metric, damping: float) -> Cholesky:
-    """(1 + delta) diag(r) + P of a symmetric plan P (n, n) with the metric of its sums."""
+    """Factorize (1 + delta) diag(r) + P of a symmetric plan P (n, n) with its marginal's metric."""
     scaled = (entries * rows.scale).mul_(rows.scale.T)
     return Cholesky(scaled.add_(_identity(len(entries), damping, entries)), rows, 1)
 
 
 class OfRows:
-    """S + delta diag(c) of a plan P (n, m) with fewer rows than columns; arguments as above."""
+    """The factorization of `of_columns`, for a plan (n, m) with fewer rows than columns."""
 
     def __init__(self, entries: Tensor, rows: Metric, columns: Metric, damping: float) -> None:
         self._entries, self._by_column = entries, columns.inverse

@@ -1,4 +1,4 @@
-"""Directions of points, and what a plan makes of them, for some of the points at once."""
+"""Directions along which points move, and products of a plan with them, for parts of the points."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Which = slice
 Rows = slice | Tensor
 ALL = slice(None)
 
-# Coordinates up to which directions less their means are kept beside those given; of more, so many
-# are computed at a time.
+# Coordinates up to which a centred copy of directions is kept; larger ones are centred by so many
+# at a time.
 LOOKED_AT = 1 << 22
 
 
 class Points(Protocol):
-    """Points (n, d), of which some are read at a time; a tensor is one."""
+    """Points (n, d) that are read in parts, such as a tensor."""
 
     def __getitem__(self, rows: Rows) -> Tensor:
         """Return some of the points, (k, d)."""
@@ -28,12 +28,12 @@ class Points(Protocol):
 
 
 class Part(NamedTuple):
-    """What a plan makes of some directions, for some points.
+    """Products of a plan with some directions, for some points.
 
     Attributes:
-        which: of s directions.
-        rows: of n points.
-        points: found for them, (s', k, d), of the caller to change.
+        which: which of the s directions.
+        rows: which of the n points.
+        points: the products (s', k, d), which the caller may overwrite.
     """
 
     which: Which
@@ -46,21 +46,21 @@ class Part(NamedTuple):
         return self.which, self.rows
 
     def add(self, out: Tensor, values: Tensor, scale: float = 1.0) -> None:
-        """Add numbers of this part, (s', k) or (s', k, d), to those of all."""
+        """Add values of this part, (s', k) or (s', k, d), to its place in `out`."""
         place = out[self.at].add_(values, alpha=scale)
         if isinstance(self.rows, Tensor):
             out[self.at] = place
 
 
 class Directions:
-    """Directions of points, each less its mean.
+    """Centred directions: each less its mean, weighted by masses.
 
     Args:
         given: (s, n, d).
-        masses: (n,), that means are over.
+        masses: (n,), weights of the means.
 
     Attributes:
-        total: of the masses.
+        total: sum of the masses.
         mean: (s, 1, d).
     """
 
@@ -70,27 +70,27 @@ class Directions:
 
     @cached_property
     def _kept(self) -> Tensor | None:
-        """The centred directions (s, n, d), if there is room for another copy."""
+        """The centred directions (s, n, d) if they are small enough to keep, else None."""
         return self.given - self.mean if self.given.numel() <= LOOKED_AT else None
 
     @property
     def values(self) -> Tensor:
-        """The centred directions (s, n, d), not to be written."""
+        """The centred directions (s, n, d); read only."""
         return self.given - self.mean if self._kept is None else self._kept
 
     def at(self, which: Which, rows: Rows) -> Tensor:
-        """Return some directions of some points (s', k, d), not to be written."""
+        """Return some centred directions of some points (s', k, d); read only."""
         if self._kept is None:
             return self.given[which, rows] - self.mean[which]
         return self._kept[which, rows]
 
     def dots(self, points: Points) -> Tensor:
-        """<direction_i, point_i> (s, n), anew."""
+        """Return <direction_i, point_i> (s, n), a new tensor."""
         found = [dot(self.at(ALL, rows), points[rows]) for rows in self._rows()]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def largest(self, which: Which) -> float:
-        """The largest coordinate of some, in absolute value."""
+        """Return the largest absolute coordinate of some directions."""
         found = [extreme for rows in self._rows() for extreme in self.at(which, rows).aminmax()]
         return float(torch.stack(found).abs().max())
 
@@ -102,10 +102,10 @@ class Directions:
 
 
 def dot(one: Tensor, other: Tensor) -> Tensor:
-    """<one_i, other_i>, over the last dimension."""
+    """Return <one_i, other_i> over the last dimension."""
     return (one * other).sum(-1)
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:
-    """<one, other> (s,), over points and their coordinates."""
+    """Return <one, other> (s,) over points and coordinates."""
     return (one * other).sum((-2, -1))

@@ -20,12 +20,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
-from otdd_flash.formulas.decision import CROSS, SELF, Form
+from otdd_flash.checks import shown
+from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
+from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
+from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, solve_by_schedule
@@ -71,6 +74,38 @@ Solved = Callable[[str, Operator, TransportTerm], None]
 # By side, 0 or 1, of which it is wanted: what takes the gradient of the divergence by the points of
 # that side as the ground cost sees them.
 Pulled = Mapping[int, Callable[[Tensor], None]]
+
+
+def checked_start(
+    start: Potentials | None, sizes: tuple[int, int], device: torch.device
+) -> Potentials:
+    """Return potentials that a user starts from, detached and on the device; none is {}.
+
+    Args:
+        start: potentials by term.
+        sizes: n and m.
+        device: of the passes.
+
+    Raises:
+        InputError: there is no such term, or a potential is of other clouds or not finite.
+    """
+    n, m = sizes
+    lengths, found = {"xy": m, "xx": n, "yy": m}, {}
+    for name, potential in (start or {}).items():
+        if name not in lengths:
+            raise InputError(f"start holds potentials by term, xy, xx or yy, got {name!r}")
+        given = real_tensor(f"start[{name!r}]", potential)
+        if given.shape != (lengths[name],):
+            raise InputError(
+                f"start[{name!r}] must have shape ({lengths[name]},), got {shown(given)}"
+            )
+        if not bool(given.isfinite().all()):
+            raise InputError(
+                f"start[{name!r}] holds NaN or infinite entries; leave it out, or give the "
+                "potential of a solve"
+            )
+        found[name] = given.detach().to(device)
+    return found
 
 
 class SolveTerm(Protocol):

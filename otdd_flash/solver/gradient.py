@@ -1,9 +1,9 @@
-"""Derivatives of the debiased divergence by what it was given, gathered from its terms.
+"""Derivatives of the debiased divergence by its inputs, summed over its terms.
 
     dS = dOT(x, y) - dOT(x, x) / 2 - dOT(y, y) / 2
 
-with the derivatives of `term_gradient`, by the points that the ground cost sees, taken on to the
-points given.
+with the derivatives of `term_gradient`, by the points after the transformation of the ground cost,
+and the chain rule to the points given.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ MASSES: tuple[Input, Input] = ("a", "b")
 
 
 class DivergenceGradient:
-    """Derivatives of S_epsilon, gathered while `Problem.solve` solves: pass it as `solved`.
+    """Derivatives of S_epsilon, summed up during `Problem.solve`: pass it as `solved`.
 
     Args:
         problem: the clouds and costs that are being solved.
         needs: the inputs to differentiate by. "classes" is the whole table (V_x + V_y, V_x + V_y);
             it is read in the blocks [x, y], [x, x] and [y, y], and the block [y, x] gets 0.
-        debias: as the solve has it; terms of one side of the ground cost then cancel.
+        debias: as in the solve; if true, terms of one side of the ground cost cancel.
 
     Attributes:
-        total: the sum over the terms solved so far: all of S_epsilon after the solve.
-        groups: points between which derivatives by masses are open, once the cross term is solved.
+        total: the sum over the terms solved so far; complete after the solve.
+        groups: groups between which derivatives by masses are undetermined, once the cross term is
+            solved.
     """
 
     def __init__(self, problem: Problem, needs: Needs, *, debias: bool = True) -> None:
@@ -49,13 +50,13 @@ class DivergenceGradient:
         self.groups: Groups | None = None
 
     def __call__(self, name: str, operator: Operator, term: TransportTerm) -> None:
-        """Add the part of the term "xy", "xx" or "yy"."""
+        """Add the derivatives of the term "xy", "xx" or "yy"."""
         inputs = self._problem.inputs(name)
         if name == "xy":
-            # Between a cloud and itself both terms have the one potential that is the same on both
-            # sides, in which a group that rises would also fall.
+            # Between a cloud and itself f = g, so that no group has an offset: it would be added
+            # and subtracted at once.
             if self._needs & {*MASSES} and not (self._debias and self._problem.identical):
-                # Points and classes are moved by the plan, which offsets between groups leave be.
+                # Other derivatives depend on the plan alone, which offsets do not change.
                 term, self.groups = settled_points(self._problem, term)
             gradient = cross_gradient(operator, term, inputs, self._needs)
             self._add(name, self._by_given(gradient, name), 1.0)
@@ -72,16 +73,16 @@ class DivergenceGradient:
         self._add(name, self._by_given(gradient, name), -0.5)
 
     def report(self, what: str, *, required: bool) -> None:
-        """Warn, or raise if `required`, where derivatives by masses are open.
+        """Warn, or raise if `required`, where derivatives by masses are undetermined.
 
         Raises:
-            ConvergenceError: they are open, and `required`.
+            ConvergenceError: they are undetermined, and `required`.
         """
         report_groups(self.groups, what, self._problem.request.given[0], required=required)
 
     @property
     def pulled(self) -> Pulled | None:
-        """What takes the gradient by the points of each side; None if more is needed."""
+        """Callbacks for the gradients by the points of each side; None if these are not enough."""
         if self._problem.request.cost.ground != "sqeuclidean" or not self._needs <= {"x", "y"}:
             return None
         return {
@@ -93,7 +94,7 @@ class DivergenceGradient:
         self.total[POINTS[place]] = gradient.to(dtype)
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
-        """Apply the chain rule from what the cost sees to the given points and weights."""
+        """Apply the chain rule from the transformed points to the given points and weights."""
         request, cost = self._problem.request, self._problem.request.cost
         if cost.ground == "sqeuclidean":
             return gradient

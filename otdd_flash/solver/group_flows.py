@@ -1,25 +1,27 @@
-"""What groups of points exchange: the offsets that balance it, and those that stay open.
+"""Mass flows between groups of points: offsets that balance them, and undetermined offsets.
 
-Offsets t of K groups move potentials of rows by t_g and of columns by -t_g, and the flows between
-the groups to F_gh exp((t_g - t_h) / epsilon). Everything here is of K groups, in numpy on the host,
-with flows as logarithms and offsets in units of epsilon; `solver.groups` makes groups of points.
+Offsets t of K groups change the potentials of rows by t_g and of columns by -t_g, and the flows
+between groups to F_gh exp((t_g - t_h) / epsilon). Everything here is of K groups, in numpy on the
+host, with logarithms of flows and offsets in units of epsilon; `solver.groups` finds the groups.
 
-- `balanced` maximises the dual <t, a(g) - b(g)> - sum F(t) over t. Along one cut S that is
+- `balanced` maximises the dual <t, a(g) - b(g)> - sum F(t) over t. For a common offset s of the
+  groups S on one side of a cut, with the flows out and in across it, the optimum solves
 
       exp(s) out - exp(-s) in = a(S) - b(S),
 
-  solved in closed form for the cuts of the maximum spanning tree in turn (Osborne 1960, On
-  pre-conditioning of matrices, where cuts are single groups). Exact masses then fix t although no
-  product with P in floating point could see it.
-- `undetermined`: groups whose flows are below what rounding of the masses moves. The indicator w of
-  a group S has w^T L w = cut(S) in the plan's system L, so that cut(S) over its mass bounds the
-  smallest eigenvalue from above, and never reassures. A mass imbalance of d moves t by epsilon d /
-  cut(S), with d the rounding of the masses.
-- `most_along`: the range of what stays open. Any t is as good as another that keeps
+  in closed form, for the cuts of the maximum spanning tree in turn (Osborne 1960, On
+  pre-conditioning of matrices, where cuts are single groups). Exact masses determine t in this way
+  even where flows are below the rounding of products with P.
+- `undetermined` finds groups whose flows are too small against the rounding of the masses. The
+  indicator w of a group S has w^T L w = cut(S) in the plan's linear system L. So cut(S) over the
+  mass of S is an upper bound of the smallest eigenvalue: it can show that t is undetermined, never
+  that it is determined. An error d of the masses changes t by epsilon d / cut(S).
+- `most_along` computes the range of undetermined offsets. All t are equivalent that keep
 
       t_g - t_h <= gaps_gh = min over rows i of g, columns j of h of (C_ij - f_i - g_j).
 
-  For epsilon to 0 these are the optimal potentials. Differences of t end at shortest paths.
+  As epsilon goes to 0 these give the optimal potentials. The largest difference of two offsets is a
+  shortest path.
 """
 
 from __future__ import annotations
@@ -36,30 +38,31 @@ from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 Array = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
 
-# Groups are one if links carry this share of the lighter one's mass. Offsets of what is tied by
-# less are not fixed by a marginal error of 1e-3.
+# Two groups are joined if links between them carry this share of the lighter one's mass. With less,
+# a marginal error of 1e-3 does not determine the offset between them.
 TIED = 0.05
 
-# Relative rounding of a sum of masses, which were divided by their own; offsets are open where it
-# moves them by more than this share of epsilon.
+# Relative rounding of a sum of masses, which were divided by their sum; an offset is undetermined
+# if this rounding changes it by more than OPEN times epsilon.
 MASS_ROUNDING, OPEN = 2.0**-51, 1e-3
 
-# Passes over all cuts, the move in units of epsilon that ends them, and how many are enough alone.
+# Most sweeps over all cuts, the step in units of epsilon that ends them, and sweeps before the
+# first Newton step.
 SWEEPS, SETTLED, ALONE = 40, 1e-6, 2
 
-# What an exponent is raised to, and eigenvalues of the scaled system that count.
+# Least logarithm of a flow in a Newton step, and least eigenvalue of its scaled system.
 LOG_LEAST, LEAST_EIGENVALUE = -700.0, 1e-9
 
 
 class Flows(NamedTuple):
-    """What K groups exchange, on the host.
+    """The flows between K groups, on the host.
 
     Attributes:
-        logs: (K, K), log F_gh; -inf on the diagonal, and where no pair is allowed.
-        gaps: (K, K), least (C_ij - f_i - g_j) / epsilon of rows of g and columns of h, with f_i
-            lowered so that it is 0 at the row's link.
+        logs: (K, K), log F_gh; -inf on the diagonal, and where all pairs are forbidden.
+        gaps: (K, K), least (C_ij - f_i - g_j) / epsilon over rows of g and columns of h, with f_i
+            shifted so that it is 0 at the row's largest entry.
         masses: (K, 2), of rows and of columns.
-        excess: (K,), masses of rows less those of columns; 0 where rounding may have made it.
+        excess: (K,), mass of rows minus mass of columns; 0 if it may be only rounding.
     """
 
     logs: Array
@@ -68,7 +71,7 @@ class Flows(NamedTuple):
     excess: Array
 
     def joined(self, labels: Labels) -> Flows:
-        """The flows of unions of groups (K,)."""
+        """Return the flows between unions of groups, given by labels (K,)."""
         count = int(labels.max()) + 1
         logs, gaps = np.full((count, count), -np.inf), np.full((count, count), np.inf)
         pairs = labels[:, None] * np.ones_like(labels), labels * np.ones_like(labels)[:, None]
@@ -81,15 +84,24 @@ class Flows(NamedTuple):
         return Flows(logs, gaps, masses, above_rounding(excess, masses.sum(1)))
 
     def moved(self, t: Array) -> Flows:
-        """The flows after offsets (K,) in units of epsilon."""
+        """Return the flows after offsets t (K,) in units of epsilon."""
         by = t[:, None] - t
         return self._replace(logs=self.logs + by, gaps=self.gaps - by)
 
 
 def well_tied(masses: Array, ends: Labels, others: Labels, weights: Array) -> Labels:
-    """Join nodes (count,), each with the heavier one that it has most in common with, if enough.
+    """Join each node to the heavier one with the largest shared weight, if that is at least TIED.
 
-    A light point between two heavy groups joins one of them; it does not make them one.
+    A light point between two heavy groups joins one of them; it does not join the two.
+
+    Args:
+        masses: (count,) of the nodes.
+        ends: one node of each link.
+        others: its other node.
+        weights: mass that each link carries.
+
+    Returns:
+        Labels (count,) of the groups.
     """
     labels = np.arange(len(masses))
     while True:
@@ -103,7 +115,7 @@ def well_tied(masses: Array, ends: Labels, others: Labels, weights: Array) -> La
         place[np.argsort(mass, kind="stable")] = np.arange(len(mass))
         enough = (place[lighter] < place[heavier]) & (shared >= TIED * mass[lighter])
         chosen = np.arange(len(mass))
-        # The last, which is the strongest, stays.
+        # Of repeated assignments the last counts, which is the strongest link.
         chosen[lighter[enough]] = heavier[enough]
         if not enough.any():
             return labels
@@ -111,24 +123,24 @@ def well_tied(masses: Array, ends: Labels, others: Labels, weights: Array) -> La
 
 
 def _components(count: int, ends: Labels, others: Labels) -> Labels:
-    """Connected components (count,) of a graph of these edges."""
+    """Label (count,) the connected components of a graph of these edges."""
     graph = coo_array((np.ones(len(ends), dtype=np.int8), (ends, others)), shape=(count, count))
     labels: Labels = connected_components(graph, directed=False)[1]
     return labels.astype(np.int64)
 
 
 def above_rounding(excess: Array, masses: Array) -> Array:
-    """Differences of sums of masses, 0 where they are no more than their rounding."""
+    """Replace differences of sums of masses that are only rounding by 0."""
     return np.where(np.abs(excess) <= MASS_ROUNDING * masses, 0.0, excess)
 
 
 def mean_logs(flows: Flows) -> Array:
-    """Return log sqrt(F_gh F_hg) (K, K), what both exchange at balance; -inf if one is closed."""
+    """Return log sqrt(F_gh F_hg) (K, K), the flow at balance; -inf if one of both is 0."""
     return (flows.logs + flows.logs.T) / 2
 
 
 def _tree(strength: Array) -> tuple[Array, Labels, Labels]:
-    """The edges of the maximum spanning forest of strengths (K, K), the strongest first."""
+    """Return the edges of the maximum spanning forest of strengths (K, K), the strongest first."""
     finite = np.isfinite(strength)
     most = strength[finite].max() if finite.any() else 0.0
     # Weights of a minimum spanning tree; those of 0 would be no edges.
@@ -139,7 +151,7 @@ def _tree(strength: Array) -> tuple[Array, Labels, Labels]:
 
 
 def joined_to(flows: Flows, most: int) -> Labels:
-    """Labels (K,) of at most so many unions of groups, those joined that exchange most."""
+    """Label (K,) at most so many unions of groups: those with the largest flows are joined."""
     count = len(flows.logs)
     _, ends, others = _tree(mean_logs(flows))
     kept = max(0, count - most)
@@ -147,9 +159,10 @@ def joined_to(flows: Flows, most: int) -> Labels:
 
 
 def balanced(flows: Flows) -> Array:
-    """Offsets t (K,) in units of epsilon at which every group gives what it gets, but its excess.
+    """Return offsets t (K,) in units of epsilon that balance the flows of every group.
 
-    Groups to which no allowed pair leads both ways stay where they are.
+    Its outflow minus its inflow is its excess. Groups without flow in both directions are not
+    moved, unless by an excess.
     """
     count = len(flows.logs)
     _, ends, others = _tree(mean_logs(flows))
@@ -183,9 +196,9 @@ def balanced(flows: Flows) -> Array:
 
 
 def _newton(logs: Array, excess: Array) -> Array:
-    """One step (K,) for what many groups have in common, which single cuts find slowly.
+    """Return a Newton step (K,), for modes of many groups on which single cuts converge slowly.
 
-    Directions that rounding hides among larger flows are left to the cuts.
+    Modes below the rounding of larger flows are left to the cuts.
     """
     shares = np.exp(np.maximum(logs, LOG_LEAST))
     out, into = shares.sum(1), shares.sum(0)
@@ -199,9 +212,9 @@ def _newton(logs: Array, excess: Array) -> Array:
 
 
 def _step(out: float, into: float, excess: float) -> float:
-    """The root s of exp(s + out) - exp(into - s) = excess."""
+    """Return the root s of exp(s + out) - exp(into - s) = excess."""
     if not math.isfinite(out + into):
-        # One way alone, which the excess has to take, if there is one in its direction.
+        # Flow is possible one way only: the excess takes it, if it has that direction.
         open_way = out if excess > 0 else into
         fits = excess != 0 and math.isfinite(open_way)
         return math.copysign(math.log(abs(excess)) - open_way, excess) if fits else 0.0
@@ -220,15 +233,15 @@ def _log_sum(logs: Array) -> float:
 
 
 def undetermined(flows: Flows) -> Labels:
-    """Labels (K,) of unions of groups whose offsets are open; all 0 where none is."""
+    """Label (K,) unions of groups with undetermined offsets; all 0 if all are determined."""
     labels = np.arange(len(flows.logs))
     while True:
         found = flows.joined(labels)
-        # A cut moves by epsilon times the rounding of its masses over what it lets through.
+        # The offset of a cut changes by epsilon times the rounding of its masses over its flow.
         held = found.masses.sum(1)
         least = np.log(np.minimum(held[:, None], held)) + math.log(MASS_ROUNDING / OPEN)
         tied = np.logaddexp(found.logs, found.logs.T) >= least
-        # What goes one way alone is to be 0 where no excess takes it, and the offset is infinite.
+        # A flow one way alone must be 0 without an excess, which an infinite offset achieves.
         needed = (found.excess != 0)[:, None] & (found.excess != 0)
         tied &= np.isfinite(mean_logs(found)) | needed
         joined = _components(len(found.logs), *np.nonzero(tied))
@@ -238,9 +251,10 @@ def undetermined(flows: Flows) -> Labels:
 
 
 def most_along(direction: Array, gaps: Array) -> float:
-    """The most of <direction, t> where t_g - t_h <= gaps_gh, shortest paths (K, K).
+    """Return the maximum of <direction, t> over t_g - t_h <= gaps_gh, shortest paths (K, K).
 
-    It is the least cost at which what is above 0 in the direction reaches what is below.
+    By duality it is the optimal transport cost from the positive part of the direction to the
+    negative one, with the gaps as costs.
     """
     scale = np.abs(direction).max()
     if not scale > 0:

@@ -1,22 +1,23 @@
-"""Groups of points that exchange almost no mass, and what is left open of their potentials.
+"""Groups of points that exchange almost no mass, and the undetermined offsets of their potentials.
 
-The plan P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) does not change if f rises and g falls by
-a constant. Nor does it where only the rows and columns of a group g of points move by t_g, but for
+The plan P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) does not change if a constant is added to
+f and subtracted from g. If an offset t_g is added and subtracted in a group g of points alone, only
+the flows between groups change,
 
     F_gh(t) = F_gh exp((t_g - t_h) / epsilon),    F_gh = sum of P over rows of g and columns of h,
 
-which is all that ties the offsets t to the masses. A marginal error far above these flows does not
-see them, so a converged solve leaves t where its iterations happened to end. Where potentials are
-asked for, and in no solve that only wants a value,
+and only they tie the offsets t to the masses. Where they are far below the marginal error, a
+converged solve leaves t wherever its iterations ended. When potentials are asked for, and not in a
+solve for a value alone,
 
 1. `_polished` takes a small plan to its optimum by Newton steps, if it is not near it.
-2. `connected` finds the groups: points that are tied by enough of their mass. Links are entries of
-   at least a share of their row's largest. Rows come in an even sample first; most plans are one
-   group by it, and nothing else is done.
-3. `contracted` sums what the groups exchange, and `solver.group_flows` balances it and says which
-   offsets stay open.
+2. `connected` finds the groups: the points that links of enough of their mass connect. A link is an
+   entry of the plan of at least a share of its row's largest. An even sample of the rows is read
+   first; it shows most plans to be one group, and nothing else is done.
+3. `contracted` sums the flows between groups, and `solver.group_flows` balances them and says which
+   offsets remain undetermined.
 
-Of plans that are not small, slow modes inside one group stay as the solve left them.
+In plans that are not small, slow modes within a group stay as the solve left them.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
 
-# A link is an entry of at least this share of its row's largest; of the next share where that
-# leaves more groups than can be contracted, but of none that rounding of the masses might outweigh.
-# Of those that are contracted, the most strongly tied are joined.
+# A link is an entry of at least this share of its row's largest, or of the next share if that
+# leaves more than MOST_CONTRACTED groups; the last is still above the rounding of the masses. Of
+# more than MOST_BALANCED groups, those with the largest flows are joined.
 LINKS, MOST_CONTRACTED, MOST_BALANCED = (0.05, 1e-5, 1e-11), 1024, 128
 
-# Rows of the first sample, and entries that are there at once.
+# Rows of the first sample, and entries in memory at once.
 FIRST_ROWS, ELEMENTS_CPU, ELEMENTS_GPU = 64, 1 << 21, 1 << 26
 
-# Entries of a plan whose optimum Newton's method finds, its most steps, the first one in units of
-# epsilon that is worth it, and eigenvalues that float64 tells from 0.
+# The most entries of a plan for Newton's method, the most steps, the first step in units of epsilon
+# from which it pays, and the least eigenvalue that float64 distinguishes from 0.
 MOST_POLISHED, NEWTON_STEPS, SMALL_STEP, LEAST_SEEN = 1 << 18, 60, 0.01, 1e-12
 
 # Groups and rows that a message names.
@@ -72,7 +73,7 @@ NAMED_GROUPS, NAMED_CLASSES, NAMED_ROWS, NAME_LENGTH = 4, 6, 5, 40
 
 
 class Entries(Protocol):
-    """Costs (n, m), of some rows and columns at a time."""
+    """A cost (n, m), read in blocks of rows and columns."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,16 +86,16 @@ class Entries(Protocol):
         ...
 
     def logs(self, rows: slice, term: Tensor, epsilon: float) -> Tensor:
-        """S / epsilon + term (k, m), of some rows (k,) and with a term (m,), float64."""
+        """Return S / epsilon + term (k, m) of some rows, for a term (m,), float64."""
         ...
 
     def costs(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """C (k, l) of some rows (k,) and columns (l,), int64."""
+        """Return C (k, l) of some rows (k,) and columns (l,), int64."""
         ...
 
 
 class PointEntries:
-    """Entries of the cost of labelled points, on the device or streamed to it.
+    """The cost of labelled points, on the device or streamed to it, in blocks.
 
     Args:
         cost: two labelled clouds.
@@ -113,7 +114,7 @@ class PointEntries:
         return (points.double() - self._cost.centre).to(self._dtype)
 
     def logs(self, rows: slice, term: Tensor, epsilon: float) -> Tensor:
-        """(2 lambda_x <x_i, y_j> - lambda_x ||y_j||^2 - lambda_y W[l_i, l_j]) / epsilon + term."""
+        """Return S / epsilon + term, S = 2 lambda_x <x, y> - lambda_x ||y||^2 - lambda_y W."""
         cost = self._cost
         x, y = self._centred(cost.points[0][rows]), self._columns
         if y is None:
@@ -136,7 +137,7 @@ class PointEntries:
 
 
 class MatrixEntries:
-    """Entries of a given matrix, in the type of potentials."""
+    """A given cost matrix in blocks, in the type of potentials."""
 
     def __init__(self, source: CostSource, dtype: torch.dtype) -> None:
         self._source, self._dtype, self.shape = source, dtype, source.shape
@@ -154,7 +155,7 @@ class MatrixEntries:
 
 
 class _Plan(NamedTuple):
-    """A plan of potentials in units of epsilon, (n,) and (m,), and its masses."""
+    """A plan: its cost, potentials f (n,) and g (m,) in units of epsilon, and masses."""
 
     entries: Entries
     f: Tensor
@@ -166,15 +167,15 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Groups of points whose potentials the masses leave open against each other.
+    """Groups of points whose offsets the masses do not determine.
 
     Attributes:
         rows: (n,) int64, the group of each row; -1 without mass.
         columns: (m,) likewise.
-        gaps: (K, K) float64, most by which the offset of a group may exceed that of another, in
-            units of the cost: shortest paths between them, inf where nothing limits it.
-        exchanged: log of the largest share of all mass that two of them exchange; -inf if none can.
-        advised: an epsilon, about, from which on the masses determine all potentials.
+        gaps: (K, K) float64, upper bounds of t_g - t_h for the offsets t, in units of the cost:
+            lengths of shortest paths, inf where nothing bounds it.
+        exchanged: log of the largest flow between two of them; -inf if none is possible.
+        advised: roughly the epsilon from which the masses determine all potentials.
     """
 
     rows: Tensor
@@ -184,7 +185,7 @@ class Groups:
     advised: float
 
     def spread(self, direction: Array) -> tuple[float, float]:
-        """Least and most of <direction, t> over the offsets t (K,); the direction sums to 0."""
+        """Return the range of <direction, t> over all offsets t (K,); the direction sums to 0."""
         low, high = (most_along(sign * direction, self.gaps) for sign in (-1, 1))
         return -low, high
 
@@ -192,11 +193,11 @@ class Groups:
 def settled(
     entries: Entries, term: TransportTerm, a: Tensor, b: Tensor
 ) -> tuple[TransportTerm, Groups | None]:
-    """Balance the offsets between groups of a cross term; return groups whose offsets stay open.
+    """Balance the offsets between groups of a cross term; return groups with undetermined offsets.
 
-    The same term where the plan is connected, None where all offsets are determined. A term that
-    has not converged stays as it is, and was reported as that: its marginal error is of its own
-    potentials, and its plan, far from any optimum, tells of no groups.
+    Return the term itself if the plan is connected, and None if all offsets are determined. A term
+    that has not converged is returned as it is, and is reported elsewhere: its plan is far from the
+    optimum and shows no groups, and its marginal error is that of these potentials.
 
     Args:
         entries: the cost of the term.
@@ -237,7 +238,7 @@ def settled(
         return term, None
     flows = flows.joined(alike)
     most = float(mean_logs(flows).max()) + math.log(2)
-    # A gap of 0, or below it by what epsilon still spreads, would be no edge.
+    # scipy takes a gap of 0 for no edge; the entropic spread may even make it negative.
     gaps = shortest_path(np.maximum(flows.gaps, np.finfo(np.float64).tiny), method="FW")
     groups = Groups(
         of_points(alike, rows),
@@ -250,9 +251,9 @@ def settled(
 
 
 class _Linked(NamedTuple):
-    """Groups of rows (n,) and columns (m,), -1 without mass, and max_j (f + g - C)_ij (n,).
+    """Groups of rows (n,) and columns (m,), -1 without mass, and peaks (n,).
 
-    The last in units of epsilon, of the columns that get most.
+    A peak is (f_i + g_j - C_ij) / epsilon at the column j to which row i sends most.
     """
 
     rows: Tensor
@@ -261,7 +262,7 @@ class _Linked(NamedTuple):
 
 
 def settled_points(problem: Problem, term: TransportTerm) -> tuple[TransportTerm, Groups | None]:
-    """The cross term of two clouds, as `settled`, on the device."""
+    """Apply `settled` to the cross term of two clouds, on the device."""
     cost = problem.inputs("xy").labelled
     f, g = (potential.to(cost.a.device) for potential in (term.f, term.g))
     entries = PointEntries(cost, problem.request.compute.dtype)
@@ -271,13 +272,13 @@ def settled_points(problem: Problem, term: TransportTerm) -> tuple[TransportTerm
 def settled_matrix(
     problem: MatrixProblem, term: TransportTerm
 ) -> tuple[TransportTerm, Groups | None]:
-    """The term of a cost matrix, as `settled`."""
+    """Apply `settled` to the term of a cost matrix."""
     entries = MatrixEntries(problem.source, problem.dtype)
     return settled(entries, term, problem.a, problem.b)
 
 
 def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportTerm:
-    """Replace the term's potentials, given in units of epsilon; unchanged ones stay bit for bit."""
+    """Replace the term's potentials by f, g in units of epsilon; equal ones keep their bits."""
     stay_f, stay_g = (
         (old.double() / term.epsilon == new) for old, new in ((term.f, f), (term.g, g))
     )
@@ -293,11 +294,11 @@ def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportT
 
 
 def _polished(plan: _Plan) -> _Plan:
-    """Polish a plan to its optimum, but for offsets that float64 cannot resolve.
+    """Take a plan to its optimum, up to offsets that float64 cannot resolve.
 
-    Newton's method on the semi-dual in f, with g the softmin of f, where its first step is not
-    small. It finds what groups cannot: several thin ties, and points that are lighter than the
-    marginal error.
+    This is Newton's method on the semi-dual in f, with g the softmin of f; a plan whose first step
+    is small is returned as it is. It resolves what groups cannot: several weak links between the
+    same groups, and points lighter than the marginal error.
     """
     device = plan.f.device
     rows, columns = ((mass > 0).nonzero().squeeze(1) for mass in (plan.a, plan.b))
@@ -310,7 +311,7 @@ def _polished(plan: _Plan) -> _Plan:
         shares = np.exp(logs + f[:, None] + g)
         sums = shares.sum(1)
         if not (np.isfinite(shares).all() and (sums > 0).all()):
-            # No plan has these masses, or the solve stopped far from it.
+            # No plan has these masses, or the solve stopped far from the optimum.
             return plan
         per_row = 1 / np.sqrt(sums)
         system = np.diag(sums) - (shares / b) @ shares.T
@@ -331,28 +332,28 @@ def _polished(plan: _Plan) -> _Plan:
 
 
 def connected(plan: _Plan) -> _Linked | None:
-    """Find the groups that no link connects; None if all points are one group."""
+    """Find the groups that links of enough mass connect; None if all points are one group."""
     for share in LINKS:
         found = _linked(plan, -math.log(share))
         if found is None or int(found.columns.max()) < MOST_CONTRACTED:
             return found
     assert found is not None
-    # What no link is to hide holds these apart. The last ones count as one, and are still reported.
+    # Even the weakest links leave too many groups. The last ones count as one, and are reported.
     rows, columns = (part.clamp_max(MOST_CONTRACTED - 1) for part in found[:2])
     return _Linked(rows, columns, found.peaks)
 
 
 def _linked(plan: _Plan, threshold: float) -> _Linked | None:
-    """Connect by entries of at least exp(-threshold) times their row's largest."""
+    """Connect points by entries of at least exp(-threshold) times their row's largest."""
     (n, m), device = plan.entries.shape, plan.g.device
     present = plan.b > 0
-    # Groups of columns so far; m stands for columns without mass.
+    # Groups of columns so far; m is that of columns without mass.
     groups = torch.where(present, torch.arange(m, device=device), m)
     best = torch.zeros(n, dtype=torch.int64, device=device)
     peaks, with_mass = torch.zeros_like(plan.f), plan.a > 0
     term = torch.where(present, plan.g + plan.b.log(), -torch.inf)
     for rows in _even_parts(n, m, device):
-        # A row's own potential moves all of its entries alike.
+        # The row's potential scales all of its entries alike, and is left out.
         logs = plan.entries.logs(rows, term, plan.epsilon)
         most, best[rows] = logs.max(1)
         peaks[rows] = most.double()
@@ -363,7 +364,7 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
         if bool(chosen.any()):
             row, column = linked[chosen].nonzero(as_tuple=True)
             shares = (logs[chosen] - most[chosen, None])[row, column].exp().double()
-            # The rows read stand for all.
+            # The rows read so far are a sample of all.
             weights = plan.a[rows][chosen][row] * shares / plan.a[rows].sum()
             ties = (groups[best[rows]][chosen][row], groups[column], weights)
             masses = torch.zeros(m + 1, dtype=torch.float64, device=device)
@@ -373,13 +374,13 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
         if bool((groups[present] == groups[present][0]).all()):
             return None
     of_rows = torch.where(with_mass, groups[best], m)
-    # A column that is little to each of its rows belongs to the row from which it has most.
+    # A column that no row links to joins the group of the row from which it gets most.
     lonely = (present & ~torch.isin(groups, of_rows)).nonzero().squeeze(1)
     if len(lonely):
         groups[lonely] = of_rows[_most_from(plan, lonely)]
     names, labels = torch.unique(torch.cat((of_rows, groups)), return_inverse=True)
     if not bool(with_mass.all() & present.all()):
-        # The largest name, m.
+        # The largest label, m, is that of no mass.
         labels[labels == len(names) - 1] = -1
     return _Linked(
         labels[:n],
@@ -389,7 +390,7 @@ def _linked(plan: _Plan, threshold: float) -> _Linked | None:
 
 
 def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
-    """Yield parts of the rows, each spread evenly over all; a small one comes first."""
+    """Yield parts of the rows, each spread evenly over all; a small sample comes first."""
     budget = ELEMENTS_CPU if device.type == "cpu" else ELEMENTS_GPU
     count = -(-n // max(1, budget // m))
     first = -(-n // FIRST_ROWS)
@@ -399,7 +400,7 @@ def _even_parts(n: int, m: int, device: torch.device) -> Iterator[slice]:
 
 
 def _most_from(plan: _Plan, columns: Tensor) -> Tensor:
-    """Return the row (l,) from which each of some columns has most of its mass."""
+    """Return for some columns (l,) the row from which each gets most of its mass."""
     weights = plan.f + plan.a.log()
     highest = torch.full_like(columns, -torch.inf, dtype=torch.float64)
     found = torch.zeros_like(columns)
@@ -412,15 +413,15 @@ def _most_from(plan: _Plan, columns: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor, width: int) -> Sequence[Tensor]:
-    """Cut rows into parts whose entries are held at once."""
+    """Cut rows into parts whose entries fit in memory at once."""
     budget = ELEMENTS_CPU if rows.device.type == "cpu" else ELEMENTS_GPU
     return torch.split(rows, max(1, budget // (4 * max(1, width)))) if len(rows) else []
 
 
 def contracted(plan: _Plan, linked: _Linked) -> Flows:
-    """Compute what the groups exchange, in float64.
+    """Compute the flows between groups, in float64.
 
-    Of the largest group only the pairs with others are read.
+    Pairs within the largest group are not read.
     """
     rows, columns, peaks = linked
     count = 1 + int(columns.max())
@@ -433,14 +434,14 @@ def contracted(plan: _Plan, linked: _Linked) -> Flows:
         ((part >= 0) & (part != largest)).nonzero().squeeze(1) for part in (rows, columns)
     )
     every = (columns >= 0).nonzero().squeeze(1)
-    # By group, for sums over stretches of rows.
+    # Ordered by group, so that each group is a stretch of rows for `reduceat`.
     high_others = others[0][rows[others[0]].argsort(stable=True)]
     for high, wide in ((high_others, every), (of_largest[0], others[1])):
         for part in _blocks(high, len(wide)):
             top, sums = _by_group(plan, part, wide, columns[wide], count)
             mine, starts = np.unique(rows[part].cpu().numpy(), return_index=True)
             logs[mine] = np.logaddexp(logs[mine], np.logaddexp.reduceat(sums, starts))
-            # On links f_i + g_j is above C_ij by an entropy that vanishes with epsilon.
+            # At a link f_i + g_j exceeds C_ij by an entropic term that vanishes with epsilon.
             above = peaks[part].cpu().numpy()[:, None] - top
             gaps[mine] = np.minimum(gaps[mine], np.minimum.reduceat(above, starts))
     np.fill_diagonal(logs, -np.inf)
@@ -461,7 +462,7 @@ def _by_group(
     Both (k, K), in units of epsilon.
     """
     costs = plan.entries.costs(rows, columns)
-    # What is left of large potentials and costs, in their type.
+    # Potentials and costs cancel in float64 before the result is rounded to their type.
     logs = (plan.f[rows, None] + plan.g[columns]).sub_(costs, alpha=1 / plan.epsilon).to(costs)
     top = logs.new_full((len(rows), count), -torch.inf)
     top.scatter_reduce_(1, groups.expand_as(logs), logs, "amax")
@@ -473,7 +474,7 @@ def _by_group(
 
 
 def _with_softmins(plan: _Plan) -> tuple[Tensor, Tensor]:
-    """Replace potentials of points without mass by softmins of the others, over epsilon."""
+    """Replace potentials of points without mass by softmins of the others, in units of epsilon."""
     potentials = [plan.f.clone(), plan.g.clone()]
     sides = (plan.a, plan.b)
     for side in (0, 1):
@@ -495,16 +496,16 @@ def report_groups(
     *,
     required: bool,
 ) -> None:
-    """Warn, or raise if convergence is required, that offsets between groups are open.
+    """Warn, or raise if convergence is required, that offsets between groups are undetermined.
 
     Args:
-        groups: those of `settled`; None is nothing to report.
-        what: the numbers that depend on the offsets, in the plural.
+        groups: from `settled`; None: nothing to report.
+        what: the name of the numbers that depend on the offsets, in the plural.
         rows: n samples with their classes, if there are any.
         required: whether to raise.
 
     Raises:
-        ConvergenceError: `required`, and offsets are open.
+        ConvergenceError: `required`, and offsets are undetermined.
     """
     if groups is None:
         return
@@ -550,7 +551,7 @@ def _named(groups: Groups, samples: LabeledSamples | None) -> str:
 
 
 def _range_of(groups: Groups) -> str:
-    """Say by how much the group that is named first may move against the largest."""
+    """Return the range of the offset between the group named first and the largest, as text."""
     rows = groups.rows[groups.rows >= 0]
     largest, first = torch.bincount(rows, minlength=len(groups.gaps)).argsort(
         descending=True, stable=True

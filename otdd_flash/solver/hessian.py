@@ -1,4 +1,4 @@
-"""Products of the divergence's Hessian by the points with directions, streamed."""
+"""Hessian-vector products of the Sinkhorn divergence by the points; no Hessian is stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.tensor_problem import problem_of_tensors
 from otdd_flash.solver.term.result import TransportTerm
 
-# Directions of up to this size or one over it are taken as they are, without a copy.
+# Directions whose largest entry is in [1 / USUAL, USUAL] are not rescaled, which saves a copy.
 USUAL = 1e6
 
 
@@ -52,12 +52,12 @@ def sinkhorn_hessian(
 ) -> SinkhornHessian:
     """Compute the Sinkhorn divergence with its first and second derivatives by the points x.
 
-    Linear systems of few points are decomposed by the first product, for all of them; those of more
-    points are solved by conjugate gradients (see `CGOptions`).
+    Linear systems of few points are factorized by the first product and reused by the next; those
+    of more points are solved by conjugate gradients (see `CGOptions`).
 
     Args:
-        x: (n, d) points; this and what follows as in `sinkhorn_loss`, numbers for the lambdas.
-        y: (m, d) points, which stand still.
+        x: (n, d) points; all arguments as in `sinkhorn_loss`, but for lambdas that are numbers.
+        y: (m, d) points, held fixed.
         a: (n,) masses, uniform by default.
         b: (m,) masses, likewise.
         epsilon: regularisation, in units of the cost.
@@ -70,7 +70,7 @@ def sinkhorn_hessian(
         debias: False leaves both self terms out.
         start: potentials by term to start from.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        cg: when the linear systems of a product are solved.
+        cg: the tolerance of the linear systems of a product.
         compute: where and how passes run.
 
     Raises:
@@ -105,16 +105,15 @@ def sinkhorn_hessian(
 
 @dataclass(frozen=True, eq=False)
 class HessianProduct:
-    """The products of a Hessian with s directions.
+    """Products T v of a Hessian with s directions v.
 
     Attributes:
-        values: of the shape and type of the directions, and where they are.
-        curvature: <v, T v> (s,), float64. Without debiasing it is at most the exact one but for
-            rounding, however early the linear system was left; with it an estimate.
-        iterations: of conjugate gradients, those of both terms, (s,) int64; 0 where systems
-            were decomposed.
-        residual: of the linear system over its right-hand side, the larger of both terms', (s,);
-            0 where the right-hand side is only rounding.
+        values: T v, in the shape and type of the directions and on their device.
+        curvature: <v, T v> (s,), float64. Without debiasing it is, up to rounding, a lower bound of
+            the exact one, however early conjugate gradients stopped; with it an estimate.
+        iterations: (s,) int64, of conjugate gradients, summed over terms; 0 for factorized systems.
+        residual: (s,) relative residual of the linear system, the largest over terms; 0 where the
+            right-hand side is only rounding.
         converged: whether residuals are within the tolerance, (s,) bool.
     """
 
@@ -128,15 +127,15 @@ class HessianProduct:
 class SinkhornHessian:
     """A divergence with its gradient and Hessian T by the points x.
 
-    T is the derivative of the gradient at the sums r and c that the plan has, held fixed: of the
-    converged problem up to the marginal error, and always symmetric. Where x and y are equal, y
-    stands still. The first product makes what all of them need, plans among it where memory holds
-    them, and it is kept.
+    T is the derivative of the gradient with the plan's marginals r and c held fixed: the Hessian of
+    the converged problem up to the marginal error, and always symmetric. y is held fixed, also
+    where it equals x. The first product computes what all of them need, plans included where memory
+    suffices, and keeps it.
 
     Attributes:
         divergence: the solved terms.
-        gradient: (n, d) by x, where it is and in its type; of integers in float32, or float64 where
-            they need it.
+        gradient: (n, d) by x, on its device and in its type; of integers in float32, or float64
+            where they need it.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class DivergenceCurvature:
     Args:
         problem: the clouds and costs.
         divergence: its terms.
-        cg: when linear systems are solved.
+        cg: the tolerance of the linear systems.
     """
 
     def __init__(self, problem: Problem, divergence: Divergence, cg: CGOptions) -> None:
@@ -217,7 +216,7 @@ class DivergenceCurvature:
         self._terms: dict[str, TransportTerm] = divergence.terms
 
     def along(self, a: Tensor, b: Tensor | None) -> Along:
-        """Along A (s, n, d) of x and B (s, m, d) of y; without B, y stands still."""
+        """Apply T to directions A (s, n, d) of x and B (s, m, d) of y; without B, y is fixed."""
         sides = [side for side in (a, b) if side is not None]
         unit = largest(*sides, dim=(1, 2))[:, None, None]
         sizes = unit[:, 0, 0].tolist()
@@ -260,7 +259,7 @@ class DivergenceCurvature:
 
 
 def _with(found: Along, own: Along) -> Along:
-    """Derivatives that half of a self term's was taken off, with what is known of both."""
+    """Combine derivatives, less half of a self term's already, with the facts of that term."""
     return Along(
         found.x,
         found.y,
@@ -275,9 +274,9 @@ def report_residual(found: Along, options: Schedule, way_out: str) -> None:
     """Warn, or raise if convergence is required, where a linear system was not solved.
 
     Args:
-        found: what is known of the systems.
+        found: derivatives with the residuals of their systems.
         options: whether convergence is required.
-        way_out: what would solve them.
+        way_out: the advice that ends the message.
 
     Raises:
         ConvergenceError: convergence is required and was missed.
@@ -295,5 +294,5 @@ def report_residual(found: Along, options: Schedule, way_out: str) -> None:
 
 
 def or_in_double(compute: ComputeOptions) -> str:
-    """Another way out of rounding, at the end of a message; none where there is no better type."""
+    """Return the advice to set double precision, which ends a message; empty where it is set."""
     return "" if compute.precision == "double" else ", or set precision=double"

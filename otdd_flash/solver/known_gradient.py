@@ -11,8 +11,8 @@ from torch import Tensor
 from otdd_flash.eager import check_transforms, own_settings
 from otdd_flash.errors import InputError
 
-# second(along): what the gradients change by, of every input, where the inputs move along these
-# directions, each of the shape of its input, or None where one stands still.
+# second(along): Hessian-vector products, the changes of all gradients along directions of the
+# inputs, each of the shape of its input, or None for an input held fixed.
 Second = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
 
 
@@ -20,9 +20,9 @@ class KnownGradient(torch.autograd.Function):
     """A value whose derivatives are known already: backward only scales them.
 
     `KnownGradient.apply(value, gradients, second, *inputs)` is a copy of `value` whose derivative
-    by `inputs[k]` is `gradients[k]`, of the same shape. A value of shape (B,) is B values, each of
-    the inputs at its place of the first dimension alone. Differentiable twice where `second` tells
-    second derivatives, and else once.
+    by `inputs[k]` is `gradients[k]`, of the same shape. A value of shape (B,) is B values; value k
+    depends on the k-th entries of the inputs' first dimension alone. Differentiable twice where
+    `second` gives second derivatives, and else once.
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ class KnownGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Return scale times each gradient."""
-        # Of create_graph=True.
+        # With create_graph=True.
         again = torch.is_grad_enabled()
         if again and ctx.second is not None:
             scaled = _Moving.apply(ctx.second, ctx.saved_tensors, scale, *ctx.inputs)
@@ -94,7 +94,7 @@ class _Moving(torch.autograd.Function):
 def _scaled(
     scale: Tensor, gradients: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    # Scaled first: gradients in a half type may be too small without the loss scale.
+    # Scaled before the conversion: in float16 gradients may underflow without the loss scale.
     return tuple(
         (_spread(scale, gradient) * gradient).to(given)
         for gradient, given in zip(gradients, inputs, strict=True)
@@ -102,16 +102,16 @@ def _scaled(
 
 
 def _spread(scale: Tensor, gradient: Tensor) -> Tensor:
-    """A scale () or (B,) over all dimensions of a gradient."""
+    """Reshape a scale () or (B,) to broadcast over the dimensions of a gradient."""
     ones = (1,) * (gradient.ndim - scale.ndim)
     return scale.to(gradient.device, gradient.dtype).reshape((*scale.shape, *ones))
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """A gradient that depends on some inputs by derivatives that nobody knows.
+    """A gradient whose own derivatives by the inputs are not available: differentiating it raises.
 
-    Autograd's own `once_differentiable` is silent where only the inputs, and not the scale of the
-    gradient, need a derivative: it takes the gradient for a constant then.
+    Autograd's own `once_differentiable` does not raise where only the inputs, and not the scale of
+    the gradient, require a derivative: it treats the gradient as a constant then.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Refused.
+        """Raise an `InputError`.
 
         Raises:
             InputError: always.
@@ -132,11 +132,11 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 class _TwiceDifferentiable(OnceDifferentiable):
-    """Likewise a second derivative."""
+    """A second derivative, whose own derivatives are not available."""
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Refused.
+        """Raise an `InputError`.
 
         Raises:
             InputError: always.

@@ -58,16 +58,16 @@ def sinkhorn_loss(
     options: Schedule | None = None,
     compute: Compute | None = None,
 ) -> Tensor:
-    """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2, for autograd.
+    """Compute S_epsilon = OT(x, y) - OT(x, x) / 2 - OT(y, y) / 2 at epsilon, for autograd.
 
-    Of clouds (n, d) it is one number, and of B pairs (B, n, d) and (B, m, d) it is (B,), each by
-    itself; `sinkhorn_losses` also takes clouds of different sizes.
+    For clouds (n, d) and (m, d) it is one number, for B pairs (B, n, d) and (B, m, d) a tensor
+    (B,); `sinkhorn_losses` also takes clouds of different sizes.
 
     Differentiable in x, y, a, b, class_table, lambda_x and lambda_y, and twice in x and y where no
     other of them requires a gradient (`create_graph=True`). The forward pass solves to
-    `options.tolerance` and computes what the inputs that require a gradient need; the backward pass
-    only scales it. Memory is that of the solve, whatever the number of iterations. A second
-    backward pass solves the linear systems of `sinkhorn_hessian`, to 1e-5, or 1e-10 of points in
+    `options.tolerance` and computes the gradients of the inputs that require one; the backward pass
+    only scales them. Memory is that of the solve, whatever the number of iterations. A second
+    backward pass solves the linear systems of `sinkhorn_hessian`, to 1e-5, or 1e-10 for points in
     float64, from the potentials alone, and needs all points on the device.
 
     The gradient is exact for the dual value at the potentials that the solver returned, converged
@@ -75,8 +75,8 @@ def sinkhorn_loss(
     Sinkhorn divergences; Ye et al. 2026, arXiv:2602.03067, for plans with marginals other than a
     and b). The gradient by masses is the one along the simplex, with <a, gradient> = 0: masses that
     do not come from a softmax have to be projected after a step. Between groups of points that
-    exchange almost no mass it is what balances their exchange, and a warning where rounding of the
-    masses decides about that.
+    exchange almost no mass, it is computed from potentials that balance these flows; a warning says
+    so where the rounding of the masses is larger than the flows.
 
     Args:
         x: (n, d) or (B, n, d) points of any real type and strides; half types are computed in
@@ -163,7 +163,7 @@ def sinkhorn_loss(
         divergence = problem.solve(
             options,
             debias=debias,
-            start=start,
+            start=problem.checked_start(start),
             solved=gradient if needs else None,
             pulled=gradient.pulled if needs else None,
         )
@@ -182,7 +182,7 @@ def sinkhorn_loss(
 
 
 def _needs(inputs: dict[Input, Any]) -> Needs:
-    """Which inputs autograd will ask for."""
+    """Return the keys of the inputs whose gradients autograd needs."""
     if not torch.is_grad_enabled():
         return frozenset()
     return frozenset(
@@ -191,14 +191,14 @@ def _needs(inputs: dict[Input, Any]) -> Needs:
 
 
 def _along_simplex(gradient: Gradient, source: LabeledSamples, target: LabeledSamples) -> None:
-    """Fix the constant that mass gradients leave open: <a, gradient> = <b, gradient> = 0."""
+    """Fix the free constant of mass gradients: <a, gradient> = <b, gradient> = 0."""
     sides: dict[Input, LabeledSamples] = {"a": source, "b": target}
     for key in gradient.keys() & sides.keys():
         gradient[key] -= sides[key].masses.to(gradient[key].device) @ gradient[key]
 
 
 def plain_number(name: str, value: float | Tensor) -> float:
-    """A weight without its gradient.
+    """Return a weight as a float, detached.
 
     Raises:
         InputError: a tensor of any dimension.

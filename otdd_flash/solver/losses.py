@@ -60,9 +60,9 @@ def sinkhorn_losses(
 ) -> Tensor:
     """Return the `sinkhorn_loss` of B pairs of clouds, (B,), for autograd.
 
-    Small pairs are solved side by side, on a GPU by one launch a step for all of them, where only
-    points need a gradient; others, and where a pair needs more, one after the other. All numbers
-    are converged and proved alike.
+    Small pairs of which only points require a gradient are solved side by side, on a GPU with one
+    launch a step for all of them; other pairs are solved one after the other. All values are
+    converged and certified alike.
 
     Args:
         x: B clouds, tensors (n_k, d) or one tensor (B, n, d).
@@ -100,7 +100,7 @@ def sinkhorn_losses(
                 f"give it as [{name}], or call otdd.sinkhorn_loss"
             )
         for k, cloud in enumerate(clouds):
-            # A batch in a batch would be solved, and mixed with others.
+            # `sinkhorn_loss` would take it for a batch of its own.
             if cloud.ndim == 3:
                 raise InputError(
                     f"pair {k}: {name} must be a cloud (n, d), got shape {tuple(cloud.shape)}; "
@@ -112,7 +112,7 @@ def sinkhorn_losses(
     if class_table is not None and class_totals is None:
         class_totals = len(class_table) // 2, len(class_table) // 2
 
-    # Of which gradients come together at once; those of x[k] would each be as large as x.
+    # `unbind` gathers gradients at once; the gradient of each x[k] would be as large as x.
     each = {
         name: part.unbind() if isinstance(part, Tensor) else part
         for name, part in {"x": x, **sides}.items()
@@ -140,7 +140,7 @@ def sinkhorn_losses(
     if count == 0:
         if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
             return torch.zeros(0)
-        # Of their type and device, and with a gradient as of other batches.
+        # An empty tensor of their type and device, with a gradient like that of other batches.
         return x.flatten(1).sum(1) + y.flatten(1).sum(1)
     others = (a, b, class_table, lambda_x, lambda_y)
     options, labelled = options or Converged(), not (labels_x is None and labels_y is None)
@@ -185,18 +185,18 @@ def _side_by_side(
     debias: bool,
     compute: ComputeOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Losses (B,) of all pairs, for autograd, and on the host which of them (B,) are proved.
+    """Compute losses (B,) of all pairs, for autograd, and which (B,) are certified, on the host.
 
     Args:
-        batch: the pairs, their masses as given.
-        clouds: (B, n, d) and (B, m, d), of which gradients may be asked.
+        batch: the pairs, with masses as given.
+        clouds: (B, n, d) and (B, m, d), which may require gradients.
         weights: lambda_x and lambda_y.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         debias: False leaves self terms out.
         compute: how passes run, and how much memory scores may take.
     """
-    # As samples normalise them.
+    # Normalized as `LabeledSamples` does.
     of_x, of_y = (
         None if part is None else part / part.sum(1, keepdim=True) for part in batch.masses
     )
@@ -228,7 +228,7 @@ def _asks_for_gradient(given: Any) -> bool:
 
 
 def _fits(table: Tensor | None, totals: tuple[int, int] | None, *, labelled: bool) -> bool:
-    """Whether class distances are what `sinkhorn_loss` takes."""
+    """Return whether `sinkhorn_loss` accepts the class distances."""
     if table is None or totals is None:
         return not labelled
     shape = sum(totals), sum(totals)
@@ -236,7 +236,7 @@ def _fits(table: Tensor | None, totals: tuple[int, int] | None, *, labelled: boo
 
 
 def _match(clouds: Clouds, masses: Clouds | None, labels: Clouds | None) -> bool:
-    """Whether every point has a mass and a label, if any has, of types that need no check."""
+    """Return whether masses and labels, if given, fit the clouds in shape, type and device."""
     for parts, whole in ((masses, False), (labels, True)):
         for cloud, part in zip(clouds, () if parts is None else parts, strict=False):
             right = part.dtype in INTEGERS if whole else part.is_floating_point()
@@ -248,7 +248,7 @@ def _match(clouds: Clouds, masses: Clouds | None, labels: Clouds | None) -> bool
 def _small(
     x: Clouds, y: Clouds, epsilon: float, options: Converged, compute: Compute | None
 ) -> bool:
-    """Whether all pairs are for stored scores, side by side."""
+    """Return whether all pairs are small enough to be solved side by side on stored scores."""
     if options.bound_width is not None or options.max_seconds is not None:
         return False
     if not torch.finfo(torch.float32).tiny <= epsilon <= torch.finfo(torch.float32).max / 4:
@@ -257,7 +257,7 @@ def _small(
     kind = first.device.type
     there = chosen.device in ("auto", str(first.device), kind)
     if kind == "cpu" and compute is not None and chosen.device == "auto":
-        # That is a GPU if there is one; without options it is where the clouds are.
+        # `auto` is a GPU if there is one; without options it is the device of the clouds.
         there = not torch.cuda.is_available()
     same = all(
         cloud.ndim == 2
@@ -272,7 +272,7 @@ def _small(
     try:
         in_triton = uses_triton(chosen, first.device)
     except InputError:
-        # The first pair is refused by its place.
+        # `sinkhorn_loss` raises it for the first pair, with the pair's number.
         return False
     n, m = (max(map(len, side)) for side in (x, y))
     room = Room(1, n, m, first.shape[1], 1, first.dtype, first.device, in_triton)
@@ -282,19 +282,19 @@ def _small(
 
 
 def _padded(clouds: Clouds) -> Tensor:
-    """One tensor (B, n, d), 0 where a cloud has no point."""
+    """Pad clouds with zeros to one tensor (B, n, d)."""
     if isinstance(clouds, Tensor):
         return clouds
     return _spread(torch.cat(list(clouds)), list(map(len, clouds)))
 
 
 def _spread(joined: Tensor, lengths: list[int]) -> Tensor:
-    """Rows of clouds, one after the other, as (B, longest, ...), 0 where a cloud has none."""
+    """Pad concatenated rows of clouds of these lengths with zeros to (B, longest, ...)."""
     count, longest = len(lengths), max(lengths)
     if min(lengths) == longest:
         return joined.reshape(count, longest, *joined.shape[1:])
     sizes = torch.tensor(lengths)
-    # By how much rows of a cloud move, from where they stand one after the other.
+    # By how much the rows of each cloud are shifted against the concatenation.
     moves = torch.arange(count) * longest - (sizes.cumsum(0) - sizes)
     places = torch.arange(len(joined)) + moves.repeat_interleave(sizes)
     out = joined.new_zeros((count * longest, *joined.shape[1:]))
@@ -303,7 +303,7 @@ def _spread(joined: Tensor, lengths: list[int]) -> Tensor:
 
 
 def _masses(clouds: Clouds, given: Clouds | None) -> Tensor | None:
-    """Masses (B, n) float64, 0 where there is no point; None where all are uniform and as many."""
+    """Pad masses with zeros to (B, n) float64; None if all are uniform over clouds of one size."""
     if isinstance(given, Tensor):
         return given.detach().double()
     lengths = list(map(len, clouds))
@@ -321,7 +321,7 @@ def _labels(given: Clouds | None) -> Tensor | None:
 
 
 def _admitted(batch: Batch, clouds: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Pairs (B,) bool, on the host, that `sinkhorn_loss` finds nothing wrong with or to shorten."""
+    """Return which pairs (B,) are valid and not of equal clouds, bool on the host."""
     x, y = batch.points
     fine = x.isfinite().all(2).all(1) & y.isfinite().all(2).all(1)
     for masses, labels, total in zip(batch.masses, batch.labels, batch.class_totals, strict=True):

@@ -1,10 +1,10 @@
 """A randomized Nystroem preconditioner for nearly singular plans.
 
 Scaled by the masses c, a Schur complement is I - A, A = K^T K with eigenvalues in [0, 1]. The few
-near 1, whose iterations are many, belong to points that share mass with hardly any other, and to
-groups of them. Products with random vectors find what they span, the second ones their eigenvalues
-(Halko et al. 2011, Finding structure with randomness; Frangella et al. 2023, Randomized Nystrom
-preconditioning, whose approximation this is, after a power):
+eigenvalues near 1, which make conjugate gradients slow, belong to points, or groups of points, that
+share mass with hardly any other. Products of A with random vectors find the space that their
+eigenvectors span, a second product the eigenvalues (Halko et al. 2011, Finding structure with
+randomness; Frangella et al. 2023, Randomized Nystrom preconditioning; here after one power of A):
 
     Q = orth(A Omega),   A ~ A Q (Q^T A Q)^-1 Q^T A = U diag(lambda) U^T
 
@@ -20,41 +20,42 @@ from torch import Tensor
 
 from otdd_flash.operators.memory import holds
 
-# Vectors that are drawn, at the most, and rows to each of them at the least.
+# Random vectors at the most, and the fewest rows for each of them.
 RANK, ROWS_PER_VECTOR = 256, 4
 
-# Eigenvalues of A below which masses do as well, and of I - A, in units of the precision of
-# products, below which these do not tell them from 0.
+# Eigenvalues of A below LEAST are left to the scaling by masses. Those of I - A below UNITS times
+# the precision of products are indistinguishable from 0.
 LEAST, UNITS = 0.25, 64
 
-# Matrices of RANK columns float64 that are there at once, those of a product included.
+# Matrices of RANK columns, float64, in memory at once, those of a product included.
 MATRICES = 6
 
 
 class LowRank:
-    """M^-1 = D^-1 + V V^T, symmetric and positive.
+    """A preconditioner M^-1 = D^-1 + V V^T, symmetric and positive definite.
 
-    D are the masses of the system that iterates. Those of the one that V is found of may be 0 where
-    these are not: rounded to float16 a plan has no entry in columns of very small mass, and with
-    their 0 in place of D^-1 no direction would ever have a part there.
+    D holds the masses of the system that is iterated on. V may come from a rounded plan, in which
+    columns of very small mass have no entry in float16, and so mass 0: D is never taken from that,
+    as no direction would then have a component there.
 
     Args:
-        vectors: V (m, k), float64, 0 in rows that have no part in it.
+        vectors: V (m, k), float64, 0 in rows without mass.
     """
 
     def __init__(self, vectors: Tensor) -> None:
         self.vectors = vectors
 
     def times(self, residual: Tensor, inverse: Tensor) -> Tensor:
-        """M^-1 r for r (m, s), columns of stride m, and the diagonal of D^-1 (m, 1)."""
+        """Return M^-1 r for r (m, s), with columns of stride m, and the diagonal of D^-1 (m, 1)."""
         rows = residual.T
         return (rows * inverse.T).addmm_(rows @ self.vectors, self.vectors.T).T
 
 
 def rank_for(rows: int, others: int, most: int | None, device: torch.device) -> int:
-    """Vectors that are drawn for so many rows in `most` bytes, half of what is free for None.
+    """Return the number of random vectors for so many rows in `most` bytes.
 
-    Products go by the `others`, the points of the plan's other side, which may be many more.
+    None takes half of free memory. `others` is the number of points on the plan's other side, which
+    products pass through.
     """
     rank = min(RANK, rows // ROWS_PER_VECTOR)
     while rank and not holds(8 * MATRICES * max(rows, others) * rank, most, device):
@@ -68,17 +69,17 @@ def low_rank(
     """Build the preconditioner of D^1/2 ((1 + damping) I - A) D^1/2, up to a factor.
 
     Args:
-        times: A V for V (m, k), float64.
-        scale: the diagonal of D^-1/2 (m, 1), 0 in rows that have no part in it.
-        rank: vectors that are drawn.
-        precision: of products, relative to what they multiply.
+        times: returns A V for V (m, k), float64.
+        scale: the diagonal of D^-1/2 (m, 1), 0 in rows without mass.
+        rank: number of random vectors.
+        precision: relative error of the products.
         damping: of the matrix, 0 or more.
     """
     draw = torch.Generator(scale.device).manual_seed(0)
     drawn = torch.randn(len(scale), rank, generator=draw, dtype=torch.float64, device=scale.device)
     basis, _ = torch.linalg.qr(times(drawn))
     images = times(basis)
-    # Of eigenvalues that rounding hides, and those that are small, nothing is kept.
+    # Drop eigenvalues that are small or only rounding.
     inner, turned = torch.linalg.eigh(_symmetric(basis.T @ images))
     kept = inner > max(LEAST, precision)
     factor = images @ (turned[:, kept] / inner[kept].sqrt())

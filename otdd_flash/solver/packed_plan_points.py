@@ -1,7 +1,7 @@
-"""Products of a plan with points and directions where the points are packed already.
+"""Products of a plan with points and directions where an operator has packed the points.
 
-Points take the memory of one copy in float32 then, directions that of another while they are
-multiplied, and what is found for a few points at a time none.
+The points then take the memory of one copy in float32, directions that of another while they are
+multiplied, and results, which come for a few points at a time, none.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 def plan_points(
     inputs: CostInputs, potentials: tuple[Tensor, Tensor], epsilon: float
 ) -> PlanPoints:
-    """The plan of potentials f (n,) and g (m,) with the points of the cost that `inputs` describe.
+    """Build the plan of potentials f (n,) and g (m,) with the points of the cost in `inputs`.
 
-    Where products with points need no other form of them than an operator has, they are packed as
-    there.
+    Packed points of an operator are used if its products can take them.
     """
     dense = dense_plan(inputs, *potentials, epsilon)
     if dense is not None:
@@ -40,16 +39,16 @@ def plan_points(
         return PlanPoints(dense, epsilon, inputs, origin_near(clouds, dense.dtype))
     operator = build_operator(inputs)
     plan = plan_of(refined(operator), *potentials, epsilon)
-    # The operator's own: whoever built it has found it.
+    # The operator's own centre, which is computed already.
     given = plan, epsilon, inputs, inputs.labelled.centre
     with_points = plan.with_points
     return PlanPoints(*given) if with_points is None else PackedPlanPoints(*given, with_points)
 
 
 class PackedPlanPoints(PlanPoints):
-    """A plan with packed points, about the centre of these.
+    """A plan with packed points, relative to their centre.
 
-    One direction is multiplied after the other, as each takes weights of its own.
+    Directions are multiplied one by one, as each has weights of its own.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class PackedPlanPoints(PlanPoints):
 
     @cached_property
     def r(self) -> Tensor:
-        """P 1 (n,), which products with points take."""
+        """P 1 (n,)."""
         return self.here(self.plan.rows)
 
     @cached_property
@@ -97,29 +96,29 @@ class PackedPlanPoints(PlanPoints):
         return found
 
     def directions(self, given: Tensor, *, of_y: bool = False) -> PackedDirections:
-        """Directions (s, n, d) of x, or of y, less their means, to be packed."""
+        """Return centred directions of x (s, n, d), or of y, which are packed on first use."""
         masses = self.c if of_y else self.r
         return PackedDirections(given, masses, self._products, int(of_y))
 
     def products(
         self, a: Directions, numbers: Tensor, *, transposed: bool = False
     ) -> Iterator[tuple[Part, Tensor]]:
-        """P A with P q, or P^T A with P^T q."""
+        """Yield P A and P q, or P^T A and P^T q."""
         assert isinstance(a, PackedDirections)
         for k, given in enumerate(numbers):
             found = self._products.times(a.packed(k), None, given, transposed=transposed)
             for some, points, of_numbers in found:
                 assert of_numbers is not None
                 yield Part(slice(k, k + 1), some, points[None]), self.here(of_numbers)[None]
-                # Before there is the next.
+                # Freed before the next is computed.
                 del points
 
     def columns_change(self, t: Tensor, *, transposed: bool = False) -> Tensor:
-        """Return the numbers themselves."""
+        """Return t itself, which `changed` takes."""
         return t
 
     def columns_change_beside(self, t: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers t themselves, and P q."""
+        """Return t itself, and P q."""
         return t, self._times(numbers[..., None], transposed=False)[..., 0]
 
     def changed(
@@ -131,7 +130,7 @@ class PackedPlanPoints(PlanPoints):
         *,
         transposed: bool = False,
     ) -> Iterator[Part]:
-        """(P o W) y, or its transpose times x, in one pass for a direction."""
+        """Yield (P o W) y, or (P o W)^T x, in one pass a direction."""
         from otdd_flash.kernels.passes.block_product import Weights
 
         assert isinstance(a, PackedDirections)
@@ -149,10 +148,10 @@ class PackedPlanPoints(PlanPoints):
 
 
 class PackedRows:
-    """Points of a side (n, d), unpacked where some of them are read.
+    """The packed points of a side (n, d), which are unpacked as they are read.
 
     Args:
-        products: that have them.
+        products: the products that hold them.
         side: 0 for x, 1 for y.
     """
 
@@ -165,7 +164,7 @@ class PackedRows:
 
 
 class PackedDirections(Directions):
-    """Directions that are packed as the points of their side, once asked for."""
+    """Centred directions, packed like the points of their side on first use."""
 
     def __init__(self, given: Tensor, masses: Tensor, products: PointProducts, side: int) -> None:
         super().__init__(given, masses)
@@ -173,7 +172,7 @@ class PackedDirections(Directions):
         self._packed: dict[int, PackedPoints] = {}
 
     def packed(self, k: int) -> PackedPoints:
-        """The direction k less its mean."""
+        """Return the centred direction k, packed."""
         if k not in self._packed:
             largest = self.largest(slice(k, k + 1))
             given = self.given[k], self.mean[k, 0], largest, self._side

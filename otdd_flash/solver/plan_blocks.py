@@ -1,7 +1,7 @@
-"""Plans applied to what follows from points, a block of the result at a time where points stream.
+"""Products of a plan with values computed from points, block by block where points are streamed.
 
-Values V are made of the points of one side, so that neither they nor a result as large as the
-points have to be on the device at once: a result is put together where its points are.
+Values V are computed from the points of one side, block by block. So neither they nor a result as
+large as the points need be on the device at once: the result is assembled where its points are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL = Block(slice(None), slice(None))
 
 
 class PlanBlock(NamedTuple):
-    """What a plan makes of values, for some points.
+    """The product of a plan with values, for a block of points.
 
     Attributes:
         block: which points.
@@ -44,15 +44,15 @@ def plan_blocks(
     *,
     transposed: bool = False,
 ) -> Iterator[PlanBlock]:
-    """P V for all rows, or P^T U for all columns: at once, or block by block where points stream.
+    """Yield P V for all rows, or P^T U for all columns; in blocks where points are streamed.
 
     Args:
         operator: the cost (n, m) and the masses.
         potentials: f (n,) and g (m,), in units of the cost.
         epsilon: regularisation, in units of the cost.
         points: x (n, d) and y (m, d).
-        make: gives the values (k, c) of some points (k, d) of the other side, as make(which, them);
-            a `LessOrigin` where `points` are those of the cost.
+        make: computes the values (k, c) of some points (k, d) of the other side, as
+            make(which, points); a `LessOrigin` where `points` are those of the cost.
         transposed: whether the result is of the columns.
     """
     in_blocks = operator.execution.in_blocks
@@ -71,7 +71,7 @@ def plan_blocks(
 
 
 class Assembled:
-    """Rows that come block by block, where the points are that they belong to.
+    """A result that is assembled block by block, on the device of its points.
 
     Args:
         points: (n, d).
@@ -99,12 +99,12 @@ class Assembled:
 
 
 def home_of(points: Points) -> torch.device:
-    """Where points are when they are not used."""
+    """Return the device on which all points are stored."""
     return (points.features if isinstance(points, HostPoints) else points).device
 
 
 def blocks_of(points: Points) -> Iterator[tuple[Cut, Tensor]]:
-    """Which points, and they (k, d) on the device: all at once, or block by block as they come."""
+    """Yield blocks of points: which ones, and the points (k, d) on the device."""
     if isinstance(points, Tensor):
         yield ALL.rows, points
         return

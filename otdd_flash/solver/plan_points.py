@@ -1,7 +1,7 @@
 """Products of a plan with points and directions, as second derivatives need them.
 
-A plan multiplies matrices (m, k). Points (m, d), numbers (s, m) and directions (s, m, d) stand side
-by side in one, so that as many as possible share a pass.
+A plan multiplies matrices (m, k). Points (m, d), one value a point and direction (s, m), and
+directions (s, m, d) are concatenated to one matrix, so that they share a pass.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.plan import Plan
 from otdd_flash.solver.directions import ALL, Directions, Part, Points
 
-# Products y_k y_l, k <= l, of a point up to which their images under the plan are kept.
+# The most products y_k y_l, k <= l, of a point whose images under the plan are kept.
 MOST_MOMENTS = 256
 
 
 class PlanPoints:
-    """A plan and the points of its sides, about an origin near them, in its type."""
+    """A plan and the points of both sides, relative to an origin near them, in the plan's type."""
 
     def __init__(self, plan: Plan, epsilon: float, inputs: CostInputs, origin: Tensor) -> None:
         self.plan, self.epsilon = plan, epsilon
@@ -74,18 +74,18 @@ class PlanPoints:
         return self.plan.transposed_times(self.x[ALL])
 
     def directions(self, given: Tensor, *, of_y: bool = False) -> Directions:
-        """Directions (s, n, d) of x, or of y, less their means."""
+        """Return centred directions of x (s, n, d), or of y."""
         return Directions(given, self.c if of_y else self.r)
 
     def products(
         self, a: Directions, numbers: Tensor, *, transposed: bool = False
     ) -> Iterator[tuple[Part, Tensor]]:
-        """P A with P q (s', k), or P^T A with P^T q, for directions A of the other side and q."""
+        """Yield P A and P q (s', k), or P^T A and P^T q, for directions A and numbers q."""
         found = self._times(beside(a.values, numbers), transposed=transposed)
         yield Part(ALL, ALL, found[..., :-1]), found[..., -1]
 
     def columns_change(self, t: Tensor, *, transposed: bool = False) -> Any:
-        """What `changed` takes of t (s, m), or if `transposed` of t (s, n)."""
+        """Return `columns` as `changed` takes it, for t2 (s, m), or if `transposed` t1 (s, n)."""
         values = (self.x if transposed else self.y)[ALL]
         return self._times(t[..., None] * values, transposed=transposed)
 
@@ -103,13 +103,13 @@ class PlanPoints:
         *,
         transposed: bool = False,
     ) -> Iterator[Part]:
-        """(P o W) y for W = t1 1^T + 1 t2^T + 2 L (A y^T + x B^T), or its transpose times x.
+        """Yield (P o W) y, W = t1 1^T + 1 t2^T + 2 L (A y^T + x B^T), or (P o W)^T x.
 
         Args:
-            a: A of x.
-            b: B of y; 0 for None.
+            a: directions A of x.
+            b: directions B of y; None is 0.
             rows: t1 (s, n), or if `transposed` t2 (s, m).
-            columns: of `columns_change`, of the other.
+            columns: `columns_change` of the other of both.
             transposed: apply the transpose, to x.
         """
         images = self.transposed_images if transposed else self.images
@@ -120,11 +120,11 @@ class PlanPoints:
         yield Part(ALL, ALL, moved)
 
     def _moved(self, a: Directions, b: Directions | None, *, transposed: bool) -> Tensor:
-        """(P o (A y^T + x B^T)) y (s, n, d), or its transpose times x."""
+        """Return (P o (A y^T + x B^T)) y (s, n, d), or (P o (A y^T + x B^T))^T x."""
         y, of_x = self.y[ALL], a.values
         if b is None and not transposed and self._row_moments is not None:
             return torch.einsum("nkl,snl->snk", self._row_moments, of_x)
-        # What is the same on both sides is so by identity: a plan then packs it once.
+        # One tensor where both sides are equal: the plan then packs it once.
         x = y if self.x is self.y else self.x[ALL]
         of_y = None if b is None else of_x if b is a else b.values
         times, values = self.plan.times, y
@@ -139,7 +139,7 @@ class PlanPoints:
         return found[0][None] if len(found) == 1 else torch.stack(found)
 
     def _times(self, values: Tensor, *, transposed: bool) -> Tensor:
-        """P V (s, n, k) for V (s, m, k), or P^T V."""
+        """Return P V (s, n, k) for V (s, m, k), or P^T V."""
         times = self.plan.transposed_times if transposed else self.plan.times
         return _apart(times(_as_columns(values)), len(values))
 
@@ -150,7 +150,7 @@ class PlanPoints:
 
 
 def beside(values: Tensor, numbers: Tensor, weights: Tensor | None = None) -> Tensor:
-    """V (m, k), or one for each direction, weighted (s, m), and q (s, m), as (s, m, k + 1)."""
+    """Append q (s, m) to V (m, k) or (s, m, k), times weights (s, m) if given: (s, m, k + 1)."""
     found = numbers.new_empty((*numbers.shape, values.shape[-1] + 1))
     if weights is None:
         found[..., :-1] = values
@@ -161,7 +161,7 @@ def beside(values: Tensor, numbers: Tensor, weights: Tensor | None = None) -> Te
 
 
 def _moments(times: Callable[[Tensor], Tensor], points: Tensor) -> Tensor | None:
-    """Images (n, d, d) of y_j y_j^T under a plan, None for many coordinates."""
+    """Return sum_j P_ij y_j y_j^T (n, d, d); None for too many coordinates."""
     dim = points.shape[1]
     if dim * (dim + 1) // 2 > MOST_MOMENTS:
         return None
@@ -174,10 +174,10 @@ def _moments(times: Callable[[Tensor], Tensor], points: Tensor) -> Tensor | None
 
 
 def _as_columns(values: Tensor) -> Tensor:
-    """(s, m, k) as the columns of one matrix (m, s k)."""
+    """Reshape (s, m, k) to the columns of one matrix (m, s k)."""
     return values.transpose(0, 1).flatten(1)
 
 
 def _apart(values: Tensor, count: int) -> Tensor:
-    """A matrix (n, s k) as (s, n, k)."""
+    """Reshape a matrix (n, s k) to (s, n, k)."""
     return values.reshape(len(values), count, -1).transpose(0, 1)

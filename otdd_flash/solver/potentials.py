@@ -1,17 +1,19 @@
 """Optimal potentials as differentiable functions of tensors.
 
-For cotangents f' (n,) and g' (m,) of the potentials, at masses that are not 0,
+For cotangents f' (n,) and g' (m,) of the potentials, at points with mass,
 
     r o h + P k = f',    P^T h + c o k = g'
 
-and M = P o (h 1^T + 1 k^T) is dL/dC. Elsewhere a potential is a softmin, -epsilon log q_i for f_i =
-0, so that it passes its cotangent on by its conditional plan: to costs, to the other side's
-potentials and to masses, with f'_i / q_i in place of a_i h_i. With masses in h and k,
+and M = P o (h 1^T + 1 k^T) is dL/dC. The potential of a point without mass is the softmin of the
+others', whose derivative is the conditional plan: its cotangent passes through that to costs, to
+the other side's potentials and to masses, with f'_i / q_i in place of a_i h_i. With h and k that
+include the masses,
 
     dL/da = -epsilon e k,    dL/db = -epsilon e^T h.
 
-Potentials are shifted so that <b, g> = 0: f + t and g - t with t = <b, g>. So g' gets b (sum f' -
-sum g'), and dL/db gets g (sum f' - sum g'). Both sides then have the same sum, as the system asks.
+Potentials are normalized to <b, g> = 0: f + t and g - t with t = <b, g>. So b (sum f' - sum g') is
+added to g', and g (sum f' - sum g') to dL/db. The cotangents then have equal sums, without which
+the system has no solution.
 """
 
 from __future__ import annotations
@@ -59,21 +61,21 @@ def sinkhorn_potentials(
     cg: CGOptions = DEFAULTS,
     compute: Compute | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Optimal potentials f (n,) and g (m,) of OT_epsilon(x, y) with <b, g> = 0, for autograd.
+    """Compute optimal potentials f (n,), g (m,) of OT_epsilon(x, y) with <b, g> = 0, for autograd.
 
     Differentiable once by x, y, a, b, class_table, lambda_x and lambda_y. The backward pass solves
-    one linear system, by a decomposition where points are few and else by conjugate gradients (see
+    one linear system, by a factorization where points are few and else by conjugate gradients (see
     `CGOptions`), from the potentials alone: memory is that of the inputs, however many iterations
-    the solve took. The gradient is that of the optimum at the masses that the plan has, and not of
-    the iterations. By masses it is the one along the simplex, up to a constant. A cotangent that is
-    not finite gives NaN.
+    the solve took. The gradient is the implicit one of the optimum at the plan's own marginals, not
+    that of the iterations. By masses it is the one along the simplex, up to a constant. A cotangent
+    that is not finite gives NaN.
 
-    Potentials of groups of points that exchange almost no mass are balanced against each other to
-    far below the marginal error, by the logarithms of what they exchange. Where rounding of the
-    masses outweighs that, they are fixed only together, and a warning says so.
+    Between groups of points that exchange almost no mass, potentials are balanced to far below the
+    marginal error, by the logarithms of the exchanged masses. Where the rounding of the masses is
+    larger than these, a common offset of each group is undetermined, and a warning says so.
 
     Args:
-        x: (n, d) points; this and what follows as in `sinkhorn_loss`.
+        x: (n, d) points; all arguments as in `sinkhorn_loss`.
         y: (m, d) points.
         a: (n,) masses, uniform by default. The potential of a point without mass is a softmin.
         b: (m,) masses, likewise.
@@ -86,11 +88,11 @@ def sinkhorn_potentials(
         lambda_y: weight of W.
         start: potentials by term to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        cg: when the linear system of the backward pass is solved.
+        cg: the tolerance of the linear system of the backward pass.
         compute: where and how passes run.
 
     Returns:
-        f and g in units of the cost, float64, where the points are.
+        f and g in units of the cost, float64, on the points' device.
 
     Raises:
         InputError: as `sinkhorn_loss`; in the backward pass an input that was changed in place, or
@@ -114,6 +116,7 @@ def sinkhorn_potentials(
         *(labels_x, labels_y),
     )
     with torch.no_grad():
+        start = problem.checked_start(start)
         divergence = problem.solve(options, debias=False, start=start)
         report_convergence(divergence, options)
         with problem.request.within_memory():
@@ -133,14 +136,14 @@ def sinkhorn_potentials(
 
 
 class PotentialGradient:
-    """The backward pass.
+    """The backward pass of `sinkhorn_potentials`.
 
     Args:
         problem: the clouds and costs.
-        potentials: f (n,) and g (m,), everywhere.
+        potentials: f (n,) and g (m,), of points without mass as well.
         needs: inputs to differentiate by.
         options: whether a missed tolerance is an error.
-        cg: when the system is solved.
+        cg: the tolerance of the linear system.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class PotentialGradient:
         self._options, self._cg = options, cg
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gradients for cotangents of f (n,) and g (m,)."""
+        """Return gradients by key, for cotangents of f (n,) and g (m,)."""
         device = self._problem.request.device
         of_f, of_g = (cotangent.to(device, torch.float64) for cotangent in cotangents)
         unit = largest(of_f, of_g)
@@ -171,7 +174,7 @@ class PotentialGradient:
         of_g = of_g + b * surplus
         s, t = of_f, of_g
         if not entries.whole:
-            # What potentials of points without mass, which are softmins, pass on to the others'.
+            # Potentials of points without mass are softmins: their cotangents pass to the others'.
             h = torch.where(a > 0, 0, of_f / entries.q)
             k = torch.where(b > 0, 0, of_g / entries.p)
             s = torch.where(a > 0, of_f, 0) - a * entries.times(k[:, None])[:, 0]

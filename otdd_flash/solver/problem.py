@@ -23,15 +23,16 @@ from otdd_flash.solver.divergence import (
     Potentials,
     Pulled,
     Solved,
+    checked_start,
     solve_divergence,
     solve_identical,
 )
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.schedules.geomloss import at_diameter
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, at_diameter
 from otdd_flash.solver.small.route import backend_of, is_small, solve_small
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
+from otdd_flash.solver.term.tolerance import EpsilonOutOfRange
 
 Cloud = LabeledSamples | Tensor
 
@@ -204,7 +205,8 @@ class Problem:
         """
         request = self.request
         x, y = request.seen
-        options = at_diameter(options, x.features, y.features)
+        if isinstance(options, GeomlossSchedule):
+            options = at_diameter(options, x.features, y.features)
         error = request.cost.error(x.dim)
         if error > MOST_GROWTH * self.epsilon:
             raise EpsilonOutOfRange(
@@ -257,6 +259,11 @@ class Problem:
                     solved=solved,
                 )
         return divergence.widened(error)
+
+    def checked_start(self, start: Potentials | None) -> Potentials:
+        """Return potentials that a user starts from, see `divergence.checked_start`."""
+        x, y = self.request.seen
+        return checked_start(start, (len(x), len(y)), self.request.device)
 
     def cross_term(self, divergence: Divergence) -> TransportTerm:
         """The cross term for the cost itself, whose potentials have its terms of one side too."""

@@ -1,21 +1,21 @@
-"""How potentials answer to a change of the cost: one linear system for a plan P with sums r and c.
+"""The linear system of a plan P with marginals r and c, for implicit derivatives of potentials.
 
     diag(r) w1 + P w2   = s1
     P^T w1 + diag(c) w2 = s2
 
-By w1 = (s1 - P w2) / r there is left the Schur complement
+Eliminating w1 = (s1 - P w2) / r leaves the Schur complement
 
     S w2 = s2 - P^T (s1 / r),      S = diag(c) - P^T diag(1 / r) P.
 
-It is symmetric and positive but for constants, whose image is 0; scaled by c^(-1/2) on both sides
-its eigenvalues lie in [0, 1]. Between a cloud and itself, where both potentials are one, the system
-is (diag(r) + P) w = s, scaled with eigenvalues in [0, 2], in [1, 2] for squared distances.
+It is symmetric and positive semi-definite, with constants in its kernel; scaled by c^(-1/2) on both
+sides its eigenvalues lie in [0, 1]. For a self term, with one potential, the system is
+(diag(r) + P) w = s; scaled likewise its eigenvalues lie in [0, 2], in [1, 2] for squared distances.
 
-Those of a small plan that is held are decomposed, see `direct`, and the others are solved by
-`conjugate_gradients`, with what `low_rank` adds to the masses once these turn out to be slow. Their
-products may be those of a rounded plan with its own sums; then the residual of the plan itself
-corrects the solution (iterative refinement, as Higham 2002, Accuracy and stability of numerical
-algorithms).
+Systems of a small stored plan are factorized, see `direct`. Others are solved by
+`conjugate_gradients`, preconditioned by the masses and, where that is slow, by `low_rank` as well.
+Their products may be those of a plan rounded to lower precision, with its own marginals; the
+residual of the plan itself then corrects the solution (iterative refinement, Higham 2002, Accuracy
+and stability of numerical algorithms).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from otdd_flash.kernels.points.packed_points import Layout
     from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates
 
-# Corrections by the residual of the plan itself.
+# Steps of iterative refinement, at the most.
 REFINEMENTS = 3
 
-# Iterations, scaled by masses, after which it pays to look for a better preconditioner: that takes
+# Iterations preconditioned by the masses after which a better preconditioner pays, which takes
 # products with 1,024 columns.
 PATIENCE = 32
 
@@ -59,13 +59,13 @@ PATIENCE = 32
 class CGOptions:
     """When a linear system counts as solved, and when conjugate gradients stop.
 
-    Up to 3,000 points on the smaller side, 512 on a CPU, a system is decomposed. Conjugate
+    Up to 3,000 points on the smaller side, 512 on a CPU, a system is factorized. Conjugate
     gradients take over where that leaves a residual above the tolerance.
 
     Attributes:
-        tolerance: of the residual over the right-hand side, both scaled by the masses.
-        max_iterations: of conjugate gradients, for every direction and system.
-        damping: delta >= 0 solves with S + delta diag(c), or (1 + delta) diag(r) + P: for systems
+        tolerance: relative residual, in the norm scaled by the masses.
+        max_iterations: of conjugate gradients, for every right-hand side and system.
+        damping: delta >= 0; solve with S + delta diag(c), or (1 + delta) diag(r) + P, for systems
             that are nearly singular. It changes the solution.
 
     Raises:
@@ -84,7 +84,7 @@ DEFAULTS = CGOptions()
 
 
 class SchurSystem:
-    """S + delta diag(c) of a plan between two clouds.
+    """The matrix S + delta diag(c) of a plan between two clouds.
 
     Args:
         plan: its products.
@@ -98,12 +98,12 @@ class SchurSystem:
 
     @cached_property
     def metric(self) -> Metric:
-        """The metric of the column sums c; it takes constants to 0 without damping."""
+        """The metric of the column sums c; without damping the kernel holds constants."""
         return Metric(self._plan.columns, constants=self._damping == 0)
 
     @property
     def direct(self) -> Direct | None:
-        """The decomposition on the smaller side, if the plan is held and small."""
+        """The factorization on the smaller side, if the plan is stored and small."""
         entries = _decomposed(self._plan)
         if entries is None:
             return None
@@ -113,7 +113,7 @@ class SchurSystem:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of the columns."""
+        """The packed order of the columns; None if products are not of packed points."""
         ways = self._plan.ways
         return None if ways is None else ways[0].layouts[1]
 
@@ -135,7 +135,7 @@ class SchurSystem:
 
     @cached_property
     def _between(self) -> tuple[Tensor, Tensor]:
-        """Weights between products: with P, in packed order, and with P^T."""
+        """Weights between the products with P, in packed order, and with P^T."""
         assert self._plan.ways is not None
         there, back = self._plan.ways
         weights = self.by_row[:, 0] * there.weights
@@ -144,14 +144,14 @@ class SchurSystem:
         return there.layouts[0].spread(weights, 0.0), -back.weights
 
     def preconditioner(self) -> LowRank | None:
-        """Build one for S + delta diag(c), of a rank that rows and memory allow."""
+        """Build a low-rank preconditioner, of a rank that rows and memory allow."""
         metric, constant = self.metric, self.metric.constant[:, None]
         rank = rank_for(len(constant), len(self.by_row), self._most, constant.device)
         if rank == 0:
             return None
 
         def times(values: Tensor) -> Tensor:
-            """K^T K V (m, k), less constants if these are taken to 0."""
+            """Return K^T K V (m, k), with constants deflated if they are in the kernel."""
             taken = metric.scale * self._taken(metric.scale * values)
             if metric.constants:
                 taken -= constant * (constant.T @ values)
@@ -160,15 +160,15 @@ class SchurSystem:
         return low_rank(times, metric.scale, rank, self.precision, self._damping)
 
     def times(self, values: Tensor) -> Tensor:
-        """S w (m, s)."""
+        """Return (S + delta diag(c)) w (m, s)."""
         return torch.addcmul(self._taken(values).neg_(), self._scaled_masses, values)
 
     def _taken(self, values: Tensor) -> Tensor:
-        """P^T diag(1 / r) P w (m, s)."""
+        """Return P^T diag(1 / r) P w (m, s)."""
         return self._plan.transposed_times(self._plan.times(values).mul_(self.by_row))
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
-        """S w as kernels read it, of w as halves."""
+        """Return the product with w, given in packed float16, in the form that kernels read."""
         from otdd_flash.kernels.linear.cg_step import Image
         from otdd_flash.kernels.linear.onward import onward
 
@@ -181,7 +181,7 @@ class SchurSystem:
 
 
 class SelfSystem:
-    """(1 + delta) diag(r) + P of a symmetric plan."""
+    """The matrix (1 + delta) diag(r) + P of a symmetric plan."""
 
     def __init__(self, plan: Products, damping: float = 0.0) -> None:
         self._plan, self.precision, self._damping = plan, plan.precision, damping
@@ -193,7 +193,7 @@ class SelfSystem:
 
     @property
     def direct(self) -> Direct | None:
-        """The decomposition, if the plan is held and small."""
+        """The factorization, if the plan is stored and small."""
         entries = _decomposed(self._plan)
         return None if entries is None else of_self(entries, self.metric, self._damping)
 
@@ -210,14 +210,14 @@ class SelfSystem:
         )
 
     def preconditioner(self) -> None:
-        """None: masses leave a condition of at most 2 where costs are squared distances."""
+        """Return None: scaled by masses, the condition is at most 2 for squared distances."""
 
     def times(self, values: Tensor) -> Tensor:
-        """(diag(r) + P) w (n, s)."""
+        """Return ((1 + delta) diag(r) + P) w (n, s)."""
         return torch.addcmul(self._plan.times(values), self._scaled_masses, values)
 
     def image(self, packed: Tensor, scales: Tensor) -> Image:
-        """(diag(r) + P) w as kernels read it, of w as halves."""
+        """Return the product with w, given in packed float16, in the form that kernels read."""
         from otdd_flash.kernels.linear.cg_step import Image
 
         assert self._plan.ways is not None
@@ -228,18 +228,18 @@ class SelfSystem:
 
 
 def _decomposed(plan: Products) -> Tensor | None:
-    """Return the entries of a plan that is held and small enough to decompose its systems."""
+    """Return the entries of a stored plan that is small enough to factorize, else None."""
     return plan.entries if isinstance(plan, KeptPlan) and is_decomposed(plan.entries) else None
 
 
 class Solution(NamedTuple):
-    """Of one system with s right-hand sides.
+    """Solutions of one system with s right-hand sides.
 
     Attributes:
         values: (m, s) float64.
-        left: the residual (m, s) of `values`, recomputed.
-        residual: its size over that of the right-hand side, (s,).
-        iterations: of conjugate gradients, (s,) int64; 0 where there were none.
+        left: (m, s), the residual of `values`, recomputed.
+        residual: (s,), its norm over that of the right-hand side.
+        iterations: (s,) int64, of conjugate gradients; 0 where there were none.
         converged: (s,) bool.
     """
 
@@ -251,19 +251,18 @@ class Solution(NamedTuple):
 
 
 class Solver:
-    """Solves with one matrix for one set of right-hand sides after another.
+    """A solver of one matrix, for one set of right-hand sides after another.
 
-    A matrix that is decomposed solves them until it leaves one of them a residual above the
-    tolerance. From then on, and where nothing is decomposed, conjugate gradients solve. Right-hand
-    sides are taken in units of their `largest` entries.
+    A factorization is used until it leaves a residual above the tolerance. From then on, and where
+    there is none, conjugate gradients are. Right-hand sides are divided by their `largest` entries.
 
-    Where the recomputed residual no longer halves from one correction to the next, the rounded
-    matrix is too far away, and iterations go on with the matrix itself. Where its corrections no
-    longer halve the residual either, only rounding is left, and the direction is given up.
+    If a refinement step no longer halves the recomputed residual, the rounded matrix is too far
+    from the matrix, with which iterations then go on. If its steps no longer halve the residual
+    either, only rounding is left, and that right-hand side is given up.
 
     Args:
         system: the matrix.
-        rounded: the same, or one near it whose products take less time.
+        rounded: the same, or one near it with faster products.
         options: when to stop.
     """
 
@@ -272,16 +271,16 @@ class Solver:
         self._limits = Limits(options.tolerance, options.max_iterations)
         self._iterates: Iterates | KernelIterates | None = None
         self._direct = system.direct
-        # Masses alone at first, and for so many iterations; a preconditioner once that was slow.
+        # The masses alone precondition so many iterations; a low-rank part follows if needed.
         self._patience: int | None = PATIENCE
         self._preconditioner: LowRank | None = None
 
     def solve(self, right: Tensor) -> Solution:
-        """Solve for right-hand sides (m, s) float64, in the matrix's range but for rounding."""
+        """Solve for right-hand sides (m, s) float64, in the matrix's range up to rounding."""
         return self.directly(right) or self.by_iterations(right)
 
     def directly(self, right: Tensor) -> Solution | None:
-        """Solve by the decomposition, or return None; the residual is that of the plan itself."""
+        """Solve by the factorization; return None without one, or if it is too inaccurate."""
         metric, direct = self._system.metric, self._direct
         if direct is None:
             return None
@@ -291,7 +290,7 @@ class Solver:
         left = right - self._system.times(values)
         residual = metric.size(left) / metric.size(right).clamp_min(torch.finfo(right.dtype).tiny)
         converged = residual <= self._limits.tolerance
-        # The host waits once, for all that can go wrong.
+        # One synchronization with the host, for all conditions.
         if not bool(converged.all() & direct.sound):
             self._direct = None
             return None
@@ -310,7 +309,7 @@ class Solver:
         return Solution(*found, residual, iterates.taken.clone(), now <= iterates.target)
 
     def _iterates_for(self, right: Tensor) -> Iterates | KernelIterates:
-        """Return the iterates of the last solve, or new ones: in Triton where products are."""
+        """Return the last solve's iterates for reuse, or new ones: in Triton where products are."""
         metric, last = self._system.metric, self._iterates
         if last is not None and last.values.shape == right.shape:
             return last
@@ -327,7 +326,7 @@ class Solver:
         return Near(system, self._preconditioner, self._patience)
 
     def _improve(self, iterates: Iterates | KernelIterates, system: System) -> bool:
-        """Iterate, preconditioned once it is slow; return whether a target is missed."""
+        """Iterate, with a better preconditioner once that is slow; return if a target is missed."""
         missed = self._correct(iterates)
         if missed and self._patience is not None and bool((iterates.taken >= self._patience).any()):
             self._patience, self._preconditioner = None, self._rounded.preconditioner()
@@ -336,7 +335,7 @@ class Solver:
         return missed
 
     def _correct(self, iterates: Iterates | KernelIterates) -> bool:
-        """Correct until that no longer helps; return whether a target is missed."""
+        """Refine until that no longer helps; return whether a target is missed."""
         for _ in range(1 + REFINEMENTS):
             pending, missed = iterates.wanted()
             if not pending:

@@ -19,16 +19,16 @@ from otdd_flash.solver.term_gradient import Input
 # The tolerance of linear systems where a cloud is float64; others have that of `CGOptions`.
 TIGHT = 1e-10
 
-# What the inputs are called where they are given.
+# Names of arguments where they differ from keys.
 NAMES: dict[Input, str] = {"classes": "class_table"}
 
 
 class SecondDerivatives:
-    """What autograd's second pass asks for; holds points and potentials, and nothing of a solve.
+    """The Hessian of a loss for autograd's second pass, from the points and potentials alone.
 
     Args:
-        keys: of the inputs.
-        problem: between the points.
+        keys: the inputs that require a gradient.
+        problem: the clouds and costs.
         divergence: its terms.
         options: whether a missed tolerance is an error.
     """
@@ -44,11 +44,11 @@ class SecondDerivatives:
         self._options, self._mark = options, problem.mark
 
     def __call__(self, along: Sequence[Tensor | None]) -> list[Tensor]:
-        """The changes of all gradients, by the points alone.
+        """Return the changes of the gradients by the points along directions of the points.
 
         Raises:
-            InputError: gradients by something else are to be differentiated, or something else
-                requires one; or points are streamed, or an input has changed in place since.
+            InputError: an input other than points requires a gradient, points are streamed, or an
+                input has been changed in place since.
             ConvergenceError: convergence is required and a linear system was not solved.
         """
         others = [key for key in self._keys if key not in POINTS]

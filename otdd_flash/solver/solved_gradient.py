@@ -17,11 +17,11 @@ from otdd_flash.solver.schur import Solution
 
 
 class Inputs:
-    """Tensors that a result depends on, as they were.
+    """The tensors that a result depends on, marked to detect changes in place.
 
     Args:
-        by_key: what was given, numbers and None among it.
-        others: what else was, that has no derivative.
+        by_key: the arguments by key, numbers and None included.
+        others: further arguments, which have no derivative.
     """
 
     def __init__(self, by_key: dict[str, Any], *others: Tensor | None) -> None:
@@ -30,7 +30,7 @@ class Inputs:
             for key, given in by_key.items()
             if torch.is_grad_enabled() and isinstance(given, Tensor) and given.requires_grad
         }
-        # Nothing is to be differentiated without them.
+        # Without a tensor that requires a gradient there is no backward pass.
         read = (*by_key.values(), *others) if self.tensors else ()
         self._read = [given for given in read if isinstance(given, Tensor)]
         self._mark = mark_of_tensors(*self._read)
@@ -56,7 +56,8 @@ class Solved(torch.autograd.Function):
     """Results for autograd, whose backward pass solves a linear system.
 
     `Solved.apply(name, backward, inputs, results, *inputs.tensors.values())` returns copies of the
-    results. `backward` gives gradients for their cotangents; `name` is of the function, for errors.
+    results. `backward` computes gradients from their cotangents; `name` is that of the function,
+    for errors.
     """
 
     @staticmethod
@@ -88,17 +89,17 @@ class Solved(torch.autograd.Function):
 
 
 class _Once(OnceDifferentiable):
-    """A gradient of such a result."""
+    """A gradient of a `Solved` result, which cannot be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *ties: Any) -> Tensor:
-        """A copy of the gradient; the first of `ties` is the name of the function."""
+        """Return a copy of the gradient; the first of `ties` is the name of the function."""
         ctx.name = ties[0]
         return gradient.clone()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Refused.
+        """Raise an `InputError`.
 
         Raises:
             InputError: always.

@@ -1,14 +1,14 @@
 """Derivatives of OT_epsilon in closed form, from the potentials of a term.
 
 By the envelope theorem (Danskin) the optimal potentials count as constants (Feydy et al. 2019,
-Interpolating between optimal transport and MMD using Sinkhorn divergences). What is differentiated
-here is the dual value of the potentials at hand, optimal or not,
+Interpolating between optimal transport and MMD using Sinkhorn divergences). Differentiated here is
+the dual value of the given potentials, optimal or not,
 
     D = <a, f> + <b, g> + epsilon (1 - sum_ij P_ij)
     P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon),
 
-so that its plan enters with the marginals r = P 1 and c = P^T 1 that it has, not with a and b (Ye
-et al. 2026, arXiv:2602.03067):
+so that the plan enters with its own marginals r = P 1 and c = P^T 1, not with a and b (Ye et al.
+2026, arXiv:2602.03067):
 
     dD/dx = 2 lambda_x (r x - P y)              dD/dlambda_x = sum_ij P_ij ||x_i - y_j||^2
     dD/dy = 2 lambda_x (c y - P^T x)            dD/dlambda_y = sum_ij P_ij W[l_i, l_j]
@@ -16,10 +16,11 @@ et al. 2026, arXiv:2602.03067):
     dD/db = g - epsilon (c / b - 1)             c / b = exp((g - T'(f)) / epsilon)
     dD/dW[k, l] = lambda_y K_kl,                K_kl the mass that P moves from class k to class l
 
-with T, T' the row and column softmin. Mass gradients hold up to a constant: masses sum to 1. A self
-term has one potential and one cloud on both sides, whose gradients both count.
+with T, T' the row and column softmin. Mass gradients are defined up to a constant, as masses sum to
+1. A self term has one cloud and one potential on both sides; its gradient is the sum over both.
 
-These are by the points that the ground cost sees; `gradient` goes on to those given.
+The points here are those after the transformation of the ground cost (`cosine` normalizes them);
+`gradient` applies the chain rule to the points given.
 
 Cost: one pass for x, W and both lambdas together, one for each of y, a and b. The plan is never
 stored.
@@ -54,7 +55,7 @@ Gradient = dict[Input, Tensor]
 def cross_gradient(
     operator: Operator, term: TransportTerm, inputs: CostInputs, needs: Needs
 ) -> Gradient:
-    """Derivatives of D at the potentials of a term, with respect to the inputs in `needs`.
+    """Compute derivatives of D at the potentials of a term by the inputs in `needs`.
 
     Args:
         operator: the cost that `inputs` describe.
@@ -79,7 +80,7 @@ def cross_gradient(
 def self_gradient(
     operator: Operator, term: TransportTerm, inputs: CostInputs, needs: Needs
 ) -> Gradient:
-    """Derivatives of the self term OT_epsilon(x, x), which moves through both of its arguments.
+    """Compute derivatives of the self term OT_epsilon(x, x), by both arguments together.
 
     Arguments as for `cross_gradient`, with one cloud on both sides; "y" and "b" are not inputs.
     """
@@ -94,14 +95,14 @@ def self_gradient(
 
 
 class _Plan:
-    """The plan of a term's potentials, applied to what its derivatives ask for."""
+    """The plan of a term's potentials, with the products that derivatives need."""
 
     def __init__(self, operator: Operator, term: TransportTerm, inputs: CostInputs) -> None:
         # The potentials belong to the cost of the original points.
         self.operator = refined(operator)
         self.term, self.weights = term, inputs.cost.squared
         self.points = inputs.points
-        # One origin for both, near both: r x - P y then loses nothing to their distance from 0.
+        # One origin near both clouds: r x - P y then does not cancel their distance from 0.
         clouds = zip(self.points, (operator.a, operator.b), strict=True)
         self.origin = origin_near(clouds, operator.dtype)
         sides = inputs.source, inputs.target
@@ -109,9 +110,9 @@ class _Plan:
         self.class_distances = inputs.class_distances
 
     def from_rows(self, needs: Needs, sides: int = 1) -> Gradient:
-        """What follows from P applied to the columns' points and classes, in one pass.
+        """Compute all that one product of P with the columns' points and classes gives.
 
-        The points of the rows stand on so many sides of the cost.
+        `sides` is on how many sides of the cost the points of the rows stand: 2 for a self term.
         """
         names = self._names(needs)
         if not names:
@@ -154,7 +155,7 @@ class _Plan:
         return gradient
 
     def from_columns(self) -> Tensor:
-        """2 lambda_x (c y - P^T x), shape (m, d)."""
+        """Return 2 lambda_x (c y - P^T x), shape (m, d)."""
         found = Assembled(self.points[1])
         for block, points, (image, c) in self._applied(LessOrigin(self.origin), transposed=True):
             found.put(block, self._pull(points, c, image))
@@ -181,14 +182,14 @@ class _Plan:
         )
 
     def _names(self, needs: Needs) -> list[str]:
-        """Name what P is applied to."""
+        """Return the names of the parts of V that P is applied to."""
         points = ["points"] if needs & {"x", "lambda_x"} else []
         squares = ["squares"] if "lambda_x" in needs else []
         classes = ["classes"] if needs & {"classes", "lambda_y"} else []
         return points + squares + classes
 
     def _columns(self, names: Sequence[str], which: Cut, points: Tensor) -> list[Tensor]:
-        """V (k, .) by name, of some points (k, d) of the columns."""
+        """Return the parts of V (k, .) for some points (k, d) of the columns."""
         made: dict[str, Tensor] = {}
         if "points" in names:
             made["points"] = less_origin(points, self.origin)
@@ -201,9 +202,9 @@ class _Plan:
         return list(made.values())
 
     def _scales(self, names: Sequence[str]) -> list[float]:
-        """Powers of two that bring all V to one size, as an operator may round them on one scale.
+        """Return powers of two that scale all parts of V to one size.
 
-        Of a single V it is 1.
+        An operator may round V relative to its largest entry. The scale of a single part is 1.
         """
         if len(names) == 1:
             return [1.0]
@@ -217,7 +218,7 @@ class _Plan:
     def _named(
         self, names: Sequence[str], image: Tensor, scales: Sequence[float]
     ) -> dict[str, Tensor]:
-        """P V by name, from that of all V side by side over their scales."""
+        """Split P V into its parts by name, and undo their scales."""
         if len(names) == 1:
             return {names[0]: image}
         sizes = {"points": self.points[1].shape[1], "squares": 1}
@@ -226,7 +227,7 @@ class _Plan:
         return {name: part * scale for name, part, scale in named}
 
     def _pull(self, points: Tensor, masses: Tensor, image: Tensor, sides: int = 1) -> Tensor:
-        """2 lambda_x (r x - P y) of some points (k, d), in their type, once for every side."""
+        """Return 2 lambda_x (r x - P y) of some points (k, d), in their type, times `sides`."""
         pulled = less_origin(points, self.origin)
         pulled.mul_(masses.to(pulled.dtype).unsqueeze(1)).sub_(image)
         return pulled.mul_(2 * sides * self.weights.lambda_x).to(points.dtype)
@@ -235,8 +236,8 @@ class _Plan:
 def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: float) -> Tensor:
     """Return f - epsilon (exp((f - T) / epsilon) - 1), float64, with T the softmin.
 
-    A point without mass leaves D as it is, whatever its potential, which no solver then determines.
-    Should mass arrive there, D is highest for the potential T.
+    D does not depend on the potential of a point without mass, which no solver determines. If it
+    got mass, the potential T would maximize D.
     """
     softmin = softmin.double()
     potential = torch.where(masses > 0, potential.double(), softmin)
@@ -244,5 +245,5 @@ def _mass_gradient(masses: Tensor, potential: Tensor, softmin: Tensor, epsilon: 
 
 
 def _power_of_two(largest: float) -> float:
-    """The power of two next above a number; 1 for 0."""
+    """Return the least power of two not below a number; 1 for 0."""
     return 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0

@@ -2,12 +2,12 @@
 
     T_i = sum_j e_ij b_j V_j / q_i
 
-is the mean of V under the conditional plan of x_i. For its cotangent T' (n, k) the plan has the
-cotangent G = A B^T / a with
+is the mean of V under the conditional plan of x_i. For a cotangent T' (n, k) of T, the cotangent of
+the plan is G = A B^T / a with
 
     A = [T' / q, -(T' . T) / q] (n, k + 1),    B = [V, 1] (m, k + 1),
 
-whose row sums under P are 0 and column sums b o (B . e^T A), dots by rows. With
+and P o G has row sums 0 and column sums b o (B . e^T A), where . multiplies rows. With
 
     r o u + P v = 0,    P^T u + c o v = b o (B . e^T A)
 
@@ -15,7 +15,7 @@ the derivatives are dL/dV = b o e^T (T' / q), dL/da = u, dL/db = v and dL/dC = -
 
     M = e o (A B^T) b - P o (u 1^T + 1 v^T).
 
-V and T are taken about an origin near them, as A B^T cancels what they share. At points without
+V and T are relative to an origin near them, as A B^T cancels any common part. At points without
 mass u = -e (b o v) / q and v = (B . e^T A - e^T (a o u)) / p.
 """
 
@@ -72,22 +72,22 @@ def transport_map(
     cg: CGOptions = DEFAULTS,
     compute: Compute | None = None,
 ) -> Tensor:
-    """T = diag(1 / r) P V: what the plan of OT_epsilon(x, y) sends to every x_i, for autograd.
+    """Compute the barycentric map T = diag(1 / r) P V of OT_epsilon(x, y), for autograd.
 
     Differentiable once by x, y, values, a, b, class_table, lambda_x and lambda_y. The backward pass
-    solves one linear system, by a decomposition where points are few and else by conjugate
+    solves one linear system, by a factorization where points are few and else by conjugate
     gradients (see `CGOptions`), from the potentials alone: memory is that of the inputs, however
     many iterations the solve took, and a plan of more than 256 MiB is never stored. The gradient is
-    that of the optimum at the masses that the plan has, and not of the iterations. By masses it is
-    the one along the simplex, up to a constant.
+    the implicit one of the optimum at the plan's own marginals, not that of the iterations. By
+    masses it is the one along the simplex, up to a constant.
 
     Args:
-        x: (n, d) points; this and what follows as in `sinkhorn_loss`.
+        x: (n, d) points; all arguments as in `sinkhorn_loss`.
         y: (m, d) points.
         a: (n,) masses, uniform by default. Points without mass are mapped too, by the conditional
             plan that their potential defines.
         b: (m,) masses, likewise.
-        values: V (m, k), of the type of y and where it is; y by default.
+        values: V (m, k), of the type and on the device of y; y by default.
         epsilon: regularisation, in units of the cost.
         labels_x: (n,) class indices.
         labels_y: (m,) class indices.
@@ -97,11 +97,11 @@ def transport_map(
         lambda_y: weight of W.
         start: potentials by term to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        cg: when the linear system of the backward pass is solved.
+        cg: the tolerance of the linear system of the backward pass.
         compute: where and how passes run.
 
     Returns:
-        (n, k) where the points are, float64 if a cloud is and float32 otherwise.
+        T (n, k) on the points' device, float64 if a cloud is and float32 otherwise.
 
     Raises:
         InputError: as `sinkhorn_loss`; values of another length, type or device than y, or not
@@ -125,6 +125,7 @@ def transport_map(
         *(labels_x, labels_y),
     )
     with torch.no_grad():
+        start = problem.checked_start(start)
         divergence = problem.solve(options, debias=False, start=start)
         report_convergence(divergence, options)
         term = divergence.xy
@@ -147,7 +148,7 @@ def transport_map(
 
 
 def _checked(values: Tensor, y: Tensor) -> Tensor:
-    """V (m, k), detached.
+    """Return V (m, k), detached.
 
     Raises:
         InputError: it does not fit y, or is not finite.
@@ -168,10 +169,10 @@ class MapGradient:
 
     Args:
         problem: the clouds and costs.
-        potentials: f (n,) and g (m,), everywhere.
+        potentials: f (n,) and g (m,), of points without mass as well.
         images: V (m, k), None for y.
         options: whether a missed tolerance is an error.
-        cg: when the system is solved.
+        cg: the tolerance of the linear system.
 
     Attributes:
         needs: inputs to differentiate by.
@@ -191,9 +192,9 @@ class MapGradient:
         self._options, self._cg = options, cg
 
     def mapped(self) -> Tensor:
-        """T (n, k), float64."""
+        """Return T (n, k), float64."""
         inputs, (values, origin) = self._problem.inputs("xy"), self._centred()
-        # Rows without mass have a conditional plan, which is the same at any other mass.
+        # A conditional plan does not depend on the mass of its row: any serves where it is 0.
         inputs = replace(inputs, source=replace(inputs.source, weights=None))
         at = *self._potentials, self._problem.epsilon
         plan: Plan | None = dense_plan(inputs, *at)
@@ -204,7 +205,7 @@ class MapGradient:
         return found[:, :-1] / found[:, -1:] + origin
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gradients for a cotangent T' (n, k)."""
+        """Return gradients by key, for a cotangent T' (n, k)."""
         cotangent = cotangents[0].to(self._problem.request.device)
         unit = largest(cotangent)
         with self._problem.request.within_memory():
@@ -221,7 +222,7 @@ class MapGradient:
         by_values = None
         if self._images is not None or "y" in self.needs:
             by_values = b[:, None] * pulled[:, :-1]
-        # Here and below what is not needed any more is let go: nothing else takes more memory.
+        # Free what is not needed any more, here and below: these tensors are the largest.
         del pulled
         w1, w2 = entries.solve(None, b * sums, self._cg, self._options)
         factors = left.div_(-problem.epsilon), right
@@ -241,7 +242,7 @@ class MapGradient:
         return gradient
 
     def _factors(self, entries: Entries, per_q: Tensor, cotangent: Tensor) -> Factors:
-        """A (n, k + 1) and B (m, k + 1) of the head of this file."""
+        """Return A (n, k + 1) and B (m, k + 1) of the module docstring."""
         values, _ = self._centred()
         right = torch.cat((values, torch.ones_like(values[:, :1])), 1)
         means = entries.times(values, weights=(entries.b,)).mul_(per_q)
@@ -250,7 +251,7 @@ class MapGradient:
         return torch.cat((cotangent, -dots), 1).mul_(per_q), right
 
     def _centred(self) -> tuple[Tensor, Tensor]:
-        """V about an origin (k,) near it, and that, float64."""
+        """Return V relative to an origin near it, and the origin (k,), float64."""
         target = self._problem.inputs("xy").target
         values = target.features if self._images is None else self._images.to(target.masses.device)
         origin = mean_near(values, target.masses)

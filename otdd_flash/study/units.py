@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
-from otdd_flash.errors import ConvergenceError, DataNotice, InputError
+from otdd_flash.errors import DEFECT, DataNotice, InputError, exit_code
 from otdd_flash.files.atomic import lock, unlock, write_json
 from otdd_flash.files.tensor_file import DamagedFileError, read_tensors, write_tensors
 from otdd_flash.samples import LabeledSamples
@@ -128,10 +128,6 @@ class PairUnit(Unit):
 
 
 FOLDER = "units"
-
-# The exit codes that a command has for these errors, and for any other (`commands.start`).
-EXIT_CODES: dict[type[Exception], int] = {InputError: 2, ConvergenceError: 3}
-DEFECT = 1
 
 
 class Store:
@@ -231,14 +227,14 @@ class Store:
         self.forget_failure(unit)
 
     def _fail(self, unit: Unit, error: Exception) -> None:
-        codes = [code for kind, code in EXIT_CODES.items() if isinstance(error, kind)]
+        code = exit_code(error)
         record = {
             "unit": unit.title,
             "error": str(error) or type(error).__name__,
             "type": type(error).__name__,
-            "exit_code": codes[0] if codes else DEFECT,
+            "exit_code": code,
         }
-        if not codes:
+        if code == DEFECT:
             record["traceback"] = "".join(traceback.format_exception(error))
         write_json(self._error_path(unit), record)
 

@@ -27,6 +27,7 @@ def test_help_shows_the_settings_that_the_arguments_lead_to(command):
 REFUSED = r"""
     sorce=mnist -> there is no setting sorce (did you mean source?)
     tolerance=1 -> there is no setting tolerance (did you mean solver.tolerance?)
+    solver.seed=1 -> there is no setting solver.seed (did you mean seed?)
     labels=gausian -> labels has no choice 'gausian' (did you mean gaussian?); choose one
     source.path=a.npz -> this choice of source has no source.path; choose source=arrays or source=hu
     solver.scaling=0.5 -> this choice of solver has no solver.scaling; choose solver=geoml

@@ -16,6 +16,8 @@ from torch import Tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAMBDA_X, LAMBDA_Y = 0.7, 0.4
+# Where the Huber cost turns from the square of a distance to the distance.
+DELTA = 0.8
 # Elements of the differences of points that the dense cost makes at once.
 DIFFERENCES = 1 << 26
 
@@ -32,7 +34,8 @@ class Case(NamedTuple):
         near: whether potentials are those of a nearly solved problem, or up to e^10 away.
         own: whether the cost is that of the first cloud with itself.
         guess: how far in epsilon a guess is from the softmin; None for no guess.
-        matrix: for costs that are given, whether some are negative, or forbid a pair.
+        matrix: for costs that are given, whether some are negative, or forbid a pair; or "huber"
+            for the Huber cost of the distance.
         columns: of what plans are multiplied by.
     """
 
@@ -134,6 +137,8 @@ class Problem:
         match self.case.matrix:
             case "negative":
                 return cost.mean() - cost
+            case "huber":
+                return reference.huber_cost(self.x, self.y, DELTA)
             case "forbidden":
                 draw = torch.Generator().manual_seed(1)
                 closed = (torch.rand(cost.shape, generator=draw) < 0.3).to(DEVICE)

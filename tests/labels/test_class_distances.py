@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gaussian_cases import decomposing_by, every_route, squared_bures_wasserstein
+from ring_package import shown_module
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
@@ -160,6 +161,7 @@ METRICS = {
     "means": Means(),
     "upper bound": UpperBound(),
     "exact": Exact(),
+    "shrunk, of docs/extending.md": shown_module("shrunk").Shrunk(),
 }
 
 

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.linalg
 import torch
 import yaml
+from ring_package import files_between, install, shown_module
 from torch import Tensor
 
 import otdd_flash as otdd
@@ -69,6 +72,51 @@ def test_a_new_metric_takes_one_line_of_the_registry(blobs, tmp_path, monkeypatc
     assert otdd.pairwise_distances(pair, labels="manhattan", epsilon=20.0).method == "manhattan"
     flown = otdd.gradient_flow(*pair, otdd.Flow(1), labels=Manhattan(), epsilon=20.0)
     assert flown.settings["labels.method"] == "manhattan"
+
+
+@pytest.mark.parametrize("shrinkage", [1e-9, 0.3, 0.9])
+def test_the_metric_of_the_page_is_that_of_shrunk_gaussians(blobs, shrinkage) -> None:
+    """Against square roots by Schur decompositions, with weights."""
+    dim, draw = 5, np.random.default_rng(0)
+    left = blobs((7, 3), dim, weights=draw.uniform(0.1, 1, 10), name="left")
+    right = blobs((8, 40), dim, seed=1, name="right")
+    moments = []
+    for samples in (left, right):
+        for c in range(2):
+            rows = (samples.labels == c).numpy()
+            points, w = samples.features.numpy()[rows], samples.masses.numpy()[rows]
+            w = w / w.sum()
+            s = np.cov(points.T, aweights=w, ddof=0)
+            s = (1 - shrinkage) * s + shrinkage * np.trace(s) / dim * np.eye(dim)
+            moments.append((w @ points, s))
+    found = otdd.class_distances([left, right], shown_module("shrunk").Shrunk(shrinkage)).full
+    for i, (m, s) in enumerate(moments):
+        for j, (n, t) in enumerate(moments):
+            root = scipy.linalg.sqrtm(s)
+            fidelity = np.trace(scipy.linalg.sqrtm(root @ t @ root)).real
+            expected = ((m - n) ** 2).sum() + np.trace(s) + np.trace(t) - 2 * fidelity
+            assert float(found[i, j]) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_the_metric_of_the_page_by_its_function_and_by_its_name(
+    blobs, tmp_path, monkeypatch
+) -> None:
+    sizes, narrow = ((5, 6), (4, 9)), np.float32
+    pair = [blobs(each, 3, seed, dtype=narrow) for seed, each in enumerate(sizes)]
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    install(site, files_between("## A class distance", "## A cost"))
+    named = otdd.class_distances(pair, "shrunk", cache_dir=tmp_path)
+    again = otdd.class_distances(pair, "shrunk", cache_dir=tmp_path)
+    called = otdd.class_distances(pair, shown_module("shrunk").shrunk)
+    assert torch.equal(named.full, again.full)
+    assert torch.equal(named.full, called.full)
+    with sqlite3.connect(tmp_path / FILE) as database:
+        assert database.execute("SELECT count(*) FROM pairs").fetchone() == (6,)
+    result = otdd.dataset_distance(*pair, labels="shrunk", epsilon=20.0)
+    assert result.method == "shrunk"
+    torch.testing.assert_close(result.class_distances.full, named.full, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

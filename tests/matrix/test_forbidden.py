@@ -44,6 +44,9 @@ def test_without_plan_the_short_rows_are_named() -> None:
     assert (found.converged, found.stopped_by) == (False, "infeasible")
     assert found.short_rows.tolist() == [3, 4, 5, 6, 7, 8]
     assert found.bounds[1] == math.inf
+    # There is no plan whose groups could be balanced, nor a warning about them.
+    assert torch.equal(found.f, found.term.f)
+    assert torch.equal(found.g, found.term.g)
     strict = otdd.Converged(require_convergence=True)
     with pytest.raises(otdd.ConvergenceError, match="no plan has these masses"):
         otdd.matrix_transport(costs, epsilon=0.05, options=strict)

@@ -42,7 +42,10 @@ def with_entry(value: float) -> torch.Tensor:
         ({"epsilon": 1e38}, "out of the range of torch.float32"),
         ({"epsilon": 1.0, "costs": COSTS * 1e38}, "overflow in torch.float32; scale them down"),
         ({"epsilon": 1.0, "options": otdd.Converged(1e-8)}, "too tight for float32"),
-        ({"epsilon": 1.0, "start": {"xy": torch.zeros(2)}}, r"start\['xy'\] must hold 3 finite"),
+        (
+            {"epsilon": 1.0, "start": {"xy": torch.zeros(2)}},
+            r"start\['xy'\] must have shape \(3",
+        ),
         ({"epsilon": 1.0, "start": {"x": torch.zeros(3)}}, "start holds potentials by term"),
         ({"epsilon": 1.0, "compute": "nowhere"}, "unknown device 'nowhere'"),
         ({"epsilon": 1.0, "options": otdd.GeomlossSchedule()}, r"set solver\.diameter"),

@@ -225,6 +225,21 @@ def test_an_error_of_memory_holds_no_tensors_of_the_calls_that_failed() -> None:
         gc.enable()
 
 
+@pytest.mark.gpu
+def test_what_a_failed_call_held_on_a_gpu_is_free_again() -> None:
+    def fill() -> None:
+        held = torch.empty(1 << 20, device=GPU)
+        torch.empty(1 << 50, device=GPU).add_(held[0])
+
+    before = torch.cuda.memory_allocated(GPU)
+    within = within_memory("these points", 3000, GPU, torch.float32)
+    said = "out of memory on cuda:0: an allocation of"
+    with pytest.raises(InputError, match=said) as raised, within:
+        fill()
+    assert torch.cuda.memory_allocated(GPU) == before
+    assert raised.value.__context__ is None
+
+
 def test_other_errors_leave_a_block_of_memory_as_they_are() -> None:
     for given in (RuntimeError("an illegal memory access"), KeyboardInterrupt(), InputError("no")):
         within = within_memory("these points", 3000, CPU, torch.float32)

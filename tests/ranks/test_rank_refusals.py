@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from otdd_flash.commands import ranks, start
-from otdd_flash.errors import InputError
+from otdd_flash.errors import BAD_INPUT, InputError
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])
@@ -28,7 +28,7 @@ def test_more_processes_than_gpus_are_told_once(
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit) as end:
         ranks._joined()
-    assert end.value.code == start.BAD_INPUT
+    assert end.value.code == BAD_INPUT
     said = capfd.readouterr().err
     expected = "4 processes on a machine of 2 GPUs; start torchrun with --nproc-per-node 2"
     assert (expected in " ".join(said.split())) == (rank == "0")

@@ -12,7 +12,8 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling import comparison, noise_floor, subsample_interval, subsampling
-from otdd_flash.sampling.comparison import least_rows, most_per_half, subsample, two_halves
+from otdd_flash.sampling.comparison import least_rows, subsample
+from otdd_flash.sampling.halves import most_per_half, two_halves
 from otdd_flash.solver.schedules.converged import Converged
 
 FEWEST = 39

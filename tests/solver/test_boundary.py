@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -73,6 +75,24 @@ def test_strides_change_nothing(pair: Pair, compute: str) -> None:
     assert two.value == pytest.approx(one.value, rel=1e-4)
     torch.testing.assert_close(two.class_coupling(), one.class_coupling(), rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(two.barycentric_map(), one.barycentric_map(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_start_is_refused_by_the_term_that_it_is_not_good_for(pair: Pair) -> None:
+    x, y = (side.features for side in pair)
+    sizes = {"xy": len(y), "xx": len(x), "yy": len(y)}
+    solves: list[Callable[..., Any]] = [otdd.sinkhorn_divergence, otdd.sinkhorn_loss]
+    solves += [otdd.sinkhorn_potentials, otdd.transport_map]
+    for solve, value in product(solves, (math.nan, math.inf)):
+        for name, size in sizes.items():
+            start = {name: torch.zeros(size).index_fill(0, torch.tensor(size - 1), value)}
+            message = rf"^start\['{name}'\] holds NaN or infinite entries; leave it out"
+            with naming((solve, start)), pytest.raises(InputError, match=message):
+                solve(x, y, epsilon=0.5, start=start)
+            message = rf"^start\['{name}'\] must have shape \({size},\), got .*{size + 1}"
+            with naming((solve, name)), pytest.raises(InputError, match=message):
+                solve(x, y, epsilon=0.5, start={name: torch.zeros(size + 1)})
+        with naming(solve), pytest.raises(InputError, match="by term, xy, xx or yy, got 'x'"):
+            solve(x, y, epsilon=0.5, start={"x": torch.zeros(len(x))})
 
 
 def test_a_table_smaller_than_the_labels_is_refused_with_both_numbers(pair: Pair) -> None:

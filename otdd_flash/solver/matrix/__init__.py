@@ -1,6 +1,6 @@
 """Entropic transport for a cost that is given as a matrix, or as a function of blocks.
 
-`problem` checks what was given and makes the operator; the solver is that of clouds. `transport` is
-the solve and `result` what it gives; `loss` is the value for autograd, `plan` the plan. `forbidden`
-is about pairs of cost +inf: whether the masses admit a plan, and an upper bound without them.
+`problem` checks the arguments and makes the operator; the solver is that of clouds. `transport` has
+the solve and `result` its result; `loss` is the value for autograd, `plan` the plan. `forbidden`
+handles pairs of cost +inf: whether the masses admit a plan without them, and an upper bound.
 """

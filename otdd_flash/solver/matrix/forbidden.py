@@ -1,11 +1,11 @@
-"""Pairs of cost +inf: whether the masses admit a plan without them, and what such a plan costs.
+"""Forbidden pairs, of cost +inf: whether the masses admit a plan, and an upper bound of its cost.
 
-A set of rows is short if the columns that it may use have less mass than it has: then there is no
-plan (Hall's condition, for masses). Potentials of short rows rise in every update, so that ordering
-rows by how much they rise brings such a set to the front.
+There is no plan if some rows have more mass than all columns that they may use (Hall's condition,
+for masses). Sinkhorn updates then increase the potentials of these rows without end, so that
+sorting rows by their increase puts such a set first.
 
-Where there is a plan, one with exactly the marginals a and b is the plan P of two potentials, moved
-by a Newton step,
+If there is a plan, one with exactly the marginals a and b is obtained from the plan P of two
+potentials by a Newton step,
 
     Q_ij = P_ij (1 + u_i + v_j),    [diag(r) P; P^T diag(c)] [u; v] = [a - r; b - c],
 
@@ -13,7 +13,7 @@ with the sums r, c of P. As log(1 + t) <= t it costs at most
 
     <a, f> + <b, g> + epsilon (<a, u> + <b, v>),
 
-if no 1 + u_i + v_j is negative. It lives on the pairs of P, and is off in second order only.
+if no 1 + u_i + v_j is negative. It uses only the pairs of P, and its error is of second order.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
 from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
 from otdd_flash.solver.term.result import TransportTerm
 
-# Epsilon over the range of the costs at which these hardly count beside the pairs themselves.
+# An epsilon over the range of the costs at which costs hardly matter, only which pairs are allowed.
 ABOVE_COSTS = 2.0**10
 
-# Updates after which rows are put in order, and the marginal error below which there is a plan.
+# Numbers of updates after which rows are sorted, and the marginal error that shows a plan to exist.
 LOOKS, NEAR = (3, 10, 30, 100, 300), 1e-4
 
-# Of the linear system, and roundings by which the marginals of Q may be off.
+# Options of the linear system, and unit roundoffs that the marginals of Q may be off by.
 EXACT, MOST_UNITS = CGOptions(tolerance=1e-13, max_iterations=500), 64
 
 
 def short_rows(operator: MatrixOperator) -> Tensor:
-    """Rows (k,) int64 that have more mass than the columns they may use; none if none are found."""
+    """Return rows (k,) int64 with more mass than the columns they may use; k = 0 if none."""
     a, b, facts = operator.a, operator.b, operator.costs
     epsilon = ABOVE_COSTS * (facts.spread or 1.0)
     g = torch.zeros_like(b, dtype=operator.dtype)
@@ -65,7 +65,7 @@ def short_rows(operator: MatrixOperator) -> Tensor:
 
 
 def _short_prefix(operator: MatrixOperator, order: Tensor) -> Tensor:
-    """The first rows of an order (n,) that together are short by most."""
+    """Return the first rows of an order (n,) up to where they lack most mass; none if none lack."""
     a, b = operator.a, operator.b
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
@@ -83,7 +83,7 @@ def _short_prefix(operator: MatrixOperator, order: Tensor) -> Tensor:
 
 
 def upper_bound(operator: MatrixOperator, term: TransportTerm) -> float:
-    """An upper bound of OT_epsilon of masses that are a and b to rounding; inf if none is found."""
+    """Return an upper bound of OT_epsilon for masses equal to a and b up to rounding, or inf."""
     a, b, epsilon = operator.a, operator.b, term.epsilon
     f = torch.where(a > 0, term.f.double(), 0)
     g = torch.where(b > 0, term.g.double(), 0)
@@ -93,7 +93,7 @@ def upper_bound(operator: MatrixOperator, term: TransportTerm) -> float:
     sums = operator.marginals(f, g, epsilon)
     per_row = inverse(products.rows)[:, None]
     u, v = torch.zeros_like(a), torch.zeros_like(b)
-    # Twice: what the first solution leaves is its rounding.
+    # Twice: the second step removes the rounding of the first.
     for _ in range(2):
         s = a - products.rows * (1 + u) - products.times(v[:, None])[:, 0]
         t = b - products.columns * (1 + v) - products.transposed_times(u[:, None])[:, 0]
@@ -115,7 +115,7 @@ def upper_bound(operator: MatrixOperator, term: TransportTerm) -> float:
 
 
 def _least_change(operator: MatrixOperator, u: Tensor, v: Tensor) -> float:
-    """The least u_i + v_j of an allowed pair with mass."""
+    """Return the least u_i + v_j over allowed pairs with mass, or a lower bound above -1."""
     rows, columns = (
         torch.where(masses > 0, values, math.inf)
         for masses, values in ((operator.a, u), (operator.b, v))
@@ -130,9 +130,10 @@ def _least_change(operator: MatrixOperator, u: Tensor, v: Tensor) -> float:
 
 
 class ExactProducts:
-    """Products with the plan of f (n,) and g (m,), in float64, evaluated anew for each.
+    """Products with the plan of f (n,) and g (m,), in float64, recomputed for each.
 
-    Values are raised by a constant to be positive: then they are factors of the plan's masses.
+    Values are shifted to be positive, so that epsilon times their logarithm can be added to a
+    potential: the marginals of that plan are the products.
     """
 
     ways = None
@@ -143,11 +144,11 @@ class ExactProducts:
         self.rows, self.columns, self.precision = sums.rows, sums.columns, sums.relative_error
 
     def times(self, values: Tensor) -> Tensor:
-        """P V (n, k) for V (m, k)."""
+        """Return P V (n, k) for V (m, k)."""
         return self._apply(values, transposed=False)
 
     def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (m, k) for U (n, k)."""
+        """Return P^T U (m, k) for U (n, k)."""
         return self._apply(values, transposed=True)
 
     def _apply(self, values: Tensor, *, transposed: bool) -> Tensor:

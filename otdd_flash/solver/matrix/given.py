@@ -1,4 +1,4 @@
-"""What `matrix_transport` is given, checked: matrices, masses, and the costs of both sides."""
+"""Checks of the arguments of `matrix_transport`: matrices, masses, and costs within both sides."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
 
 HELD_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Entries of a matrix that differ from those across the diagonal by so many roundings are the same.
+# Unit roundoffs, of the largest entry, up to which a matrix counts as symmetric.
 SYMMETRIC_UNITS = 64
 
 
 class SelfCosts(NamedTuple):
-    """A matrix (n, n) that stands for (C + C^T) / 2, and max_j |C_ij - C_ji| / 2 (n,) float64."""
+    """A matrix C (n, n) for (C + C^T) / 2, and its errors max_j |C_ij - C_ji| / 2 (n,), float64."""
 
     matrix: Tensor
     errors: Tensor
 
 
 def given_matrix(name: str, given: Any) -> Tensor:
-    """A matrix (n, m) of a type that is held as it is, detached.
+    """Return a matrix (n, m), detached, in a type that costs are stored in.
 
     Raises:
         InputError: it is no real matrix, or has no rows or columns.
@@ -39,7 +39,7 @@ def given_matrix(name: str, given: Any) -> Tensor:
 
 
 def checked_masses(name: str, given: Any, size: int) -> Tensor:
-    """Masses (size,) float64 that sum to 1; uniform for None.
+    """Return masses (size,) float64 that sum to 1; uniform for None.
 
     Raises:
         InputError: another shape, a mass that is negative or not finite, or another sum.
@@ -58,14 +58,14 @@ def checked_masses(name: str, given: Any, size: int) -> Tensor:
     if abs(total - 1) > MASS_TOLERANCE:
         raise InputError(f"{name} must sum to 1, got {total:.8g}; divide it by its sum")
     shares: Tensor = masses / total
-    # Nothing can be divided by subnormal ones.
+    # Division by subnormal masses would overflow: they count as 0.
     return torch.where(shares < torch.finfo(shares.dtype).tiny, 0, shares)
 
 
 def checked_self_costs(
     given: Sequence[Tensor], sizes: tuple[int, int], device: torch.device
 ) -> tuple[SelfCosts, SelfCosts]:
-    """Costs within both sides (n, n) and (m, m), on the device.
+    """Return the costs within both sides, (n, n) and (m, m), on the device.
 
     Raises:
         InputError: another shape, an entry that is not finite, or no symmetry.
@@ -84,7 +84,7 @@ def checked_self_costs(
 
 
 def _asymmetry(name: str, matrix: Tensor) -> Tensor:
-    """max_j |C_ij - C_ji| / 2 (n,), float64.
+    """Return max_j |C_ij - C_ji| / 2 (n,), float64.
 
     Raises:
         InputError: an entry is not finite, or differs by more than roundings from its mirror image.

@@ -1,14 +1,16 @@
 """OT_epsilon and S_epsilon of cost matrices as differentiable functions of tensors.
 
-By the envelope theorem potentials count as constants. Of the dual value of the potentials at hand,
+By the envelope theorem potentials count as constants. The dual value of the given potentials
 
     D = <a, f> + <b, g> + epsilon (1 - sum_ij P_ij),    r = P 1,  c = P^T 1,
+
+has the derivatives
 
     dD/dC = P,    dD/da = f - epsilon (r / a - 1),    dD/db = g - epsilon (c / b - 1),
 
 with r / a = exp((f - T(g)) / epsilon) for the softmin T, and likewise c / b. S_epsilon = OT(C) -
-OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; masses stand on both sides of a self
-term.
+OT(C_xx) / 2 - OT(C_yy) / 2 has the gradient -P / 2 by C_xx; in a self term the masses are on both
+sides, and their gradient counts twice.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
 
-# Inputs by the term that they are costs of, and the terms of the masses of each side.
+# The term of each cost, the terms that each side's masses enter, and the weights of terms.
 COSTS = {"costs": "xy", "self_costs[0]": "xx", "self_costs[1]": "yy"}
 MASSES = {"a": ("xy", "xx"), "b": ("xy", "yy")}
 SHARES = {"xy": 1.0, "xx": -0.5, "yy": -0.5}
@@ -58,7 +60,7 @@ def matrix_loss(
     options: Schedule | None = None,
     compute: Compute | None = None,
 ) -> Tensor:
-    """OT_epsilon(C), or S_epsilon with the costs of both sides, for autograd.
+    """Compute OT_epsilon(C), or S_epsilon with costs within both sides, for autograd.
 
     Differentiable once, by matrices and masses. The gradient by C is the plan: the backward pass
     makes it from f and g, scaled before it is rounded to the type of C, in one buffer of its size.
@@ -117,7 +119,7 @@ def matrix_loss(
 
 
 def check_gradient_type(name: str, costs: Tensor) -> None:
-    """Refuse float16, which most entries of a plan underflow.
+    """Refuse float16, in which most entries of a plan underflow.
 
     Raises:
         InputError: the costs are float16.
@@ -130,14 +132,14 @@ def check_gradient_type(name: str, costs: Tensor) -> None:
 
 
 class LossGradient:
-    """The backward pass.
+    """The backward pass of `matrix_loss`.
 
     Args:
         problem: costs and masses.
         needs: inputs to differentiate by.
 
     Attributes:
-        groups: points between which gradients by masses are open, once the term is solved.
+        groups: groups between which gradients by masses are undetermined, once the term is solved.
     """
 
     def __init__(self, problem: MatrixProblem, needs: frozenset[str]) -> None:
@@ -147,19 +149,19 @@ class LossGradient:
         self.groups: Groups | None = None
 
     def solved(self, name: str, operator: Operator, term: TransportTerm) -> None:
-        """Keep the potentials of a term, and what masses need of it."""
+        """Keep the potentials of a term, and compute its gradients by masses."""
         self._terms[name] = term
         if name == "xy" and self._needs & MASSES.keys():
             term, self.groups = settled_matrix(self._problem, term)
         for key, terms in MASSES.items():
             if key in self._needs and name in terms:
                 found = _by_masses(refined(operator), term, columns=key == "b")
-                # On both sides of a self term.
+                # The masses are on both sides of a self term.
                 share = SHARES[name] * (1 if name == "xy" else 2)
                 self._by_masses[key] = self._by_masses.get(key, 0) + share * found
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gradients for a cotangent () of the value."""
+        """Return gradients by key, for a cotangent () of the value."""
         problem, found = self._problem, {}
         scale = cotangents[0].to(problem.device, torch.float64)
         for key, name in COSTS.items():

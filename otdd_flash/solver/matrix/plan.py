@@ -6,8 +6,8 @@ For a plan P with sums r = P 1, c = P^T 1 and a cotangent G (n, m), with M = G o
 
     dL/dC = -P o (G - u 1^T - 1 v^T) / epsilon,    dL/da = u,    dL/db = v    along the simplex.
 
-The sums are those that the plan has. A row without mass is a e^T with its conditional plan e, of
-which u_i is the mean of G_ij - v_j.
+The marginals r and c are the plan's own. At a row without mass u_i is the mean of G_ij - v_j under
+the conditional plan of that row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
 
-# Masses of a side, or 1 for all; and rows with what is asked for of them.
+# Masses of a side, or 1 for all; and an iteration over rows and their entries.
 Weights = Tensor | float
 Tiles = Callable[[], Iterator[tuple[slice, Tensor]]]
 
@@ -53,12 +53,12 @@ def matrix_plan(
     cg: CGOptions = DEFAULTS,
     compute: Compute | None = None,
 ) -> Tensor:
-    """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon) at the optimum, for autograd.
+    """Compute the optimal plan a_i b_j exp((f_i + g_j - C_ij) / epsilon), for autograd.
 
     Differentiable once, by costs and masses. The backward pass solves one linear system, of few
-    points by a decomposition, from the potentials alone: memory is that of the inputs and the plan,
-    however many iterations the solve took. The gradient is that of the optimum at the masses that
-    the plan has, and not of the iterations; by masses the one along the simplex. With
+    points by a factorization, from the potentials alone: memory is that of the inputs and the plan,
+    however many iterations the solve took. The gradient is the implicit one of the optimum at the
+    plan's own marginals, not that of the iterations; by masses the one along the simplex. With
     `epsilon_relative` epsilon counts as a constant. A cotangent that is not finite gives NaN.
 
     Args:
@@ -69,11 +69,11 @@ def matrix_plan(
         epsilon_relative: the same in units of the mean of the finite costs; one of both.
         start: a column potential to start from, {"xy": g}.
         options: how to solve and when to stop, `otdd.Converged()` by default.
-        cg: when the linear system of the backward pass is solved.
+        cg: the tolerance of the linear system of the backward pass.
         compute: where and how passes run, or only the device; by default where the costs are.
 
     Returns:
-        P (n, m), float64 if the costs are and else float32, where the costs are.
+        P (n, m), float64 if the costs are and else float32, on the device of the costs.
 
     Raises:
         InputError: as `matrix_loss`.
@@ -110,14 +110,14 @@ def matrix_plan(
 
 
 class PlanGradient:
-    """The backward pass.
+    """The backward pass of `matrix_plan`.
 
     Args:
         problem: costs and masses.
         term: potentials f (n,) and g (m,), and epsilon.
         needs: inputs to differentiate by.
         options: whether a missed tolerance is an error.
-        cg: when the system is solved.
+        cg: the tolerance of the linear system.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PlanGradient:
         self._options, self._cg = options, cg
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Gradients for a cotangent G (n, m)."""
+        """Return gradients by key, for a cotangent G (n, m)."""
         problem, epsilon = self._problem, self._term.epsilon
         a, b, cotangent = problem.a, problem.b, cotangents[0].to(problem.device)
         potentials = self._everywhere()
@@ -143,9 +143,9 @@ class PlanGradient:
         )
         unit = largest(cotangent)
         (left, right), tiles = self._weighted_tiles(entries, potentials)
-        # Weights that are left to give to an entry of a tile.
+        # Factors that turn entries of the tiles into a_i e_ij b_j.
         of_rows, of_columns = a / left, b / right
-        # Sums of e o G with the masses of the other side.
+        # s_i = sum_j e_ij G_ij b_j and t_j = sum_i a_i e_ij G_ij, over `unit`.
         s, t = torch.empty_like(a), torch.zeros_like(b)
         for rows, e in tiles():
             weighted = e * (cotangent[rows] / unit)
@@ -173,9 +173,9 @@ class PlanGradient:
     def _weighted_tiles(
         self, entries: Entries, potentials: tuple[Tensor, Tensor]
     ) -> tuple[tuple[Weights, Weights], Tiles]:
-        """Masses that e is multiplied by, and rows of it, some after the other, not to be changed.
+        """Return masses, and an iteration over rows of e times these masses; read only.
 
-        A small plan is one tile that is there already.
+        A small plan is one tile, which is stored already.
         """
         if (plan := entries.small) is not None:
             return entries.masses, lambda: iter([(slice(0, len(plan)), plan)])
@@ -183,7 +183,7 @@ class PlanGradient:
         return (1.0, 1.0), lambda: operator.exact_tiles(*at)
 
     def _everywhere(self) -> tuple[Tensor, Tensor]:
-        """Potentials f (n,) and g (m,); those of points without mass are softmins of the others."""
+        """Return f (n,) and g (m,), with softmins of the others at points without mass."""
         problem, (f, g) = self._problem, (self._term.f, self._term.g)
         if bool((problem.a > 0).all()) and bool((problem.b > 0).all()):
             return f, g
@@ -194,7 +194,7 @@ class PlanGradient:
         )
 
     def _tiles(self, weighted: bool) -> MatrixOperator:
-        """The cost between the masses, or where one is 0, between equal ones."""
+        """Return the operator with the given masses, or if not `weighted`, with equal ones."""
         problem = self._problem
         if weighted:
             return problem.tiles

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otdd_flash.checks import shown
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator
@@ -20,8 +19,13 @@ from otdd_flash.operators.cost_blocks import AskedCosts, CostBlocks
 from otdd_flash.operators.ground import NO_OFFSET
 from otdd_flash.operators.matrix import CostSource, HeldCosts, MatrixOperator, exact_blocks
 from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.real_numbers import real_tensor
-from otdd_flash.solver.divergence import Divergence, Potentials, Solved, solve_divergence
+from otdd_flash.solver.divergence import (
+    Divergence,
+    Potentials,
+    Solved,
+    checked_start,
+    solve_divergence,
+)
 from otdd_flash.solver.matrix.given import (
     SelfCosts,
     checked_masses,
@@ -31,8 +35,8 @@ from otdd_flash.solver.matrix.given import (
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
+from otdd_flash.solver.term.tolerance import EpsilonOutOfRange
 
 # What `matrix_transport` takes for costs.
 Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
@@ -43,7 +47,7 @@ class MatrixProblem:
     """Costs C (n, m) between masses a and b; `prepare` makes one.
 
     Attributes:
-        source: where C comes from, on the device.
+        source: C, stored or computed in blocks, on the device.
         a: (n,) masses, float64, on the device.
         b: (m,) masses, likewise.
         compute: how passes run.
@@ -69,7 +73,7 @@ class MatrixProblem:
     ) -> MatrixProblem:
         """Check a matrix and its masses, and move them to the device.
 
-        Without `compute` that is where the costs are, in this precision.
+        Without `compute` that is the device of the costs, with this precision.
 
         Raises:
             InputError: no matrix, masses that do not fit it or do not sum to 1, or self costs that
@@ -134,7 +138,7 @@ class MatrixProblem:
 
     @cached_property
     def tiles(self) -> MatrixOperator:
-        """The cost in PyTorch, for what is asked of a solved plan."""
+        """The cost in PyTorch, for products with a solved plan."""
         return MatrixOperator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
 
     @cached_property
@@ -166,7 +170,7 @@ class MatrixProblem:
         return self._executed(self.self_tiles(name))
 
     def self_tiles(self, name: str) -> MatrixOperator:
-        """The cost of the self term "xx" or "yy", in PyTorch."""
+        """Return the cost of the self term "xx" or "yy", in PyTorch."""
         assert self.self_costs is not None
         side = ("xx", "yy").index(name)
         (matrix, errors), masses = self.self_costs[side], (self.a, self.b)[side]
@@ -181,7 +185,7 @@ class MatrixProblem:
         progress: SolverProgress | None = None,
         solved: Solved | None = None,
     ) -> Divergence:
-        """OT_epsilon, or with self costs S_epsilon.
+        """Solve for OT_epsilon, or with self costs for S_epsilon.
 
         Raises:
             InputError: epsilon or a tolerance is out of reach at this precision, a start of
@@ -199,7 +203,7 @@ class MatrixProblem:
                 "solver.bound_width is no goal where pairs are forbidden, as bounds are known at "
                 "the end alone; set solver.tolerance"
             )
-        start = self._checked_start(start or {})
+        start = checked_start(start, (len(self.a), len(self.b)), self.device)
         term = self._recorded(epsilon, options, start, progress)
         if term is not None:
             if solved is not None:
@@ -226,7 +230,7 @@ class MatrixProblem:
         start: Potentials,
         progress: SolverProgress | None,
     ) -> TransportTerm | None:
-        """The term from recordings, or None where it needs another solve."""
+        """Solve by recorded CUDA graphs; return None where these do not apply."""
         if not (isinstance(options, Converged) and self.in_triton):
             return None
         # Triton may be missing where no kernel runs.
@@ -237,20 +241,6 @@ class MatrixProblem:
         return matrix_route.solve_recorded_matrix(
             self, epsilon, options, start=start, progress=progress
         )
-
-    def _checked_start(self, start: Potentials) -> Potentials:
-        sizes = {"xy": len(self.b), "xx": len(self.a), "yy": len(self.b)}
-        found = {}
-        for name, potential in start.items():
-            if name not in sizes:
-                raise InputError(f"start holds potentials by term, xy, xx or yy, got {name!r}")
-            given = real_tensor(f"start[{name!r}]", potential)
-            if given.shape != (sizes[name],) or not bool(given.isfinite().all()):
-                raise InputError(
-                    f"start[{name!r}] must hold {sizes[name]} finite numbers, got {shown(given)}"
-                )
-            found[name] = given.detach().to(self.device)
-        return found
 
     def _check_epsilon(self, epsilon: float) -> None:
         """Refuse an epsilon that costs cannot be divided by in their type."""
@@ -270,7 +260,7 @@ class MatrixProblem:
 
 
 def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
-    """An epsilon given as a multiple of the mean cost, in units of the cost.
+    """Convert an epsilon given as a multiple of the mean cost to units of the cost.
 
     Raises:
         InputError: the mean cost is not positive.

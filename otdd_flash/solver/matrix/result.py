@@ -1,4 +1,4 @@
-"""What a solve for a cost matrix gives, and the two files of it."""
+"""The result of a solve for a cost matrix, with its two files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MatrixTransport:
-    """OT_epsilon for a cost matrix C (n, m), with the proof of its accuracy.
+    """OT_epsilon for a cost matrix C (n, m), with bounds of its value.
 
-    Everything stays on the device that computed it. The costs are those of the call, which must not
-    be changed in place before the last question to the plan.
+    Tensors stay on the device that computed them. The plan is computed from the costs of the call,
+    which must not be changed in place as long as the plan is used.
 
     Attributes:
-        term: what was solved, as for clouds.
+        term: the solved term, as for clouds.
         seconds: wall time of the call.
         short_rows: (k,) int64, rows that have more mass than the columns they may use: the masses
             then admit no plan, and nothing converges. Else empty.
@@ -48,7 +48,7 @@ class MatrixTransport:
     _required: bool = field(default=False, repr=False)
 
     def __repr__(self) -> str:
-        """The value, its solver bounds and the size of the matrix, in one line."""
+        """Return the value, its solver bounds and the size of the matrix, in one line."""
         return (
             f"MatrixTransport({bounded(self.value, *self.bounds)}, "
             f"epsilon={self.epsilon:.6g}, {convergence_text(self.converged)}, "
@@ -59,13 +59,13 @@ class MatrixTransport:
     def f(self) -> Tensor:
         """Row potential (n,), in units of the cost; inf at a mass of 0 without allowed pairs.
 
-        Groups of points that exchange almost no mass are balanced against each other.
+        The offsets between groups of points that exchange almost no mass balance these flows.
 
         Raises:
-            ConvergenceError: convergence was required, and the masses leave potentials open.
+            ConvergenceError: convergence was required, and the masses do not determine potentials.
 
         Warns:
-            NotConvergedWarning: they do, and it was not required; said once.
+            NotConvergedWarning: they do not, and it was not required; warned once.
         """
         return self._shown(self._settled.f, 0)
 
@@ -125,9 +125,9 @@ class MatrixTransport:
 
     @computes
     def plan(self) -> Tensor:
-        """P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon), (n, m), of the type of the potentials.
+        """Compute P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon), (n, m).
 
-        It is 0 at forbidden pairs and at masses of 0.
+        It has the type of the potentials, and is 0 at forbidden pairs and at masses of 0.
         """
         problem = self._problem
         return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
@@ -226,9 +226,7 @@ class MatrixTransport:
 
     @cached_property
     def _settled(self) -> TransportTerm:
-        """The term with potentials balanced between groups of points."""
-        if len(self.short_rows):
-            return self.term
+        """The term with potentials balanced between groups of points; without a plan as it is."""
         term, groups = settled_matrix(self._problem, self.term)
         report_groups(groups, "potentials", required=self._required)
         return term
@@ -261,7 +259,7 @@ class _Saved(NamedTuple):
 
 
 def fingerprint(source: CostSource) -> str:
-    """SHA-256 of type, shape and values, row by row."""
+    """Return the SHA-256 of type, shape and values, row by row."""
     digest = hashlib.sha256(f"{source.dtype}{tuple(source.shape)}".encode())
     for _, block in exact_blocks(source):
         digest.update(in_one_row(block.cpu()).view(torch.uint8).numpy().data)

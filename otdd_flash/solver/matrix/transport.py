@@ -20,10 +20,10 @@ from otdd_flash.solver.matrix.problem import Costs, MatrixProblem, relative_to_m
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.epsilon import epsilon_given_as, refuse_both
 from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.term.tolerance import epsilon_given_as, refuse_both
 
-# Iterations that are left to masses that admit no plan, and rows that a message names.
+# The most iterations for masses that admit no plan, and the most rows that a message names.
 INFEASIBLE_ITERATIONS, NAMED = 1, 5
 
 
@@ -41,12 +41,12 @@ def matrix_transport(
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
 ) -> MatrixTransport:
-    """OT_epsilon = min_P <C, P> + epsilon KL(P | a b^T) for a cost matrix C.
+    """Compute OT_epsilon = min_P <C, P> + epsilon KL(P | a b^T) for a cost matrix C.
 
-    Costs of any sign, and of any type: float16, bfloat16 and float32 are held as they are and
-    computed in float32, float64 in double precision. Integers become float32 if all are at most
-    2^24 in size, else float64. The bounds hold for the matrix so rounded. A solve that stops early
-    returns what it has reached, whose bounds hold, and warns.
+    Costs may have any sign and type: float16, bfloat16 and float32 are stored as they are and
+    computed with in float32, float64 in double precision. Integers become float32 if all are at
+    most 2^24 in size, else float64. The bounds hold for the matrix in that type. A solve that stops
+    early returns the value reached so far, whose bounds hold, and warns.
 
     Args:
         costs: C (n, m), of any strides, or `otdd.CostBlocks`. +inf forbids a pair.
@@ -60,7 +60,7 @@ def matrix_transport(
         progress: called as progress("xy", iteration, marginal error).
 
     Returns:
-        Potentials, value and bounds, and what can be asked of the plan.
+        Potentials, value and bounds, and products with the plan.
 
     Raises:
         InputError: both or none of the epsilons, or one that the precision cannot hold; costs that
@@ -108,7 +108,7 @@ def solve_matrix(
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
 ) -> tuple[Divergence, Tensor]:
-    """The solve, and the rows (k,) that are short of columns.
+    """Solve, and return rows (k,) with more mass than the columns they may use.
 
     Raises:
         InputError: as `matrix_transport`.

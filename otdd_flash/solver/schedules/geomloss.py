@@ -61,15 +61,13 @@ class GeomlossSchedule(Schedule):
     diameter: Positive | None = None
 
 
-def at_diameter(options: Schedule, x: Tensor, y: Tensor) -> Schedule:
-    """Return the options, those of geomloss with the diameter of two clouds if they have none.
+def at_diameter(options: GeomlossSchedule, x: Tensor, y: Tensor) -> GeomlossSchedule:
+    """Return the options with the diameter of two clouds (n, d) and (m, d) if they have none.
 
     Raises:
-        InputError: the diameter of the clouds (n, d) and (m, d) is 0.
+        InputError: that is 0.
     """
-    if not isinstance(options, GeomlossSchedule) or options.diameter:
-        return options
-    return replace(options, diameter=box_diagonal(x, y))
+    return options if options.diameter else replace(options, diameter=box_diagonal(x, y))
 
 
 def solve_by_schedule(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.errors import InputError
 from otdd_flash.operators.build import ComputeOptions, uses_triton
 from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory
 from otdd_flash.operators.request import Request
@@ -122,13 +121,11 @@ def solve_small(
         pulled: called instead, each with the gradient by the points of its side.
 
     Raises:
-        InputError: rounding alone exceeds the tolerance at this epsilon and precision, or a
-            potential to start from has another number of points.
+        InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
     x, y = request.seen
     of_costs = request.cost.squared.lambda_x, request.cost.lambda_y, x.class_total
     batch, sizes = Batch.of_one((x, y), table), (len(x), len(y))
-    _check_start(start or {}, sizes)
     with kept(room_for(request, table), debias) as solve:
         small = SingleSolve(solve, sizes, epsilon, options)
         terms = small.solved(batch, of_costs, start, progress)
@@ -143,17 +140,3 @@ def solve_small(
                 operator = solve.pool.operator(name, sizes, small.costs[name])
                 solved(name, operator, terms[name])
     return terms
-
-
-def _check_start(start: Potentials, sizes: tuple[int, int]) -> None:
-    """Refuse potentials of other clouds, of which a room might take a part.
-
-    Raises:
-        InputError: one has another number of points.
-    """
-    for name, potential in start.items():
-        shape = (sizes[0 if name == "xx" else 1],)
-        if potential.shape != shape:
-            raise InputError(
-                f"start[{name!r}] must have shape {shape}, got {tuple(potential.shape)}"
-            )

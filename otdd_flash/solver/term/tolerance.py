@@ -1,6 +1,17 @@
-"""The marginal error at which a solve stops: as asked for, or as rounding allows."""
+"""Epsilon and the marginal error: as the user gave them, and as the arithmetic can hold them.
+
+Entry points settle epsilon here; errors name the setting and the unit in which it was given.
+`solver.solve` and `solver.small` take from here where the iterations of a term end, and at which
+marginal error a solve stops; `solver.certificate` and `term.result` refuse what rounding leaves
+nothing of.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -8,7 +19,11 @@ from otdd_flash.errors import InputError
 from otdd_flash.formulas.decision import Goal
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.epsilon import EpsilonOutOfRange, or_double
+
+# Of the mean cost: the regularisation where none is given.
+DEFAULT_RELATIVE = 0.01
+# What it was in earlier versions, in units of the cost.
+EARLIER_DEFAULT = 0.1
 
 # How far the default tolerance gives way to rounding. With more the marginals would say little of
 # the plan.
@@ -16,6 +31,152 @@ LOOSEST_DEFAULT = 0.1
 
 # The marginal error that an advised epsilon should have, half of the most that is accepted.
 AMPLE = LOOSEST_DEFAULT / 2
+
+
+def refuse_both(epsilon: float | None, relative: float | None) -> None:
+    """Refuse two regularisations, of which one would have to win.
+
+    Raises:
+        InputError: both are given.
+    """
+    if epsilon is not None and relative is not None:
+        raise InputError(
+            "give epsilon or epsilon_relative, one of them; got both, "
+            f"epsilon={epsilon:g} and epsilon_relative={relative:g}"
+        )
+
+
+def once_default(epsilon: object) -> str:
+    """How to go on from what an earlier version computed by its default, "" for another value."""
+    if epsilon != EARLIER_DEFAULT:
+        return ""
+    return (
+        f"; {EARLIER_DEFAULT} was the default of earlier versions, which epsilon={EARLIER_DEFAULT} "
+        "gives today"
+    )
+
+
+def settled_epsilon(
+    epsilon: float | None, relative: float | None, mean_cost: Callable[[], float]
+) -> tuple[str, float, float]:
+    """Return the setting's name, its value, and the regularisation in units of the cost.
+
+    Where neither is given it is `DEFAULT_RELATIVE` of the mean cost, and 1 where that is 0, as for
+    a cost without any extent.
+
+    Args:
+        epsilon: in units of the cost, or None.
+        relative: as a multiple of the mean cost, or None.
+        mean_cost: computes the mean cost; called unless `epsilon` is given.
+
+    Raises:
+        InputError: both are given, or `relative` with a mean cost that is not positive.
+    """
+    refuse_both(epsilon, relative)
+    if epsilon is not None:
+        return "epsilon", epsilon, epsilon
+    mean = mean_cost()
+    if relative is None:
+        value = DEFAULT_RELATIVE * mean
+        # NaN is left to those who say where it comes from.
+        return "epsilon_relative", DEFAULT_RELATIVE, 1.0 if value <= 0 else value
+    if not mean > 0:
+        raise InputError(
+            f"epsilon_relative needs a positive mean cost; here it is {mean:g}: set epsilon"
+        )
+    return "epsilon_relative", relative, relative * mean
+
+
+class EpsilonOutOfRange(InputError):
+    """An epsilon too small, or too large, for the precision.
+
+    Args:
+        words: the message, with {name}, {given} (name=value) and, where known, {advised}.
+        epsilon: the regularisation, in units of the cost.
+        advised: one that would do, likewise.
+        name: of the setting that the user gave.
+        given: its value; None is `epsilon` itself.
+    """
+
+    def __init__(
+        self,
+        words: str,
+        epsilon: float,
+        advised: float | None = None,
+        *,
+        name: str = "epsilon",
+        given: float | None = None,
+    ) -> None:
+        self.words, self.epsilon, self.advised = words, epsilon, advised
+        given = epsilon if given is None else given
+        better = "" if advised is None else f"{advised * (given / epsilon):.2g}"
+        self.name, self.given = name, given
+        super().__init__(words.format(name=name, given=f"{name}={given:g}", advised=better))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments, as other processes raise it too."""
+        named = partial(type(self), name=self.name, given=self.given)
+        return named, (self.words, self.epsilon, self.advised)
+
+
+@contextmanager
+def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
+    """Say of an epsilon that is out of range what the user called it.
+
+    Args:
+        name: of the setting.
+        given: its value.
+        epsilon: the regularisation that it means; others are left to their own names.
+
+    Raises:
+        EpsilonOutOfRange: as it was raised inside, under that name.
+    """
+    try:
+        yield
+    except EpsilonOutOfRange as error:
+        if error.epsilon != epsilon:
+            raise
+        raise EpsilonOutOfRange(
+            error.words, error.epsilon, error.advised, name=name, given=given
+        ) from None
+
+
+@contextmanager
+def epsilon_of_datasets(
+    name: str, given: float, epsilon: float, mean_cost: Callable[[], float], standardized: float
+) -> Iterator[None]:
+    """`epsilon_given_as`, with the ways out that datasets have beside another value.
+
+    Args:
+        name: of the setting.
+        given: its value.
+        epsilon: the regularisation that it means.
+        mean_cost: computes the mean cost; called where that epsilon is too small.
+        standardized: about what the mean cost is of standardized features.
+
+    Raises:
+        EpsilonOutOfRange: as it was raised inside, with these.
+    """
+    with epsilon_given_as(name, given, epsilon):
+        try:
+            yield
+        except EpsilonOutOfRange as error:
+            if error.advised is None or error.epsilon != epsilon:
+                raise
+            mean, ways = mean_cost(), ""
+            if name == "epsilon" and DEFAULT_RELATIVE * mean >= error.advised:
+                ways += f", or give epsilon_relative={DEFAULT_RELATIVE} in its place"
+            if name == "epsilon" and epsilon * mean >= error.advised * standardized:
+                ways += (
+                    ", or standardize the features (extractor.standardize=true, in Python "
+                    "otdd.extractors.standardize)"
+                )
+            raise EpsilonOutOfRange(error.words + ways, error.epsilon, error.advised) from None
+
+
+def or_double(dtype: torch.dtype) -> str:
+    """The way out by float64, in a list of ways, where it is not what was refused."""
+    return "" if dtype == torch.float64 else ", set precision=double"
 
 
 def goal_of(options: Converged, epsilon: float, aim: float) -> Goal:
