@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.checks import shown
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
+from otdd_flash.formulas.decision import CROSS, SELF, Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.real_numbers import real_tensor
