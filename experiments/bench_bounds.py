@@ -29,11 +29,11 @@ import otdd_flash as otdd
 from experiments.certified_solves import load_pair
 from experiments.environment import environment, write_result
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.build import CostInputs
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import TransportTerm
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))
@@ -44,7 +44,7 @@ TRUE_ERROR = 1e-7
 REPEATS = 5
 
 
-def simple_bounds(terms: dict[str, TransportTerm], problem: Problem) -> tuple[float, float]:
+def simple_bounds(terms: dict[str, TransportTerm], problem: Comparison) -> tuple[float, float]:
     """The interval of the divergence by the oscillation bound alone."""
     ends: dict[str, tuple[float, float]] = {}
     for name, term in terms.items():
@@ -73,7 +73,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return statistics.median(times)
 
 
-def interval_seconds(terms: dict[str, TransportTerm], problem: Problem) -> float:
+def interval_seconds(terms: dict[str, TransportTerm], problem: Comparison) -> float:
     """Time of the certificates of all terms over that of the passes without an interval."""
     total = 0.0
     for name, term in terms.items():
@@ -90,18 +90,16 @@ def interval_seconds(terms: dict[str, TransportTerm], problem: Problem) -> float
             else:
                 certify(operator, term.f, term.g, term.epsilon)
 
-        total += seconds(certificate, problem.request.device) - seconds(
-            passes, problem.request.device
-        )
+        total += seconds(certificate, problem.device) - seconds(passes, problem.device)
     return total
 
 
-def true_divergence(problem: Problem, near: Divergence) -> Divergence:
+def true_divergence(problem: Comparison, near: Divergence) -> Divergence:
     """The divergence in double precision, from potentials nearby."""
     start = {name: term.g.double() for name, term in near.terms.items()}
     start["xy"] = newton(problem.operator("xy"), start["xy"], near.xy.epsilon)
     options = otdd.Converged(tolerance=TRUE_ERROR, max_iterations=200_000)
-    return problem.solve(options, start=start)
+    return solve(problem, options, start=start)
 
 
 def newton(operator: Operator, g: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -132,16 +130,16 @@ def newton(operator: Operator, g: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 def measure(
-    problem: Problem, exact: Problem, truth: Divergence | None
+    problem: Comparison, exact: Comparison, truth: Divergence | None
 ) -> tuple[dict[str, Any], Divergence]:
     """One row, and the divergence in double precision if it was not known."""
-    found = problem.solve(otdd.Converged())
+    found = solve(problem, otdd.Converged())
     truth = truth or true_divergence(exact, found)
     (low, high), (least, most) = found.bounds, truth.bounds
     if not (low <= least and most <= high and truth.converged):
         sys.exit(f"[{least}, {most}] is not within [{low}, {high}]")
     simple = simple_bounds(found.terms, problem)
-    solve = seconds(lambda: problem.solve(otdd.Converged()), problem.request.device)
+    solved = seconds(lambda: solve(problem, otdd.Converged()), problem.device)
     extra = interval_seconds(found.terms, problem)
     row = {
         "value": found.value,
@@ -150,8 +148,8 @@ def measure(
         "true_bounds": [least, most],
         "ratio_of_widths": (high - low) / (simple[1] - simple[0]),
         "width_over_value": (high - low) / abs(found.value),
-        "extra_time": extra / (solve - extra),
-        "solve_seconds": solve,
+        "extra_time": extra / (solved - extra),
+        "solve_seconds": solved,
         "passes": found.passes,
         "converged": found.converged,
     }
@@ -168,14 +166,14 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for names in PAIRS:
         source, target, table = load_pair(names, given.data_root, given.samples, given.device)
-        block = table[: source.class_total, source.class_total :]
         cost = otdd.GroundCost()
         asked = otdd.ComputeOptions(device=given.device)
-        mean = CostInputs(source, target, block, cost, asked).labelled.mean_cost
+        whole = Comparison.prepare((source, target), cost, asked)
+        mean = whole.with_classes(table).mean_cost()
         for relative in RELATIVE_EPSILONS:
             epsilon = 0.1 if relative is None else relative * mean
             problems = {
-                precision: Problem.between(
+                precision: Comparison.between(
                     source,
                     target,
                     epsilon,

@@ -37,7 +37,7 @@ from experiments.environment import environment, write_result
 from experiments.peers import Problem, geomloss_divergence
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import CostInputs, build_operator
+from otdd_flash.operators.comparison import Comparison
 
 REPEATS = 5
 # Relative difference of potentials, or of values, above which a timing is refused.
@@ -59,8 +59,9 @@ def make_problem(root: str, samples: int) -> Problem:
 def operator_of(problem: Problem, memory_budget: str) -> Operator:
     """Our operator, which keeps the scores if the budget allows."""
     compute = otdd.ComputeOptions(device="cpu", memory_budget=memory_budget)
-    block = problem.class_table[: problem.source.class_total, problem.source.class_total :]
-    return build_operator(CostInputs(problem.source, problem.target, block, problem.cost, compute))
+    sides = problem.source, problem.target
+    comparison = Comparison.prepare(sides, problem.cost, compute, debias=False)
+    return comparison.with_classes(problem.class_table).operator("xy")
 
 
 def ours(operator: Operator, epsilon: float, iterations: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,13 +37,14 @@ from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
 from otdd_flash import Converged, NotConvergedWarning, sinkhorn_loss
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.solving import solve
 
 SIZES = ((60_000, 784), (60_000, 512), (20_000, 512), (5_000, 64), (2_000, 64), (1_000, 64))
 ITERATIONS = 10
@@ -79,13 +80,13 @@ class Workload:
         mean_cost = (x - y[torch.randperm(n, generator=draw, device="cuda")]).square().sum(1).mean()
         return cls(x, y, labels[0], labels[1], table, RELATIVE_EPSILON * float(mean_cost))
 
-    def problem(self, precision: str = "fast") -> Problem:
+    def problem(self, precision: str = "fast") -> Comparison:
         """The same for this package's solver."""
         names = tuple(map(str, range(CLASSES)))
         source = LabeledSamples(self.x, self.labels_x, names)
         target = LabeledSamples(self.y, self.labels_y, names)
         compute = ComputeOptions(device="cuda", precision=precision)
-        return Problem.between(source, target, self.epsilon, self.table, GroundCost(), compute)
+        return Comparison.between(source, target, self.epsilon, self.table, GroundCost(), compute)
 
     def ours(self, x: Tensor) -> Tensor:
         """The divergence by this package."""
@@ -131,7 +132,7 @@ def our_solve(work: Workload) -> tuple[Divergence, Tensor]:
     problem = work.problem()
     gradient = DivergenceGradient(problem, frozenset({"x"}))
     zeros = {name: torch.zeros(len(work.x), device="cuda") for name in ("xy", "xx", "yy")}
-    divergence = problem.solve(OPTIONS, start=zeros, solved=gradient)
+    divergence = solve(problem, OPTIONS, start=zeros, solved=gradient)
     return divergence, gradient.total["x"]
 
 

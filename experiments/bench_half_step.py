@@ -35,10 +35,10 @@ from experiments.bench_divergence import marginal_error
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, extra_mib, milliseconds
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.engine.recording import STEPS, Repeated
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
 
 SIZES = (
     *((60_000, d) for d in (784, 512, 128, 64)),

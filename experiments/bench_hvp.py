@@ -40,10 +40,10 @@ from torch import Tensor
 import otdd_flash as otdd
 from experiments.environment import RESULTS
 from experiments.rows import Rows
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.hessian import DivergenceCurvature
-from otdd_flash.solver.problem import Problem
 
 SIZES, DIMENSIONS = (5_000, 10_000, 50_000), (4, 64, 512)
 RELATIVE_EPSILON, TOLERANCE, WORST = 0.1, 1e-4, 0.01
@@ -80,7 +80,7 @@ class Work:
         """At the potentials of the solve."""
         compute = otdd.ComputeOptions(self.device, precision=precision)
         x, y = (side.double() if precision == "double" else side for side in (self.x, self.y))
-        problem = Problem.between(x, y, self.epsilon, None, COST, compute, debias=debias)
+        problem = Comparison.between(x, y, self.epsilon, None, COST, compute, debias=debias)
         terms = self.divergence.terms if debias else {"xy": self.divergence.xy}
         dtype = compute.dtype
         cast = {

@@ -30,7 +30,7 @@ import otdd_flash as otdd
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import graphed
-from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.matrix.comparison import MatrixComparison
 
 SIZES = {"cpu": (256, 512, 1024, 2048, 4096), "cuda": (256, 512, 1024, 2048, 4096, 8192, 16_384)}
 EPSILONS = (0.1, 0.01, 0.001)
@@ -243,8 +243,8 @@ def ours_alone(work: Work) -> dict[str, Any]:
     """Our iterations, the certified interval, and the time of one."""
     options = otdd.Converged(work.tolerance)
     found = otdd.matrix_transport(work.costs, work.a, work.b, epsilon=work.epsilon, options=options)
-    problem = MatrixProblem.prepare(work.costs, work.a, work.b, None)
-    operator, g = problem.operator, found.g
+    problem = MatrixComparison.prepare(work.costs, work.a, work.b, None)
+    operator, g = problem.operator("xy"), found.g
     return {
         "backend": operator.execution.backend,
         "iterations": found.iterations,

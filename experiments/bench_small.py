@@ -36,7 +36,7 @@ from torch import Tensor
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from otdd_flash import ComputeOptions, Converged, sinkhorn_divergence, sinkhorn_loss
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 

@@ -19,8 +19,8 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.labels import measure_classes
-from otdd_flash.operators.request import Request
-from otdd_flash.solver.problem import SIDES, Problem
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.solver.solving import solve as solve_comparison
 
 CLASSES = 10
 
@@ -97,27 +97,27 @@ def load_pair(
     return source, target, measure_classes(source, target, otdd.labels.Gaussian()).full
 
 
-def problem_of(case: Case, device: str, root: str) -> Problem:
+def problem_of(case: Case, device: str, root: str) -> Comparison:
     """The problem of a case."""
     if " " in case.kind:
         first, second = case.kind.split()
         source, target, table = load_pair((first, second), root, case.n, device)
     else:
         source, target, table = random_clouds(case, device)
-    block, cost = table[:CLASSES, CLASSES:], otdd.GroundCost()
-    request = Request.prepare((source, target), cost, otdd.ComputeOptions(device=device))
-    mean = request.inputs(SIDES["xy"], block).labelled.mean_cost
-    return Problem(request, 0.1 if case.relative is None else case.relative * mean, table)
+    cost, compute = otdd.GroundCost(), otdd.ComputeOptions(device=device)
+    comparison = Comparison.prepare((source, target), cost, compute).with_classes(table)
+    relative = case.relative
+    return comparison.at(0.1 if relative is None else relative * comparison.mean_cost())
 
 
-def solve(problem: Problem) -> dict[str, Any]:
+def solve(problem: Comparison) -> dict[str, Any]:
     """One solve; on a CPU the processor's time, which other work does not disturb."""
-    gpu = problem.request.device.type == "cuda"
+    gpu = problem.device.type == "cuda"
     clock = time.perf_counter if gpu else time.process_time
     if gpu:
         torch.cuda.synchronize()
     started = clock()
-    found = problem.solve(otdd.Converged())
+    found = solve_comparison(problem, otdd.Converged())
     if gpu:
         torch.cuda.synchronize()
     return {
@@ -136,7 +136,7 @@ def main() -> None:
         torch.set_num_threads(1)
 
     @cache
-    def prepared(index: int) -> Problem:
+    def prepared(index: int) -> Comparison:
         problem = problem_of(CASES[device][index], device, root)
         solve(problem)
         return problem

@@ -40,13 +40,13 @@ from experiments import bench_half_step as bench
 from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import cublas_tflops, milliseconds
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.passes.half_step import half_step_kernel
 from otdd_flash.kernels.passes.plan_blocks import plan_block_kernel
 from otdd_flash.kernels.passes.symmetric_step import symmetric_step_kernel
 from otdd_flash.kernels.points.packed_points import arrange
 from otdd_flash.kernels.tiling import BLOCK_ROWS, narrow_tile, tile_for
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.report.figures.page import INK, SOURCE_COLOR, TARGET_COLOR, new_figure, save_picture
 
 SAMPLES = 60_000

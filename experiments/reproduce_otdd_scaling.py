@@ -65,6 +65,7 @@ from experiments.otdd_scaling.sides import (
 )
 from experiments.rows import Rows
 from otdd_flash.devices import resolve_device
+from otdd_flash.solver.solving import solve
 
 SIZES = (5_000, 10_000, 20_000, 40_000, 60_000)
 TASKS = {"features": ("distance", "flow"), "pixels": ("distance",)}
@@ -152,7 +153,7 @@ def run_flow(side: Side, work: Workload) -> dict[str, Any]:
     del first
     measured = measure_once(partial(flow, side, work, FLOW_STEPS), work.source.features.device)
     flown = measured.result
-    end = work.problem(flown.end).solve(otdd.Converged())
+    end = solve(work.problem(flown.end), otdd.Converged())
     after = {"value": end.value, "bounds": list(end.bounds), "converged": end.converged}
     return {
         **took(measured, flown.half_passes),

@@ -46,10 +46,11 @@ from experiments.environment import RESULTS
 from experiments.rows import Rows
 from experiments.timing import extra_mib, milliseconds
 from otdd_flash import Converged, NotConvergedWarning, sinkhorn_loss
+from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.files.atomic import write_text
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.solver.problem import Problem
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.solver.solving import solve
 
 SIZES = tuple((n, d) for n in (50_000, 20_000, 5_000) for d in (1024, 512, 64))
 ITERATIONS = 10
@@ -75,10 +76,10 @@ class Workload(NamedTuple):
         squares = x.square().sum(1).mean() + y.square().sum(1).mean()
         return cls(x, y, RELATIVE_EPSILON * float(squares / 2 - x.mean(0) @ y.mean(0)))
 
-    def problem(self, precision: str) -> Problem:
+    def problem(self, precision: str) -> Comparison:
         """The same for this package's solver."""
         compute = ComputeOptions(device=str(self.x.device), precision=precision)
-        return Problem.between(self.x, self.y, self.epsilon, compute=compute)
+        return Comparison.between(self.x, self.y, self.epsilon, compute=compute, debias=False)
 
 
 class Peer(NamedTuple):
@@ -92,14 +93,14 @@ def ours(work: Workload) -> Peer:
     """This package."""
     start = {"xy": torch.zeros(len(work.y), device=work.y.device)}
 
-    def solve() -> Solved:
-        term = work.problem("fast").solve(OPTIONS, debias=False, start=start).xy
+    def solved() -> Solved:
+        term = solve(work.problem("fast"), OPTIONS, start=start).xy
         return term.f, term.g, term.passes
 
     value = partial(
         sinkhorn_loss, y=work.y, epsilon=work.epsilon, debias=False, start=start, options=OPTIONS
     )
-    return Peer(value, solve)
+    return Peer(value, solved)
 
 
 def flash_sinkhorn(work: Workload, backend: str) -> Peer:

@@ -22,8 +22,8 @@ from experiments.environment import environment, write_result
 from otdd_flash.engine.evidence import magnitude, rounding_floor
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.certificate import Certificate, certify
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.solve import solve_term
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))
@@ -44,7 +44,7 @@ def make_operator(root: str, source: str, target: str, samples: int) -> Operator
     )
     table = measure_classes(x, y, otdd.labels.Gaussian()).full
     compute = otdd.ComputeOptions(device="cpu")
-    return Problem.between(x, y, 1.0, table, compute=compute).operator("xy")
+    return Comparison.between(x, y, 1.0, table, compute=compute).operator("xy")
 
 
 def plain(operator: Operator, epsilon: float, tolerance: float) -> tuple[int, Certificate]:

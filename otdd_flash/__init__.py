@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from otdd_flash import extractors, labels
     from otdd_flash.batched.doubly_stochastic import doubly_stochastic
     from otdd_flash.batched.plans import SmallPlans, sinkhorn_plans
+    from otdd_flash.cost.compute import ComputeOptions
+    from otdd_flash.cost.ground import GroundCost
+    from otdd_flash.cost.matrix import CostBlocks
     from otdd_flash.data.registry import load
     from otdd_flash.distributed.ranks import led
     from otdd_flash.errors import ConvergenceError, DataNotice, InputError, NotConvergedWarning
@@ -68,9 +71,6 @@ if TYPE_CHECKING:
     from otdd_flash.flows.run import gradient_flow
     from otdd_flash.flows.stepping import Stepping
     from otdd_flash.labels import ClassDistances, JointClassDistances, class_distances
-    from otdd_flash.operators.build import ComputeOptions
-    from otdd_flash.operators.cost_blocks import CostBlocks
-    from otdd_flash.operators.ground import GroundCost
     from otdd_flash.otdd import dataset_distance
     from otdd_flash.pairwise import PairwiseResult, pairwise_distances
     from otdd_flash.result import DistanceResult
@@ -160,8 +160,8 @@ _HOMES = {
     "Checkpoints": "otdd_flash.flows.checkpoint",
     "ClassDistances": "otdd_flash.labels",
     "CGOptions": "otdd_flash.solver.schur",
-    "ComputeOptions": "otdd_flash.operators.build",
-    "CostBlocks": "otdd_flash.operators.cost_blocks",
+    "ComputeOptions": "otdd_flash.cost.compute",
+    "CostBlocks": "otdd_flash.cost.matrix",
     "Converged": "otdd_flash.solver.schedules.converged",
     "ConvergenceError": "otdd_flash.errors",
     "DataNotice": "otdd_flash.errors",
@@ -169,7 +169,7 @@ _HOMES = {
     "Flow": "otdd_flash.flows.flow",
     "FlowResult": "otdd_flash.flows.result",
     "GeomlossSchedule": "otdd_flash.solver.schedules.geomloss",
-    "GroundCost": "otdd_flash.operators.ground",
+    "GroundCost": "otdd_flash.cost.ground",
     "HessianProduct": "otdd_flash.solver.hessian",
     "InputError": "otdd_flash.errors",
     "JointClassDistances": "otdd_flash.labels",

@@ -9,12 +9,12 @@ declared beside it: `@takes(x=tensor("(n, d)"))`. A new kind of argument is a ch
 `ACCEPTED`; `checks` holds the checks of single values.
 
 Some seventy modules use this one. Public functions are decorated with `takes` (`otdd`, `pairwise`,
-`flows.run`, `solver.loss`, ...), classes of options call `check_fields` (`operators.build`,
+`flows.run`, `solver.loss`, ...), classes of options call `check_fields` (`cost.compute`,
 `flows.flow`, `commands.settings`, ...), and `data.registry` calls `checks_of` for the options of
 data sources.
 
 Other forms of a value are accepted here and converted by the function that reads it: `(features,
-labels)` by `data.given`, a device's name by `operators.build`, a method's name by `labels.metrics`.
+labels)` by `data.given`, a device's name by `cost.compute`, a method's name by `labels.metrics`.
 Numbers, paths and devices are converted by the check itself. This module must not import torch, so
 that `import otdd_flash` stays quick and free of it: classes are compared by their full names, which
 must follow a class that moves.
@@ -98,10 +98,10 @@ HF_COLUMN = "datasets.arrow_dataset.Column"
 HF_SPLITS_CLASS = "datasets.dataset_dict.DatasetDict"
 HF_STREAM_SPLITS_CLASS = "datasets.dataset_dict.IterableDatasetDict"
 METRIC_CLASS = "otdd_flash.labels.metrics.base.LabelMetric"
-COMPUTE_CLASS = "otdd_flash.operators.build.ComputeOptions"
+COMPUTE_CLASS = "otdd_flash.cost.compute.ComputeOptions"
 RANKS_CLASS = "otdd_flash.distributed.ranks.Ranks"
 GROUP_CLASSES = ("torch.distributed.distributed_c10d.ProcessGroup", RANKS_CLASS)
-COST_BLOCKS_CLASS = "otdd_flash.operators.cost_blocks.CostBlocks"
+COST_BLOCKS_CLASS = "otdd_flash.cost.matrix.CostBlocks"
 COSTS_SHAPE = "(n, m) or otdd.CostBlocks(n, m, block)"
 FUNCTIONAL_CLASS = "otdd_flash.flows.functionals.WeightedFunctional"
 # Other classes of arguments: the words of messages, and the full name of each.
@@ -115,7 +115,7 @@ OBJECTS = {
         "be JointClassDistances, which otdd.class_distances([...]) measures",
         "otdd_flash.labels.table.JointClassDistances",
     ),
-    "GroundCost": ("be a GroundCost", "otdd_flash.operators.ground.GroundCost"),
+    "GroundCost": ("be a GroundCost", "otdd_flash.cost.ground.GroundCost"),
     "Schedule": (
         "be otdd.Converged() or another schedule",
         "otdd_flash.solver.schedules.base.Schedule",

@@ -29,16 +29,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import mass_per_class
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import diagonal_gaussian_table, gaussian_table
 from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
-from otdd_flash.operators.cloud import mass_per_class
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.groups import Groups
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term_gradient import Needs
 
 # Largest difference, relative to the largest entry, between the given class distances and those of
@@ -66,12 +66,12 @@ class Contributions(NamedTuple):
 
 
 def contributions_of(
-    problem: Problem, divergence: Divergence, method: str, *, required: bool
+    comparison: Comparison, divergence: Divergence, method: str, *, required: bool
 ) -> Contributions:
     """Compute the contributions of all rows of the source.
 
     Args:
-        problem: both datasets and the class distances that were used, on the device.
+        comparison: both datasets and the class distances that were used, on the device.
         divergence: the solved terms.
         method: the method of class distances; those of `gaussian` and `means` move with the masses,
             unless the table is of other rows.
@@ -83,24 +83,23 @@ def contributions_of(
     Warns:
         NotConvergedWarning: potentials are not determined, and not `required`.
     """
-    debias = divergence.xx is not None
     moved = bool(_tables(method))
     needs: Needs = frozenset({"a", "classes"}) if moved else frozenset({"a"})
-    gradient = DivergenceGradient(problem, needs, debias=debias)
+    gradient = DivergenceGradient(comparison, needs)
     for name, term in divergence.terms.items():
-        operator = problem.operator(name)
-        f, g = (potential.to(problem.request.device) for potential in (term.f, term.g))
+        operator = comparison.operator(name)
+        f, g = (potential.to(comparison.device) for potential in (term.f, term.g))
         gradient(name, operator, replace(term, f=f, g=g))
     gradient.report("contributions", required=required)
     found = gradient.total["a"]
-    through = _through_classes(problem, gradient.total["classes"], method) if moved else None
+    through = _through_classes(comparison, gradient.total["classes"], method) if moved else None
     if through is not None:
         found = found + through.to(found.device)
-    masses = problem.request.given[0].masses.to(found.device)
+    masses = comparison.given[0].masses.to(found.device)
     found = torch.where(masses > 0, found, 0.0)
     values = (found - masses @ found) / (1 - masses)
     values[masses == 0] = torch.nan
-    slopes = _slopes(problem.request.given[0], found.cpu(), gradient.groups)
+    slopes = _slopes(comparison.given[0], found.cpu(), gradient.groups)
     return Contributions(values.cpu(), through is not None, slopes)
 
 
@@ -136,19 +135,19 @@ def _slopes(source: LabeledSamples, gradient: Tensor, groups: Groups | None) -> 
 
 
 @torch.enable_grad()
-def _through_classes(problem: Problem, by_table: Tensor, method: str) -> Tensor | None:
+def _through_classes(comparison: Comparison, by_table: Tensor, method: str) -> Tensor | None:
     """Sum over W of dS / dW times dW / da, (n,); None if W is fixed."""
-    source, target = problem.request.seen
+    source, target = comparison.seen
     if source.labels is None or target.labels is None:
         return None
     masses = source.masses.detach().requires_grad_(True)
     clouds = _clouds(source, masses) + _clouds(target, target.masses)
     pairs = all_pairs(len(clouds))
-    scale = float(problem.table.abs().max())
+    scale = float(comparison.classes.full.abs().max())
     for measured in _tables(method):
         values = measured(clouds, pairs)
         table = symmetric_table(values, pairs, len(clouds)).to(by_table.device)
-        if float((table.detach() - problem.table).abs().max()) > SAME_TABLE * scale:
+        if float((table.detach() - comparison.classes.full).abs().max()) > SAME_TABLE * scale:
             # The table is of other rows, as with labels.full, or of other settings.
             continue
         (found,) = torch.autograd.grad((table * by_table).sum(), masses)

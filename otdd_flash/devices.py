@@ -3,7 +3,7 @@
 `resolve_device` converts the names that users give: `flows.run`, `result`, `sliced.distances`,
 `study.study`, `extractors.embedding`, `commands.sides` and others call it. `moved` and `sent`
 transfer tensors (`samples`, `labels.measuring`, `engine.quasi_newton_kernels`); `check_triton` and
-`is_amd` tell `operators.build` and `labels.sinkhorn_pairs` whether Triton kernels may run. No
+`is_amd` tell `cost.compute` and `labels.sinkhorn_pairs` whether Triton kernels may run. No
 computation is moved to another device silently, because its speed, memory and rounding differ.
 """
 

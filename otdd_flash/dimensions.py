@@ -1,8 +1,8 @@
 """The check that two datasets have equally many features, and common names at the same positions.
 
-`operators.request`, `labels.classes`, `sliced.distances` and `extractors.linear_maps` call it. Its
-error suggests settings of the extractor that make the dimensions equal, so a renamed setting must
-be renamed here.
+`operators.comparison`, `labels.classes`, `sliced.distances` and `extractors.linear_maps` call it.
+Its error suggests settings of the extractor that make the dimensions equal, so a renamed setting
+must be renamed here.
 """
 
 from __future__ import annotations

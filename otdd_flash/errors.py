@@ -17,6 +17,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from otdd_flash.shown import display, sentence
 
@@ -42,6 +44,38 @@ class InputError(ValueError):
 
 class UserCodeError(InputError):
     """A user's own function or module raised; that error is the cause and has its traceback."""
+
+
+class EpsilonOutOfRange(InputError):
+    """An epsilon too small, or too large, for the precision.
+
+    Args:
+        words: the message, with {name}, {given} (name=value) and, where known, {advised}.
+        epsilon: the regularisation, in units of the cost.
+        advised: one that would do, likewise.
+        name: of the setting that the user gave.
+        given: its value; None is `epsilon` itself.
+    """
+
+    def __init__(
+        self,
+        words: str,
+        epsilon: float,
+        advised: float | None = None,
+        *,
+        name: str = "epsilon",
+        given: float | None = None,
+    ) -> None:
+        self.words, self.epsilon, self.advised = words, epsilon, advised
+        given = epsilon if given is None else given
+        better = "" if advised is None else f"{advised * (given / epsilon):.2g}"
+        self.name, self.given = name, given
+        super().__init__(words.format(name=name, given=f"{name}={given:g}", advised=better))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments, as other processes raise it too."""
+        named = partial(type(self), name=self.name, given=self.given)
+        return named, (self.words, self.epsilon, self.advised)
 
 
 def prefixed(where: str, error: InputError) -> InputError:

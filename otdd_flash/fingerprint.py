@@ -16,28 +16,33 @@ Users may change tensors in place, and datasets may fill the memory, so nothing 
 `Unchanged` marks content when a result is computed, and compares the mark again whenever the result
 is asked for something that reads the content.
 
+`remembered` is a cache of results by tensor or samples, for as long as these live and have the same
+mark. Labels stay as they are while points move: their order in blocks, and who owns which, are the
+same at every step of a flow. So is the target, and particles stand in several costs of a step.
+
 `samples` uses `fingerprint` and a mark; `otdd`, `result`, `flows.run` and `flows.result` use
-`Unchanged`; `solver.problem`, `solver.solved_gradient`, `operators.remembered`,
-`operators.sharing`, `distributed.copies` and `distributed.ranks` use marks;
-`extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint` digests must raise
-VERSION, because saved results hold fingerprints, and studies (`study.setup`) and checkpoints
-(`flows.checkpoint`) compare them. VERSION is no part of `digest_of_rows`: a change of that makes
-every feature file written before look damaged (`extractors.feature_store`).
+`Unchanged`; `operators.comparison`, `solver.solved_gradient`, `operators.sharing`,
+`distributed.copies` and `distributed.ranks` use marks; `cost.points` and operators use
+`remembered`; `extractors.feature_store` uses `digest_of_rows`. A change of what `fingerprint`
+digests must raise VERSION, because saved results hold fingerprints, and studies (`study.setup`) and
+checkpoints (`flows.checkpoint`) compare them. VERSION is no part of `digest_of_rows`: a change of
+that makes every feature file written before look damaged (`extractors.feature_store`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import FileFeatures, row_blocks
@@ -46,6 +51,7 @@ from otdd_flash.real_numbers import in_one_row
 if TYPE_CHECKING:
     from otdd_flash.samples import LabeledSamples
 
+T = TypeVar("T")
 
 # Modulus of the sums of digests.
 MODULUS = 1 << 256
@@ -200,3 +206,35 @@ def _mark(part: Tensor) -> int:
 def _checksum(block: Tensor) -> int:
     # As bytes: NumPy lacks bfloat16.
     return zlib.crc32(in_one_row(block).view(torch.uint8).numpy().data)
+
+
+# By what it is of and name, with the mark of what that held.
+_KEPT: MutableMapping[Tensor | LabeledSamples, dict[Hashable, tuple[Mark, Any]]]
+_KEPT = WeakIdKeyDictionary()
+
+
+def remembered(of: Tensor | LabeledSamples, name: Hashable, find: Callable[[], T]) -> T:
+    """Return the cached result of `find` under this name, while `of` is unchanged.
+
+    What it returns must not hold the tensor, or the samples, which would then never be freed.
+    """
+    parts = (of,) if isinstance(of, Tensor) else (of.features, of.labels, of.weights)
+    if any(part is not None and part.is_inference() for part in parts):
+        # Nothing tells whether it has changed.
+        return find()
+    kept = _KEPT.setdefault(of, {})
+    mark = mark_of_tensors(*parts)
+    if name not in kept or kept[name][0] != mark:
+        kept[name] = mark, find()
+    found: T = kept[name][1]
+    return found
+
+
+def forget(of: LabeledSamples, name: Hashable) -> None:
+    """Drop a cached result, as not every change of the samples can be detected.
+
+    On a GPU torch counts its own changes, and neither those through `x.data`, of fused optimisers
+    and of replayed CUDA graphs, nor those of other libraries. On a CPU the content is marked.
+    """
+    if of.features.device.type != "cpu":
+        _KEPT.get(of, {}).pop(name, None)

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import shared_since, sharing_from_here
 from otdd_flash.eager import computes
@@ -25,6 +28,7 @@ from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import (
     ClassDistances,
     Given,
+    LabelMetric,
     Labels,
     drop_small_classes,
     measure_classes,
@@ -33,18 +37,16 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request, check_comparable
+from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
 from otdd_flash.shards import takes_shards
 from otdd_flash.solver.divergence import report_convergence
-from otdd_flash.solver.problem import SIDES, Problem, terms_of
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import SolverProgress
-from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, settled_epsilon
+from otdd_flash.solver.term.tolerance import refuse_both, regularised
 
 
 # `computes` keeps PyTorch's surrounding modes (autocast, inference, compilation) out,
@@ -117,56 +119,45 @@ def dataset_distance(
     options, metric = solver or Converged(), metric_of(labels)
     if class_distances is not None:
         metric = Given(class_distances)
-    cost.check_labels(metric.name)
-    check_comparable(source, target)
-    # `check_comparable` has checked the squares of source and target.
     check_squares(*(class_statistics or ()))
-    source = drop_small_classes(source, min_class_size)
-    target = drop_small_classes(target, min_class_size)
-    notice_single_samples((source, target), metric)
+    (source, target), comparison = prepared(
+        (source, target), cost, compute, metric, min_class_size, debias=debias
+    )
     # Marked before the work: the result shares the memory of both datasets, and refuses questions
     # after a change in place.
     unchanged = Unchanged.of(source, target)
-    # Checked before class distances, which may take longer than everything else.
-    pairs = terms_of(debias=debias)
-    request = Request.prepare((source, target), cost, compute, pairs=pairs)
 
     # The result reports how ranks shared the work from here on.
     before, started = sharing_from_here(compute.group), time.perf_counter()
     if class_statistics is not None:
         one, other = class_statistics
         # Moved to the device and transformed as the ground cost takes points, as both datasets are.
-        class_statistics = request.see(one), request.see(other)
-    x, y = request.seen
+        class_statistics = comparison.see(one), comparison.see(other)
+    x, y = comparison.seen
     # Only a Sinkhorn metric without an epsilon of its own changes: it gets one here.
-    metric = settled_metric(metric, epsilon, class_statistics or (x, y), request.streaming)
+    metric = settled_metric(metric, epsilon, class_statistics or (x, y), comparison.streaming)
     table = measure_classes(
         x,
         y,
         # Points that are streamed are in the memory of this process alone, which then measures
         # without the other ranks.
-        measured_by_ranks(metric, None if request.streaming else compute.group),
+        measured_by_ranks(metric, None if comparison.streaming else compute.group),
         statistics=class_statistics,
         cache_dir=cache_dir,
         progress=class_progress,
     )
     measured = time.perf_counter()
-
-    def mean() -> float:
-        return mean_cost(request.inputs(SIDES["xy"], table.xy))
-
-    # The mean is computed unless `epsilon` is given, and for the advice of an error.
-    key, given, used = settled_epsilon(epsilon, epsilon_relative, mean)
-    # An epsilon out of range is reported under the name and in the unit that the user gave.
-    with epsilon_of_datasets(key, given, used, mean, cost.standardized(source.dim)):
-        problem = Problem(request, used, table.full)
-        divergence = problem.solve(options, debias=debias, progress=progress)
+    comparison = comparison.with_classes(table.full)
+    mean, scale = comparison.mean_cost, cost.standardized(source.dim)
+    with regularised(epsilon, epsilon_relative, mean, scale) as used:
+        comparison = comparison.at(used)
+        divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
     seconds = {
         "class_distances": measured - started,
         "solve": time.perf_counter() - measured,
     }
-    streaming = request.streaming
+    streaming = comparison.streaming
     return DistanceResult(
         source,
         target,
@@ -178,9 +169,46 @@ def dataset_distance(
         method=metric.name,
         labels_epsilon=getattr(metric, "epsilon", None),
         seconds=seconds,
-        request=replace(request, compute=compute.alone),
+        comparison=replace(comparison, compute=compute.alone),
         shared=shared_since(before, compute.group),
         streamed=None if streaming is None else streaming.tally.summary(seconds["solve"]),
         unchanged=unchanged,
         required=options.require_convergence,
     )
+
+
+def prepared(
+    datasets: Sequence[LabeledSamples],
+    cost: GroundCost,
+    compute: ComputeOptions,
+    metric: LabelMetric | None,
+    min_class_size: int | None,
+    *,
+    debias: bool = True,
+) -> tuple[tuple[LabeledSamples, ...], Comparison]:
+    """Check datasets that are to be compared, and move them to the device.
+
+    All is checked here that can be before class distances are measured, which may take longer than
+    everything else.
+
+    Args:
+        datasets: as they were given.
+        cost: the ground cost.
+        compute: where and how passes run.
+        metric: how class distances are measured; None: they are given.
+        min_class_size: classes with fewer samples are dropped, with a notice.
+        debias: False if no dataset is compared with itself.
+
+    Returns:
+        The datasets without small classes, and their comparison.
+
+    Raises:
+        InputError: the ground cost has no class distances of the metric, the datasets cannot be
+            compared, or as `Comparison.prepare`.
+    """
+    cost.check_labels("given" if metric is None else metric.name)
+    check_comparable(*datasets)
+    sides = tuple(drop_small_classes(samples, min_class_size) for samples in datasets)
+    if metric is not None:
+        notice_single_samples(sides, metric)
+    return sides, Comparison.prepare(sides, cost, compute, debias=debias)

@@ -4,8 +4,8 @@
 
 A self term depends on one dataset and its block of W alone. So K datasets take K self terms and K
 (K - 1) / 2 cross terms, and the table W over all their classes is measured once.
-`pairwise_distances` is public, and no module of this package calls it; it uses the same request,
-problem and solver as `otdd.dataset_distance`. A change must keep every number equal to that of
+`pairwise_distances` is public, and no module of this package calls it; it uses the same comparison
+and solver as `otdd.dataset_distance`. A change must keep every number equal to that of
 `dataset_distance` for the same two datasets and epsilon, also if several ranks solve the terms, so
 that results of both can be compared.
 
@@ -33,6 +33,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, Progress, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.facts import Pair
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples
 from otdd_flash.distributed.ranks import Ranks, balanced, ranks_of, restored, saved
 from otdd_flash.eager import computes
@@ -52,26 +55,23 @@ from otdd_flash.files.tensor_file import (
 from otdd_flash.labels import (
     JointClassDistances,
     Labels,
-    drop_small_classes,
     metric_of,
-    notice_single_samples,
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
 from otdd_flash.labels.measuring import as_datasets, measure_all
-from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Pair, Request, check_comparable
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.otdd import prepared
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.shown import NOT_SAMPLED, convergence_text, display, listing
 from otdd_flash.solver.divergence import Divergence
-from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import largest_tolerance
-from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, settled_epsilon
+from otdd_flash.solver.term.tolerance import refuse_both, regularised
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -139,38 +139,30 @@ def pairwise_distances(
             "pairwise_distances solves every term once, to solver.tolerance; solver.bound_width, "
             "solver.max_seconds and solver.schedule=geomloss are for dataset_distance"
         )
+    measured_by = metric if class_distances is None else None
     whole = as_datasets(datasets, at_least=2)
-    check_comparable(*whole)
-    sides = [drop_small_classes(samples, min_class_size) for samples in whole]
-    method = metric.name if class_distances is None else "given"
-    cost.check_labels(method)
-    if class_distances is None:
-        notice_single_samples(sides, metric)
-    # Checked before class distances, which may take longer than everything else.
-    request = Request.prepare(sides, cost, compute)
+    sides, comparison = prepared(whole, cost, compute, measured_by, min_class_size)
 
     started = time.perf_counter()
     if class_distances is None:
-        metric = settled_metric(metric, epsilon, request.seen, request.streaming)
-        measure = measured_by_ranks(metric, None if request.streaming else compute.group)
-        table = measure_all(request.seen, measure, cache_dir=cache_dir, progress=class_progress)
+        metric = settled_metric(metric, epsilon, comparison.seen, comparison.streaming)
+        measure = measured_by_ranks(metric, None if comparison.streaming else compute.group)
+        table = measure_all(comparison.seen, measure, cache_dir=cache_dir, progress=class_progress)
     else:
         table = class_distances.named_for(sides)
     measured = time.perf_counter()
-    mean = _mean_cost(request, table)
-    key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
-    scale = cost.standardized(sides[0].dim)
-    with epsilon_of_datasets(key, given, used, lambda: mean, scale):
-        found = _solve_all(request, table, used, options, progress)
+    mean, scale = _mean_cost(comparison, table), cost.standardized(sides[0].dim)
+    with regularised(epsilon, epsilon_relative, lambda: mean, scale) as used:
+        found = _solve_all(comparison.at(used), table, options, progress)
     solved = time.perf_counter()
     labels_epsilon = getattr(metric, "epsilon", None) if class_distances is None else None
-    streaming = request.streaming
+    streaming = comparison.streaming
     streamed = None if streaming is None else streaming.tally.summary(solved - measured)
     details = {
         "classes": [list(names) for names in table.class_names],
         "n": [len(samples) for samples in sides],
         "d": sides[0].dim,
-        "labels": method,
+        "labels": "given" if measured_by is None else metric.name,
         **({} if labels_epsilon is None else {"labels_epsilon": labels_epsilon}),
         "mean_cost": mean,
         **asdict(cost),
@@ -185,19 +177,21 @@ def pairwise_distances(
     return _gathered(found, table, details)
 
 
-def _mean_cost(request: Request, table: JointClassDistances) -> float:
+def _mean_cost(comparison: Comparison, table: JointClassDistances) -> float:
     """Return the mean cost over all pairs of different datasets."""
-    means = [
-        mean_cost(request.of(*pair).inputs(SIDES["xy"], table.between(*pair).xy))
-        for pair in combinations(range(len(request.seen)), 2)
-    ]
+    pairs = combinations(range(len(comparison.seen)), 2)
+    means = [_of(comparison, table, pair).mean_cost() for pair in pairs]
     return sum(means, 0.0) / len(means)
 
 
+def _of(comparison: Comparison, table: JointClassDistances, pair: Pair) -> Comparison:
+    """Return the comparison of two of the datasets, with their class distances."""
+    return comparison.of(*pair).with_classes(table.between(*pair).full)
+
+
 def _solve_all(
-    request: Request,
+    comparison: Comparison,
     table: JointClassDistances,
-    epsilon: float,
     options: Schedule,
     progress: Progress | None,
 ) -> dict[Pair, Divergence]:
@@ -214,8 +208,8 @@ def _solve_all(
         return joint_shortfall(some, options, partial(_named, names), some[late[0]].xy.f.dtype)
 
     # A dataset's self term comes before the pairs that need it.
-    pairs = [(i, j) for j in range(len(request.seen)) for i in (j, *range(j))]
-    terms = _terms(request, table, epsilon, options, pairs)
+    pairs = [(i, j) for j in range(len(comparison.seen)) for i in (j, *range(j))]
+    terms = _terms(comparison, table, options, pairs)
     for (i, j), solved in zip(pairs, terms, strict=True):
         if solved is None:
             solved = found[j, j]
@@ -239,40 +233,39 @@ def _named(names: Sequence[str], pairs: Sequence[Pair]) -> str:
 
 
 def _terms(
-    request: Request,
+    comparison: Comparison,
     table: JointClassDistances,
-    epsilon: float,
     options: Schedule,
     pairs: Sequence[Pair],
 ) -> Iterator[Divergence | None]:
     """Yield the terms of pairs, solved by this process or distributed over ranks by size."""
-    if (ranks := ranks_of(request.compute.group)) is None:
-        yield from (_term(request, table, epsilon, options, *pair) for pair in pairs)
+    if (ranks := ranks_of(comparison.compute.group)) is None:
+        yield from (_term(comparison, table, options, pair) for pair in pairs)
         return
-    sizes = [len(side) for side in request.seen]
+    sizes = [len(side) for side in comparison.seen]
     work = [sizes[i] * sizes[j] / (2 if i == j else 1) for i, j in pairs]
-    content = saved((request, table, epsilon, options))
+    content = saved((comparison, table, options))
     yield from ranks.order(_solve_owned, content, pairs, balanced(work, ranks.size))
 
 
 def _term(
-    request: Request, table: JointClassDistances, epsilon: float, options: Schedule, i: int, j: int
+    comparison: Comparison, table: JointClassDistances, options: Schedule, pair: Pair
 ) -> Divergence | None:
     """Solve a self term, or a cross term alone; return None for equal datasets."""
-    problem = Problem(request.of(i, j), epsilon, table.between(i, j).full)
-    if i == j:
-        return problem.solve(options)
-    return None if problem.identical else problem.solve(options, debias=False)
+    one = _of(comparison, table, pair)
+    if pair[0] == pair[1]:
+        return solve(one, options)
+    return None if one.identical else solve(replace(one, debias=False), options)
 
 
 def _solve_owned(
     ranks: Ranks, content: bytes, pairs: Sequence[Pair], owners: Sequence[int]
 ) -> list[Divergence | None]:
     """Solve this rank's share of the terms and gather all; run by every rank."""
-    request, table, epsilon, options = restored(content)
+    comparison, table, options = restored(content)
     own = [place for place, owner in enumerate(owners) if owner == ranks.rank]
     found = ranks.together(
-        lambda: {place: _term(request, table, epsilon, options, *pairs[place]) for place in own}
+        lambda: {place: _term(comparison, table, options, pairs[place]) for place in own}
     )
     together: dict[int, Divergence | None] = {}
     for others in ranks.all_gathered_objects(saved(found)):

@@ -2,7 +2,7 @@
 
 Every array that a user gives passes here: `samples`, `data.dataset`, `data.given`, `data.arrays`,
 `data.hugging_face`, `labels.table`, `extractors.plain`, `extractors.module_features`,
-`solver.matrix`, `operators.class_table`, `operators.cost_blocks`, `result`, `integrations.sklearn`
+`solver.matrix`, `cost.class_table`, `cost.matrix`, `result`, `integrations.sklearn`
 and `integrations.torchmetrics` call it; `fingerprint` takes its `in_one_row`.
 
 A change must keep the rule, because a rounded identifier or value would give another result
@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.checks import check_numbers, shown
+from otdd_flash.cost.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.raw_labels import (
     Column,
     columns_of,

@@ -25,6 +25,9 @@ from torch import Tensor
 
 from otdd_flash.arguments import takes
 from otdd_flash.contributions import Contributions, contributions_of
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.facts import SIDES
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.devices import resolve_device
 from otdd_flash.distributed.shared import ALONE, Shared
 from otdd_flash.eager import computes
@@ -34,15 +37,7 @@ from otdd_flash.files.result_files import read_result, write_result
 from otdd_flash.fingerprint import Unchanged
 from otdd_flash.labels import ClassDistances
 from otdd_flash.operators.base import Applied, Operator, refined
-from otdd_flash.operators.build import (
-    Compute,
-    ComputeOptions,
-    CostInputs,
-    build_operator,
-    mean_cost,
-)
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.samples import LabeledSamples
@@ -50,7 +45,6 @@ from otdd_flash.shown import NOT_SAMPLED, bounded, convergence_text
 from otdd_flash.solver.centred import conditional_means, origin_near
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.groups import report_groups, settled_points
-from otdd_flash.solver.problem import SIDES, Problem
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.version import __version__
 
@@ -74,8 +68,8 @@ class DistanceResult:
         labels_epsilon: the regularisation of class distances by `sinkhorn`, in units of ||.||^2;
             else None.
         seconds: wall time of each phase.
-        request: both datasets on the device of the comparison, for the plan; a loaded result
-            prepares its own at the first question.
+        comparison: both datasets on the device, for the plan; a loaded result prepares its own at
+            the first question.
         streamed: for points that did not fit on the device: bytes read, speed, and whether passes
             waited for them; else None.
         shared: the number of processes that shared the passes, and the bytes that this one
@@ -96,7 +90,7 @@ class DistanceResult:
     method: str = field(kw_only=True)
     labels_epsilon: float | None = field(default=None, kw_only=True)
     seconds: dict[str, float] = field(kw_only=True)
-    request: Request | None = field(default=None, kw_only=True, repr=False)
+    comparison: Comparison | None = field(default=None, kw_only=True, repr=False)
     shared: Shared = field(default=ALONE, kw_only=True)
     streamed: Mapping[str, Any] | None = field(default=None, kw_only=True)
     unchanged: Unchanged | None = field(default=None, kw_only=True, repr=False)
@@ -156,12 +150,15 @@ class DistanceResult:
 
     @cached_property
     def _mean_cost(self) -> float:
-        if self.request is not None:
-            return mean_cost(self.request.inputs(SIDES["xy"], self.class_distances.xy))
+        if self.comparison is not None:
+            return self.comparison.mean_cost()
         # On the datasets' device, which may not be the device on which a loaded result was
         # computed.
-        sides = self.cost.seen(self.source), self.cost.seen(self.target)
-        return mean_cost(CostInputs(*sides, self.class_distances.xy, self.cost, self.compute))
+        here = replace(self.compute, device=str(self.source.features.device))
+        sides = self.source, self.target
+        # No operator is built, so that it need not be possible here.
+        prepared = Comparison.prepare(sides, self.cost, here, pairs=())
+        return prepared.with_classes(self.class_distances.full).mean_cost()
 
     @property
     def class_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -243,7 +240,7 @@ class DistanceResult:
         self._check_unchanged()
         with self._prepared.within_memory():
             return contributions_of(
-                self._problem, self.divergence, self.method, required=self.required
+                self._prepared, self.divergence, self.method, required=self.required
             )
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
@@ -376,7 +373,7 @@ class DistanceResult:
         f, g = self._potentials_on_device()
         # The plan is of the points after the ground cost's transform; it is applied to the given
         # ones.
-        points = self._inputs.points[0], self._prepared.points(1)
+        points = self._prepared.points("xy")[0], self._prepared.given_points(1)
         origin = origin_near([(points[1], operator.b)], operator.dtype)
         found = conditional_means(operator, f, g, self.epsilon, points, origin)
         return found.add_(origin.to(found.device))
@@ -390,50 +387,49 @@ class DistanceResult:
         if self.unchanged is not None:
             self.unchanged.check()
 
-    @property
-    def _problem(self) -> Problem:
-        return Problem(self._prepared, self.epsilon, self.class_distances.full)
-
     @cached_property
     def _settled(self) -> TransportTerm:
         """The cross term with potentials balanced between groups, on its original device."""
         self._check_unchanged()
         term, device = self.divergence.xy, self.divergence.xy.f.device
         with self._prepared.within_memory():
-            found, groups = settled_points(self._problem, term)
+            found, groups = settled_points(self._prepared, term)
         report_groups(groups, "potentials", self.source, required=self.required)
         return replace(found, f=found.f.to(device), g=found.g.to(device))
 
     @cached_property
-    def _prepared(self) -> Request:
-        """The request of the comparison, or a new one for a loaded result or other options."""
-        if self.request is not None and self.request.compute == self.compute:
-            return self.request
+    def _prepared(self) -> Comparison:
+        """The comparison that was solved, or a new one for a loaded result or other options."""
+        if self.comparison is not None and self.comparison.compute == self.compute:
+            return self.comparison
         try:
             resolve_device(self.compute.device)
         except InputError as error:
             raise InputError(
                 f"{error}; of another machine's result DistanceResult.load takes it as compute="
             ) from error
-        sides = self.source, self.target
-        pairs = (SIDES["xy"],)
-        return Request.prepare(sides, self.cost, self.compute, pairs=pairs)
+        prepared = Comparison.prepare(
+            (self.source, self.target),
+            self.cost,
+            self.compute,
+            debias=self.divergence.xx is not None,
+            # Questions about the plan take the cross term alone.
+            pairs=(SIDES["xy"],),
+        )
+        return prepared.with_classes(self.class_distances.full).at(self.epsilon)
 
     @cached_property
     def _operator(self) -> Operator:
         """The operator of the plan, built once for all questions."""
         return self._built()
 
-    @property
-    def _inputs(self) -> CostInputs:
-        return self._prepared.inputs(SIDES["xy"], self.class_distances.xy)
-
     def _built(self, *, weighted: bool = True) -> Operator:
-        inputs = self._inputs
+        comparison = self._prepared
         if not weighted:
-            inputs = replace(inputs, source=replace(inputs.source, weights=None))
+            source, target = comparison.seen
+            comparison = comparison.with_points(replace(source, weights=None), target)
         # Precision `fast` rounds the points for its passes, and potentials are of unrounded points.
-        return refined(build_operator(inputs, keep_scores=False))
+        return refined(comparison.operator("xy", keep_scores=False))
 
     def _one_hot(self, samples: LabeledSamples) -> Tensor:
         if samples.labels is None:

@@ -18,10 +18,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.distributed.ranks import Ranks, check_versions, ranks_of
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.samples import LEAST_MASS, MOST_MASS, NO_MASS, LabeledSamples
 
 P = ParamSpec("P")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.cost.points import LabelledCost
 
 
 def labelled_cost(

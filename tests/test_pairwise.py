@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.pairwise import ComparedPair, PairwiseResult, pairwise_distances
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import divergence, problem
+from otdd_flash.solver import divergence, solving
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 
@@ -50,7 +50,7 @@ def solves(monkeypatch):
         counts["self" if form.symmetric else "cross"] += 1
         return solve(operator, epsilon, options, form, **kwargs)
 
-    side_by_side = problem.solve_small
+    side_by_side = solving.solve_small
 
     def counting_small(*args, **kwargs):
         terms = side_by_side(*args, **kwargs)
@@ -59,7 +59,7 @@ def solves(monkeypatch):
         return terms
 
     monkeypatch.setitem(divergence.SOLVES, Converged, counting)
-    monkeypatch.setattr(problem, "solve_small", counting_small)
+    monkeypatch.setattr(solving, "solve_small", counting_small)
     return counts
 
 

@@ -15,12 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import otdd_flash.files.result_files
+from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.distributed.shared import Shared
 from otdd_flash.errors import InputError
 from otdd_flash.files.result_files import SUMMARY_FILE, TENSOR_FILE
 from otdd_flash.files.tensor_file import save_tensors
 from otdd_flash.labels import Sinkhorn
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult

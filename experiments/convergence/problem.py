@@ -17,7 +17,7 @@ from experiments.bench_divergence import marginal_error
 from experiments.otdd_scaling.features import resnet18
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import CostInputs, build_operator, mean_cost
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.certificate import certify
 
@@ -73,7 +73,8 @@ class CrossTerm:
         if points is not None:
             x, y = replace(x, features=points[0]), replace(y, features=points[1])
         compute = replace(self.compute, precision=precision)
-        return build_operator(CostInputs(x, y, self.block, COST, compute))
+        comparison = Comparison.prepare((x, y), COST, compute, debias=False)
+        return comparison.with_classes(self.table).operator("xy")
 
     def look(self, f: Tensor, g: Tensor, *, certified: bool) -> Look:
         """Measure f (n,) and g (m,); a certificate takes three passes more."""
@@ -83,14 +84,6 @@ class CrossTerm:
         if not math.isfinite(error):
             return Look(None, None)
         return Look(error, certify(exact, f, g, self.epsilon).bounds if certified else None)
-
-    @property
-    def block(self) -> Tensor:
-        """W between the classes of both sides (V_x, V_y)."""
-        rows, columns = self.source.class_total, self.target.class_total
-        if self.table is None:
-            return torch.zeros(rows, columns, dtype=torch.float64)
-        return self.table[:rows, rows:]
 
 
 class Clouds:
@@ -152,5 +145,6 @@ def make_term(
         source, target = (LabeledSamples(side.features, None, ()) for side in clouds)
         table = None
     term = CrossTerm(source, target, table, 1.0, compute)
-    inputs = CostInputs(source, target, term.block, COST, compute)
-    return replace(term, epsilon=relative * mean_cost(inputs))
+    comparison = Comparison.prepare((source, target), COST, compute, debias=False)
+    mean = comparison.with_classes(table).mean_cost()
+    return replace(term, epsilon=relative * mean)

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from experiments.bench_divergence import marginal_error
 from otdd_flash import ComputeOptions, Converged, LabeledSamples
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.gradient import DivergenceGradient
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.solving import solve
 
 ITERATIONS = 10
 TERMS = ("xy", "xx", "yy")
@@ -66,11 +67,11 @@ class Workload:
     epsilon: float
     mean_cost: float
 
-    def problem(self, x: Tensor, precision: str = "fast") -> Problem:
+    def problem(self, x: Tensor, precision: str = "fast") -> Comparison:
         """This package's problem with the source's points moved to x (n, d)."""
         compute = ComputeOptions(device=str(x.device), precision=precision)
         moved = replace(self.source, features=x)
-        return Problem.between(moved, self.target, self.epsilon, self.table, compute=compute)
+        return Comparison.between(moved, self.target, self.epsilon, self.table, compute=compute)
 
     def sides(self, term: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """The points of a term; x as a second argument is held still by autograd."""
@@ -98,7 +99,7 @@ def solve_ours(work: Workload, x: Tensor, start: Potentials | None, differentiat
         known = {term: torch.zeros(size, device=x.device) for term, size in columns.items()}
     else:
         known = {term: g for term, (_, g) in start.items()}
-    divergence = problem.solve(OPTIONS, start=known, solved=gradient)
+    divergence = solve(problem, OPTIONS, start=known, solved=gradient)
     return Solved(
         divergence.value,
         None if gradient is None else gradient.total["x"],

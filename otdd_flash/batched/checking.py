@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.compute import Compute, ComputeOptions, uses_triton
 from otdd_flash.devices import resolve_device
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import Compute, ComputeOptions, uses_triton
 
 # The largest number of rows or columns.
 MOST = 128

@@ -13,9 +13,9 @@ from otdd_flash.batched.checking import (
     check_type,
     placement,
 )
+from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import check_transforms
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import Compute
 
 # Iterations where neither they nor a tolerance are given.
 ITERATIONS = 20

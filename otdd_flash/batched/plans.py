@@ -23,9 +23,9 @@ from otdd_flash.batched import checking
 from otdd_flash.batched.balance import differentiable_balance
 from otdd_flash.batched.chunks import parts
 from otdd_flash.checks import optional, tensor
+from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import Compute
 
 # How far from 1 masses may sum to, as those of a softmax in float32 do.
 SUM_SLACK = 1e-4

@@ -27,11 +27,11 @@ from otdd_flash.commands.choices import leaves
 from otdd_flash.commands.hydra_errors import check_references, given_at, unknown_key
 from otdd_flash.commands.ranks import leading
 from otdd_flash.commands.start import conceal_environment
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import DataNotice, InputError, choose
 from otdd_flash.integrations.tracking import check_tracker
 from otdd_flash.labels import METRICS, LabelMetric, fields_of, metric_named
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.report.figures.heat_maps import ORDERS
 from otdd_flash.report.figures.page import CONTENTS
 from otdd_flash.shown import display, hidden

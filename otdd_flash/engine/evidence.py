@@ -73,15 +73,8 @@ from typing import Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import (
-    Certifiable,
-    CostFacts,
-    Epsilon,
-    Marginals,
-    Number,
-    Operator,
-    lesser,
-)
+from otdd_flash.cost.facts import CostFacts, Number, lesser
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
 
 # Unit roundoff of float64.
 DOUBLE_UNIT = 2.0**-53

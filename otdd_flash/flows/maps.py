@@ -21,14 +21,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import less_origin
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
-from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.origins import less_origin
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.centred import conditional_means, origin_near
 
@@ -267,28 +267,29 @@ class VelocityField:
         sides = points, self.particles.to(device), self.target.to(device)
         pairs = OWN, THEIRS
         # `resident`: all points are on the device and none are streamed.
-        request = Request.prepare(sides, self.cost, self.compute, pairs=pairs, resident=True)
-        points, particles, target = request.seen
+        whole = Comparison.prepare(sides, self.cost, self.compute, pairs=pairs, resident=True)
+        points, particles, target = whole.seen
         # An origin near both clouds: their difference then loses no digits far from 0.
         clouds = ((cloud.features, cloud.masses) for cloud in (particles, target))
         origin = origin_near(clouds, self.compute.dtype)
         first = self.particles.class_total
-        own, theirs = self.table[:first, :first], self.table[:first, first:]
-        softmin, stay = self._conditional(request.inputs(OWN, own), self.f, origin)
+        # New points are of the particles' classes.
+        own = self.table[:first, :first].repeat(2, 2)
+        softmin, stay = self._conditional(whole.of(*OWN).with_classes(own), self.f, origin)
         if mass > 0:
             share = _own_share(softmin, self.epsilon, mass).to(stay.dtype).unsqueeze(1)
             stay.lerp_(less_origin(points.features, origin), share)
-        _, go = self._conditional(request.inputs(THEIRS, theirs), self.g, origin)
+        _, go = self._conditional(whole.of(*THEIRS).with_classes(self.table), self.g, origin)
         return stay.sub_(go).mul_(2 * self.cost.lambda_x).to(samples.features)
 
     def _conditional(
-        self, inputs: CostInputs, potential: Tensor, origin: Tensor
+        self, comparison: Comparison, potential: Tensor, origin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the softmin (k,) of a potential (m,), and its plan's mean minus origin (k, d)."""
-        operator = refined(build_operator(inputs))
+        operator, points = refined(comparison.operator("xy")), comparison.points("xy")
         potential = potential.to(operator.a.device)
         softmin = operator.softmin_rows(potential, self.epsilon)
-        means = conditional_means(operator, softmin, potential, self.epsilon, inputs.points, origin)
+        means = conditional_means(operator, softmin, potential, self.epsilon, points, origin)
         return softmin, means
 
 

@@ -28,22 +28,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import (
+    class_indices,
+    mass_per_class,
+    squared_distances,
+    squared_norms,
+    weighted_mean,
+)
 from otdd_flash.errors import InputError, UserCodeError
 from otdd_flash.files.tensor_file import content_hash
 from otdd_flash.flows.functionals import WeightedFunctional, value_and_velocity
 from otdd_flash.flows.history import StepRecord
 from otdd_flash.flows.stepping import Batch, Draw, generator, normal_like
 from otdd_flash.labels import ClassDistances, Given, LabelMetric, PairFunction
-from otdd_flash.operators.build import class_indices
-from otdd_flash.operators.class_table import ClassBlocks
-from otdd_flash.operators.cloud import mass_per_class
-from otdd_flash.operators.float64_rows import squared_distances, squared_norms, weighted_mean
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples, all_finite, displaced, largest_entry
 from otdd_flash.solver.divergence import Divergence, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import Gradient, Needs
 
@@ -57,19 +60,18 @@ class FlowSetting:
     """The problem that a flow descends.
 
     Attributes:
-        request: features, labels and weights of the n particles at the start and of the m target
-            points, as the ground cost sees them; on the device, except target points that stream.
+        comparison: features, labels and weights of the n particles at the start and of the m target
+            points, as the ground cost sees them, at epsilon; on the device, except target points
+            that stream. Class distances are those of the mode.
         metric: the metric between classes.
-        epsilon: regularisation, in units of the cost.
         solver: how to solve and when to stop.
         flow: the options of the flow.
         functionals: those of the flow, built.
         callbacks: those of the user; modes call `class_progress`.
     """
 
-    request: Request
+    comparison: Comparison
     metric: LabelMetric
-    epsilon: float
     solver: Schedule
     flow: Flow
     functionals: Sequence[WeightedFunctional]
@@ -78,12 +80,12 @@ class FlowSetting:
     @property
     def source(self) -> LabeledSamples:
         """The particles at the start."""
-        return self.request.seen[0]
+        return self.comparison.seen[0]
 
     @property
     def target(self) -> LabeledSamples:
         """The dataset that the particles move towards."""
-        return self.request.seen[1]
+        return self.comparison.seen[1]
 
     @cached_property
     def masses(self) -> Tensor:
@@ -100,7 +102,7 @@ class FlowSetting:
         With c the target's mean it is lambda_x (sum_i a_i ||x_i - c||^2 + sum_j b_j ||y_j - c||^2)
         plus the part of the classes. It is finite only if all features are.
         """
-        (centre, spread), cost = self._target_moments, self.request.cost
+        (centre, spread), cost = self._target_moments, self.comparison.ground
         squares = self.masses @ squared_distances(features, centre)
         own, theirs = self._class_masses
         # Both summands are on the CPU.
@@ -117,7 +119,7 @@ class FlowSetting:
             goal: the target, likewise.
             table: W at the start.
         """
-        metric, compute = self.metric, self.request.compute
+        metric, compute = self.metric, self.comparison.compute
         labels = metric.to_dict()
         if isinstance(metric, Given | PairFunction):
             # These metrics are identified by their values alone.
@@ -133,8 +135,8 @@ class FlowSetting:
             "target.type": str(types[1]).removeprefix("torch."),
             "labels.method": metric.name,
             **{f"labels.{key}": value for key, value in labels.items()},
-            "epsilon": self.epsilon,
-            **asdict(self.request.cost),
+            "epsilon": self.comparison.epsilon,
+            **asdict(self.comparison.ground),
             "solver.schedule": self.solver.name,
             **{f"solver.{key}": value for key, value in solver.items()},
             "backend": compute.backend,
@@ -145,7 +147,8 @@ class FlowSetting:
     @cached_property
     def _target_moments(self) -> tuple[Tensor, Tensor]:
         """The target's mean (d,), and its mean squared distance from it on the CPU, float64."""
-        points, masses = self.request.points(1), self.target.masses.to(self.request.device)
+        comparison = self.comparison
+        points, masses = comparison.given_points(1), self.target.masses.to(comparison.device)
         centre = weighted_mean(points, masses)
         return centre, (masses @ squared_distances(points, centre)).cpu()
 
@@ -176,13 +179,11 @@ class TargetDivergence:
     """The divergence between moving particles and a fixed target, with warm starts.
 
     Args:
-        setting: regularisation and tolerance.
-        request: the particles at the start and the target, if not those of the setting.
+        setting: how to solve and when to stop.
     """
 
-    def __init__(self, setting: FlowSetting, request: Request | None = None) -> None:
+    def __init__(self, setting: FlowSetting) -> None:
         self._setting = setting
-        self._request = request or setting.request
         self._self_term: TransportTerm | None = None
         # Potentials of the last solve, and of the one before.
         self._potentials: dict[str, Tensor] = {}
@@ -190,32 +191,31 @@ class TargetDivergence:
 
     def __call__(
         self,
-        particles: LabeledSamples,
-        table: Tensor | ClassBlocks | None,
+        comparison: Comparison,
         needs: Needs,
         batch: Batch | None = None,
     ) -> tuple[Divergence, Gradient]:
         """Solve, and differentiate by `needs`, where "x" is the features of the particles.
 
         Args:
-            particles: n points.
-            table: W (V_x + V_y, V_x + V_y), of which only the rows of the particles' classes may
-                change from call to call; or its blocks; None is 0.
+            comparison: of n particles and the target, which is the same in every call; of its class
+                distances only the rows of the particles' classes may change.
             needs: inputs of the divergence, as in `DivergenceGradient`.
             batch: solve between these rows only, without a warm start; the gradient then is (b, d).
 
         Raises:
             ConvergenceError: the solver's options require convergence, and a term stopped early.
         """
-        setting, (_, target) = self._setting, self._request.seen
+        setting, (particles, target) = self._setting, comparison.seen
         if batch is not None:
-            particles, target = particles.take(batch.particles), target.take(batch.target)
-        problem = Problem(self._request.at(particles, target), setting.epsilon, table)
-        gradient = DivergenceGradient(problem, needs)
+            rows = particles.take(batch.particles), target.take(batch.target)
+            comparison = comparison.with_points(*rows)
+        gradient = DivergenceGradient(comparison, needs)
         yy = self._self_term
         known = {"yy": yy} if batch is None and yy is not None and yy.converged else {}
         with torch.no_grad():
-            solved = problem.solve(
+            solved = solve(
+                comparison,
                 setting.solver,
                 start=self._start() if batch is None else None,
                 known=known,
@@ -240,7 +240,7 @@ class TargetDivergence:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of `state`, which may be on another device."""
-        device, term = self._setting.request.device, state["yy"]
+        device, term = self._setting.comparison.device, state["yy"]
         self._potentials, self._earlier = (
             {key: u.to(device) for key, u in state[when].items()} for when in ("last", "earlier")
         )
@@ -295,9 +295,10 @@ class Evaluator:
         # The mean cost at the start: the scale on which particles count as run away.
         self._mean_cost = setting.mean_cost(setting.source.features, mode.class_distances)
         # Clouds that start at distance 0 move only by rounding, so the limit must not be 0.
-        request, target = setting.request, setting.target
-        square = float(target.masses.to(request.device) @ squared_norms(request.points(1)))
-        resolved = RESOLUTION * request.cost.squared.lambda_x * square
+        comparison, target = setting.comparison, setting.target
+        norms = squared_norms(comparison.given_points(1))
+        square = float(target.masses.to(comparison.device) @ norms)
+        resolved = RESOLUTION * comparison.ground.squared.lambda_x * square
         self._far = max(DIVERGED * self._mean_cost, resolved)
         self._massive = [side.masses.nonzero().squeeze(1) for side in (setting.source, target)]
         # The rows of each side that a step uses; None if these are all.

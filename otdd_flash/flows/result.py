@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import takes
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, choose
 from otdd_flash.files.atomic import json_content
@@ -27,8 +29,6 @@ from otdd_flash.flows.maps import EntropicMap, FlowMap, NearestParticleMap, Velo
 from otdd_flash.flows.residual_map import ResidualMap
 from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.table import class_names
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Count, Positive, takes
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.data.subset import stratified_rows
 from otdd_flash.devices import resolve_device
@@ -68,11 +70,8 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.by_ranks import measured_by_ranks
-from otdd_flash.operators.build import Compute, ComputeOptions, mean_cost
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request, check_comparable
+from otdd_flash.operators.comparison import Comparison, check_comparable
 from otdd_flash.samples import LabeledSamples, all_finite
-from otdd_flash.solver.problem import SIDES
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
@@ -169,35 +168,37 @@ def gradient_flow(
     notice_single_samples((points, goal), metric)
     unchanged = Unchanged.of(points, goal)
     sides = (replace(side, features=flow.space.features(side.features)) for side in (points, goal))
-    request = Request.prepare(tuple(sides), cost, compute, seen=True, resident=not streams)
+    comparison = Comparison.prepare(tuple(sides), cost, compute, seen=True, resident=not streams)
     # Class distances are computed where the target is: on the device, or on the CPU if the target
     # stays there to be streamed.
-    start, end = request.given[0].to(request.home), request.given[1]
-    metric = settled_metric(metric, epsilon, (start, end), request.streaming)
+    start, end = comparison.given[0].to(comparison.home), comparison.given[1]
+    metric = settled_metric(metric, epsilon, (start, end), comparison.streaming)
     shared = measured_by_ranks(metric, compute.group)
     told = callbacks.class_progress
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
-    mean = mean_cost(request.inputs(SIDES["xy"], table.xy))
+    mean = comparison.with_classes(table.full).mean_cost()
     key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
+    # The advice to standardise features is left out (infinite `scale`) where points move in another
+    # space than that of their features. An error about epsilon, here or in a step, names the
+    # setting that the user gave.
+    scale = cost.standardized(points.dim) if in_features else math.inf
+    named = partial(epsilon_of_datasets, key, given, used, lambda: mean, scale)
+    with named():
+        comparison = comparison.at(used)
     functionals = build_functionals(flow.functionals, points)
-    setting = FlowSetting(request, metric, used, solver, flow, functionals, callbacks)
+    setting = FlowSetting(comparison, metric, solver, flow, functionals, callbacks)
     settings = setting.settings(points, goal, table)
     loop = Loop(points, setting, MODES[flow.mode](setting, table), settings)
     checkpoints = flow.checkpoints
     if checkpoints is not None and checkpoints.resume:
         loop.restore(checkpoints.load(settings, device))
     prepared = time.perf_counter()
-    # The advice to standardise features is left out (infinite `scale`) where points move in another
-    # space than that of their features.
-    scale = cost.standardized(points.dim) if in_features else math.inf
     with ThreadPoolExecutor(1) as beside:
         issued = None
         if device.type == "cuda":
             issued = torch.cuda.current_stream(device).record_event()
         coming = beside.submit(on_host, points, goal, issued)
-        # An error about epsilon in a step names the setting that the user gave.
-        named = epsilon_of_datasets(key, given, used, lambda: mean, scale)
-        with nullcontext() if checkpoints is None else checkpoints.held(), named:
+        with nullcontext() if checkpoints is None else checkpoints.held(), named():
             loop.run()
     began, aim, room = coming.result()
     features = loop.points if room is None else room.copy_(loop.points)
@@ -331,7 +332,7 @@ class Loop:
         # If points are features, the evaluation itself checks that they are finite.
         in_features = isinstance(self._flow.space, FeatureSpace)
         self._unchecked = [*mode.variables.values(), *([] if in_features else [self.points])]
-        ranks = ranks_of(setting.request.compute.group)
+        ranks = ranks_of(setting.comparison.compute.group)
         if ranks is not None:
             # Tensors that do not change are sent to the ranks once.
             for fixed in (setting.source.labels, setting.source.weights):

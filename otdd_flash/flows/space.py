@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.ground import GroundCost, directions
 from otdd_flash.errors import InputError
-from otdd_flash.operators.ground import GroundCost, directions
 
 
 class Space(Protocol):

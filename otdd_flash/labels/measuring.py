@@ -33,6 +33,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Count, Ground, Progress, takes
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.host_points import Streaming
+from otdd_flash.cost.points import points_of, squared_distances, weighted_mean
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.devices import moved
 from otdd_flash.eager import computes
@@ -50,10 +53,6 @@ from otdd_flash.labels.metrics.base import LabelMetric
 from otdd_flash.labels.pair_cache import PairCache
 from otdd_flash.labels.pairs import PairDistances, all_pairs, symmetric_table
 from otdd_flash.labels.table import ClassDistances, JointClassDistances, class_names, joint_table
-from otdd_flash.operators.build import points_of
-from otdd_flash.operators.float64_rows import squared_distances, weighted_mean
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.host_points import Streaming
 from otdd_flash.plugins import blamed_on
 from otdd_flash.samples import HOW_TO_LABEL, LabeledSamples, check_squares
 from otdd_flash.shown import display, listing

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
+from otdd_flash.cost.memory import free_memory
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.devices import check_triton
 from otdd_flash.engine.run import Finished, SegmentTerms
 from otdd_flash.engine.segments import WeightedPoints
@@ -37,8 +39,6 @@ from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.labels.classes import ClassCloud, masses_of, merge_identical
 from otdd_flash.labels.pairs import PairDistances, named_classes, used_classes
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.memory import free_memory
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged

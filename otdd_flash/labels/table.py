@@ -27,10 +27,10 @@ from torch import Tensor
 
 from otdd_flash.arguments import Count, Index, check_fields, takes
 from otdd_flash.checks import array
+from otdd_flash.cost.class_table import ROUNDING, symmetrized
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.tensor_file import STAMP, read_arrays, write_arrays
-from otdd_flash.operators.class_table import ROUNDING, symmetrized
 from otdd_flash.real_numbers import in_double, real_tensor
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing

@@ -1,30 +1,24 @@
 """Ways of holding a ground cost: one class each, all with the operations of `base.Operator`.
 
-Between labelled clouds: `request` has the datasets of a comparison, checked, moved and seen by the
-`ground` cost once; a `cloud` is one of them with what it tells of itself, `labelled_cost` two and
-their cost, which the others read, with a block of the `class_table`; `float64_rows` are points a
-few at a time. `build` chooses between `kernel`, the passes in Triton on a GPU, and `tiled`, those
-in PyTorch: `stored` scores kept in memory, or `streamed` ones computed again in every pass.
-`rounding` is about what points in float16 change in costs, and `packed_masses` are those of their
-blocks. `footprint` says what operators take, `memory` and `control_groups` what there is.
-`remembered` keeps what follows from tensors that stay as they are while points move, such as
-labels, and from samples.
+Between labelled clouds: a `comparison` holds them, checked, moved and seen by the ground cost once,
+with class distances and epsilon. `build` chooses between `kernel`, the passes in Triton on a GPU,
+and `tiled`, those in PyTorch: `stored` scores kept in memory, or `streamed` ones computed again in
+every pass; it says what operators take of the memory. `packed_masses` are those of blocks of
+points.
 
 What certificates read: `cost_tiles` are costs in float64, `fixed_point` the sums of a plan in
-Triton, `whole_points` and `lattice` points whose products are exact, `product_errors` what other
-products lose.
+Triton, `whole_points` points whose products are exact.
 
-Points that stay in host memory or in files: `host_points` are read a block at a time,
-`packed_blocks` packed once; `blocked` is the cost of one block of rows and one of columns after the
-other. `block_tiles` are pairs of blocks, and `block_sums` puts together what is found of these,
-whoever brings the blocks.
+Points that stay in host memory or in files are read a block at a time, and `packed_blocks` packs
+them once; `blocked` is the cost of one block of rows and one of columns after the other.
+`block_tiles` are pairs of blocks, and `block_sums` puts together what is found of these, whoever
+brings the blocks.
 
-Costs that are given: `matrix` in memory or as a function of blocks (`cost_blocks`), `matrix_kernel`
-in Triton; `matrix_facts` is what one pass over it tells.
+Costs that are given: `matrix` in memory or as a function of blocks, `matrix_kernel` in Triton.
 
 Plans of two potentials, prepared for many products: `plan` has what they are asked and PyTorch's,
 `triton_plans` and `kernel_plans` those of Triton; `point_products` are those with the points as
-they are packed, and `origins` points about an origin.
+they are packed.
 
 Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
 what every rank holds of it; `owned` says which points are whose, `self_share` which pairs of a
@@ -34,8 +28,8 @@ them as they are packed, go round; `ring_pairs` are the pairs of a rank there.
 Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
 `kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and
 `anchored_segments` keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments`
-computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of
-a small divergence are the segments of a `score_pool`, which also has the terms for certificates:
+computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of a
+small divergence are the segments of a `score_pool`, which also has the terms for certificates:
 `kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a `matrix_pool`. Vectors are
 `few_vectors`, of one problem or of few, `padded_vectors` or, in Triton, `kernel_vectors`.
 """

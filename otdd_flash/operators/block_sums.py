@@ -18,10 +18,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import Applied, CostFacts, Epsilon, Marginals, refined
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.host_points import Block
+from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost
+from otdd_flash.operators.base import Applied, Epsilon, Marginals, refined
 from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
-from otdd_flash.operators.host_points import Block
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
 from otdd_flash.operators.packed_blocks import Packing, There
 
 # Roundings of a mass that is divided by its block's and multiplied again.

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import Cut, LabelledCost
 from otdd_flash.operators.base import Applied, Epsilon, Operator
-from otdd_flash.operators.labelled_cost import Cut, LabelledCost
 from otdd_flash.operators.packed_blocks import Packing, There
 
 # How far from a guess, in epsilon, a softmin may be: sums beside it are within 2^90 of 1.

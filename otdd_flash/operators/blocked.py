@@ -13,13 +13,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.host_points import Block, by_class
+from otdd_flash.cost.points import LabelledCost, Moments, on_host
+from otdd_flash.cost.rounding import float16_rounding
 from otdd_flash.operators.base import Applied, Execution, Operator
 from otdd_flash.operators.block_sums import BlockSums, applied
 from otdd_flash.operators.block_tiles import AppliedBlock, Build, Make, Tile
-from otdd_flash.operators.host_points import Block, by_class
-from otdd_flash.operators.labelled_cost import LabelledCost, Moments, on_host
 from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
-from otdd_flash.operators.rounding import float16_rounding
 
 # Bytes of a coordinate on the device: as it came, and packed. Columns come while others are used.
 ROW_BYTES, COLUMN_BYTES = 8, 16

@@ -1,169 +1,40 @@
-"""From two labelled clouds and their class distances to the operator of the cost between them."""
+"""From the cost between two labelled clouds to its operator, and the memory that this takes.
+
+What is counted is allocated for certain, and padding, potentials and small tables are not: an
+operator that is refused for its footprint would not have fitted.
+"""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
 
-from otdd_flash.arguments import Backend, DeviceName, Precision, check_fields, memory
-from otdd_flash.devices import check_triton, is_amd
-from otdd_flash.distributed.ranks import Ranks, ranks_of
+from otdd_flash.cost.compute import ComputeOptions, scores_fit, uses_triton
+from otdd_flash.cost.host_points import HostPoints
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.errors import InputError
-from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.cloud import Cloud
-from otdd_flash.operators.float64_rows import Points
-from otdd_flash.operators.footprint import CostSize, kernel_bytes, streamed_bytes
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.host_points import HostPoints, Streaming
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.memory import (
-    UNASKED,
-    budget_in_bytes,
-    free_memory,
-    readable_bytes,
-    stated_budget,
-)
-from otdd_flash.operators.remembered import forget, remembered
 from otdd_flash.operators.stored import StoredOperator
-from otdd_flash.operators.streamed import StreamedOperator
-from otdd_flash.samples import LabeledSamples
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-# What costs keep of samples by this name.
-CLOUD = "cloud"
+from otdd_flash.operators.streamed import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU, StreamedOperator
+from otdd_flash.operators.tiled import TILE_ELEMENTS_CPU, TILE_ELEMENTS_GPU
 
 
-@dataclass(frozen=True)
-class ComputeOptions:
-    """The device, precision, backend and memory of passes.
-
-    Args:
-        device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
-        backend: `auto` (Triton on NVIDIA cards but in double precision), `torch` or `triton`.
-        precision: `fast` iterates on points rounded to float16 and ends on the original ones, in
-            Triton, but where float16 holds them; `high` is float32-like throughout, as both are in
-            PyTorch; `double` is float64.
-        memory_budget: bytes that stored scores may take in PyTorch, and that points with all that
-            is made of them may take on the device before they are streamed: `auto` (half of free
-            memory, and all of it) or `4GiB`; of each process.
-        group: processes that share every pass: a group of `torch.distributed`, or "world" for its
-            default group, where all of them call, each with its shards of the datasets; or what
-            `otdd.led` gives. None: this process alone.
-    """
-
-    device: DeviceName = "auto"
-    backend: Backend = "auto"
-    precision: Precision = "fast"
-    memory_budget: str | int = "auto"
-    group: ProcessGroup | Ranks | str | None = field(default=None, repr=False, compare=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A group is of this process.
-        return self.settings | {"group": None}
-
-    def __post_init__(self) -> None:
-        check_fields(self, memory_budget=memory)
-        stated_budget(self.memory_budget)
-        if self.group is not None and self.device.startswith("cuda:"):
-            raise InputError(
-                f"device={self.device} names one card for all processes of compute.group; let each "
-                "call torch.cuda.set_device, and take device=cuda"
-            )
-
-    @classmethod
-    def of(cls, given: Compute | None) -> ComputeOptions:
-        """Return the options as they are, or the defaults on a named device."""
-        if isinstance(given, ComputeOptions):
-            return given
-        return cls() if given is None else cls(str(given))
-
-    @property
-    def alone(self) -> ComputeOptions:
-        """Return the options for this process alone, as results keep them."""
-        return replace(self, group=None)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All options but the group, for files."""
-        return {key.name: getattr(self, key.name) for key in fields(self) if key.compare}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of scores and potentials."""
-        return torch.float64 if self.precision == "double" else torch.float32
-
-
-# What entry points take for `compute`: `ComputeOptions.of` makes them.
-Compute = ComputeOptions | str | torch.device
-
-
-@dataclass(frozen=True, eq=False)
-class CostInputs:
-    """The parts of the cost between two labelled clouds, on the device that computes it.
-
-    Attributes:
-        source: n points as the ground cost sees them.
-        target: m points likewise; the same object as `source` for a self term.
-        class_distances: the block of W (V_x, V_y) between their classes.
-        cost: what it compares, and the weights of both parts.
-        compute: how passes run.
-        streaming: of points that do not stay on the device.
-    """
-
-    source: LabeledSamples
-    target: LabeledSamples
-    class_distances: Tensor
-    cost: GroundCost
-    compute: ComputeOptions
-    streaming: Streaming | None = None
-
-    @property
-    def points(self) -> tuple[Points, Points]:
-        """Both clouds, on the device or on their way there."""
-        x = points_of(self.source, self.streaming)
-        return x, x if self.source is self.target else points_of(self.target, self.streaming)
-
-    @cached_property
-    def labelled(self) -> LabelledCost:
-        """The cost between both clouds, with cached statistics, where the clouds are."""
-        source, target = self.source, self.target
-        x = cloud_of(source, self.streaming)
-        y = x if source is target else cloud_of(target, self.streaming)
-        table = self.class_distances.to(x.masses.device, torch.float64)
-        return LabelledCost.between(x, y, self.cost.lambda_y * table, self.cost.squared.lambda_x)
-
-
-def build_operator(inputs: CostInputs, *, keep_scores: bool = True) -> Operator:
-    """The cost between two clouds: on a GPU in Triton kernels, else in PyTorch.
+def build_operator(
+    cost: LabelledCost, compute: ComputeOptions, *, keep_scores: bool = True
+) -> Operator:
+    """Build the operator of a cost in this process: on a GPU in Triton kernels, else in PyTorch.
 
     In PyTorch the scores are stored if they fit the memory budget and that is asked for.
 
     Args:
-        inputs: both clouds and the cost between them, of a prepared request.
+        cost: between two clouds.
+        compute: how passes run.
         keep_scores: False for single passes, which storing would not speed up.
 
     Raises:
         InputError: the precision cannot hold the costs, or there is not enough memory.
     """
-    if (ranks := ranks_of(inputs.compute.group)) is not None:
-        from otdd_flash.operators.sharing import shared_operator
-
-        return shared_operator(inputs, ranks, keep_scores=keep_scores)
-    return operator_alone(inputs.labelled, inputs.compute, keep_scores=keep_scores)
-
-
-def operator_alone(
-    cost: LabelledCost, compute: ComputeOptions, *, keep_scores: bool = True
-) -> Operator:
-    """A cost that this process computes by itself; as for `build_operator`."""
     _check_range(cost, compute)
     device = cost.a.device
     if isinstance(cost.points[0], HostPoints):
@@ -171,7 +42,7 @@ def operator_alone(
         from otdd_flash.operators.blocked import BlockedOperator
 
         def build(part: LabelledCost) -> BlockOperator:
-            return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))
+            return cast(BlockOperator, build_operator(part, compute, keep_scores=False))
 
         return BlockedOperator(cost, build)
     if uses_triton(compute, device):
@@ -195,48 +66,6 @@ def operator_bytes(size: CostSize, compute: ComputeOptions, device: torch.device
     return streamed_bytes(size, compute.dtype, device)
 
 
-def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
-    """Return the samples as a `Cloud`; the same object as long as the samples are unchanged."""
-
-    def find() -> Cloud:
-        points, equal = points_of(samples, streaming), samples.weights is None
-        masses, labels = (
-            each.to(points.device) for each in (samples.masses, class_indices(samples))
-        )
-        return Cloud(points, masses, labels, equal=equal)
-
-    if streaming is not None or isinstance(samples.features, FileFeatures):
-        # What is found of points that stream is kept with what streams them.
-        return find()
-    return remembered(samples, CLOUD, find)
-
-
-def forget_cloud(samples: LabeledSamples) -> None:
-    """Drop the cached cloud: the tensors may have been modified in place since the last call."""
-    forget(samples, CLOUD)
-
-
-def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:
-    """Points (n, d) on the device, or on their way there."""
-    return samples.features if streaming is None else HostPoints(samples.features, streaming)
-
-
-def mean_cost(inputs: CostInputs) -> float:
-    """What `epsilon_relative` is a multiple of: the mean cost, 0 where that is rounding alone.
-
-    Where costs may have any sign, as those of `inner` have, the mean of lambda_x ||x_i|| ||y_j|| +
-    lambda_y W[l_i, l_j].
-    """
-    lengths = inputs.cost.size(inputs.source, inputs.target)
-    if lengths is None:
-        mean = float(inputs.labelled.mean_cost)
-        return mean if mean > inputs.cost.error(inputs.source.dim) else min(mean, 0.0)
-    if inputs.cost.lambda_y == 0:
-        return lengths
-    classes = replace(inputs, cost=GroundCost(0.0, inputs.cost.lambda_y))
-    return lengths + float(classes.labelled.mean_cost)
-
-
 def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
     """Refuse costs whose sums would overflow."""
     highest = max(map(abs, cost.cost_range))
@@ -249,46 +78,60 @@ def _check_range(cost: LabelledCost, compute: ComputeOptions) -> None:
         )
 
 
-def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
-    """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
-    cuda, double = device.type == "cuda", compute.precision == "double"
-    fitting = cuda and not is_amd(device) and not double
-    if compute.backend == "torch" or (compute.backend == "auto" and not fitting):
-        return False
-    if double:
-        raise InputError("backend=triton has no double precision; use backend=torch or auto")
-    if not cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InputError(
-            f"backend=triton needs a CUDA device, got device={device}; use backend=torch or auto"
-        )
-    check_triton(device)
-    return True
+class CostSize(NamedTuple):
+    """The size of a cost between labelled clouds.
 
-
-def scores_fit(
-    shape: tuple[int, int], dtype: torch.dtype, compute: ComputeOptions, device: torch.device
-) -> bool:
-    """Decide whether scores (n, m) may be stored in a type.
-
-    Raises:
-        InputError: the budget allows them, but the memory is not free.
+    Attributes:
+        n: points of the rows.
+        m: points of the columns.
+        dim: of the points.
+        classes: of the rows.
+        symmetric: whether both sides are one cloud.
     """
-    size = shape[0] * shape[1] * dtype.itemsize
-    if compute.memory_budget == "auto":
-        return size <= UNASKED or size <= budget_in_bytes("auto", device)
-    if size > budget_in_bytes(compute.memory_budget, device):
-        return False
-    if size > UNASKED and size > (free := free_memory(device)):
-        raise InputError(
-            f"memory_budget={compute.memory_budget} lets the scores be stored, but they take "
-            f"{readable_bytes(size)} and {readable_bytes(free)} are free on {device}; use "
-            "memory_budget=auto, which streams them then"
-        )
-    return True
+
+    n: int
+    m: int
+    dim: int
+    classes: int
+    symmetric: bool
+
+    @property
+    def points(self) -> int:
+        """Points that are held, once each."""
+        return self.n if self.symmetric else self.n + self.m
+
+    def __str__(self) -> str:
+        return f"{self.n:,} x {self.m:,} points of dimension {self.dim:,}"
 
 
-def class_indices(samples: LabeledSamples) -> Tensor:
-    """The labels; unlabelled data are one class."""
-    if samples.labels is not None:
-        return samples.labels
-    return torch.zeros(len(samples), dtype=torch.int64, device=samples.features.device)
+def kernel_bytes(size: CostSize) -> int:
+    """Bytes of a `KernelOperator` and of the pass that takes most.
+
+    Two float16 parts of every coordinate, and a block of the plan, which points of few coordinates
+    do without, or for a self term the sums of each block of rows.
+    """
+    # Triton, which these need, is not everywhere.
+    from otdd_flash.kernels.passes.fused_product import HELD_COORDINATES
+    from otdd_flash.kernels.passes.plan_blocks import BLOCK_HEIGHT, BLOCK_WIDTH
+    from otdd_flash.kernels.passes.symmetric_step import STRIPE_BYTES
+    from otdd_flash.kernels.tiling import BLOCK_ROWS
+
+    n, m = size.n, size.m
+    coordinates = 2 * 2 * size.points * (-(-size.dim // 8) * 8)
+    in_blocks = size.dim > HELD_COORDINATES
+    plan = 2 * min(n, BLOCK_HEIGHT) * min(m, BLOCK_WIDTH) if in_blocks else 0
+    sums = min(4 * (n // BLOCK_ROWS) * n, STRIPE_BYTES) if size.symmetric else 0
+    return coordinates + max(plan, sums)
+
+
+def streamed_bytes(size: CostSize, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of a `StreamedOperator`: centred points, the bias table, a block and a tile of scores.
+
+    The bias table is made in float64, of two terms, before there are any scores.
+    """
+    cpu = device.type == "cpu"
+    scores, bias = size.n * size.m, size.classes * size.m
+    block = min(scores, BLOCK_ELEMENTS_CPU if cpu else BLOCK_ELEMENTS_GPU)
+    tile = min(scores, TILE_ELEMENTS_CPU if cpu else TILE_ELEMENTS_GPU)
+    points = dtype.itemsize * size.points * size.dim
+    return points + max(2 * 8 * bias, dtype.itemsize * (bias + block + tile))

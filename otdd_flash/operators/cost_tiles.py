@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.cost.points import LabelledCost
 
 # Points of a tile along rows and along columns, and tiles whose rows are prepared at once. Long
 # vectors come in fewer points, so that there are about so many coordinates of either side.

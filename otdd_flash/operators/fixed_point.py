@@ -15,6 +15,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost, squared_distances
+from otdd_flash.cost.rounding import (
+    TINY,
+    Lattice,
+    Pair,
+    magnitudes_about,
+    product_errors,
+)
 from otdd_flash.kernels.passes.plan_entries import (
     ADDITION_ERROR,
     ENTRY_ERROR,
@@ -26,15 +34,6 @@ from otdd_flash.kernels.points.digit_losses import digit_losses
 from otdd_flash.kernels.points.digits import carry_error, longest
 from otdd_flash.kernels.points.packed_points import Layout
 from otdd_flash.operators.base import Marginals
-from otdd_flash.operators.float64_rows import squared_distances
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.lattice import Lattice
-from otdd_flash.operators.product_errors import (
-    TINY,
-    Pair,
-    magnitudes_about,
-    product_errors,
-)
 
 T = TypeVar("T")
 

@@ -14,6 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.rounding import Lattice, float16_rounding, lattice_of
+from otdd_flash.fingerprint import remembered
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.linear.halves import to_halves
 from otdd_flash.kernels.passes.fused_product import apply_plan_fused, most_columns
@@ -30,24 +34,13 @@ from otdd_flash.kernels.points.packed_points import (
     pack,
     power_of_two_scale,
 )
-from otdd_flash.operators.base import (
-    Applied,
-    CostFacts,
-    Epsilon,
-    Execution,
-    Marginals,
-    refined,
-)
+from otdd_flash.operators.base import Applied, Epsilon, Execution, Marginals, refined
 from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_plans import FEW_CHUNKS, KernelPlans, Seen, single
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.lattice import Lattice, lattice_of
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.packed_masses import PackedMasses, packed_masses
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
-from otdd_flash.operators.remembered import remembered
-from otdd_flash.operators.rounding import float16_rounding
 from otdd_flash.operators.triton_plans import ExactFusedPlan
 
 PARTS = {"fast": 1, "high": 3}

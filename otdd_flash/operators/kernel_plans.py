@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.memory import holds
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.passes.fused_product import (
     HELD_COORDINATES,
     NARROW,
@@ -17,8 +19,6 @@ from otdd_flash.kernels.passes.plan_application import hold_plan
 from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, PlanTerms, plan_terms
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan
 from otdd_flash.operators.point_products import PointProducts
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan, HeldPlan

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import SIDES
 from otdd_flash.engine.few_vectors import MEMORY
 from otdd_flash.engine.kernel_vectors import KernelVectors, Pace, SegmentLayout
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
@@ -26,7 +27,6 @@ from otdd_flash.kernels.stored.step import stored_programs, stored_step
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.score_pool import (
     PRODUCTS,
-    SIDES,
     UNKNOWN,
     Pool,
     PooledSegments,

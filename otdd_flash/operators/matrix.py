@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from otdd_flash.operators.base import CostFacts, Execution
-from otdd_flash.operators.labelled_cost import equal_masses
-from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
-from otdd_flash.operators.memory import holds
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.matrix import MatrixFacts, matrix_facts
+from otdd_flash.cost.memory import holds
+from otdd_flash.cost.points import equal_masses
+from otdd_flash.operators.base import Execution
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.operators.tiled import (
     LEAST_EXPONENT,

@@ -13,6 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts, CostRange
+from otdd_flash.cost.matrix import MatrixFacts, matrix_facts
 from otdd_flash.engine.rule import Evaluated, Vectors
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
@@ -26,17 +28,9 @@ from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import MOST_COLUMNS, Swept, matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.operators.base import (
-    Applied,
-    CostFacts,
-    CostRange,
-    Epsilon,
-    Execution,
-    Marginals,
-)
+from otdd_flash.operators.base import Applied, Epsilon, Execution, Marginals
 from otdd_flash.operators.kernel_plans import single
 from otdd_flash.operators.matrix import HeldCosts, MatrixOperator, exact_blocks
-from otdd_flash.operators.matrix_facts import MatrixFacts, matrix_facts
 from otdd_flash.operators.one_kernel_problem import OneKernelProblem
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present
 

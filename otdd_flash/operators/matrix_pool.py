@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts
 from otdd_flash.engine.rule import Evaluated, Vectors
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place
@@ -19,7 +20,7 @@ from otdd_flash.kernels.matrix.sums import matrix_sums
 from otdd_flash.kernels.matrix.sweep import matrix_sweep, row_weights
 from otdd_flash.kernels.matrix.swept_columns import fill_absent
 from otdd_flash.kernels.segments.step import Sums
-from otdd_flash.operators.base import CostFacts, Epsilon, Marginals
+from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.kernel_pool import PooledKernelSegments
 from otdd_flash.operators.score_pool import UNKNOWN, Pool, Room
 from otdd_flash.operators.tiled import LEAST_EXPONENT, measured, present

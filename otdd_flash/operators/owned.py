@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.remembered import remembered
+from otdd_flash.fingerprint import remembered
 
 Rows = slice | Tensor
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.host_points import Arrived, Block, HostPoints, Tally
+from otdd_flash.cost.host_points import Arrived, Block, HostPoints, Tally
 
 if TYPE_CHECKING:
     from otdd_flash.kernels.points.packed_points import Layout, PackedPoints

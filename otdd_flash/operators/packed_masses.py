@@ -7,8 +7,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from otdd_flash.fingerprint import remembered
 from otdd_flash.kernels.points.packed_points import Layout
-from otdd_flash.operators.remembered import remembered
 from otdd_flash.operators.tiled import LOG2_ZERO
 
 

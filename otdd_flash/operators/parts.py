@@ -26,13 +26,12 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import DOUBLE_UNIT, LabelledCost, less_origin
 from otdd_flash.distributed.exchange import added
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator, refined
 from otdd_flash.operators.block_sums import ROUNDINGS
 from otdd_flash.operators.block_tiles import BlockOperator
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT, LabelledCost
-from otdd_flash.operators.origins import less_origin
 from otdd_flash.operators.owned import Owned, Rows
 from otdd_flash.operators.self_share import SelfShare, merged
 

@@ -18,13 +18,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.host_points import Block
+from otdd_flash.cost.points import LabelledCost, Moments, normalised
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Execution
 from otdd_flash.operators.block_sums import BlockSums
 from otdd_flash.operators.block_tiles import BlockOperator, Build, Joined, Tile
-from otdd_flash.operators.cloud import normalised
-from otdd_flash.operators.host_points import Block
-from otdd_flash.operators.labelled_cost import LabelledCost, Moments
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.host_points import Block
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import refined
-from otdd_flash.operators.host_points import Block
 from otdd_flash.operators.owned import Rows
 from otdd_flash.operators.packed_blocks import Packing, There
 

@@ -16,11 +16,11 @@ from itertools import combinations_with_replacement, product
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.base import Epsilon, Operator, refined
 from otdd_flash.operators.block_sums import BlockSums
 from otdd_flash.operators.block_tiles import FAR, BlockOperator, Build, Tile
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.owned import Rows
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.ring_blocks import RingBlocks, count_of, refined_blocks

@@ -20,13 +20,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import SIDES, CostFacts, CostRange
+from otdd_flash.cost.points import DOUBLE_UNIT
 from otdd_flash.engine.recording import run_branches
 from otdd_flash.engine.rule import Evaluated, Start, Vectors
 from otdd_flash.formulas.decision import Form, Goal, Levels
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.formulas.operations import Numbers, constant, where
-from otdd_flash.operators.base import Certifiable, CostFacts, CostRange
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
+from otdd_flash.operators.base import Certifiable
 from otdd_flash.operators.stored import StoredOperator
 
 # What terms of a pool tell of their costs: the facts themselves are in `Pool.cross` and `Pool.own`.
@@ -37,9 +38,6 @@ UNIT = torch.finfo(torch.float32).eps / 2
 
 # Products that are in float64 at once.
 PRODUCTS = 1 << 24
-
-# The rows' and the columns' side of each term.
-SIDES = {"xy": (0, 1), "xx": (0, 0), "yy": (1, 1)}
 
 
 class Room(NamedTuple):
@@ -333,7 +331,7 @@ class ScorePool(Pool):
         )
 
     def _symmetrize(self) -> None:
-        """Make the class costs of self terms symmetric, as `operators.class_table` says."""
+        """Make the class costs of self terms symmetric, as `cost.class_table` says."""
         given = self.class_distances
         if given.shape[1] == 1:
             # One class at no distance from itself: there is no table.

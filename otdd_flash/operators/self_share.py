@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.host_points import Block
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.distributed.exchange import added
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.block_sums import BlockSums
 from otdd_flash.operators.block_tiles import Build, Tile
-from otdd_flash.operators.host_points import Block
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.packed_blocks import There
 
 if TYPE_CHECKING:

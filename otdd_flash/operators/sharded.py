@@ -11,19 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.rounding import float16_rounding
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import parts
-from otdd_flash.operators.base import (
-    Applied,
-    CostFacts,
-    Epsilon,
-    Execution,
-    Marginals,
-    Operator,
-)
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.base import Applied, Epsilon, Execution, Marginals, Operator
 from otdd_flash.operators.parts import Build, Facts, Parts
-from otdd_flash.operators.rounding import float16_rounding
 
 
 class ShardedOperator:

@@ -11,23 +11,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.compute import ComputeOptions, uses_triton
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.host_points import Streaming
+from otdd_flash.cost.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
+from otdd_flash.cost.points import LabelledCost, class_indices
+from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.block_tiles import BlockOperator
 from otdd_flash.operators.block_tiles import Build as BlockBuild
-from otdd_flash.operators.build import (
-    ComputeOptions,
-    CostInputs,
-    class_indices,
-    operator_alone,
-    uses_triton,
-)
-from otdd_flash.operators.host_points import Streaming
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.lattice import lattice_of
-from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
+from otdd_flash.operators.build import build_operator
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.owned import Owned
 from otdd_flash.operators.parts import FIRST, Build, Facts, Parts, facts
 from otdd_flash.operators.ring import ring_parts
@@ -45,8 +42,13 @@ AMPLE = 4
 # Bytes that a coordinate takes as it came, and packed, over those of the first.
 PACKED = 2
 
+# The datasets of the rows and of the columns of a cost.
+Sides = tuple[LabeledSamples, LabeledSamples]
 
-def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> ShardedOperator:
+
+def shared_operator(
+    comparison: Comparison, term: str, ranks: Ranks, *, keep_scores: bool
+) -> ShardedOperator:
     """The operator that rank 0 has, of parts on every rank.
 
     Where a rank has not the memory for all points, each holds its own, and the others' come round.
@@ -54,30 +56,30 @@ def shared_operator(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> S
     Raises:
         InputError: a rank has not enough memory.
     """
-    compute, streaming = inputs.compute.alone, inputs.streaming
-    if streaming is None and _in_a_ring(inputs, ranks):
-        cost, keep_scores = inputs.labelled, False
-        number, found = _share_in_ring(inputs, ranks, cost)
+    compute, sides = comparison.compute.alone, comparison.sides(term)
+    if comparison.streaming is None and _in_a_ring(sides, ranks, comparison.compute):
+        cost, keep_scores = comparison.cost(term), False
+        number, found = _share_in_ring(sides, ranks, cost, compute)
     else:
-        number, found = _share_clouds(inputs, ranks, keep_scores=keep_scores)
+        number, found = _share_clouds(comparison, term, ranks, keep_scores=keep_scores)
         cost = ranks.held[number].cost
 
     def sampled(sample: LabelledCost) -> Operator:
-        return operator_alone(sample, compute, keep_scores=keep_scores)
+        return build_operator(sample, compute, keep_scores=keep_scores)
 
     return ShardedOperator(ranks, number, cost, found, sampled)
 
 
-def _in_a_ring(inputs: CostInputs, ranks: Ranks) -> bool:
+def _in_a_ring(sides: Sides, ranks: Ranks, compute: ComputeOptions) -> bool:
     """Whether all points of both sides, packed, are too much for some rank."""
-    clouds = dict.fromkeys((inputs.source, inputs.target))
+    clouds = dict.fromkeys(sides)
     needed = sum(PACKED * cloud.features.nbytes for cloud in clouds)
     if needed <= UNASKED:
         return False
-    stated = stated_budget(inputs.compute.memory_budget)
+    stated = stated_budget(compute.memory_budget)
     if stated is not None:
         return needed > stated
-    device = inputs.source.features.device
+    device = sides[0].features.device
     now, (then, least) = _room(ranks, device), ranks.room.get(device, (0, 0))
     # What ranks hold changes as it does here, about; asked again before that could matter.
     if needed > (least - max(0, then - now)) / AMPLE:
@@ -96,16 +98,17 @@ def _room(ranks: Ranks, device: torch.device) -> int:
     return free_memory(device) // (1 if device.type == "cuda" else ranks.size)
 
 
-def _share_in_ring(inputs: CostInputs, ranks: Ranks, cost: LabelledCost) -> tuple[int, Facts]:
+def _share_in_ring(
+    sides: Sides, ranks: Ranks, cost: LabelledCost, compute: ComputeOptions
+) -> tuple[int, Facts]:
     """Have every rank hold its points of both sides, and all else of the cost.
 
     By which number, and what ranks say of it.
     """
-    compute = inputs.compute.alone
     if uses_triton(compute, cost.a.device):
         # Asked of all points, which no rank has.
         lattice_of(cost)
-    numbers = [_shards(ranks, cloud) for cloud in (inputs.source, inputs.target)]
+    numbers = [_shards(ranks, cloud) for cloud in sides]
     first = cost.points[0][:1], cost.points[1][:1]
     ranks.layout, number = "ring", ranks.number()
     content, tensors = taken_apart(cost.without_points(), cost.a.device)
@@ -143,7 +146,7 @@ def _hold_ring(
     bare: LabelledCost = put_together(content, tensors)
 
     def build(part: LabelledCost) -> BlockOperator:
-        return cast(BlockOperator, operator_alone(part, compute, keep_scores=False))
+        return cast(BlockOperator, build_operator(part, compute, keep_scores=False))
 
     points = ranks.held[source], ranks.held[target]
     ranks.held[number] = ring_parts(ranks, bare, points, (first_x, first_y), build)
@@ -179,12 +182,14 @@ def _there(ranks: Ranks, sent: Tensor | int | None) -> Tensor | None:
     return ranks.held[sent] if isinstance(sent, int) else sent
 
 
-def _share_clouds(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> tuple[int, Facts]:
+def _share_clouds(
+    comparison: Comparison, term: str, ranks: Ranks, *, keep_scores: bool
+) -> tuple[int, Facts]:
     """Have every rank hold both clouds, or files of them, and its parts of the cost.
 
     By which number, and what ranks say of it. Clouds that they do not hold go with the order.
     """
-    compute, streaming = inputs.compute.alone, inputs.streaming
+    compute, streaming = comparison.compute.alone, comparison.streaming
     if streaming is not None:
         ranks.layout = "streamed"
         streaming = _of_one_rank(streaming, ranks, compute)
@@ -198,10 +203,12 @@ def _share_clouds(inputs: CostInputs, ranks: Ranks, *, keep_scores: bool) -> tup
 
         return _number_of(ranks, ranks.numbers, cloud, send)
 
-    sides = number_of(inputs.source), number_of(inputs.target)
+    source, target = comparison.sides(term)
+    sides = number_of(source), number_of(target)
     sent = [_Sent(number, cloud.class_names) for number, cloud in new.items()]
     number = ranks.number()
-    given = number, sides, inputs.class_distances, inputs.cost, compute, keep_scores, streaming
+    cost = comparison.block(term), comparison.ground
+    given = number, sides, *cost, compute, keep_scores, streaming
     try:
         tensors = [each for cloud in new.values() for each in _described(ranks, cloud)]
         found = ranks.order(_hold_parts, *given, sent, *tensors)
@@ -248,7 +255,7 @@ def _hold_parts(
     number: int,
     sides: tuple[int, int],
     block: Tensor,
-    cost: Any,
+    ground: GroundCost,
     compute: ComputeOptions,
     keep_scores: bool,
     streaming: Streaming | None,
@@ -265,7 +272,10 @@ def _hold_parts(
             for cloud, of in zip(sent, described, strict=True):
                 made[cloud.number] = _made(ranks, cloud.class_names, *of)
         x, y = (made[side] if side in made else ranks.held[side]() for side in sides)
-        whole = CostInputs(x, y, block, cost, compute, streaming).labelled
+        lambda_x, lambda_y = ground.squared.lambda_x, ground.lambda_y
+        whole = LabelledCost.of(
+            x, y, block, lambda_x=lambda_x, lambda_y=lambda_y, streaming=streaming
+        )
         share, each = _kernel_share, compute
         if not uses_triton(compute, whole.a.device):
             budget = budget_in_bytes(compute.memory_budget, whole.a.device)
@@ -273,7 +283,7 @@ def _hold_parts(
             share = _block_share
 
         def build(part: LabelledCost) -> Operator:
-            return operator_alone(part, each, keep_scores=keep_scores)
+            return build_operator(part, each, keep_scores=keep_scores)
 
         return Parts.replicated(whole, ranks, build, share if streaming is None else None)
 

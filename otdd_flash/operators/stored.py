@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostRange, Execution
+from otdd_flash.cost.facts import CostRange
+from otdd_flash.cost.memory import holds
+from otdd_flash.cost.points import LabelledCost, equal_masses
+from otdd_flash.operators.base import Execution
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
-from otdd_flash.operators.labelled_cost import LabelledCost, equal_masses
-from otdd_flash.operators.memory import holds
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.operators.whole_points import whole_products

@@ -16,10 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost, squared_norms
 from otdd_flash.operators.base import Execution
 from otdd_flash.operators.cost_tiles import CentredProducts, cost_tiles
-from otdd_flash.operators.float64_rows import squared_norms
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.tiled import TiledOperator
 
 # Elements of one block of scores: large enough for the matrix product to run at full speed.

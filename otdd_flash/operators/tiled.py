@@ -21,14 +21,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import (
-    Applied,
-    CostFacts,
-    CostRange,
-    Epsilon,
-    Execution,
-    Marginals,
-)
+from otdd_flash.cost.facts import CostFacts, CostRange
+from otdd_flash.operators.base import Applied, Epsilon, Execution, Marginals
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)

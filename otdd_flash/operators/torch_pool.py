@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import SIDES
 from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.few_vectors import MEMORY, FewVectors
 from otdd_flash.engine.many_vectors import ManyVectors
@@ -30,7 +31,6 @@ from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.one_problem import Scalars
 from otdd_flash.operators.score_pool import (
-    SIDES,
     UNIT,
     UNKNOWN,
     PooledIterations,

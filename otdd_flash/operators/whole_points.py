@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.float64_rows import in_float64
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.lattice import ROUNDING, SCALES
-from otdd_flash.operators.product_errors import (
+from otdd_flash.cost.points import LabelledCost, in_float64
+from otdd_flash.cost.rounding import (
+    ROUNDING,
+    SCALES,
     Pair,
     magnitudes_about,
     product_errors,

@@ -1,7 +1,7 @@
 """The dataset distance as a function of the rows drawn, and the draws themselves.
 
-In a `Comparison` all is fixed but the rows: epsilon, metric, ground cost and device are those of
-the whole. `subsample` draws rows without replacement. `sampling.subsampling`, `sampling.halves`,
+In a `SubsetComparison` all is fixed but the rows: epsilon, metric, ground cost and device are those
+of the whole. `subsample` draws rows without replacement. `sampling.subsampling`, `sampling.halves`,
 `study.measures.distances` and `study.measures.network` call it, and `commands.compare` calls
 `drawable`.
 
@@ -22,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import DataNotice, InputError, NotConvergedWarning, warn
 from otdd_flash.labels import (
@@ -34,9 +36,7 @@ from otdd_flash.labels import (
     measure_classes,
     metric_of,
 )
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, check_squares
@@ -45,7 +45,7 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
 
 
-class Comparison:
+class SubsetComparison:
     """`dataset_distance` between parts of two datasets, all at one epsilon.
 
     Class distances are measured on the rows that are compared, as they are part of the statistic. A
@@ -97,9 +97,9 @@ class Comparison:
         compute = ComputeOptions.of(self._settings.get("compute"))
         self.ranks = ranks_of(compute.group)
         # Rows are drawn on the device on which they are compared.
-        request = Request.prepare(sides, cost, compute, pairs=())
-        self.source, self.target = request.given
-        self._table = self._fixed_table(metric, request)
+        prepared = Comparison.prepare(sides, cost, compute, pairs=())
+        self.source, self.target = prepared.given
+        self._table = self._fixed_table(metric, prepared)
         self.unconverged: list[Divergence] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,14 +146,14 @@ class Comparison:
             )
             warn(message, NotConvergedWarning)
 
-    def _fixed_table(self, metric: LabelMetric, request: Request) -> ClassDistances | None:
+    def _fixed_table(self, metric: LabelMetric, prepared: Comparison) -> ClassDistances | None:
         statistics = self._settings.pop("class_statistics", None)
         if isinstance(metric, NoLabels) or (statistics is None and not metric.fixed):
             return None
         if statistics is not None:
             one, other = statistics
-            statistics = request.see(one), request.see(other)
-        source, target = request.seen
+            statistics = prepared.see(one), prepared.see(other)
+        source, target = prepared.seen
         return measure_classes(source, target, metric, statistics=statistics)
 
 

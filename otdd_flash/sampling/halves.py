@@ -23,7 +23,7 @@ from otdd_flash.errors import InputError
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.sampling.comparison import (
     PER_CLASS,
-    Comparison,
+    SubsetComparison,
     class_labels,
     rank_in_class,
 )
@@ -92,7 +92,7 @@ def noise_floor(
         NotConvergedWarning: a distance stopped before the tolerance.
     """
     source, target = as_samples(source, "source"), as_samples(target, "target")
-    comparison = Comparison(source, target, settings)
+    comparison = SubsetComparison(source, target, settings)
     size = half_size(comparison.source, comparison.target)
     generator = np.random.default_rng(seed)
     x, other_x = two_halves(comparison.source, size, generator)

@@ -50,7 +50,7 @@ from otdd_flash.distributed.ranks import Ranks, restored, saved
 from otdd_flash.eager import computes
 from otdd_flash.errors import DataNotice, InputError, warn
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.sampling.comparison import Comparison, least_rows, subsample
+from otdd_flash.sampling.comparison import SubsetComparison, least_rows, subsample
 from otdd_flash.sliced.result import rows_excess
 from otdd_flash.solver.divergence import Divergence
 
@@ -147,7 +147,7 @@ def subsample_interval(
     """
     check_count(count, level)
     source, target = as_samples(source, "source"), as_samples(target, "target")
-    comparison = Comparison(source, target, settings)
+    comparison = SubsetComparison(source, target, settings)
     sizes = subsample_sizes(comparison.source, comparison.target, size)
     _notice_few_per_class(comparison, sizes)
     fraction = sum(sizes) / (len(comparison.source) + len(comparison.target))
@@ -169,7 +169,7 @@ def subsample_interval(
 
 
 def _values(
-    comparison: Comparison,
+    comparison: SubsetComparison,
     sizes: tuple[int, int],
     wanted: range,
     seed: int,
@@ -199,7 +199,7 @@ def _values_of_ranks(
     Returns:
         The distances in the order of the draws, and the divergences that stopped early.
     """
-    comparison: Comparison = restored(content)
+    comparison: SubsetComparison = restored(content)
 
     def own() -> list[float]:
         wanted = range(ranks.rank, count, ranks.size)
@@ -255,7 +255,7 @@ def subsample_sizes(
     return sizes[0], sizes[1]
 
 
-def _notice_few_per_class(comparison: Comparison, sizes: tuple[int, int]) -> None:
+def _notice_few_per_class(comparison: SubsetComparison, sizes: tuple[int, int]) -> None:
     for samples, rows in zip((comparison.source, comparison.target), sizes, strict=True):
         if rows < FEW_PER_CLASS * samples.class_total:
             warn(

@@ -42,9 +42,9 @@ import torch
 from scipy.stats import t
 from torch import Tensor
 
+from otdd_flash.cost.points import extent, squared_distances
 from otdd_flash.errors import DataNotice, warn
 from otdd_flash.files.atomic import json_content
-from otdd_flash.operators.float64_rows import extent, squared_distances
 from otdd_flash.raw_labels import frame_of
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing

@@ -22,15 +22,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import equal_masses
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.build import build_operator
-from otdd_flash.operators.labelled_cost import equal_masses
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.plan import Factors, KeptPlan, Plan, Products, plan_of
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.direct import is_small
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver
 from otdd_flash.solver.solved_gradient import report_system
@@ -69,21 +68,19 @@ class Entries:
             self.masses = equal_masses(self.a), equal_masses(self.b)
 
     @classmethod
-    def of(cls, problem: Problem, f: Tensor, g: Tensor) -> Entries:
+    def of(cls, comparison: Comparison, f: Tensor, g: Tensor) -> Entries:
         """Build the products for the cross term of two clouds."""
-        inputs = problem.inputs("xy")
+        source, target = comparison.sides("xy")
 
         def plan(weighted: bool) -> Plan:
-            given = inputs
+            given = comparison
             if not weighted:
-                source, target = (
-                    replace(side, weights=None) for side in (inputs.source, inputs.target)
-                )
-                given = replace(inputs, source=source, target=target)
-            found = dense_plan(given, f, g, problem.epsilon)
-            return found or held_plan(build_operator(given), f, g, problem.epsilon)
+                equal = (replace(side, weights=None) for side in (source, target))
+                given = comparison.with_points(*equal)
+            found = dense_plan(given, "xy", f, g)
+            return found or held_plan(given.operator("xy"), f, g, comparison.epsilon)
 
-        return cls((inputs.source.masses, inputs.target.masses), plan, problem.epsilon)
+        return cls((source.masses, target.masses), plan, comparison.epsilon)
 
     def times(
         self, values: Tensor, factors: Factors | None = None, weights: Sequence[Tensor] = ()
@@ -248,14 +245,13 @@ def _weighted(values: Tensor, weights: Sequence[Tensor], masses: Tensor) -> Tens
     return found
 
 
-def potentials_everywhere(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def potentials_everywhere(comparison: Comparison, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Replace potentials of points without mass by softmins of the others."""
-    inputs = problem.inputs("xy")
-    a, b = inputs.source.masses, inputs.target.masses
+    a, b = (side.masses for side in comparison.sides("xy"))
     if bool((a > 0).all()) and bool((b > 0).all()):
         return f, g
-    operator = refined(build_operator(inputs, keep_scores=False))
+    operator = refined(comparison.operator("xy", keep_scores=False))
     return (
-        torch.where(a > 0, f, operator.softmin_rows(g, problem.epsilon)),
-        torch.where(b > 0, g, operator.softmin_columns(f, problem.epsilon)),
+        torch.where(a > 0, f, operator.softmin_rows(g, comparison.epsilon)),
+        torch.where(b > 0, g, operator.softmin_columns(f, comparison.epsilon)),
     )

@@ -15,9 +15,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import Points, less_origin, weighted_mean
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.float64_rows import Points, weighted_mean
-from otdd_flash.operators.origins import less_origin
 from otdd_flash.solver.plan_blocks import Assembled, plan_blocks
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import CostFacts, larger, lesser
 from otdd_flash.engine.evidence import (
     TINY,
     Filling,
@@ -41,17 +42,10 @@ from otdd_flash.engine.evidence import (
     swings,
     updated_gap,
 )
+from otdd_flash.errors import EpsilonOutOfRange
 from otdd_flash.formulas.evidence import dual_value, oscillation_bound
-from otdd_flash.operators.base import (
-    Certifiable,
-    CostFacts,
-    Epsilon,
-    Marginals,
-    Operator,
-    larger,
-    lesser,
-)
-from otdd_flash.solver.term.tolerance import EpsilonOutOfRange, or_double
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator
+from otdd_flash.solver.term.tolerance import or_double
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0

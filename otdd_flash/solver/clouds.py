@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import array, optional
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.eager import computes
-from otdd_flash.operators.build import Compute, ComputeOptions
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.solver.divergence import Divergence, Potentials, report_convergence
-from otdd_flash.solver.problem import Problem
+from otdd_flash.operators.comparison import Comparison
+from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 
@@ -64,10 +67,27 @@ def sinkhorn(
     options = options or Converged()
     x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
-    problem = Problem.between(x, y, epsilon, class_table, cost, compute, debias=False)
-    divergence = problem.solve(options, debias=False, progress=progress)
+    comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=False)
+    divergence = solve(comparison, options, progress=progress)
     report_convergence(divergence, options)
-    return problem.cross_term(divergence)
+    return _with_one_side(divergence, comparison)
+
+
+def _with_one_side(divergence: Divergence, comparison: Comparison) -> TransportTerm:
+    """Return the cross term of the cost itself, with the ground cost's terms of one side."""
+    term, ground = divergence.xy, comparison.ground
+    p, q = (ground.one_side(side.features) for side in comparison.given)
+    if p is None or q is None:
+        return term
+    low, high = term.bounds
+    value, error = divergence.offset
+    return replace(
+        term,
+        f=term.f.double() + p.to(term.f.device),
+        g=term.g.double() + q.to(term.g.device),
+        value=term.value + value,
+        bounds=(low + value - error, high + value + error),
+    )
 
 
 @computes
@@ -103,8 +123,8 @@ def sinkhorn_divergence(
     options = options or Converged()
     x, y = as_samples(source, "source"), as_samples(target, "target")
     compute = ComputeOptions.of(compute)
-    problem = Problem.between(x, y, epsilon, class_table, cost, compute, debias=debias)
-    start = problem.checked_start(start)
-    divergence = problem.solve(options, debias=debias, start=start, progress=progress)
+    comparison = Comparison.between(x, y, epsilon, class_table, cost, compute, debias=debias)
+    start = checked_start(comparison, start)
+    divergence = solve(comparison, options, start=start, progress=progress)
     report_convergence(divergence, options)
     return divergence

@@ -17,12 +17,11 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import class_indices
-from otdd_flash.operators.origins import less_origin
+from otdd_flash.cost.points import class_indices, less_origin
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.plan import Factors
 from otdd_flash.solver.adjoint import Entries
 from otdd_flash.solver.centred import mean_near
-from otdd_flash.solver.problem import Problem
 
 
 class CostWeights:
@@ -89,27 +88,27 @@ class CostWeights:
 
 
 def cost_gradient(
-    problem: Problem, weights: CostWeights, needs: frozenset[str]
+    comparison: Comparison, weights: CostWeights, needs: frozenset[str]
 ) -> dict[str, Tensor]:
     """Compute the derivatives in `needs`: by "x", "y", "classes" and both lambdas, float64.
 
     "classes" is the table (V_x + V_y, V_x + V_y), 0 outside of the block [x, y].
     """
-    inputs = problem.inputs("xy")
     gradient: dict[str, Tensor] = {}
-    source, target = inputs.source, inputs.target
+    ground, (source, target) = comparison.ground, comparison.sides("xy")
     # Points of x are about as far from it as from the points that the plan sends them to.
     origin = mean_near(target.features, weights.entries.b)
     # Computed where they are used, as a product needs only one of them in memory.
     x, y = (partial(less_origin, side.features, origin) for side in (source, target))
-    factor, dim = 2 * inputs.cost.squared.lambda_x, source.features.shape[1]
+    factor, dim = 2 * ground.squared.lambda_x, source.features.shape[1]
     by_class = bool(needs & {"classes", "lambda_y"})
     if needs & {"x", "lambda_x"} or by_class:
         parts: list[Callable[[], Tensor]] = [lambda: origin.new_ones((len(target), 1))]
         if needs & {"x", "lambda_x"}:
             parts.append(y)
         if by_class:
-            classes = inputs.class_distances.shape[1]
+            distances = comparison.block("xy")
+            classes = distances.shape[1]
             belonging = partial(torch.nn.functional.one_hot, class_indices(target), classes)
             parts.append(lambda: belonging().double())
         found = weights.times(torch.cat([part() for part in parts], 1))
@@ -117,12 +116,10 @@ def cost_gradient(
         if "x" in needs:
             gradient["x"] = factor * (rows * x() - moved)
         if by_class:
-            block = torch.zeros_like(inputs.class_distances)
+            block = torch.zeros_like(distances)
             block.index_add_(0, class_indices(source), found[:, -classes:])
-            gradient["lambda_y"] = (block * inputs.class_distances).sum()
-            table = block.new_zeros(problem.table.shape)
-            table[problem.classes["x"], problem.classes["y"]] = inputs.cost.lambda_y * block
-            gradient["classes"] = table
+            gradient["lambda_y"] = (block * distances).sum()
+            gradient["classes"] = comparison.classes.around("xy", ground.lambda_y * block)
     if needs & {"y", "lambda_x"}:
         ones = origin.new_ones((len(source), 1))
         back = weights.transposed_times(torch.cat((ones, x()), 1) if "y" in needs else ones)

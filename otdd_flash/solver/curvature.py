@@ -52,7 +52,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import CostInputs
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.directions import Directions, dot, inner
 from otdd_flash.solver.packed_plan_points import plan_points
 from otdd_flash.solver.schur import CGOptions, SchurSystem, SelfSystem, Solution, Solver
@@ -86,13 +86,13 @@ class CrossCurvature:
     """Second derivatives of OT_epsilon between two clouds, at the potentials of a term.
 
     Args:
-        inputs: clouds and ground cost, squared Euclidean distances.
+        comparison: the clouds at epsilon, with squared Euclidean distances.
         term: potentials f (n,) and g (m,), and epsilon.
         cg: how the linear systems are solved.
     """
 
-    def __init__(self, inputs: CostInputs, term: TransportTerm, cg: CGOptions) -> None:
-        self._at = at = plan_points(inputs, (term.f, term.g), term.epsilon)
+    def __init__(self, comparison: Comparison, term: TransportTerm, cg: CGOptions) -> None:
+        self._at = at = plan_points(comparison, "xy", (term.f, term.g))
         quick, system = at.plan.quick, SchurSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SchurSystem(quick, cg.damping)
         self._solver, self._system = Solver(system, rounded, cg), system
@@ -208,10 +208,15 @@ class CrossCurvature:
 
 
 class SelfCurvature:
-    """Second derivatives of OT_epsilon(x, x), both arguments moving; arguments as above."""
+    """Second derivatives of OT_epsilon(x, x), both arguments moving.
 
-    def __init__(self, inputs: CostInputs, term: TransportTerm, cg: CGOptions) -> None:
-        self._at = at = plan_points(inputs, (term.f, term.f), term.epsilon)
+    Arguments as above, with the name of the self term, "xx" or "yy".
+    """
+
+    def __init__(
+        self, comparison: Comparison, name: str, term: TransportTerm, cg: CGOptions
+    ) -> None:
+        self._at = at = plan_points(comparison, name, (term.f, term.f))
         quick, system = at.plan.quick, SelfSystem(at.plan, cg.damping)
         rounded = system if quick is at.plan else SelfSystem(quick, cg.damping)
         self._solver, self._system = Solver(system, rounded, cg), system

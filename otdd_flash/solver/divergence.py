@@ -7,7 +7,7 @@ still, but the value they are compared with is known only once all terms are. So
 solved coarsely first; then those that make the interval wide go on from where they are, at a
 marginal error lowered by the factor that is missing.
 
-`solver.problem` and `solver.matrix.problem` call it with the operators of their terms.
+`solver.solving` calls it for datasets, `solver.matrix.transport` for given matrices.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from otdd_flash.checks import shown
+from otdd_flash.cost.facts import SIDES, TERMS
+from otdd_flash.cost.ground import NO_OFFSET, Offset
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
 from otdd_flash.formulas.decision import CROSS, SELF, Form
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.ground import NO_OFFSET, Offset
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -76,35 +77,52 @@ Solved = Callable[[str, Operator, TransportTerm], None]
 Pulled = Mapping[int, Callable[[Tensor], None]]
 
 
-def checked_start(
-    start: Potentials | None, sizes: tuple[int, int], device: torch.device
-) -> Potentials:
+class Compared(Protocol):
+    """What a solve asks of two sides and the costs between them: of points, or given matrices."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """n and m."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where passes run."""
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The terms of the divergence, the cross term first."""
+
+    @property
+    def offset(self) -> Offset:
+        """What is added to the value of a cross term alone."""
+
+    def operator(self, term: str) -> Operator:
+        """Build the operator of the term "xy", "xx" or "yy"."""
+
+
+def checked_start(compared: Compared, start: Potentials | None) -> Potentials:
     """Return potentials that a user starts from, detached and on the device; none is {}.
 
     Args:
+        compared: what is to be solved.
         start: potentials by term.
-        sizes: n and m.
-        device: of the passes.
 
     Raises:
         InputError: there is no such term, or a potential is of other clouds or not finite.
     """
-    n, m = sizes
-    lengths, found = {"xy": m, "xx": n, "yy": m}, {}
+    found = {}
     for name, potential in (start or {}).items():
-        if name not in lengths:
+        if name not in TERMS:
             raise InputError(f"start holds potentials by term, xy, xx or yy, got {name!r}")
-        given = real_tensor(f"start[{name!r}]", potential)
-        if given.shape != (lengths[name],):
-            raise InputError(
-                f"start[{name!r}] must have shape ({lengths[name]},), got {shown(given)}"
-            )
+        given, length = real_tensor(f"start[{name!r}]", potential), compared.shape[SIDES[name][1]]
+        if given.shape != (length,):
+            raise InputError(f"start[{name!r}] must have shape ({length},), got {shown(given)}")
         if not bool(given.isfinite().all()):
             raise InputError(
                 f"start[{name!r}] holds NaN or infinite entries; leave it out, or give the "
                 "potential of a solve"
             )
-        found[name] = given.detach().to(device)
+        found[name] = given.detach().to(compared.device)
     return found
 
 
@@ -168,7 +186,7 @@ class Divergence:
         cls, terms: Mapping[str, TransportTerm], options: Schedule, offset: Offset, backend: str
     ) -> Divergence:
         """Build the divergence of terms that were solved together on stored scores."""
-        xy, xx, yy = (terms.get(name) for name in ("xy", "xx", "yy"))
+        xy, xx, yy = (terms.get(name) for name in TERMS)
         assert xy is not None
         cells = {"xy": len(xy.f) * len(xy.g), "xx": len(xy.f) ** 2, "yy": len(xy.g) ** 2}
         swept = sum(term.passes * cells[name] for name, term in terms.items())
@@ -304,12 +322,10 @@ class Divergence:
 
 
 def solve_divergence(
-    operators: Callable[[str], Operator],
+    compared: Compared,
     epsilon: float,
     options: Schedule,
     *,
-    debias: bool = True,
-    offset: Offset = NO_OFFSET,
     start: Potentials | None = None,
     known: Known | None = None,
     progress: SolverProgress | None = None,
@@ -318,33 +334,31 @@ def solve_divergence(
     """Solve the self terms, if debiased, and the cross term, which gets the time that they leave.
 
     Args:
-        operators: makes the operator of a term, "xy", "xx" or "yy", when its turn comes, so that
-            the scores of one term at a time are held.
+        compared: builds the operator of a term when its turn comes, so that the scores of one term
+            at a time are held.
         epsilon: regularisation, in units of the cost.
         options: how to solve and when to stop.
-        debias: False leaves the self terms out.
-        offset: what terms of one side of the ground cost add to a cross term.
         start: potentials to start from at this epsilon, without scaling.
         known: self terms to take as they are, or to go on with where they keep the bounds wider
             than a width that `options` ask for.
         progress: told of every iteration.
         solved: called after each term that is solved here, as solved(name, operator, term).
     """
-    names = ("xx", "yy", "xy") if debias else ("xy",)
+    names, offset = (*compared.terms[1:], "xy"), compared.offset
     if isinstance(options, GeomlossSchedule):
         # It depends on both clouds, and starts from nothing.
         start = known = None
-    solves = TermSolves(operators, epsilon, options, start=start, known=known, progress=progress)
+    solves = TermSolves(compared, epsilon, options, start=start, known=known, progress=progress)
     unknown = [name for name in names if name not in solves.terms]
     if isinstance(options, Converged) and options.bound_width is not None:
-        raised = 0.0 if debias else offset.value
-        solve_to_width(solves, names, options.bound_width, options.max_iterations, raised)
+        limits = options.bound_width, options.max_iterations
+        solve_to_width(solves, names, *limits, offset.value)
         if solved is not None:
             for name in unknown:
-                solved(name, operators(name), solves.terms[name])
+                solved(name, compared.operator(name), solves.terms[name])
     else:
         solves.solve(dict.fromkeys(unknown, options.tolerance), solved)
-    xy, xx, yy = (solves.terms.get(name) for name in ("xy", "xx", "yy"))
+    xy, xx, yy = (solves.terms.get(name) for name in TERMS)
     assert xy is not None
     backend, passes = solves.backends["xy"], solves.passes
     return Divergence(
@@ -353,7 +367,7 @@ def solve_divergence(
 
 
 def solve_identical(
-    operator: Operator,
+    compared: Compared,
     epsilon: float,
     options: Schedule,
     *,
@@ -365,19 +379,22 @@ def solve_identical(
 
     `solved` hears of all three terms, which are one.
     """
+
+    def solved_each(_: str, operator: Operator, term: TransportTerm) -> None:
+        if solved is not None:
+            for name in TERMS:
+                solved(name, operator, term)
+
     # Its width is 0 already; the tolerance, as far as rounding allows, is for the plan.
-    solves = TermSolves(lambda _: operator, epsilon, options, start=start, progress=progress)
-    solves.solve({"xx": options.tolerance})
+    solves = TermSolves(compared, epsilon, options, start=start, progress=progress)
+    solves.solve({"xx": options.tolerance}, solved_each)
     term = solves.terms["xx"]
-    if solved is not None:
-        for name in ("xy", "xx", "yy"):
-            solved(name, operator, term)
     device, passes = str(term.f.device), float(term.passes)
     return Divergence(
         term,
         term,
         term,
-        operator.execution.backend,
+        solves.backends["xx"],
         device,
         passes,
         identical=True,
@@ -403,7 +420,7 @@ class TermSolves:
     """Solves terms one after the other, and goes on with those that it has solved.
 
     Args:
-        operators: makes the operator of a term when its turn comes, so that the scores of one term
+        compared: builds the operator of a term when its turn comes, so that the scores of one term
             at a time are held.
         epsilon: regularisation, in units of the cost.
         options: how to solve and when to stop; a limit of seconds counts from here, for all terms
@@ -420,7 +437,7 @@ class TermSolves:
 
     def __init__(
         self,
-        operators: Callable[[str], Operator],
+        compared: Compared,
         epsilon: float,
         options: Schedule,
         *,
@@ -428,7 +445,7 @@ class TermSolves:
         known: Known | None = None,
         progress: SolverProgress | None = None,
     ) -> None:
-        self.operators, self.epsilon, self.options = operators, epsilon, options
+        self.compared, self.epsilon, self.options = compared, epsilon, options
         self.terms: dict[str, TransportTerm] = dict(known or {})
         self.iterations: Counter[str] = Counter()
         self.backends: dict[str, str] = {}
@@ -453,7 +470,7 @@ class TermSolves:
     def _solve(
         self, name: str, tolerance: float | None, sharers: int, solved: Solved | None
     ) -> None:
-        operator = self.operators(name)
+        operator = self.compared.operator(name)
         before = self.terms.get(name)
         start = self._start.get(name) if before is None else before.g
         # At a small epsilon, mass between points that are far apart may take thousands of

@@ -12,12 +12,12 @@ from functools import partial
 
 from torch import Tensor
 
+from otdd_flash.cost.ground import SHARES
+from otdd_flash.cost.points import squared_norms
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.float64_rows import squared_norms
-from otdd_flash.operators.ground import SHARES
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Pulled
 from otdd_flash.solver.groups import Groups, report_groups, settled_points
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import Gradient, Input, Needs, cross_gradient, self_gradient
 
@@ -30,13 +30,14 @@ MASSES: tuple[Input, Input] = ("a", "b")
 
 
 class DivergenceGradient:
-    """Derivatives of S_epsilon, summed up during `Problem.solve`: pass it as `solved`.
+    """Derivatives of S_epsilon, summed up during `solve`: pass it as `solved`.
+
+    With debiasing, terms of one side of the ground cost cancel.
 
     Args:
-        problem: the clouds and costs that are being solved.
+        comparison: what is being solved.
         needs: the inputs to differentiate by. "classes" is the whole table (V_x + V_y, V_x + V_y);
             it is read in the blocks [x, y], [x, x] and [y, y], and the block [y, x] gets 0.
-        debias: as in the solve; if true, terms of one side of the ground cost cancel.
 
     Attributes:
         total: the sum over the terms solved so far; complete after the solve.
@@ -44,21 +45,21 @@ class DivergenceGradient:
             solved.
     """
 
-    def __init__(self, problem: Problem, needs: Needs, *, debias: bool = True) -> None:
-        self._problem, self._needs, self._debias = problem, needs, debias
+    def __init__(self, comparison: Comparison, needs: Needs) -> None:
+        self._comparison, self._needs = comparison, needs
         self.total: Gradient = {}
         self.groups: Groups | None = None
 
     def __call__(self, name: str, operator: Operator, term: TransportTerm) -> None:
         """Add the derivatives of the term "xy", "xx" or "yy"."""
-        inputs = self._problem.inputs(name)
+        comparison = self._comparison
         if name == "xy":
             # Between a cloud and itself f = g, so that no group has an offset: it would be added
             # and subtracted at once.
-            if self._needs & {*MASSES} and not (self._debias and self._problem.identical):
+            if self._needs & {*MASSES} and not (comparison.debias and comparison.identical):
                 # Other derivatives depend on the plan alone, which offsets do not change.
-                term, self.groups = settled_points(self._problem, term)
-            gradient = cross_gradient(operator, term, inputs, self._needs)
+                term, self.groups = settled_points(comparison, term)
+            gradient = cross_gradient(operator, term, comparison, self._needs)
             self._add(name, self._by_given(gradient, name), 1.0)
             return
         points: Input = "x" if name == "xx" else "y"
@@ -67,7 +68,7 @@ class DivergenceGradient:
         needs = (self._needs & SHARED) | {own[key] for key in self._needs & own.keys()}
         if not needs:
             return
-        gradient = self_gradient(operator, term, inputs, needs)
+        gradient = self_gradient(operator, term, comparison, name, needs)
         here: dict[Input, Input] = {seen: key for key, seen in own.items()}
         gradient = {here.get(key, key): part for key, part in gradient.items()}
         self._add(name, self._by_given(gradient, name), -0.5)
@@ -78,42 +79,42 @@ class DivergenceGradient:
         Raises:
             ConvergenceError: they are undetermined, and `required`.
         """
-        report_groups(self.groups, what, self._problem.request.given[0], required=required)
+        report_groups(self.groups, what, self._comparison.given[0], required=required)
 
     @property
     def pulled(self) -> Pulled | None:
         """Callbacks for the gradients by the points of each side; None if these are not enough."""
-        if self._problem.request.cost.ground != "sqeuclidean" or not self._needs <= {"x", "y"}:
+        if self._comparison.ground.ground != "sqeuclidean" or not self._needs <= {"x", "y"}:
             return None
         return {
             place: partial(self._take, place) for place in (0, 1) if POINTS[place] in self._needs
         }
 
     def _take(self, place: int, gradient: Tensor) -> None:
-        dtype = self._problem.request.given[place].features.dtype
+        dtype = self._comparison.given[place].features.dtype
         self.total[POINTS[place]] = gradient.to(dtype)
 
     def _by_given(self, gradient: Gradient, name: str) -> Gradient:
         """Apply the chain rule from the transformed points to the given points and weights."""
-        request, cost = self._problem.request, self._problem.request.cost
-        if cost.ground == "sqeuclidean":
+        comparison, ground = self._comparison, self._comparison.ground
+        if ground.ground == "sqeuclidean":
             return gradient
         if "lambda_x" in gradient:
-            gradient["lambda_x"] *= SHARES[cost.ground]
-        sides = zip(POINTS, MASSES, request.given, request.seen, strict=True)
+            gradient["lambda_x"] *= SHARES[ground.ground]
+        sides = zip(POINTS, MASSES, comparison.given, comparison.seen, strict=True)
         for key, of_masses, side, seen in sides:
             if key not in name:
                 continue
             points = side.features
             if key in gradient and side is not seen:
-                gradient[key] = cost.pull_back(points, gradient[key])
-            p = None if self._debias else cost.one_side(points)
+                gradient[key] = ground.pull_back(points, gradient[key])
+            p = None if comparison.debias else ground.one_side(points)
             if p is None:
                 continue
             # What <a, p> adds, p_i = -lambda_x ||x_i||^2 / 2.
-            a, device = side.masses, request.device
+            a, device = side.masses, comparison.device
             if key in gradient:
-                gradient[key] -= (cost.lambda_x * a).to(points.dtype).unsqueeze(1) * points
+                gradient[key] -= (ground.lambda_x * a).to(points.dtype).unsqueeze(1) * points
             if of_masses in gradient:
                 gradient[of_masses] += p.to(device)
             if "lambda_x" in gradient:
@@ -123,15 +124,8 @@ class DivergenceGradient:
     def _add(self, name: str, gradient: Gradient, factor: float) -> None:
         for key, part in gradient.items():
             if key == "classes":
-                part = self._in_table(name, part)
+                part = self._comparison.classes.around(name, part)
             if key in self.total:
                 self.total[key].add_(part, alpha=factor)
             else:
                 self.total[key] = part if factor == 1 else part.mul_(factor)
-
-    def _in_table(self, name: str, block: Tensor) -> Tensor:
-        """Put a block into a table of zeros."""
-        table = block.new_zeros(self._problem.table.shape)
-        rows, columns = (self._problem.classes[side] for side in name)
-        table[rows, columns] = block
-        return table

@@ -33,8 +33,9 @@ from scipy.sparse.csgraph import shortest_path
 from scipy.special import logsumexp
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.errors import ConvergenceError, NotConvergedWarning, warn
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.matrix import CostSource
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.group_flows import (
@@ -52,8 +53,7 @@ from otdd_flash.solver.group_flows import (
     undetermined,
     well_tied,
 )
-from otdd_flash.solver.matrix.problem import MatrixProblem
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.matrix.comparison import MatrixComparison
 from otdd_flash.solver.term.result import TransportTerm
 
 # A link is an entry of at least this share of its row's largest, or of the next share if that
@@ -261,20 +261,22 @@ class _Linked(NamedTuple):
     peaks: Tensor
 
 
-def settled_points(problem: Problem, term: TransportTerm) -> tuple[TransportTerm, Groups | None]:
+def settled_points(
+    comparison: Comparison, term: TransportTerm
+) -> tuple[TransportTerm, Groups | None]:
     """Apply `settled` to the cross term of two clouds, on the device."""
-    cost = problem.inputs("xy").labelled
+    cost = comparison.cost("xy")
     f, g = (potential.to(cost.a.device) for potential in (term.f, term.g))
-    entries = PointEntries(cost, problem.request.compute.dtype)
+    entries = PointEntries(cost, comparison.compute.dtype)
     return settled(entries, replace(term, f=f, g=g), cost.a, cost.b)
 
 
 def settled_matrix(
-    problem: MatrixProblem, term: TransportTerm
+    comparison: MatrixComparison, term: TransportTerm
 ) -> tuple[TransportTerm, Groups | None]:
     """Apply `settled` to the term of a cost matrix."""
-    entries = MatrixEntries(problem.source, problem.dtype)
-    return settled(entries, term, problem.a, problem.b)
+    entries = MatrixEntries(comparison.source, comparison.dtype)
+    return settled(entries, term, comparison.a, comparison.b)
 
 
 def _moved(term: TransportTerm, plan: _Plan, f: Tensor, g: Tensor) -> TransportTerm:

@@ -10,19 +10,21 @@ from torch import Tensor
 
 from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
 from otdd_flash.checks import shown
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
-from otdd_flash.operators.build import Compute, ComputeOptions, CostInputs
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.fingerprint import Mark
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.curvature import Along, CrossCurvature, SelfCurvature, in_parts
-from otdd_flash.solver.divergence import Divergence, Potentials, report_convergence
+from otdd_flash.solver.divergence import Divergence, Potentials, checked_start, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
-from otdd_flash.solver.tensor_problem import problem_of_tensors
+from otdd_flash.solver.solving import solve
+from otdd_flash.solver.tensors import compared_tensors
 from otdd_flash.solver.term.result import TransportTerm
 
 # Directions whose largest entry is in [1 / USUAL, USUAL] are not rescaled, which saves a copy.
@@ -80,7 +82,7 @@ def sinkhorn_hessian(
     Warns:
         NotConvergedWarning: a term stopped early.
     """
-    problem = problem_of_tensors(
+    comparison = compared_tensors(
         (x, a, labels_x),
         (y, b, labels_y),
         epsilon,
@@ -91,16 +93,17 @@ def sinkhorn_hessian(
         debias=debias,
     )
     options = options or Converged()
-    gradient = DivergenceGradient(problem, frozenset({"x"}), debias=debias)
+    gradient = DivergenceGradient(comparison, frozenset({"x"}))
+    start = checked_start(comparison, start)
     with torch.no_grad():
-        divergence = problem.solve(
-            options, debias=debias, start=start, solved=gradient, pulled=gradient.pulled
+        divergence = solve(
+            comparison, options, start=start, solved=gradient, pulled=gradient.pulled
         )
     report_convergence(divergence, options)
     by_x = gradient.total["x"].to(x.device)
     # In a type of integers the gradient would be truncated.
     by_x = by_x.to(x.dtype) if x.is_floating_point() else by_x
-    return SinkhornHessian(problem, divergence, by_x, options, cg)
+    return SinkhornHessian(comparison, divergence, by_x, options, cg)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,15 +143,15 @@ class SinkhornHessian:
 
     def __init__(
         self,
-        problem: Problem,
+        comparison: Comparison,
         divergence: Divergence,
         gradient: Tensor,
         options: Schedule,
         cg: CGOptions,
     ) -> None:
         self.divergence, self.gradient = divergence, gradient
-        self._problem, self._options, self._mark = problem, options, problem.mark
-        self._curvature = DivergenceCurvature(problem, divergence, cg)
+        self._comparison, self._options, self._mark = comparison, options, comparison.mark
+        self._curvature = DivergenceCurvature(comparison, divergence, cg)
 
     @property
     def value(self) -> float:
@@ -168,13 +171,13 @@ class SinkhornHessian:
         Warns:
             NotConvergedWarning: a linear system was not solved to the tolerance.
         """
-        request, directions = self._problem.request, self._checked(v)
-        self._problem.check_unchanged(self._mark)
+        comparison, directions = self._comparison, self._checked(v)
+        check_unchanged(comparison, self._mark)
         with torch.no_grad():
-            directions = directions.to(request.device)
-            with request.within_memory():
+            directions = directions.to(comparison.device)
+            with comparison.within_memory():
                 found = self._curvature.along(directions, None)
-        way_out = f"raise cg.tolerance or cg.max_iterations{or_in_double(request.compute)}"
+        way_out = f"raise cg.tolerance or cg.max_iterations{or_in_double(comparison.compute)}"
         report_residual(found, self._options, way_out)
         values = found.x.to(v)
         facts = found.curvature, found.iterations, found.residual, found.converged
@@ -206,13 +209,13 @@ class DivergenceCurvature:
     """Second derivatives of a solved divergence, T = T_xy - T_xx / 2 and likewise by y.
 
     Args:
-        problem: the clouds and costs.
+        comparison: the clouds and costs.
         divergence: its terms.
         cg: the tolerance of the linear systems.
     """
 
-    def __init__(self, problem: Problem, divergence: Divergence, cg: CGOptions) -> None:
-        self._problem, self._cg = problem, cg
+    def __init__(self, comparison: Comparison, divergence: Divergence, cg: CGOptions) -> None:
+        self._comparison, self._cg = comparison, cg
         self._terms: dict[str, TransportTerm] = divergence.terms
 
     def along(self, a: Tensor, b: Tensor | None) -> Along:
@@ -244,18 +247,15 @@ class DivergenceCurvature:
 
     @cached_property
     def _cross(self) -> CrossCurvature:
-        return CrossCurvature(*self._of("xy"), self._cg)
+        return CrossCurvature(self._comparison, self._terms["xy"], self._cg)
 
     @cached_property
     def _own_x(self) -> SelfCurvature:
-        return SelfCurvature(*self._of("xx"), self._cg)
+        return SelfCurvature(self._comparison, "xx", self._terms["xx"], self._cg)
 
     @cached_property
     def _own_y(self) -> SelfCurvature:
-        return SelfCurvature(*self._of("yy"), self._cg)
-
-    def _of(self, name: str) -> tuple[CostInputs, TransportTerm]:
-        return self._problem.inputs(name), self._terms[name]
+        return SelfCurvature(self._comparison, "yy", self._terms["yy"], self._cg)
 
 
 def _with(found: Along, own: Along) -> Along:
@@ -268,6 +268,23 @@ def _with(found: Along, own: Along) -> Along:
         torch.maximum(found.residual, own.residual),
         found.converged & own.converged,
     )
+
+
+def check_unchanged(comparison: Comparison, mark: Mark) -> None:
+    """Refuse derivatives at points that are not those that were solved for.
+
+    Args:
+        comparison: what was solved.
+        mark: its mark of then.
+
+    Raises:
+        InputError: something was changed in place since.
+    """
+    if comparison.mark != mark:
+        raise InputError(
+            "an input was changed in place after the loss was computed, and its second "
+            "derivative needs it as it was; clone it before"
+        )
 
 
 def report_residual(found: Along, options: Schedule, way_out: str) -> None:

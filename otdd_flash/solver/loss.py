@@ -9,21 +9,22 @@ from torch import Tensor
 
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor
+from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import Compute
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.divergence import Potentials, report_convergence
+from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.gradient import DivergenceGradient
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.second_derivatives import SecondDerivatives
-from otdd_flash.solver.tensor_problem import (
+from otdd_flash.solver.solving import solve
+from otdd_flash.solver.tensors import (
     check_batch,
     class_totals_of,
-    problem_of_tensors,
+    compared_tensors,
     type_of,
 )
 from otdd_flash.solver.term_gradient import Gradient, Input, Needs
@@ -141,7 +142,7 @@ def sinkhorn_loss(
             options=options,
             compute=compute,
         )
-    problem = problem_of_tensors(
+    comparison = compared_tensors(
         (x, a, labels_x),
         (y, b, labels_y),
         epsilon,
@@ -159,25 +160,25 @@ def sinkhorn_loss(
     }
     needs = _needs(inputs)
     with torch.no_grad():
-        gradient = DivergenceGradient(problem, needs, debias=debias)
-        divergence = problem.solve(
+        gradient = DivergenceGradient(comparison, needs)
+        divergence = solve(
+            comparison,
             options,
-            debias=debias,
-            start=problem.checked_start(start),
+            start=checked_start(comparison, start),
             solved=gradient if needs else None,
             pulled=gradient.pulled if needs else None,
         )
     report_convergence(divergence, options)
     gradient.report("gradients by masses", required=options.require_convergence)
-    value = torch.tensor(divergence.value, dtype=type_of(problem), device=x.device)
+    value = torch.tensor(divergence.value, dtype=type_of(comparison), device=x.device)
     if not needs:
         return value
-    _along_simplex(gradient.total, *problem.request.given)
+    _along_simplex(gradient.total, *comparison.given)
     parts = tuple(gradient.total.values())
     wanted = [inputs[key] for key in gradient.total]
     second = None
     if ground == "sqeuclidean":
-        second = SecondDerivatives(tuple(gradient.total), problem, divergence, options)
+        second = SecondDerivatives(tuple(gradient.total), comparison, divergence, options)
     return cast(Tensor, KnownGradient.apply(value, parts, second, *wanted))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from otdd_flash.operators.base import refined
-from otdd_flash.operators.build import CostInputs, build_operator
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.plan import Plan, plan_of
 from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.dense_plan import dense_plan
@@ -26,21 +26,19 @@ if TYPE_CHECKING:
     from otdd_flash.operators.point_products import PointProducts
 
 
-def plan_points(
-    inputs: CostInputs, potentials: tuple[Tensor, Tensor], epsilon: float
-) -> PlanPoints:
-    """Build the plan of potentials f (n,) and g (m,) with the points of the cost in `inputs`.
+def plan_points(comparison: Comparison, name: str, potentials: tuple[Tensor, Tensor]) -> PlanPoints:
+    """Build the plan of potentials f (n,) and g (m,) of a term, with its points.
 
     Packed points of an operator are used if its products can take them.
     """
-    dense = dense_plan(inputs, *potentials, epsilon)
+    dense = dense_plan(comparison, name, *potentials)
     if dense is not None:
-        clouds = [(side.features, side.masses) for side in (inputs.source, inputs.target)]
-        return PlanPoints(dense, epsilon, inputs, origin_near(clouds, dense.dtype))
-    operator = build_operator(inputs)
-    plan = plan_of(refined(operator), *potentials, epsilon)
+        clouds = [(side.features, side.masses) for side in comparison.sides(name)]
+        return PlanPoints(dense, comparison, name, origin_near(clouds, dense.dtype))
+    operator = comparison.operator(name)
+    plan = plan_of(refined(operator), *potentials, comparison.epsilon)
     # The operator's own centre, which is computed already.
-    given = plan, epsilon, inputs, inputs.labelled.centre
+    given = plan, comparison, name, comparison.cost(name).centre
     with_points = plan.with_points
     return PlanPoints(*given) if with_points is None else PackedPlanPoints(*given, with_points)
 
@@ -54,12 +52,12 @@ class PackedPlanPoints(PlanPoints):
     def __init__(
         self,
         plan: Plan,
-        epsilon: float,
-        inputs: CostInputs,
+        comparison: Comparison,
+        name: str,
         origin: Tensor,
         products: PointProducts,
     ) -> None:
-        super().__init__(plan, epsilon, inputs, origin)
+        super().__init__(plan, comparison, name, origin)
         self._products = products
 
     @property

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.host_points import STREAMED_ROWS, Block, HostPoints, slices
+from otdd_flash.cost.points import Cut, LessOrigin, Points
 from otdd_flash.operators.base import Applied, Operator
-from otdd_flash.operators.float64_rows import Points
-from otdd_flash.operators.host_points import STREAMED_ROWS, Block, HostPoints, slices
-from otdd_flash.operators.labelled_cost import Cut
-from otdd_flash.operators.origins import LessOrigin
 
 ALL = Block(slice(None), slice(None))
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import CostInputs
-from otdd_flash.operators.origins import less_origin
+from otdd_flash.cost.points import less_origin
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.plan import Plan
 from otdd_flash.solver.directions import ALL, Directions, Part, Points
 
@@ -23,13 +23,13 @@ MOST_MOMENTS = 256
 
 
 class PlanPoints:
-    """A plan and the points of both sides, relative to an origin near them, in the plan's type."""
+    """The plan of a term and the points of its sides, relative to an origin near, in its type."""
 
-    def __init__(self, plan: Plan, epsilon: float, inputs: CostInputs, origin: Tensor) -> None:
-        self.plan, self.epsilon = plan, epsilon
-        self.factor = 2 * inputs.cost.squared.lambda_x
+    def __init__(self, plan: Plan, comparison: Comparison, name: str, origin: Tensor) -> None:
+        self.plan, self.epsilon = plan, comparison.epsilon
+        self.factor = 2 * comparison.ground.squared.lambda_x
         self._origin = origin.to(plan.dtype)
-        self._sides = [side.features for side in (inputs.source, inputs.target)]
+        self._sides = [side.features for side in comparison.sides(name)]
 
     @property
     def shape(self) -> tuple[int, int]:

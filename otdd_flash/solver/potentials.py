@@ -25,20 +25,21 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
+from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.eager import computes
-from otdd_flash.operators.build import Compute
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.adjoint import Entries, potentials_everywhere
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
-from otdd_flash.solver.divergence import Potentials, report_convergence
+from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.loss import plain_number
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
-from otdd_flash.solver.tensor_problem import problem_of_tensors
+from otdd_flash.solver.solving import solve
+from otdd_flash.solver.tensors import compared_tensors
 
 
 @computes
@@ -108,7 +109,7 @@ def sinkhorn_potentials(
     weights = GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y))
     sides = (x, a, labels_x), (y, b, labels_y)
     table = class_table, class_totals
-    problem = problem_of_tensors(*sides, epsilon, *table, weights, compute, debias=False)
+    comparison = compared_tensors(*sides, epsilon, *table, weights, compute, debias=False)
     options = options or Converged()
     inputs = Inputs(
         {"x": x, "y": y, "a": a, "b": b}
@@ -116,21 +117,20 @@ def sinkhorn_potentials(
         *(labels_x, labels_y),
     )
     with torch.no_grad():
-        start = problem.checked_start(start)
-        divergence = problem.solve(options, debias=False, start=start)
+        divergence = solve(comparison, options, start=checked_start(comparison, start))
         report_convergence(divergence, options)
-        with problem.request.within_memory():
-            term, groups = settled_points(problem, divergence.xy)
+        with comparison.within_memory():
+            term, groups = settled_points(comparison, divergence.xy)
         required = options.require_convergence
-        report_groups(groups, "potentials", problem.request.given[0], required=required)
-        with problem.request.within_memory():
-            solved = potentials_everywhere(problem, term.f, term.g)
+        report_groups(groups, "potentials", comparison.given[0], required=required)
+        with comparison.within_memory():
+            solved = potentials_everywhere(comparison, term.f, term.g)
         f, g = (potential.double() for potential in solved)
-        shift = problem.request.seen[1].masses @ g
+        shift = comparison.seen[1].masses @ g
         results = (f + shift).to(x.device), (g - shift).to(x.device)
     if not inputs.tensors:
         return results
-    backward = PotentialGradient(problem, solved, frozenset(inputs.tensors), options, cg)
+    backward = PotentialGradient(comparison, solved, frozenset(inputs.tensors), options, cg)
     found = Solved.apply("sinkhorn_potentials", backward, inputs, results, *inputs.tensors.values())
     return cast(tuple[Tensor, Tensor], found)
 
@@ -139,7 +139,7 @@ class PotentialGradient:
     """The backward pass of `sinkhorn_potentials`.
 
     Args:
-        problem: the clouds and costs.
+        comparison: the clouds and costs.
         potentials: f (n,) and g (m,), of points without mass as well.
         needs: inputs to differentiate by.
         options: whether a missed tolerance is an error.
@@ -148,27 +148,27 @@ class PotentialGradient:
 
     def __init__(
         self,
-        problem: Problem,
+        comparison: Comparison,
         potentials: tuple[Tensor, Tensor],
         needs: frozenset[str],
         options: Schedule,
         cg: CGOptions,
     ) -> None:
-        self._problem, self._potentials, self._needs = problem, potentials, needs
+        self._comparison, self._potentials, self._needs = comparison, potentials, needs
         self._options, self._cg = options, cg
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return gradients by key, for cotangents of f (n,) and g (m,)."""
-        device = self._problem.request.device
+        device = self._comparison.device
         of_f, of_g = (cotangent.to(device, torch.float64) for cotangent in cotangents)
         unit = largest(of_f, of_g)
-        with self._problem.request.within_memory():
+        with self._comparison.within_memory():
             found = self._gradient(of_f / unit, of_g / unit)
         return {key: gradient.mul_(unit) for key, gradient in found.items()}
 
     def _gradient(self, of_f: Tensor, of_g: Tensor) -> dict[str, Tensor]:
-        problem, epsilon = self._problem, self._problem.epsilon
-        entries = Entries.of(problem, *self._potentials)
+        comparison, epsilon = self._comparison, self._comparison.epsilon
+        entries = Entries.of(comparison, *self._potentials)
         a, b = entries.a, entries.b
         surplus = of_f.sum() - of_g.sum()
         of_g = of_g + b * surplus
@@ -184,7 +184,7 @@ class PotentialGradient:
             h, k = a * w1, b * w2
         else:
             h, k = h + a * w1, k + b * w2
-        gradient = cost_gradient(problem, CostWeights(entries, h, k), self._needs)
+        gradient = cost_gradient(comparison, CostWeights(entries, h, k), self._needs)
         if "a" in self._needs:
             gradient["a"] = -epsilon * entries.times(k[:, None])[:, 0]
         if "b" in self._needs:

@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 
 from otdd_flash.errors import InputError
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import Divergence
 from otdd_flash.solver.gradient import POINTS
-from otdd_flash.solver.hessian import DivergenceCurvature, or_in_double, report_residual
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.hessian import (
+    DivergenceCurvature,
+    check_unchanged,
+    or_in_double,
+    report_residual,
+)
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schur import DEFAULTS, CGOptions
 from otdd_flash.solver.term_gradient import Input
@@ -28,7 +33,7 @@ class SecondDerivatives:
 
     Args:
         keys: the inputs that require a gradient.
-        problem: the clouds and costs.
+        comparison: the clouds and costs.
         divergence: its terms.
         options: whether a missed tolerance is an error.
     """
@@ -36,12 +41,12 @@ class SecondDerivatives:
     def __init__(
         self,
         keys: tuple[Input, ...],
-        problem: Problem,
+        comparison: Comparison,
         divergence: Divergence,
         options: Schedule,
     ) -> None:
-        self._keys, self._problem, self._divergence = keys, problem, divergence
-        self._options, self._mark = options, problem.mark
+        self._keys, self._comparison, self._divergence = keys, comparison, divergence
+        self._options, self._mark = options, comparison.mark
 
     def __call__(self, along: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the changes of the gradients by the points along directions of the points.
@@ -58,14 +63,14 @@ class SecondDerivatives:
                 "the loss is differentiable twice by x and y alone, and its gradient was to be "
                 f"differentiated where {names} require one too; detach {names}"
             )
-        if self._problem.request.streaming is not None:
+        if self._comparison.streaming is not None:
             raise InputError(
                 "second derivatives need all points on the device, which does not hold them; take "
                 "fewer points, or raise memory_budget"
             )
-        self._problem.check_unchanged(self._mark)
+        check_unchanged(self._comparison, self._mark)
         directions = dict(zip(self._keys, along, strict=True))
-        x, y = (side.features for side in self._problem.request.given)
+        x, y = (side.features for side in self._comparison.given)
 
         def of(key: Input, points: Tensor) -> Tensor:
             one = directions.get(key)
@@ -75,11 +80,11 @@ class SecondDerivatives:
         a, b = of("x", x), of("y", y) if "y" in self._keys else None
         tight = torch.float64 in (x.dtype, y.dtype)
         cg = CGOptions(tolerance=TIGHT) if tight else DEFAULTS
-        curvature = DivergenceCurvature(self._problem, self._divergence, cg)
-        with self._problem.request.within_memory():
+        curvature = DivergenceCurvature(self._comparison, self._divergence, cg)
+        with self._comparison.within_memory():
             found = curvature.along(a, b)
         way_out = "otdd.sinkhorn_hessian takes a larger cg.tolerance"
-        way_out += or_in_double(self._problem.request.compute)
+        way_out += or_in_double(self._comparison.compute)
         report_residual(found, self._options, way_out)
         changes = {"x": found.x} if found.y is None else {"x": found.x, "y": found.y}
         return [changes[key][0] for key in self._keys]

@@ -35,10 +35,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import Cut, LessOrigin, class_indices, less_origin
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.build import CostInputs, class_indices
-from otdd_flash.operators.labelled_cost import Cut
-from otdd_flash.operators.origins import LessOrigin, less_origin
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.plan_blocks import Assembled, PlanBlock, blocks_of, plan_blocks
 from otdd_flash.solver.term.result import TransportTerm
@@ -53,20 +52,20 @@ Gradient = dict[Input, Tensor]
 
 
 def cross_gradient(
-    operator: Operator, term: TransportTerm, inputs: CostInputs, needs: Needs
+    operator: Operator, term: TransportTerm, comparison: Comparison, needs: Needs
 ) -> Gradient:
     """Compute derivatives of D at the potentials of a term by the inputs in `needs`.
 
     Args:
-        operator: the cost that `inputs` describe.
+        operator: of the cross term.
         term: potentials f (n,) and g (m,), and epsilon.
-        inputs: clouds, the block of W (V_x, V_y), and the ground cost.
+        comparison: the clouds, class distances and ground cost.
         needs: any inputs; "classes" gives the derivative by that block.
 
     Returns:
         One entry per need.
     """
-    plan = _Plan(operator, term, inputs)
+    plan = _Plan(operator, term, comparison, "xy")
     gradient = plan.from_rows(needs)
     if "y" in needs:
         gradient["y"] = plan.from_columns()
@@ -78,13 +77,14 @@ def cross_gradient(
 
 
 def self_gradient(
-    operator: Operator, term: TransportTerm, inputs: CostInputs, needs: Needs
+    operator: Operator, term: TransportTerm, comparison: Comparison, name: str, needs: Needs
 ) -> Gradient:
     """Compute derivatives of the self term OT_epsilon(x, x), by both arguments together.
 
-    Arguments as for `cross_gradient`, with one cloud on both sides; "y" and "b" are not inputs.
+    Arguments as for `cross_gradient`, with the operator of the term of this name, "xx" or "yy",
+    whose points are called x either way; "y" and "b" are not inputs.
     """
-    plan = _Plan(operator, term, inputs)
+    plan = _Plan(operator, term, comparison, name)
     gradient = plan.from_rows(needs, sides=2)
     if "a" in needs:
         gradient["a"] = 2 * plan.row_masses()
@@ -97,17 +97,19 @@ def self_gradient(
 class _Plan:
     """The plan of a term's potentials, with the products that derivatives need."""
 
-    def __init__(self, operator: Operator, term: TransportTerm, inputs: CostInputs) -> None:
+    def __init__(
+        self, operator: Operator, term: TransportTerm, comparison: Comparison, name: str
+    ) -> None:
         # The potentials belong to the cost of the original points.
         self.operator = refined(operator)
-        self.term, self.weights = term, inputs.cost.squared
-        self.points = inputs.points
+        self.term, self.weights = term, comparison.ground.squared
+        self.points = comparison.points(name)
         # One origin near both clouds: r x - P y then does not cancel their distance from 0.
         clouds = zip(self.points, (operator.a, operator.b), strict=True)
         self.origin = origin_near(clouds, operator.dtype)
-        sides = inputs.source, inputs.target
+        sides = comparison.sides(name)
         self.labels = [class_indices(side).to(operator.a.device) for side in sides]
-        self.class_distances = inputs.class_distances
+        self.class_distances = comparison.block(name)
 
     def from_rows(self, needs: Needs, sides: int = 1) -> Gradient:
         """Compute all that one product of P with the columns' points and classes gives.

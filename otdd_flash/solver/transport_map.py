@@ -29,26 +29,27 @@ from torch import Tensor
 
 from otdd_flash.arguments import TENSORS_OF_A_PAIR, Count, NotNegative, Positive, takes
 from otdd_flash.checks import optional, shown, tensor
+from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import less_origin
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import refined
-from otdd_flash.operators.build import Compute, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.origins import less_origin
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.plan import Factors, Plan, StreamedPlan
 from otdd_flash.solver.adjoint import Entries, check_sums, potentials_everywhere
 from otdd_flash.solver.centred import mean_near
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient
 from otdd_flash.solver.dense_plan import dense_plan
-from otdd_flash.solver.divergence import Potentials, report_convergence
+from otdd_flash.solver.divergence import Potentials, checked_start, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_points
 from otdd_flash.solver.loss import plain_number
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
-from otdd_flash.solver.tensor_problem import problem_of_tensors, type_of
+from otdd_flash.solver.solving import solve
+from otdd_flash.solver.tensors import compared_tensors, type_of
 
 
 @computes
@@ -116,7 +117,7 @@ def transport_map(
     weights = GroundCost(plain_number("lambda_x", lambda_x), plain_number("lambda_y", lambda_y))
     sides = (x, a, labels_x), (y, b, labels_y)
     table = class_table, class_totals
-    problem = problem_of_tensors(*sides, epsilon, *table, weights, compute, debias=False)
+    comparison = compared_tensors(*sides, epsilon, *table, weights, compute, debias=False)
     images = None if values is None else _checked(values, y)
     options = options or Converged()
     inputs = Inputs(
@@ -125,20 +126,19 @@ def transport_map(
         *(labels_x, labels_y),
     )
     with torch.no_grad():
-        start = problem.checked_start(start)
-        divergence = problem.solve(options, debias=False, start=start)
+        divergence = solve(comparison, options, start=checked_start(comparison, start))
         report_convergence(divergence, options)
         term = divergence.xy
         if inputs.tensors.keys() & {"a", "b"}:
-            with problem.request.within_memory():
-                term, groups = settled_points(problem, term)
+            with comparison.within_memory():
+                term, groups = settled_points(comparison, term)
             what, required = "gradients by masses", options.require_convergence
-            report_groups(groups, what, problem.request.given[0], required=required)
-        with problem.request.within_memory():
-            potentials = potentials_everywhere(problem, term.f, term.g)
-            gradient = MapGradient(problem, potentials, images, options, cg)
+            report_groups(groups, what, comparison.given[0], required=required)
+        with comparison.within_memory():
+            potentials = potentials_everywhere(comparison, term.f, term.g)
+            gradient = MapGradient(comparison, potentials, images, options, cg)
             result = gradient.mapped()
-        result = result.to(x.device, type_of(problem))
+        result = result.to(x.device, type_of(comparison))
     if not inputs.tensors:
         return result
     gradient.needs = frozenset(inputs.tensors)
@@ -168,7 +168,7 @@ class MapGradient:
     """The map, and its backward pass.
 
     Args:
-        problem: the clouds and costs.
+        comparison: the clouds and costs.
         potentials: f (n,) and g (m,), of points without mass as well.
         images: V (m, k), None for y.
         options: whether a missed tolerance is an error.
@@ -182,39 +182,40 @@ class MapGradient:
 
     def __init__(
         self,
-        problem: Problem,
+        comparison: Comparison,
         potentials: tuple[Tensor, Tensor],
         images: Tensor | None,
         options: Schedule,
         cg: CGOptions,
     ) -> None:
-        self._problem, self._potentials, self._images = problem, potentials, images
+        self._comparison, self._potentials, self._images = comparison, potentials, images
         self._options, self._cg = options, cg
 
     def mapped(self) -> Tensor:
         """Return T (n, k), float64."""
-        inputs, (values, origin) = self._problem.inputs("xy"), self._centred()
+        source, target = self._comparison.sides("xy")
+        values, origin = self._centred()
         # A conditional plan does not depend on the mass of its row: any serves where it is 0.
-        inputs = replace(inputs, source=replace(inputs.source, weights=None))
-        at = *self._potentials, self._problem.epsilon
-        plan: Plan | None = dense_plan(inputs, *at)
+        given = self._comparison.with_points(replace(source, weights=None), target)
+        plan: Plan | None = dense_plan(given, "xy", *self._potentials)
         if plan is None:
-            plan = StreamedPlan(refined(build_operator(inputs, keep_scores=False)), *at)
+            operator = refined(given.operator("xy", keep_scores=False))
+            plan = StreamedPlan(operator, *self._potentials, given.epsilon)
         found = plan.times(torch.cat((values, torch.ones_like(values[:, :1])), 1))
-        check_sums(found[:, -1], self._problem.epsilon)
+        check_sums(found[:, -1], self._comparison.epsilon)
         return found[:, :-1] / found[:, -1:] + origin
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return gradients by key, for a cotangent T' (n, k)."""
-        cotangent = cotangents[0].to(self._problem.request.device)
+        cotangent = cotangents[0].to(self._comparison.device)
         unit = largest(cotangent)
-        with self._problem.request.within_memory():
+        with self._comparison.within_memory():
             found = self._gradient(cotangent / unit)
         return {key: gradient.mul_(unit) for key, gradient in found.items()}
 
     def _gradient(self, cotangent: Tensor) -> dict[str, Tensor]:
-        problem = self._problem
-        entries = Entries.of(problem, *self._potentials)
+        comparison = self._comparison
+        entries = Entries.of(comparison, *self._potentials)
         a, b, per_q = entries.a, entries.b, 1 / entries.q[:, None]
         left, right = self._factors(entries, per_q, cotangent)
         pulled = entries.transposed_times(left)
@@ -225,9 +226,11 @@ class MapGradient:
         # Free what is not needed any more, here and below: these tensors are the largest.
         del pulled
         w1, w2 = entries.solve(None, b * sums, self._cg, self._options)
-        factors = left.div_(-problem.epsilon), right
-        weights = CostWeights(entries, a * w1 / problem.epsilon, b * w2 / problem.epsilon, factors)
-        gradient = cost_gradient(problem, weights, self.needs)
+        factors = left.div_(-comparison.epsilon), right
+        weights = CostWeights(
+            entries, a * w1 / comparison.epsilon, b * w2 / comparison.epsilon, factors
+        )
+        gradient = cost_gradient(comparison, weights, self.needs)
         if self.needs & {"a", "b"}:
             u = -per_q[:, 0] * entries.times((b * w2)[:, None])[:, 0]
             gradient["a"] = u
@@ -252,7 +255,7 @@ class MapGradient:
 
     def _centred(self) -> tuple[Tensor, Tensor]:
         """Return V relative to an origin near it, and the origin (k,), float64."""
-        target = self._problem.inputs("xy").target
+        target = self._comparison.seen[1]
         values = target.features if self._images is None else self._images.to(target.masses.device)
         origin = mean_near(values, target.masses)
         return less_origin(values, origin), origin

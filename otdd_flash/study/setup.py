@@ -23,13 +23,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from otdd_flash.arguments import holds_items, samples
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.data.given import Samples, as_samples
 from otdd_flash.errors import DataNotice, InputError, prefixed, warn
 from otdd_flash.fingerprint import VERSION
 from otdd_flash.labels import drop_small_classes
 from otdd_flash.labels.metrics.base import LabelMetric
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
 from otdd_flash.result import versions
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.shown import listing

@@ -19,33 +19,34 @@ from problems import DEVICE, LAMBDA_X, LAMBDA_Y, Case, Problem, problem_of
 from rank_pool import pool
 from torch import Tensor
 
+from otdd_flash.cost import matrix as cost_matrix
+from otdd_flash.cost import points as cost_points
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.facts import CostFacts
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.features.file_features import features_file
 from otdd_flash.kernels.passes import plan_blocks, symmetric_step
 from otdd_flash.operators import (
     blocked,
-    cost_blocks,
+    comparison,
     cost_tiles,
-    float64_rows,
     kernel,
     plan,
-    request,
     sharing,
     streamed,
     tiled,
     whole_points,
 )
 from otdd_flash.operators import matrix as given_matrix
-from otdd_flash.operators.base import CostFacts, Marginals, refined
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.cost_blocks import CostBlocks
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.base import Marginals, refined
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.matrix.problem import MatrixProblem
-from otdd_flash.solver.problem import Problem as PointsProblem
+from otdd_flash.solver.matrix.comparison import MatrixComparison
 
 # Of the points that are read from files.
 FOLDER = TemporaryDirectory()
@@ -57,8 +58,8 @@ SMALL: list[tuple[Any, str, Any]] = [
     (tiled, "TILE_ELEMENTS_CPU", 300),
     (given_matrix, "TILE_ELEMENTS_CPU", 300),
     (given_matrix, "EXACT_ELEMENTS_CPU", 150),
-    (cost_blocks, "BLOCK_ENTRIES_CPU", 500),
-    (float64_rows, "CHUNK_ELEMENTS_CPU", 60),
+    (cost_matrix, "BLOCK_ENTRIES_CPU", 500),
+    (cost_points, "CHUNK_ELEMENTS_CPU", 60),
     (blocked, "LEAST_POINTS", 30),
     (kernel, "MANY_SCORES", 1),
     (plan, "BLOCK_CPU", 200),
@@ -248,7 +249,7 @@ def _operator_of_points(given: Problem, options: dict[str, Any], folder: Path | 
         names = tuple(map(str, range(classes)))
         samples.append(LabeledSamples(features, labels, names, masses))
     own = given.case.own
-    whole = PointsProblem.between(
+    whole = Comparison.between(
         samples[0],
         samples[-1],
         given.epsilon,
@@ -269,12 +270,12 @@ def _of_points(given: Problem, way: Way) -> Held:
 
 def _of_files(given: Problem, way: Way) -> Held:
     """Points that are read from a file in every pass, as memory has room for few."""
-    before, request.UNASKED = request.UNASKED, 0
+    before, comparison.UNASKED = comparison.UNASKED, 0
     try:
         options = {"memory_budget": 1} | way.options
         operator = _operator_of_points(given, options, Path(FOLDER.name))
     finally:
-        request.UNASKED = before
+        comparison.UNASKED = before
     assert "points streamed in blocks" in operator.execution.backend
     return Held(given, operator, way.precision, given.cost, given.cost)
 
@@ -291,17 +292,17 @@ def _of_a_matrix(given: Problem, way: Way, dtype: torch.dtype, layout: str = "ro
     rounded, costs = costs.double(), LAYOUTS[layout](costs)
     compute = ComputeOptions(str(DEVICE), **way.options)
     self_costs = (costs, costs) if given.case.own else None
-    whole = MatrixProblem.prepare(costs, given.a, given.b, compute, self_costs)
-    operator = whole._self_operator("xx") if given.case.own else whole.operator
+    whole = MatrixComparison.prepare(costs, given.a, given.b, compute, self_costs)
+    operator = whole.operator("xx" if given.case.own else "xy")
     return Held(given, operator, way.precision, rounded, rounded)
 
 
 def _of_a_function(given: Problem, way: Way) -> Held:
     blocks = CostBlocks(*given.cost.shape, lambda rows, columns: given.cost[rows, columns])
-    whole = MatrixProblem.prepare(
+    whole = MatrixComparison.prepare(
         blocks, given.a, given.b, ComputeOptions(str(DEVICE), memory_budget=0)
     )
-    return Held(given, whole.operator, way.precision, given.cost, given.cost)
+    return Held(given, whole.operator("xy"), way.precision, given.cost, given.cost)
 
 
 # Operations that ranks answer as they are asked.

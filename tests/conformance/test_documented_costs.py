@@ -18,7 +18,7 @@ from problems import DELTA, DEVICE, Case, Problem, problem_of
 from ring_package import shown_module
 
 import otdd_flash as otdd
-from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.matrix.comparison import MatrixComparison
 
 WAY = "the Huber cost of the page"
 # Asked of clouds with themselves, which a cost between two sides is not.
@@ -45,10 +45,10 @@ def blocks_of(given: Problem) -> otdd.CostBlocks:
 def _held(given: Problem, way: adapter.Way) -> adapter.Held:
     blocks, (n, m) = blocks_of(given), given.cost.shape
     options = otdd.ComputeOptions(str(DEVICE), memory_budget=0)
-    whole = MatrixProblem.prepare(blocks, given.a, given.b, options)
+    whole = MatrixComparison.prepare(blocks, given.a, given.b, options)
     # Its own matrix, to the last bit; `test_is_the_huber_cost` compares this with the formula.
     matrix = blocks.block(slice(0, n), slice(0, m))
-    return adapter.Held(given, whole.operator, way.precision, matrix, matrix)
+    return adapter.Held(given, whole.operator("xy"), way.precision, matrix, matrix)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ from threading import Thread
 import pytest
 import torch
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.engine import recording
 from otdd_flash.engine.late_reader import LateReader
 from otdd_flash.engine.recording import LAUNCHED, STEPS, Repeated
@@ -14,7 +15,6 @@ from otdd_flash.engine.rule import Start
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators import kernel as kernel_operator
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.one_problem import problem_of
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term

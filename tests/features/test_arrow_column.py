@@ -13,7 +13,7 @@ import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.features import file_features
 from otdd_flash.features.file_features import FileFeatures, ScatteredFeatures
-from otdd_flash.operators import blocked, request
+from otdd_flash.operators import blocked, comparison
 
 N, DIM = 70, 3
 
@@ -170,7 +170,7 @@ def test_datasets_are_opened_as_they_were_saved_and_others_are_refused(tmp_path)
 @pytest.mark.slow
 def test_a_distance_streams_them(tmp_path, monkeypatch):
     monkeypatch.setattr(blocked, "LEAST_POINTS", 32)
-    monkeypatch.setattr(request, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "UNASKED", 0)
     parts = [column(part) for part in np.split(points(), 7)]
     features = otdd.features_file(written(tmp_path / "x.arrow", parts))
     labels = torch.arange(N) % 2

@@ -12,7 +12,7 @@ import otdd_flash as otdd
 from otdd_flash.flows.modes import MODES, Mode
 from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.labels import LabelMetric, measure_classes
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 
 EPSILON = 1.0
@@ -82,8 +82,8 @@ def taken(kind: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def setting_of(source: LabeledSamples, target: LabeledSamples, metric: LabelMetric) -> FlowSetting:
     """The problem of a flow as `flow` solves it."""
-    request = Request.prepare((source, target), otdd.GroundCost(), DOUBLE)
-    return FlowSetting(request, metric, EPSILON, TIGHT, otdd.Flow(), (), otdd.Callbacks())
+    comparison = Comparison.prepare((source, target), otdd.GroundCost(), DOUBLE).at(EPSILON)
+    return FlowSetting(comparison, metric, TIGHT, otdd.Flow(), (), otdd.Callbacks())
 
 
 def mode_of(name: str, source: LabeledSamples, target: LabeledSamples, metric: LabelMetric) -> Mode:

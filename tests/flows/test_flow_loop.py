@@ -9,14 +9,14 @@ import torch
 from small_flows import CPU, DOUBLE, TIGHT, blobs, flow, rough_flow, setting_of
 
 import otdd_flash as otdd
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning
 from otdd_flash.flows.functionals import Norm, WeightedFunctional
 from otdd_flash.flows.history import Recorder, StepRecord
 from otdd_flash.flows.modes.feature_driven import FeaturesMode
 from otdd_flash.flows.objective import TargetDivergence
 from otdd_flash.flows.run import report_convergence
-from otdd_flash.operators import build
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators import comparison
 from otdd_flash.samples import LabeledSamples
 
 SOURCE, TARGET = blobs(9), blobs(11, seed=1)
@@ -168,7 +168,7 @@ def test_an_evaluation_builds_one_cost_and_measures_no_class_twice(refresh, monk
             built.append((len(x.masses), len(y.masses)))
             return LabelledCost.between(x, y, *rest)
 
-    monkeypatch.setattr(build, "LabelledCost", Counted)
+    monkeypatch.setattr(comparison, "LabelledCost", Counted)
     monkeypatch.setattr(
         FeaturesMode, "measure", lambda *given: measured.append(1) or measure(*given)
     )
@@ -255,7 +255,7 @@ def test_late_steps_are_told_apart_by_what_stopped_them_or_what_they_missed(kind
 def test_a_solve_starts_where_the_last_two_lead():
     """The self term of a target that does not move starts where it was."""
     objective = object.__new__(TargetDivergence)
-    objective._setting = SimpleNamespace(request=SimpleNamespace(device=torch.device("cpu")))
+    objective._setting = SimpleNamespace(comparison=SimpleNamespace(device=torch.device("cpu")))
     last, earlier = {"xy": torch.tensor([3.0])}, {"xy": torch.tensor([1.0])}
     for before, start in (({}, 3.0), (earlier, 5.0)):
         objective.restore({"last": last, "earlier": before, "yy": None})

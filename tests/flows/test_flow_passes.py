@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import otdd_flash as otdd
-from otdd_flash.operators import float64_rows
+from otdd_flash.cost import points as cost_points
 
 COUNT, DIM = 40, 7
 # What reads nothing.
@@ -36,7 +36,7 @@ class Reads(TorchDispatchMode):
 
 def reads_of_a_step(pieces, monkeypatch):
     """Of the third step, by when all that is found once is."""
-    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", COUNT // pieces * DIM)
+    monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_CPU", COUNT // pieces * DIM)
     draw, labels, reads = torch.Generator().manual_seed(0), torch.arange(COUNT) % 2, Reads()
     clouds = [
         otdd.LabeledSamples(torch.randn(COUNT, DIM, generator=draw) + k, labels, ("a", "b"))

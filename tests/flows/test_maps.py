@@ -17,8 +17,9 @@ from otdd_flash.flows.maps import (
     relative_error,
 )
 from otdd_flash.flows.residual_map import ResidualMap
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.solving import solve
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +81,8 @@ def test_the_class_of_an_unlabelled_point_is_chosen_before_the_first_step():
     before = LabeledSamples(torch.tensor([[-1.0], [1.0]]), torch.tensor([0, 1]), ("west", "east"))
     target = replace(before, features=5 * before.features)
     table = torch.tensor([[0, 100.0], [100.0, 0]], dtype=torch.float64).repeat(2, 2)
-    problem = Problem.between(before, target, 0.1, table, None, DOUBLE)
-    solved = problem.solve(otdd.Converged(1e-8))
+    comparison = Comparison.between(before, target, 0.1, table, None, DOUBLE)
+    solved = solve(comparison, otdd.Converged(1e-8))
     potentials = solved.xy.g, solved.xx.f
     first = VelocityField(before, target, table, *potentials, 0.1, otdd.GroundCost(), DOUBLE)
     second = replace(first, particles=replace(before, features=-before.features))

@@ -10,8 +10,10 @@ from labelled_costs import labelled_cost
 from live_bytes import LiveBytes
 
 import otdd_flash as otdd
+from otdd_flash.cost import points as cost_points
+from otdd_flash.cost import rounding
 from otdd_flash.kernels.passes import marginal_tiles, symmetric_step
-from otdd_flash.operators import float64_rows, kernel, rounding
+from otdd_flash.operators import kernel
 from otdd_flash.operators.kernel import KernelOperator
 
 # Of a divergence, and of a pass: a multiple of the block for 2 and for 8 classes, whose padding is
@@ -24,8 +26,8 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of stated sizes do not hide what grows."""
-    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 1 << 10)
-    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_GPU", 1 << 10)
+    monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_CPU", 1 << 10)
+    monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_GPU", 1 << 10)
     monkeypatch.setattr(rounding, "TELLING", 16)
     monkeypatch.setattr(marginal_tiles, "CHUNK_COLUMNS", CHUNK)
     monkeypatch.setattr(marginal_tiles, "MOST_ROWS", CHUNK)

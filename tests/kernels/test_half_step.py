@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.kernels.passes import resident_half_step
 from otdd_flash.kernels.points.class_terms import ClassTerms
 from otdd_flash.kernels.points.packed_points import arrange, pack, power_of_two_scale
 from otdd_flash.kernels.tiling import Tile
-from otdd_flash.operators.build import ComputeOptions
 from otdd_flash.otdd import dataset_distance
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged

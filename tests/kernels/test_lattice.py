@@ -7,10 +7,10 @@ import torch
 from labelled_costs import labelled_cost
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.kernels.points.lattice_facts import lattice_facts
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.lattice import lattice_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

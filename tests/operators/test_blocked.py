@@ -11,11 +11,11 @@ from live_bytes import LiveBytes
 from safetensors.torch import save_file
 
 import otdd_flash as otdd
-from otdd_flash.operators import blocked, request
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.operators import blocked, comparison
 from otdd_flash.operators.blocked import BlockedOperator
-from otdd_flash.operators.build import ComputeOptions, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 N, M, DIM, CLASSES, EPSILON = 140, 90, 5, 3, 0.7
@@ -26,7 +26,7 @@ SYMMETRIC, CROSS = (0, 0), (0, 1)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that divide neither side: 47 + 47 + 46 rows, 45 + 45 columns."""
     monkeypatch.setattr(blocked, "LEAST_POINTS", 64)
-    monkeypatch.setattr(request, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "UNASKED", 0)
 
 
 def sides(folder: Path | None, kind: str = "npy") -> tuple[otdd.LabeledSamples, ...]:
@@ -63,8 +63,8 @@ def test_a_block_without_mass_adds_nothing(backend: str, precision: str, tmp_pat
     np.save(tmp_path / "y.npy", points[:1].numpy())
     target = otdd.LabeledSamples(otdd.features_file(tmp_path / "y.npy"), None, ())
     compute = ComputeOptions(str(HERE), backend, precision, memory_budget=1)
-    prepared = Request.prepare((source, target), GroundCost(), compute)
-    found = build_operator(prepared.inputs(CROSS, torch.zeros(1, 1).double().to(HERE)))
+    prepared = Comparison.prepare((source, target), GroundCost(), compute)
+    found = prepared.operator("xy")
     assert isinstance(found, BlockedOperator)
     cost = torch.cdist(points.double(), points[:1].double()).square() / 2
     values = torch.randn(70, 2, generator=draw)
@@ -124,8 +124,8 @@ def test_points_are_not_in_memory_at_once(tmp_path: Path) -> None:
         for each in (path, tmp_path / "y.npy")
     ]
     compute = ComputeOptions("cpu", "torch", memory_budget=1000)
-    prepared = Request.prepare(sides, GroundCost(), compute)
-    found = build_operator(prepared.inputs(CROSS, torch.zeros(1, 1).double()))
+    prepared = Comparison.prepare(sides, GroundCost(), compute)
+    found = prepared.operator("xy")
     live = LiveBytes()
     with live:
         found.softmin_columns(torch.zeros(n), 1.0)
@@ -138,14 +138,14 @@ def test_the_largest_of_several_costs_says_whether_points_are_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = sides(tmp_path)
-    monkeypatch.setattr(request, "UNASKED", 0)
-    monkeypatch.setattr(request, "cost_size", lambda x, y: (len(x), len(y)))
-    monkeypatch.setattr(request, "operator_bytes", lambda size, *_: size[0] * size[1])
+    monkeypatch.setattr(comparison, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "cost_size", lambda x, y: (len(x), len(y)))
+    monkeypatch.setattr(comparison, "operator_bytes", lambda size, *_: size[0] * size[1])
     needed = max(N, M) ** 2
     for budget, streams in ((needed - 1, True), (needed, False)):
         compute = ComputeOptions("cpu", "torch", memory_budget=budget)
         for pairs in ([(0, 0), (0, 1), (1, 1)], [(1, 1), (0, 0)]):
-            found = request._streaming(given, pairs, compute, torch.device("cpu"))
+            found = comparison._streaming(given, pairs, compute, torch.device("cpu"))
             assert (found is not None) == streams
 
 
@@ -154,18 +154,18 @@ def test_a_budget_says_whether_points_are_streamed(
 ) -> None:
     given = sides(tmp_path)
     compute = ComputeOptions("cpu", "torch")
-    assert Request.prepare(given, GroundCost(), compute).streaming is None
+    assert Comparison.prepare(given, GroundCost(), compute).streaming is None
     small = ComputeOptions("cpu", "torch", memory_budget="1KiB")
-    streaming = Request.prepare(given, GroundCost(), small).streaming
+    streaming = Comparison.prepare(given, GroundCost(), small).streaming
     assert streaming is not None
     assert streaming.room == 1024
     # What is taken to be there is not asked for.
-    monkeypatch.setattr(request, "UNASKED", 1 << 26)
-    assert Request.prepare(given, GroundCost(), small).streaming is None
-    monkeypatch.setattr(request, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "UNASKED", 1 << 26)
+    assert Comparison.prepare(given, GroundCost(), small).streaming is None
+    monkeypatch.setattr(comparison, "UNASKED", 0)
     # Second derivatives ask for more than operators.
-    assert Request.prepare(given, GroundCost(), small, resident=True).streaming is None
+    assert Comparison.prepare(given, GroundCost(), small, resident=True).streaming is None
     # In memory already, on this device, is where they stay.
-    assert Request.prepare(sides(None), GroundCost(), small).streaming is None
+    assert Comparison.prepare(sides(None), GroundCost(), small).streaming is None
     with pytest.raises(otdd.InputError, match="ground=cosine needs all points on the device"):
-        Request.prepare(given, GroundCost(ground="cosine"), small)
+        Comparison.prepare(given, GroundCost(ground="cosine"), small)

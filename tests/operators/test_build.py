@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from otdd_flash import samples
+from otdd_flash.cost import compute as compute_options
+from otdd_flash.cost import memory
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError
 from otdd_flash.labels.sinkhorn_pairs import kernels_run_on
-from otdd_flash.operators import build, memory
+from otdd_flash.operators import build
 from otdd_flash.operators.base import Operator
-from otdd_flash.operators.build import ComputeOptions, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request, check_resources
+from otdd_flash.operators.comparison import Comparison, check_resources
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.samples import LabeledSamples
@@ -30,8 +32,8 @@ def cloud(n: int) -> LabeledSamples:
 
 
 def built(compute: ComputeOptions) -> Operator:
-    asked = Request.prepare((cloud(50), cloud(40)), GroundCost(), compute, pairs=CROSS)
-    return build_operator(asked.inputs((0, 1), torch.ones(2, 2)))
+    asked = Comparison.prepare((cloud(50), cloud(40)), GroundCost(), compute, debias=False)
+    return asked.with_classes(torch.ones(4, 4)).operator("xy")
 
 
 @pytest.mark.parametrize(
@@ -53,22 +55,22 @@ def test_nothing_small_asks_for_memory_or_is_checked_again(
     sides = cloud(50).to(HERE), cloud(40).to(HERE)
     for name in ("_as_features", "_as_class_indices"):
         monkeypatch.setattr(samples, name, fails)
-    for module in (memory, build):
+    for module in (memory, compute_options):
         monkeypatch.setattr(module, "free_memory", fails)
     compute = ComputeOptions(str(HERE), backend, memory_budget=budget)
-    asked = Request.prepare(sides, GroundCost(), compute)
-    build_operator(asked.inputs((0, 1), torch.ones(2, 2)))
+    asked = Comparison.prepare(sides, GroundCost(), compute)
+    asked.with_classes(torch.ones(4, 4)).operator("xy")
 
 
 def test_a_budget_that_the_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (memory, build):
+    for module in (memory, compute_options):
         monkeypatch.setattr(module, "UNASKED", 0)
         monkeypatch.setattr(module, "free_memory", lambda _: 100_000)
     # One block and one tile of scores are held by the streamed operator that comes first.
     monkeypatch.setattr(build, "streamed_bytes", lambda *_: 0)
     scores = 4 * 50 * 40
     assert type(built(ComputeOptions("cpu", memory_budget="auto"))) is StoredOperator
-    for module in (memory, build):
+    for module in (memory, compute_options):
         monkeypatch.setattr(module, "free_memory", lambda _: scores - 1)
     pattern = r"memory_budget=1GiB .*7\.8 KiB and 7\.8 KiB are free on cpu; use memory_budget=auto"
     with pytest.raises(InputError, match=pattern):

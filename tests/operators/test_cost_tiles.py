@@ -9,9 +9,9 @@ import torch
 from labelled_costs import dense_labelled_cost, labelled_cost
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators import whole_points
 from otdd_flash.operators.cost_tiles import CentredProducts, Products, cost_tiles
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.whole_points import WholeProducts, whole_products
 
 

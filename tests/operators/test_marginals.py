@@ -8,9 +8,9 @@ import torch
 from labelled_costs import dense_labelled_cost, labelled_cost
 from operation_counts import OperationCounts
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators import fixed_point
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,30 +11,30 @@ import pytest
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.host_points import Tally
 from otdd_flash.kernels.passes import plan_marginals
-from otdd_flash.operators import blocked, packed_blocks, request
+from otdd_flash.operators import blocked, comparison, packed_blocks
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.blocked import BlockedOperator
-from otdd_flash.operators.build import ComputeOptions, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.host_points import Tally
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.request import Request
 
 N, M, DIM, EPSILON = 100, 60, 5, 0.7
-CROSS, SYMMETRIC = (0, 1), (0, 0)
+CROSS, SYMMETRIC = "xy", "xx"
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 and fewer, and slabs that end within them."""
     monkeypatch.setattr(blocked, "LEAST_POINTS", 64)
-    monkeypatch.setattr(request, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "UNASKED", 0)
     monkeypatch.setattr(packed_blocks, "SLAB_BYTES", 1000)
 
 
 def operator(
-    tmp_path: Path, pair: tuple[int, int], room: int, on_device: int = 1
+    tmp_path: Path, term: str, room: int, on_device: int = 1
 ) -> tuple[BlockedOperator, Tally]:
     """As beside a GPU with so much memory for points, and host memory for their blocks."""
     draw = torch.Generator().manual_seed(0)
@@ -46,12 +46,11 @@ def operator(
         labels = torch.randint(0, 3, (count,), generator=draw)
         sides.append(otdd.LabeledSamples(otdd.features_file(path), labels, ("a", "b", "c")))
     compute = ComputeOptions("cpu", "triton", memory_budget=1)
-    prepared = Request.prepare(sides, GroundCost(), compute)
+    prepared = Comparison.prepare(sides, GroundCost(), compute)
     assert prepared.streaming is not None
     streaming = replace(prepared.streaming, host_room=room, room=on_device)
     prepared = replace(prepared, streaming=streaming)
-    table = (1 - torch.eye(3)).double()
-    found = build_operator(prepared.inputs(pair, table))
+    found = prepared.with_classes((1 - torch.eye(3)).repeat(2, 2)).operator(term)
     assert isinstance(found, BlockedOperator)
     assert prepared.streaming is not None
     return found, prepared.streaming.tally
@@ -145,7 +144,7 @@ def test_a_gpu_copies_packed_blocks_from_page_locked_memory(
     # Both parts of all points that are held at once, those of a cross term.
     assert said["bytes_held"] >= 2 * 2 * 64 * 37_000
     assert said["bytes_copied"] > 0
-    monkeypatch.setattr(request, "HELD_SHARE", 0)
+    monkeypatch.setattr(comparison, "HELD_SHARE", 0)
     again = distance(1).streamed
     assert again is not None
     assert again["bytes_held"] == again["bytes_copied"] == 0

@@ -9,12 +9,12 @@ import reference
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.kernels.passes.block_product import Weights
 from otdd_flash.kernels.points.packed_points import PackedPoints
 from otdd_flash.operators import kernel_plans
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.plan import StreamedPlan, plan_of
 from otdd_flash.operators.point_products import PointProducts
 

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 import otdd_flash as otdd
-from otdd_flash.operators import blocked, request
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.operators import blocked, comparison
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.blocked import BlockedOperator
-from otdd_flash.operators.build import ComputeOptions, build_operator
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,7 +80,7 @@ class Counted(TorchDispatchMode):
 
 def operator(folder: Path, host_room: int, monkeypatch: pytest.MonkeyPatch) -> BlockedOperator:
     monkeypatch.setattr(blocked, "LEAST_POINTS", SIZE)
-    monkeypatch.setattr(request, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "UNASKED", 0)
     draw, sides = torch.Generator().manual_seed(0), []
     for name, blocks in (("x", ROWS), ("y", COLUMNS)):
         np.save(folder / f"{name}.npy", torch.randn(blocks * SIZE, DIM, generator=draw).numpy())
@@ -88,10 +88,10 @@ def operator(folder: Path, host_room: int, monkeypatch: pytest.MonkeyPatch) -> B
         features = otdd.features_file(folder / f"{name}.npy")
         sides.append(otdd.LabeledSamples(features, labels, ("a", "b", "c")))
     compute = ComputeOptions("cpu", "triton", memory_budget=1)
-    prepared = Request.prepare(sides, GroundCost(), compute)
+    prepared = Comparison.prepare(sides, GroundCost(), compute)
     assert prepared.streaming is not None
     prepared = replace(prepared, streaming=replace(prepared.streaming, host_room=host_room))
-    found = build_operator(prepared.inputs((0, 1), (1 - torch.eye(3)).double()))
+    found = prepared.with_classes((1 - torch.eye(3)).repeat(2, 2)).operator("xy")
     assert isinstance(found, BlockedOperator)
     assert f"in blocks of {SIZE} x {SIZE}" in found.execution.backend
     return found

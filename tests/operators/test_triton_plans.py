@@ -8,8 +8,9 @@ import reference
 import torch
 from labelled_costs import dense_labelled_cost, labelled_cost
 
+from otdd_flash.cost import memory
 from otdd_flash.kernels.passes import plan_blocks
-from otdd_flash.operators import kernel_plans, memory
+from otdd_flash.operators import kernel_plans
 from otdd_flash.operators.base import refined
 from otdd_flash.operators.kernel import KernelOperator
 from otdd_flash.operators.plan import KeptPlan, StreamedPlan, plan_of

@@ -17,9 +17,10 @@ from rank_pool import lead, pool
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.cost import points as cost_points
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.flows.history import StepRecord
-from otdd_flash.operators import float64_rows, sharing
+from otdd_flash.operators import sharing
 from otdd_flash.solver.small import route
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
@@ -135,7 +136,7 @@ def asked_of_the_device() -> tuple[int, int]:
     ranks: list[Ranks] = []
     with pytest.MonkeyPatch.context() as patched:
         # Twelve pieces.
-        patched.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 4 * 8)
+        patched.setattr(cost_points, "CHUNK_ELEMENTS_CPU", 4 * 8)
         COUNTED[:] = [OperationCounts(patched)]
         otdd.led(work)
         return COUNTED[0].operations, COUNTED[0].reads

@@ -10,11 +10,12 @@ import torch
 from rank_pool import lead, pool
 
 import otdd_flash as otdd
+from otdd_flash import pairwise
 from otdd_flash.distributed import ranks
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.operators import sharing
-from otdd_flash.solver.problem import Problem
+from otdd_flash.operators.comparison import Comparison
 from tests.frozen.cases import CASES, SOURCE, TARGET
 from tests.frozen.recording import Record, record
 
@@ -98,12 +99,12 @@ def test_all_ranks_hear_why_nothing_came_of_it() -> None:
 
 def short_of_memory() -> Any:
     """A rank on which the scores do not fit, though the budget says so."""
-    from otdd_flash.operators import build
+    from otdd_flash.cost import compute
 
     with pytest.MonkeyPatch.context() as patched:
         if torch.distributed.get_rank() == 1:
-            patched.setattr(build, "UNASKED", 0)
-            patched.setattr(build, "free_memory", lambda device: 1)
+            patched.setattr(compute, "UNASKED", 0)
+            patched.setattr(compute, "free_memory", lambda device: 1)
         return lead(distance)
 
 
@@ -120,15 +121,15 @@ def test_a_rank_that_is_short_of_memory_is_named() -> None:
 
 def solved_terms() -> int:
     """How many terms of four datasets a rank solves, of which two are equal."""
-    solved: list[Problem] = []
-    before = Problem.solve
+    solved: list[Comparison] = []
+    before = pairwise.solve
 
-    def counted(self: Problem, *args: Any, **kwargs: Any) -> Any:
-        solved.append(self)
-        return before(self, *args, **kwargs)
+    def counted(comparison: Comparison, *args: Any) -> Any:
+        solved.append(comparison)
+        return before(comparison, *args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Problem, "solve", counted)
+        patched.setattr(pairwise, "solve", counted)
         lead(of_four)
     return len(solved)
 
@@ -174,11 +175,11 @@ def test_draws_that_stop_early_are_heard_of_on_every_rank() -> None:
 
 def too_late() -> str:
     """What rank 0 hears of an operator whose other processes have been dismissed."""
-    kept: list[Problem] = []
+    kept: list[Comparison] = []
 
     def work(ranks: Ranks) -> None:
         compute = otdd.ComputeOptions("cpu", group=ranks)
-        kept.append(Problem.between(SOURCE, TARGET, EPSILON, compute=compute, debias=False))
+        kept.append(Comparison.between(SOURCE, TARGET, EPSILON, compute=compute, debias=False))
 
     otdd.led(work)
     try:

@@ -15,10 +15,10 @@ from test_shared_distance import EPSILON, datasets
 from torch import Tensor
 
 import otdd_flash as otdd
+from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import parts, sharing
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.lattice import lattice_of
 from otdd_flash.operators.parts import sides_of
 from otdd_flash.operators.ring import ring_parts
 from otdd_flash.operators.ring_blocks import RingBlocks

@@ -14,10 +14,10 @@ import torch
 from labelled_costs import labelled_cost
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.passes import symmetric_step
 from otdd_flash.operators import parts
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.self_share import BlockShare, FoldedPairs, folded, merged
 from otdd_flash.operators.sharded import ShardedOperator
 from otdd_flash.operators.stored import StoredOperator

@@ -14,11 +14,11 @@ from rank_pool import lead, pool
 from test_shared_distance import EPSILON, datasets
 
 import otdd_flash as otdd
+from otdd_flash.cost.host_points import Streaming
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.features.file_features import FeatureFile
-from otdd_flash.operators import blocked, request, sharing
-from otdd_flash.operators.host_points import Streaming
+from otdd_flash.operators import blocked, comparison, sharing
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -40,7 +40,7 @@ def in_blocks(work: Any, *arguments: Any) -> Any:
     """What rank 0 finds where points take more than there is, in small blocks on every rank."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(blocked, "LEAST_POINTS", 16)
-        patched.setattr(request, "UNASKED", 0)
+        patched.setattr(comparison, "UNASKED", 0)
         return lead(work, *arguments)
 
 

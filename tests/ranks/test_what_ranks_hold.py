@@ -15,7 +15,7 @@ from torch import Tensor
 import otdd_flash as otdd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import LostRankError
-from otdd_flash.solver.problem import Problem
+from otdd_flash.operators.comparison import Comparison
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -78,7 +78,7 @@ def test_an_error_of_rank_0_in_the_middle_of_an_order_ends_all() -> None:
 
 def operator_of(ranks: Ranks) -> Any:
     compute = otdd.ComputeOptions("cpu", group=ranks)
-    return Problem.between(*sides(), 0.5, compute=compute, debias=False).operator("xy")
+    return Comparison.between(*sides(), 0.5, compute=compute, debias=False).operator("xy")
 
 
 def what_is_held(ranks: Ranks) -> list[list[int]]:

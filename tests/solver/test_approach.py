@@ -9,8 +9,8 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples

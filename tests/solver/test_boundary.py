@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import otdd_flash as otdd
+from otdd_flash.cost import memory
 from otdd_flash.errors import InputError
-from otdd_flash.operators import build, memory
+from otdd_flash.operators import comparison
 from otdd_flash.operators.cost_tiles import CentredProducts
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.torch_pool import TorchPool, TorchTerm
@@ -203,7 +204,7 @@ def test_too_little_memory_is_refused_before_any_work(
 ) -> None:
     monkeypatch.setattr(memory, "UNASKED", 0)
     monkeypatch.setattr(memory, "free_memory", lambda _: 1200)
-    monkeypatch.setattr(build, "LabelledCost", fails)
+    monkeypatch.setattr(comparison, "LabelledCost", fails)
     monkeypatch.setattr("otdd_flash.otdd.measure_classes", fails)
     pattern = (
         r"not enough memory on (cpu|cuda:0) for 40 x (33|40) points of dimension 3: at least "

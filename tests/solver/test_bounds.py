@@ -15,18 +15,19 @@ from hypothesis import strategies as st
 from refusals import Refusals
 from torch import Tensor
 
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.formulas.decision import CROSS, SELF
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.labelled_cost import LabelledCost
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.operators.tiled import TiledOperator
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver import problem as solver_problem
 from otdd_flash.solver.clouds import sinkhorn
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.result import TransportTerm
 
 # The reference stops at a marginal error of 1e-11, which leaves its value this uncertain.
@@ -205,8 +206,8 @@ def check_divergence(problem: Problem, refusals: Refusals, precision: str) -> No
     )
     epsilon = problem.relative_epsilon * float(x.masses @ costs[0] @ y.masses)
     truth = reference.sinkhorn_divergence(costs, x.masses, y.masses, epsilon)
-    whole = solver_problem.Problem.between(source, target, epsilon, problem.table, weights, compute)
-    found = refusals.outcome(lambda: whole.solve(problem.options))
+    whole = Comparison.between(source, target, epsilon, problem.table, weights, compute)
+    found = refusals.outcome(lambda: solve(whole, problem.options))
     if found is None:
         return
     slack = REFERENCE_ERROR * (1 + abs(found.xy.value))

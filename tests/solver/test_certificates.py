@@ -13,9 +13,9 @@ from operation_counts import OperationCounts
 from refusals import Refusals
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.certificate import (
     Certificate,

@@ -108,7 +108,7 @@ def test_an_asymmetric_self_block_is_refused_before_any_work(
     def fails(*_: object, **__: object) -> None:
         raise AssertionError("never to be called")
 
-    monkeypatch.setattr("otdd_flash.solver.problem.build_operator", fails)
+    monkeypatch.setattr("otdd_flash.operators.comparison.build_operator", fails)
     with pytest.raises(InputError, match=message):
         solve()
 

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
 from otdd_flash import CGOptions, ComputeOptions, Converged
+from otdd_flash.operators import comparison
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.solver import dense_plan as plans
 from otdd_flash.solver import direct, packed_plan_points
 from otdd_flash.solver.dense_plan import dense_plan
-from otdd_flash.solver.problem import Problem
 
 
 @pytest.mark.slow
@@ -26,10 +27,10 @@ from otdd_flash.solver.problem import Problem
 def test_a_plan_takes_no_more_than_was_counted() -> None:
     """Where points are many times as large as it."""
     (n, m), dim = (40, 30), 2000
-    inputs = Problem.between(drawn(n, dim).float(), drawn(m, dim).float(), EPSILON).inputs("xy")
+    given = Comparison.between(drawn(n, dim).float(), drawn(m, dim).float(), EPSILON)
     f, g = torch.zeros(n, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
     entries, points = 8 * n * m, 12 * (n + m) * dim
-    highest = peak(lambda: dense_plan(inputs, f, g, EPSILON), torch.device(DEVICE))
+    highest = peak(lambda: dense_plan(given, "xy", f, g), torch.device(DEVICE))
     # Vectors of either side, and of the dimension.
     assert points <= highest <= points + 2 * entries + 64 * (n + m + dim)
 
@@ -42,21 +43,21 @@ def test_a_plan_that_memory_or_a_budget_does_not_hold_is_not_made(
     f, g = torch.zeros(40, dtype=torch.float64), torch.zeros(30, dtype=torch.float64)
     needed = 8 * 40 * 30 + 12 * (40 + 30) * 3
     budget = {"memory_budget": needed - short}
-    inputs = Problem.between(x, y, EPSILON, compute=ComputeOptions("cpu", **budget)).inputs("xy")
-    assert (dense_plan(inputs, f, g, EPSILON) is None) == short
-    inputs = Problem.between(x, y, EPSILON).inputs("xy")
+    given = Comparison.between(x, y, EPSILON, compute=ComputeOptions("cpu", **budget))
+    assert (dense_plan(given, "xy", f, g) is None) == short
+    given = Comparison.between(x, y, EPSILON)
     monkeypatch.setattr(plans, "holds", lambda *_: not short)
-    assert (dense_plan(inputs, f, g, EPSILON) is None) == short
+    assert (dense_plan(given, "xy", f, g) is None) == short
 
 
 def test_no_operator_is_built_for_points_of_a_small_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("an operator takes longer than the plan")
 
-    monkeypatch.setattr(packed_plan_points, "build_operator", never)
-    inputs = Problem.between(drawn(40, 3).float(), drawn(30, 3).float(), EPSILON).inputs("xy")
+    monkeypatch.setattr(comparison, "build_operator", never)
+    given = Comparison.between(drawn(40, 3).float(), drawn(30, 3).float(), EPSILON)
     potentials = (torch.zeros(size, dtype=torch.float64, device=DEVICE) for size in (40, 30))
-    found = packed_plan_points.plan_points(inputs, tuple(potentials), EPSILON)
+    found = packed_plan_points.plan_points(given, "xy", tuple(potentials))
     assert isinstance(found.plan, KeptPlan)
 
 

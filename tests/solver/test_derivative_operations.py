@@ -14,8 +14,8 @@ import torch
 
 import otdd_flash as otdd
 from otdd_flash.operators import kernel_plans
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.hessian import DivergenceCurvature
-from otdd_flash.solver.problem import Problem
 
 pytestmark = [
     pytest.mark.usefixtures("iterations_alone"),
@@ -48,9 +48,9 @@ def test_a_first_product_of_a_divergence(counts: operation_counts.OperationCount
     x, y, v = clouds()
     options = otdd.CGOptions(1e-4)
     solved = otdd.sinkhorn_hessian(x, y, epsilon=EPSILON, compute="cpu").divergence
-    problem = Problem.between(x, y, EPSILON, compute=COMPUTE)
+    comparison = Comparison.between(x, y, EPSILON, compute=COMPUTE)
     with counts:
-        found = DivergenceCurvature(problem, solved, options).along(v[None].double(), None)
+        found = DivergenceCurvature(comparison, solved, options).along(v[None].double(), None)
     assert bool(found.converged.all())
     check(counts, OF_A_PRODUCT)
 

@@ -45,7 +45,7 @@ def hessian(*given: Any, **settings: Any) -> otdd.SinkhornHessian:
 
 def of_both(found: otdd.SinkhornHessian, cg: CGOptions = TIGHT) -> Any:
     """Products along directions of both clouds."""
-    return DivergenceCurvature(found._problem, found.divergence, cg).along
+    return DivergenceCurvature(found._comparison, found.divergence, cg).along
 
 
 def close(found: Tensor, expected: Tensor, atol: float) -> None:

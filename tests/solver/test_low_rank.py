@@ -9,7 +9,7 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.operators import memory
+from otdd_flash.cost import memory
 from otdd_flash.operators.plan import KeptPlan
 from otdd_flash.solver import low_rank, schur
 from otdd_flash.solver.low_rank import LowRank

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash import CGOptions
+from otdd_flash.cost import points as cost_points
 from otdd_flash.kernels.passes import plan_blocks
-from otdd_flash.operators import float64_rows, kernel_plans
+from otdd_flash.operators import kernel_plans
 from otdd_flash.solver import directions
 from otdd_flash.solver.packed_plan_points import PackedPlanPoints
 
@@ -66,8 +67,8 @@ def test_few_copies_of_the_points_are_held(
 
     Beside them the result, and for a block of a quarter of the rows what is found and made of it.
     """
-    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 1 << 14)
-    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_GPU", 1 << 14)
+    monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_CPU", 1 << 14)
+    monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_GPU", 1 << 14)
     count, dim = 512, 256
     draw = torch.Generator().manual_seed(0)
     x, y, v = (torch.randn(count, dim, generator=draw).to(DEVICE) for _ in range(3))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.solver.matrix.comparison import MatrixComparison
+from otdd_flash.solver.matrix.transport import solve_matrix
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, matrix_route
 from otdd_flash.solver.term.result import TransportTerm
@@ -40,7 +41,7 @@ def drawn(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def solved(
     costs: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float, **other: object
 ) -> TransportTerm | None:
-    given = MatrixProblem.prepare(costs.to(DEVICE), a, b, IN_TRITON)
+    given = MatrixComparison.prepare(costs.to(DEVICE), a, b, IN_TRITON)
     return matrix_route.solve_recorded_matrix(given, epsilon, Converged(), **other)  # type: ignore[arg-type]
 
 
@@ -90,7 +91,7 @@ def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     forbidding = torch.zeros(8, 9)
     forbidding[0, 0] = torch.inf
     small, forbidden, wide, tall = (
-        MatrixProblem.prepare(costs, None, None, IN_TRITON)
+        MatrixComparison.prepare(costs, None, None, IN_TRITON)
         for costs in (
             torch.zeros(8, 9),
             forbidding,
@@ -101,8 +102,8 @@ def test_what_goes_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is known of costs, before they are said to be elsewhere.
     for given in (small, forbidden, wide, tall):
         assert given.facts.forbidden == (given is forbidden)
-        assert given.operator.a is not None
-    monkeypatch.setattr(MatrixProblem, "device", torch.device("cuda"))
+        assert given.operator("xy").a is not None
+    monkeypatch.setattr(MatrixComparison, "device", torch.device("cuda"))
     for given, options, recorded in (
         (small, Converged(), True),
         (small, Converged(bound_width=0.1), False),
@@ -120,15 +121,17 @@ def test_a_matrix_that_recordings_take_is_solved_by_them(
 ) -> None:
     """Unless they find that it needs more."""
     in_triton = ComputeOptions(device=DEVICE, backend="triton")
-    given = MatrixProblem.prepare(*drawn(8, 9), in_triton)
+    given = MatrixComparison.prepare(*drawn(8, 9), in_triton)
     monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *_: False)
-    in_passes = given.solve(0.5, Converged()).xy
+    in_passes = solve_matrix(given, 0.5, None, Converged())[0].xy
     recorded = replace(in_passes, value=7.0)
     monkeypatch.setattr(matrix_route, "is_recorded_matrix", lambda *_: True)
     monkeypatch.setattr(
         matrix_route, "solve_recorded_matrix", lambda *_, **__: recorded if taken else None
     )
-    assert given.solve(0.5, Converged()).xy.value == (7.0 if taken else in_passes.value)
+    assert solve_matrix(given, 0.5, None, Converged())[0].xy.value == (
+        7.0 if taken else in_passes.value
+    )
 
 
 @pytest.mark.gpu

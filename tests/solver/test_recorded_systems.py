@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.points import LabelledCost
 from otdd_flash.operators import kernel_plans
 from otdd_flash.operators.kernel import KernelOperator
-from otdd_flash.operators.labelled_cost import LabelledCost
 from otdd_flash.operators.plan import plan_of
 from otdd_flash.solver import conjugate_gradients_kernels, schur
 from otdd_flash.solver.conjugate_gradients import Limits, Near

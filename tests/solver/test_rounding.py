@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.operators.labelled_cost import LabelledCost
-from otdd_flash.operators.rounding import float16_rounding
+from otdd_flash.cost.points import LabelledCost
+from otdd_flash.cost.rounding import float16_rounding
 from otdd_flash.operators.stored import StoredOperator
 from otdd_flash.operators.streamed import StreamedOperator
 from otdd_flash.solver.schedules.converged import Converged

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import otdd_flash as otdd
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.engine.recording import Recorded
 from otdd_flash.errors import InputError
-from otdd_flash.operators.build import ComputeOptions
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small import forget, kept_solves, route
 from otdd_flash.solver.term.result import TransportTerm
@@ -60,29 +60,24 @@ def problem(
     *,
     ground: str = "sqeuclidean",
     debias: bool = True,
-) -> Problem:
+) -> Comparison:
     distances = None if x.labels is None else table()
     cost = GroundCost(0.5, 0.5, ground)
-    return Problem.between(x, y, epsilon, distances, cost, compute, debias=debias)
+    return Comparison.between(x, y, epsilon, distances, cost, compute, debias=debias)
 
 
-def solved(given: Problem, options: Converged | None = None, **other: Any) -> Any:
-    labelled = any(one.labels is not None for one in given.request.seen)
-    other = {"debias": True, "table": given.table if labelled else None, **other}
-    return route.solve_small(
-        given.request, epsilon=given.epsilon, options=options or Converged(), **other
-    )
+def solved(given: Comparison, options: Converged | None = None, **other: Any) -> Any:
+    return route.solve_small(given, options or Converged(), **other)
 
 
-def assert_proved(found: dict[str, TransportTerm], given: Problem) -> None:
+def assert_proved(found: dict[str, TransportTerm], given: Comparison) -> None:
     """Every interval and marginal error holds, and intervals of what converged are narrow."""
     for name, term in found.items():
-        inputs = given.inputs(name)
-        sides = inputs.source, inputs.target
+        sides = given.sides(name)
         cost = reference.dense_cost(
             *(side.features for side in sides),
-            inputs.cost.squared.lambda_x,
-            inputs.cost.lambda_y * inputs.class_distances,
+            given.ground.squared.lambda_x,
+            given.ground.lambda_y * given.block(name),
             *(
                 torch.zeros(len(side)).long() if side.labels is None else side.labels
                 for side in sides
@@ -122,7 +117,6 @@ def test_terms_are_proved(
     found = solved(
         given,
         Converged(max_iterations=most or 1000),
-        debias=debias,
         progress=lambda name, iteration, _: told.update({name: iteration}),
     )
     assert told.keys() == found.keys() == ({"xy", "xx", "yy"} if debias else {"xy"})
@@ -173,7 +167,7 @@ def test_gradients_by_points(labels: bool, debias: bool) -> None:
     x, y = side(18, 0, labels=labels, weights=True), side(13, 1, labels=labels)
     found: list[Tensor] = []
     pulled = {0: found.append, 1: found.append}
-    solved(problem(x, y, 0.5, debias=debias), debias=debias, pulled=pulled)
+    solved(problem(x, y, 0.5, debias=debias), pulled=pulled)
     points = [one.features.double().requires_grad_() for one in (x, y)]
     labelled = {"labels_x": x.labels, "labels_y": y.labels, "class_table": table()}
     options = {"epsilon": 0.5, "debias": debias, "options": Converged(tolerance=1e-9)}

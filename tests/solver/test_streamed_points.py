@@ -14,8 +14,9 @@ from live_bytes import LiveBytes
 from torch import Tensor
 
 import otdd_flash as otdd
-from otdd_flash.operators import blocked, host_points, request
-from otdd_flash.solver.problem import Problem
+from otdd_flash.cost import host_points
+from otdd_flash.operators import blocked, comparison
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import cross_gradient
 
@@ -26,7 +27,7 @@ STREAMED = replace(HELD, memory_budget=1)
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "LEAST_POINTS", 8)
-    monkeypatch.setattr(request, "UNASKED", 0)
+    monkeypatch.setattr(comparison, "UNASKED", 0)
     monkeypatch.setattr("otdd_flash.solver.plan_blocks.STREAMED_ROWS", 5)
 
 
@@ -110,7 +111,7 @@ def test_pairwise_distances_are_those_of_held_points(
     settings: dict[str, Any] = {"epsilon": 2.0}
     other = otdd.pairwise_distances(held, compute=HELD, **settings)
     asked: list[tuple[int, bool]] = []
-    streaming = request._streaming
+    streaming = comparison._streaming
 
     def noted(sides: Any, *args: Any) -> host_points.Streaming | None:
         found = streaming(sides, *args)
@@ -120,7 +121,7 @@ def test_pairwise_distances_are_those_of_held_points(
         asked.append((len(set(sides)), found is not None))
         return found
 
-    monkeypatch.setattr(request, "_streaming", noted)
+    monkeypatch.setattr(comparison, "_streaming", noted)
     one = otdd.pairwise_distances(files, compute=STREAMED, **settings)
     assert asked[0] == (3, True)
     assert set(asked[1:]) == {(1, not pairs_fit), (2, not pairs_fit)}
@@ -149,7 +150,7 @@ def test_a_loss_streams_its_points_once(tmp_path: Path, monkeypatch: pytest.Monk
 
     value, leaves = solved()
     expected = torch.autograd.grad(value, leaves)
-    monkeypatch.setattr(request, "_streaming", lambda *_: streaming)
+    monkeypatch.setattr(comparison, "_streaming", lambda *_: streaming)
     found, leaves = solved()
     assert streaming.tally.moved > 0
     torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9)
@@ -179,13 +180,13 @@ def test_gradients_hold_no_points_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     np.save(tmp_path / "x.npy", points)
     samples = otdd.LabeledSamples(otdd.features_file(tmp_path / "x.npy"), None, ())
     compute = otdd.ComputeOptions("cpu", "torch", memory_budget=1)
-    problem = Problem.between(samples, replace(samples, name="y"), 1.0, compute=compute)
+    given = Comparison.between(samples, replace(samples, name="y"), 1.0, compute=compute)
     proof: dict[str, Any] = {"converged": False, "stopped_by": "max_iterations"}
     zero = torch.zeros(n)
     term = TransportTerm(zero, zero, 100.0, 0.0, (0.0, 0.0), 1.0, 1e-3, 1, 1, **proof)
-    operator, inputs = problem.operator("xy"), problem.inputs("xy")
+    operator = given.operator("xy")
     live = LiveBytes()
     with live:
-        cross_gradient(operator, term, inputs, frozenset({"x", "lambda_x"}))
+        cross_gradient(operator, term, given, frozenset({"x", "lambda_x"}))
     whole = points.nbytes
     assert whole <= live.highest <= whole + 20 * 64 * dim * 8 + 40 * 8 * n

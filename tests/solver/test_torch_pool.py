@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import otdd_flash as otdd
 from otdd_flash.errors import InputError
 from otdd_flash.operators import torch_pool
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.small import forget
 from otdd_flash.solver.small.batches import solve_batch
 from otdd_flash.solver.small.exchanged import Batch
 from otdd_flash.solver.small.route import MOST_POINTS, is_small
+from otdd_flash.solver.solving import solve
 
 # The most operations of PyTorch in a certified divergence of 50 points at a tenth of the mean cost.
 MOST_OPERATIONS = 1200
@@ -120,8 +121,10 @@ def test_every_iteration_is_told() -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(30, 2, generator=draw), torch.randn(20, 2, generator=draw)
     told: dict[str, list[int]] = {}
-    found = Problem.between(x, y, 0.5, compute=otdd.ComputeOptions("cpu")).solve(
-        otdd.Converged(), progress=lambda name, step, _: told.setdefault(name, []).append(step)
+    found = solve(
+        Comparison.between(x, y, 0.5, compute=otdd.ComputeOptions("cpu")),
+        otdd.Converged(),
+        progress=lambda name, step, _: told.setdefault(name, []).append(step),
     )
     for name, term in found.terms.items():
         assert told[name] == list(range(1, term.iterations + 1)), name
@@ -143,8 +146,8 @@ def test_what_is_small_on_a_processor(name: str) -> None:
     expected, given = SMALL[name]
     asked: dict[str, Any] = {"n": 30, "compute": otdd.ComputeOptions("cpu"), **given}
     x, y = numbers(asked["n"], 2).float(), numbers(20, 2).float()
-    problem = Problem.between(x, y, 1.0, compute=asked["compute"])
-    assert is_small(problem.request, asked.get("options", otdd.Converged())) == expected
+    comparison = Comparison.between(x, y, 1.0, compute=asked["compute"])
+    assert is_small(comparison, asked.get("options", otdd.Converged())) == expected
 
 
 class Operations(TorchDispatchMode):

@@ -107,9 +107,9 @@ class Mode(ABC):
         Returns:
             S, (1 / a_i) dS / dx_i (n, d) at constant W, and sum_kl dS/dW_kl dW_kl/dz for each z.
         """
-        solved, gradient = self._divergence(
-            particles, table.detach(), frozenset({"x", "classes"}), batch
-        )
+        moved = self._setting.comparison.with_points(particles, self._setting.target)
+        at_table = moved.with_classes(table.detach())
+        solved, gradient = self._divergence(at_table, frozenset({"x", "classes"}), batch)
         through_classes = torch.autograd.grad(table, moving, gradient["classes"].to(table))
         return solved, self._feature_velocity(gradient["x"], batch), through_classes
 

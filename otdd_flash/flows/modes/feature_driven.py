@@ -35,9 +35,8 @@ from otdd_flash.labels.measuring import measure_pairs
 from otdd_flash.labels.moments import mean_table
 from otdd_flash.labels.pairs import all_pairs, symmetric_table
 from otdd_flash.labels.table import class_names
-from otdd_flash.operators.class_table import ClassBlocks
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.term_gradient import Needs
 
 
 class FeatureDrivenMode(Mode):
@@ -85,8 +84,8 @@ class FeatureDrivenMode(Mode):
 class FeaturesMode(FeatureDrivenMode):
     """Mode `features`: class distances are constant between two updates."""
 
-    # Checked blocks of W, and the table they were made from.
-    _blocks: tuple[ClassDistances, ClassBlocks] | None = None
+    # The comparison at a table W, whose blocks are checked once, and that table.
+    _measured: tuple[Comparison, ClassDistances] | None = None
 
     def measure(self, features: Tensor) -> None:
         """Recompute class distances at features (n, d), except those within the target.
@@ -116,11 +115,10 @@ class FeaturesMode(FeatureDrivenMode):
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """Evaluate the divergence at the class distances of the last update."""
         setting, table = self._setting, self.class_distances
-        if self._blocks is None or table is not self._blocks[0]:
-            sizes = setting.source.class_total, setting.target.class_total
-            self._blocks = table, ClassBlocks(table.full, sizes, setting.request.device)
-        needs: Needs = frozenset({"x"})
-        solved, gradient = self._divergence(setting.at(features), self._blocks[1], needs, batch)
+        if self._measured is None or table is not self._measured[1]:
+            self._measured = setting.comparison.with_classes(table.full), table
+        moved = self._measured[0].with_points(setting.at(features), setting.target)
+        solved, gradient = self._divergence(moved, frozenset({"x"}), batch)
         return Evaluation(solved, self._feature_velocity(gradient["x"], batch), {})
 
 

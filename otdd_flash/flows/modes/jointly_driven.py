@@ -34,18 +34,18 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.memory import free_memory, readable_bytes
 from otdd_flash.errors import InputError
 from otdd_flash.flows.modes.base import Evaluation, Mode, beside, per_mass, require_moments
-from otdd_flash.flows.objective import FlowSetting, TargetDivergence
+from otdd_flash.flows.objective import FlowSetting
 from otdd_flash.flows.stepping import Batch
 from otdd_flash.labels import ClassDistances, Gaussian, LabelMetric
 from otdd_flash.labels.classes import pool
 from otdd_flash.labels.gaussian import fidelities, reduced_factors
 from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
 from otdd_flash.labels.pairs import all_pairs, chunk_size, symmetric_table
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.memory import free_memory, readable_bytes
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 
 # A pair of particles i, j that can carry at most this times (a_i a_j)^1/2 is not compared
@@ -168,10 +168,11 @@ class EuclideanAugmentedMode(AugmentedMode):
         particles = self._particles(self._vectors(setting.source.features, self.variables))
         # The vectors contain both weights of the cost.
         cost = GroundCost(1.0, 0.0)
-        compute = setting.request.compute
         # Resources are checked for the particles at the start; those of later steps need as much.
-        request = Request.prepare((particles, target), cost, compute, resident=True)
-        self._divergence = TargetDivergence(setting, request)
+        prepared = Comparison.prepare(
+            (particles, target), cost, setting.comparison.compute, resident=True
+        )
+        self._comparison = prepared.at(setting.comparison.epsilon)
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
         """Evaluate the divergence of the vectors, with the gradient of each part."""
@@ -179,7 +180,8 @@ class EuclideanAugmentedMode(AugmentedMode):
         vectors = self._vectors(points, moving)
         particles = self._particles(vectors.detach())
         # The vectors are unlabelled, so there are no class distances.
-        solved, gradient = self._divergence(particles, None, frozenset({"x"}), batch)
+        moved = self._comparison.with_points(particles, self._comparison.seen[1])
+        solved, gradient = self._divergence(moved, frozenset({"x"}), batch)
         velocity = self._feature_velocity(gradient["x"], batch)
         # Row i of the vectors depends on particle i alone, so the factor 1 / a_i passes through.
         by_features, *parts = torch.autograd.grad(vectors, [points, *moving.values()], velocity)
@@ -190,7 +192,7 @@ class EuclideanAugmentedMode(AugmentedMode):
 
     def _vectors(self, features: Tensor, gaussians: Mapping[str, Tensor]) -> Tensor:
         """Return (sqrt(lambda_x) x, sqrt(lambda_y) m, sqrt(lambda_y) |s|), (n, up to 3 d)."""
-        cost = self._setting.request.cost.squared
+        cost = self._setting.comparison.ground.squared
         parts = [cost.lambda_x**0.5 * features, cost.lambda_y**0.5 * gaussians["means"]]
         if "spreads" in gaussians:
             parts.append(cost.lambda_y**0.5 * gaussians["spreads"].abs())
@@ -211,7 +213,7 @@ class FullAugmentedMode(AugmentedMode):
         _check_memory(classes, self._setting)
         super()._start(classes)
         count = len(self._started_as)
-        self._own_classes = torch.arange(count, device=self._setting.request.device)
+        self._own_classes = torch.arange(count, device=self._setting.comparison.device)
         self._own_names = tuple(map(str, range(count)))
 
     def evaluate(self, features: Tensor, batch: Batch | None = None) -> Evaluation:
@@ -260,11 +262,11 @@ class FullAugmentedMode(AugmentedMode):
         `Gaussians.table` takes the lower bound of the distance, and no matrix of the pair is
         decomposed.
         """
-        setting, points = self._setting, features.double()
-        cost = setting.request.cost.squared.lambda_x * torch.cdist(points, points).square()
+        comparison, points = self._setting.comparison, features.double()
+        cost = comparison.ground.squared.lambda_x * torch.cdist(points, points).square()
         gaussians = Gaussians(**self.variables)
-        cost += setting.request.cost.lambda_y * gaussians.lower_bounds()
-        near = cost < -math.log(NO_MASS) * setting.epsilon
+        cost += comparison.ground.lambda_y * gaussians.lower_bounds()
+        near = cost < -math.log(NO_MASS) * comparison.epsilon
         # A particle with itself is no pair. Every Gaussian of the target is compared with each.
         needed = torch.nn.functional.pad(
             near.fill_diagonal_(False), (0, len(self._target)), value=1
@@ -292,7 +294,7 @@ def _check_memory(classes: Gaussians, setting: FlowSetting) -> None:
     factors, roots = count * rows * dim, count * dim**2
     table = (count + setting.target.class_total) ** 2
     needed = (COPIES * (factors + table) + ROOTS * roots) * classes.spreads.itemsize
-    device = setting.request.device
+    device = setting.comparison.device
     free = free_memory(device)
     if needed > free:
         raise InputError(

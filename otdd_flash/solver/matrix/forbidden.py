@@ -30,7 +30,7 @@ from otdd_flash.operators.plan import SUM_UNITS, Products, plan_of
 from otdd_flash.solver.adjoint import MOST_HELD
 from otdd_flash.solver.conjugate_gradients import inverse
 from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
-from otdd_flash.solver.tensor_problem import MASS_TOLERANCE
+from otdd_flash.solver.tensors import MASS_TOLERANCE
 from otdd_flash.solver.term.result import TransportTerm
 
 # An epsilon over the range of the costs at which costs hardly matter, only which pairs are allowed.

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, sequence, tensor
+from otdd_flash.cost.compute import Compute
+from otdd_flash.cost.matrix import CostBlocks
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.operators.base import Operator, refined
-from otdd_flash.operators.build import Compute
-from otdd_flash.operators.cost_blocks import CostBlocks
 from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.groups import Groups, report_groups, settled_matrix
-from otdd_flash.solver.matrix.problem import MatrixProblem
+from otdd_flash.solver.matrix.comparison import MatrixComparison
 from otdd_flash.solver.matrix.transport import report_infeasible, solve_matrix
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -97,11 +97,11 @@ def matrix_loss(
     inputs, options = Inputs(given), options or Converged()
     for name in COSTS.keys() & inputs.tensors.keys():
         check_gradient_type(name, inputs.tensors[name])
-    problem = MatrixProblem.prepare(costs, a, b, compute, self_costs)
-    backward = LossGradient(problem, frozenset(inputs.tensors))
+    comparison = MatrixComparison.prepare(costs, a, b, compute, self_costs)
+    backward = LossGradient(comparison, frozenset(inputs.tensors))
     with torch.no_grad():
         divergence, short = solve_matrix(
-            problem, epsilon, None, options, start=start, solved=backward.solved
+            comparison, epsilon, None, options, start=start, solved=backward.solved
         )
     if len(short):
         report_infeasible(short, options)
@@ -109,8 +109,8 @@ def matrix_loss(
         report_convergence(divergence, options)
         required = options.require_convergence
         report_groups(backward.groups, "gradients by masses", required=required)
-    dtype = torch.float64 if problem.source.dtype == torch.float64 else torch.float32
-    home = costs.device if isinstance(costs, Tensor) else problem.device
+    dtype = torch.float64 if comparison.source.dtype == torch.float64 else torch.float32
+    home = costs.device if isinstance(costs, Tensor) else comparison.device
     value = torch.tensor(divergence.value, dtype=dtype, device=home)
     if not inputs.tensors:
         return value
@@ -135,15 +135,15 @@ class LossGradient:
     """The backward pass of `matrix_loss`.
 
     Args:
-        problem: costs and masses.
+        comparison: costs and masses.
         needs: inputs to differentiate by.
 
     Attributes:
         groups: groups between which gradients by masses are undetermined, once the term is solved.
     """
 
-    def __init__(self, problem: MatrixProblem, needs: frozenset[str]) -> None:
-        self._problem, self._needs = problem, needs
+    def __init__(self, comparison: MatrixComparison, needs: frozenset[str]) -> None:
+        self._comparison, self._needs = comparison, needs
         self._terms: dict[str, TransportTerm] = {}
         self._by_masses: dict[str, Tensor] = {}
         self.groups: Groups | None = None
@@ -152,7 +152,7 @@ class LossGradient:
         """Keep the potentials of a term, and compute its gradients by masses."""
         self._terms[name] = term
         if name == "xy" and self._needs & MASSES.keys():
-            term, self.groups = settled_matrix(self._problem, term)
+            term, self.groups = settled_matrix(self._comparison, term)
         for key, terms in MASSES.items():
             if key in self._needs and name in terms:
                 found = _by_masses(refined(operator), term, columns=key == "b")
@@ -162,17 +162,17 @@ class LossGradient:
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return gradients by key, for a cotangent () of the value."""
-        problem, found = self._problem, {}
-        scale = cotangents[0].to(problem.device, torch.float64)
+        comparison, found = self._comparison, {}
+        scale = cotangents[0].to(comparison.device, torch.float64)
         for key, name in COSTS.items():
             if key in self._needs:
                 term = self._terms[name]
-                tiles = problem.tiles if name == "xy" else problem.self_tiles(name)
+                tiles = comparison.tiles(name)
                 found[key] = tiles.scaled_plan(
                     term.f, term.g, term.epsilon, tiles.source.dtype, scale * SHARES[name]
                 )
         for key, gradient in self._by_masses.items():
-            masses = problem.a if key == "a" else problem.b
+            masses = comparison.a if key == "a" else comparison.b
             present = torch.where(masses > 0, gradient, 0)
             found[key] = scale * (gradient - masses @ present)
         return found

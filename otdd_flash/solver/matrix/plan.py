@@ -19,14 +19,14 @@ from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import optional, tensor
+from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
-from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import MatrixOperator
 from otdd_flash.solver.adjoint import Entries, held_plan
 from otdd_flash.solver.divergence import Potentials, report_convergence
 from otdd_flash.solver.groups import report_groups, settled_matrix
+from otdd_flash.solver.matrix.comparison import MatrixComparison
 from otdd_flash.solver.matrix.loss import check_gradient_type
-from otdd_flash.solver.matrix.problem import MatrixProblem
 from otdd_flash.solver.matrix.transport import check_one_epsilon, report_infeasible, solve_matrix
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
@@ -87,23 +87,27 @@ def matrix_plan(
     inputs, options = Inputs({"costs": costs, "a": a, "b": b}), options or Converged()
     if "costs" in inputs.tensors:
         check_gradient_type("costs", costs)
-    problem = MatrixProblem.prepare(costs, a, b, compute)
+    comparison = MatrixComparison.prepare(costs, a, b, compute)
     with torch.no_grad():
-        divergence, short = solve_matrix(problem, epsilon, epsilon_relative, options, start=start)
+        divergence, short = solve_matrix(
+            comparison, epsilon, epsilon_relative, options, start=start
+        )
         if len(short):
             report_infeasible(short, options)
         else:
             report_convergence(divergence, options)
         term = divergence.xy
         if inputs.tensors.keys() & {"a", "b"}:
-            term, groups = settled_matrix(problem, term)
+            term, groups = settled_matrix(comparison, term)
             what, required = "gradients by masses", options.require_convergence
             report_groups(groups, what, required=required)
-        dtype = torch.promote_types(problem.source.dtype, torch.float32)
-        plan = problem.tiles.scaled_plan(term.f, term.g, term.epsilon, dtype).to(costs.device)
+        dtype = torch.promote_types(comparison.source.dtype, torch.float32)
+        plan = (
+            comparison.tiles("xy").scaled_plan(term.f, term.g, term.epsilon, dtype).to(costs.device)
+        )
     if not inputs.tensors:
         return plan
-    backward = PlanGradient(problem, term, frozenset(inputs.tensors), options, cg)
+    backward = PlanGradient(comparison, term, frozenset(inputs.tensors), options, cg)
     found = Solved.apply("matrix_plan", backward, inputs, (plan,), *inputs.tensors.values())
     result: Tensor = found[0]
     return result
@@ -113,7 +117,7 @@ class PlanGradient:
     """The backward pass of `matrix_plan`.
 
     Args:
-        problem: costs and masses.
+        comparison: costs and masses.
         term: potentials f (n,) and g (m,), and epsilon.
         needs: inputs to differentiate by.
         options: whether a missed tolerance is an error.
@@ -122,19 +126,19 @@ class PlanGradient:
 
     def __init__(
         self,
-        problem: MatrixProblem,
+        comparison: MatrixComparison,
         term: TransportTerm,
         needs: frozenset[str],
         options: Schedule,
         cg: CGOptions,
     ) -> None:
-        self._problem, self._term, self._needs = problem, term, needs
+        self._comparison, self._term, self._needs = comparison, term, needs
         self._options, self._cg = options, cg
 
     def __call__(self, cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return gradients by key, for a cotangent G (n, m)."""
-        problem, epsilon = self._problem, self._term.epsilon
-        a, b, cotangent = problem.a, problem.b, cotangents[0].to(problem.device)
+        comparison, epsilon = self._comparison, self._term.epsilon
+        a, b, cotangent = comparison.a, comparison.b, cotangents[0].to(comparison.device)
         potentials = self._everywhere()
         entries = Entries(
             (a, b),
@@ -155,8 +159,8 @@ class PlanGradient:
         w1, w2 = entries.solve(a * s, b * t, self._cg, self._options)
         found = {}
         if "costs" in self._needs:
-            shape, dtype = cotangent.shape, problem.source.dtype
-            gradient = torch.empty(shape, dtype=dtype, device=problem.device)
+            shape, dtype = cotangent.shape, comparison.source.dtype
+            gradient = torch.empty(shape, dtype=dtype, device=comparison.device)
             for rows, e in tiles():
                 change = (cotangent[rows] / unit - w1[rows, None]).sub_(w2).mul_(e)
                 weights = of_rows[rows, None] * (unit / -epsilon)
@@ -184,22 +188,24 @@ class PlanGradient:
 
     def _everywhere(self) -> tuple[Tensor, Tensor]:
         """Return f (n,) and g (m,), with softmins of the others at points without mass."""
-        problem, (f, g) = self._problem, (self._term.f, self._term.g)
-        if bool((problem.a > 0).all()) and bool((problem.b > 0).all()):
+        comparison, (f, g) = self._comparison, (self._term.f, self._term.g)
+        if bool((comparison.a > 0).all()) and bool((comparison.b > 0).all()):
             return f, g
-        tiles, epsilon = problem.tiles, self._term.epsilon
+        tiles, epsilon = comparison.tiles("xy"), self._term.epsilon
         return (
-            torch.where(problem.a > 0, f, tiles.softmin_rows(g, epsilon)),
-            torch.where(problem.b > 0, g, tiles.softmin_columns(f, epsilon)),
+            torch.where(comparison.a > 0, f, tiles.softmin_rows(g, epsilon)),
+            torch.where(comparison.b > 0, g, tiles.softmin_columns(f, epsilon)),
         )
 
     def _tiles(self, weighted: bool) -> MatrixOperator:
         """Return the operator with the given masses, or if not `weighted`, with equal ones."""
-        problem = self._problem
+        comparison = self._comparison
         if weighted:
-            return problem.tiles
-        masses = (torch.full_like(side, 1 / len(side)) for side in (problem.a, problem.b))
-        return MatrixOperator(problem.source, *masses, dtype=problem.dtype, facts=problem.facts)
+            return comparison.tiles("xy")
+        masses = (torch.full_like(side, 1 / len(side)) for side in (comparison.a, comparison.b))
+        return MatrixOperator(
+            comparison.source, *masses, dtype=comparison.dtype, facts=comparison.facts
+        )
 
 
 def _along_simplex(gradient: Tensor, masses: Tensor) -> Tensor:

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from otdd_flash.arguments import takes
 from otdd_flash.checks import array, shown
+from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
 from otdd_flash.files.atomic import json_content
 from otdd_flash.files.result_files import read_result, write_result
-from otdd_flash.operators.build import Compute
 from otdd_flash.operators.matrix import CostSource, exact_blocks
 from otdd_flash.real_numbers import in_one_row, real_tensor
 from otdd_flash.shown import bounded, convergence_text
 from otdd_flash.solver.groups import report_groups, settled_matrix
-from otdd_flash.solver.matrix.problem import Costs, MatrixProblem
+from otdd_flash.solver.matrix.comparison import Costs, MatrixComparison
 from otdd_flash.solver.term.result import StoppedBy, TransportTerm
 
 
@@ -44,7 +44,7 @@ class MatrixTransport:
     term: TransportTerm
     seconds: float
     short_rows: Tensor
-    _problem: MatrixProblem = field(repr=False)
+    _comparison: MatrixComparison = field(repr=False)
     _required: bool = field(default=False, repr=False)
 
     def __repr__(self) -> str:
@@ -129,8 +129,10 @@ class MatrixTransport:
 
         It has the type of the potentials, and is 0 at forbidden pairs and at masses of 0.
         """
-        problem = self._problem
-        return problem.tiles.scaled_plan(self.term.f, self.term.g, self.epsilon, problem.dtype)
+        comparison = self._comparison
+        return comparison.tiles("xy").scaled_plan(
+            self.term.f, self.term.g, self.epsilon, comparison.dtype
+        )
 
     @computes
     @takes(values=array("(m, k)"))
@@ -155,9 +157,9 @@ class MatrixTransport:
     @cached_property
     def transport_cost(self) -> float:
         """The transport cost <C, P>, in units of the cost."""
-        tiles, term, total = self._problem.tiles, self.term, 0.0
+        tiles, term, total = self._comparison.tiles("xy"), self.term, 0.0
         for rows, plan in tiles.exact_tiles(term.f, term.g, self.epsilon):
-            costs = self._problem.source.rows(rows).double()
+            costs = self._comparison.source.rows(rows).double()
             paid = torch.where(costs < math.inf, costs * plan, 0) @ tiles.b
             total += float(tiles.a[rows] @ paid)
         return total
@@ -169,19 +171,19 @@ class MatrixTransport:
         Raises:
             InputError: the folder cannot be written.
         """
-        problem = self._problem
-        shape = list(problem.source.shape)
+        comparison = self._comparison
+        shape = list(comparison.source.shape)
         summary = {
             "epsilon": self.epsilon,
             **self.term.to_dict(),
             "seconds": self.seconds,
             "costs": {
                 "shape": shape,
-                "fingerprint": fingerprint(problem.source),
+                "fingerprint": fingerprint(comparison.source),
             },
-            "precision": problem.compute.precision,
+            "precision": comparison.compute.precision,
         }
-        tensors = {"f": self.term.f, "g": self.term.g, "a": problem.a, "b": problem.b}
+        tensors = {"f": self.term.f, "g": self.term.g, "a": comparison.a, "b": comparison.b}
         write_result(Path(path), json_content(summary), {**tensors, "short_rows": self.short_rows})
 
     @classmethod
@@ -211,37 +213,39 @@ class MatrixTransport:
             )
 
         saved = read_result(Path(path), restore, "MatrixTransport")
-        problem = MatrixProblem.prepare(costs, *saved.masses, compute, precision=saved.precision)
-        if problem.source.shape != tuple(map(len, saved.masses)) or (
-            fingerprint(problem.source) != saved.fingerprint
+        comparison = MatrixComparison.prepare(
+            costs, *saved.masses, compute, precision=saved.precision
+        )
+        if comparison.source.shape != tuple(map(len, saved.masses)) or (
+            fingerprint(comparison.source) != saved.fingerprint
         ):
             raise InputError(
                 f"{path} holds the result of other costs; pass those that were solved for, in the "
                 "same type"
             )
         f, g, short = (
-            kept.to(problem.device) for kept in (saved.term.f, saved.term.g, saved.short_rows)
+            kept.to(comparison.device) for kept in (saved.term.f, saved.term.g, saved.short_rows)
         )
-        return cls(replace(saved.term, f=f, g=g), saved.seconds, short, problem)
+        return cls(replace(saved.term, f=f, g=g), saved.seconds, short, comparison)
 
     @cached_property
     def _settled(self) -> TransportTerm:
         """The term with potentials balanced between groups of points; without a plan as it is."""
-        term, groups = settled_matrix(self._problem, self.term)
+        term, groups = settled_matrix(self._comparison, self.term)
         report_groups(groups, "potentials", required=self._required)
         return term
 
     def _shown(self, potential: Tensor, side: int) -> Tensor:
-        partners = self._problem.facts.partners
+        partners = self._comparison.facts.partners
         return potential if partners is None else torch.where(partners[side], potential, math.inf)
 
     def _applied(self, values: Any, *, transposed: bool) -> Tensor:
-        size = self._problem.source.shape[0 if transposed else 1]
-        given = real_tensor("values", values).detach().to(self._problem.device)
+        size = self._comparison.source.shape[0 if transposed else 1]
+        given = real_tensor("values", values).detach().to(self._comparison.device)
         if given.ndim not in (1, 2) or len(given) != size:
             raise InputError(f"values must be ({size},) or ({size}, k), got {shown(given)}")
         columns = given[:, None] if given.ndim == 1 else given
-        found = self._problem.tiles.apply_plan(
+        found = self._comparison.tiles("xy").apply_plan(
             self.term.f, self.term.g, self.epsilon, columns, transposed=transposed
         )
         return found.values[:, 0] if given.ndim == 1 else found.values

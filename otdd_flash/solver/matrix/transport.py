@@ -11,16 +11,30 @@ from torch import Tensor
 
 from otdd_flash.arguments import Positive, takes
 from otdd_flash.checks import array, optional
+from otdd_flash.cost.compute import Compute
 from otdd_flash.eager import computes
-from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
-from otdd_flash.operators.build import Compute
-from otdd_flash.solver.divergence import Divergence, Potentials, Solved, report_convergence
+from otdd_flash.errors import (
+    ConvergenceError,
+    EpsilonOutOfRange,
+    InputError,
+    NotConvergedWarning,
+    warn,
+)
+from otdd_flash.solver.divergence import (
+    Divergence,
+    Potentials,
+    Solved,
+    checked_start,
+    report_convergence,
+    solve_divergence,
+)
+from otdd_flash.solver.matrix.comparison import Costs, MatrixComparison, relative_to_mean
 from otdd_flash.solver.matrix.forbidden import short_rows, upper_bound
-from otdd_flash.solver.matrix.problem import Costs, MatrixProblem, relative_to_mean
 from otdd_flash.solver.matrix.result import MatrixTransport
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.result import SolverProgress
+from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
+from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import epsilon_given_as, refuse_both
 
 # The most iterations for masses that admit no plan, and the most rows that a message names.
@@ -74,17 +88,17 @@ def matrix_transport(
     started = time.perf_counter()
     check_one_epsilon(epsilon, epsilon_relative)
     options = options or Converged()
-    problem = MatrixProblem.prepare(costs, a, b, compute)
+    comparison = MatrixComparison.prepare(costs, a, b, compute)
     with torch.no_grad():
         divergence, short = solve_matrix(
-            problem, epsilon, epsilon_relative, options, start=start, progress=progress
+            comparison, epsilon, epsilon_relative, options, start=start, progress=progress
         )
     if len(short):
         report_infeasible(short, options)
     else:
         report_convergence(divergence, options)
     seconds = time.perf_counter() - started
-    return MatrixTransport(divergence.xy, seconds, short, problem, options.require_convergence)
+    return MatrixTransport(divergence.xy, seconds, short, comparison, options.require_convergence)
 
 
 def check_one_epsilon(epsilon: float | None, relative: float | None) -> None:
@@ -99,7 +113,7 @@ def check_one_epsilon(epsilon: float | None, relative: float | None) -> None:
 
 
 def solve_matrix(
-    problem: MatrixProblem,
+    comparison: MatrixComparison,
     epsilon: float | None,
     relative: float | None,
     options: Schedule,
@@ -115,25 +129,108 @@ def solve_matrix(
     """
     if epsilon is None:
         assert relative is not None
-        given, epsilon = ("epsilon_relative", relative), relative_to_mean(relative, problem.facts)
+        given, epsilon = (
+            ("epsilon_relative", relative),
+            relative_to_mean(relative, comparison.facts),
+        )
     else:
         given = "epsilon", epsilon
-    short, chosen = problem.a.new_empty(0, dtype=torch.int64), options
-    if problem.facts.forbidden:
-        short = short_rows(problem.tiles)
+    short, chosen = comparison.a.new_empty(0, dtype=torch.int64), options
+    forbidden, tiles = comparison.facts.forbidden, comparison.tiles("xy")
+    if forbidden:
+        short = short_rows(tiles)
     if len(short) and isinstance(options, Converged):
         most = min(options.max_iterations, INFEASIBLE_ITERATIONS)
         chosen = replace(options, max_iterations=most)
     with epsilon_given_as(*given, epsilon):
-        divergence = problem.solve(epsilon, chosen, start=start, progress=progress, solved=solved)
+        divergence = _solved(
+            comparison, epsilon, chosen, start=start, progress=progress, solved=solved
+        )
     if len(short):
         term = replace(divergence.xy, converged=False, stopped_by="infeasible")
         return replace(divergence, xy=term), short
-    if problem.facts.forbidden:
+    if forbidden:
         term = divergence.xy
-        bounds = term.bounds[0], upper_bound(problem.tiles, term)
+        bounds = term.bounds[0], upper_bound(tiles, term)
         divergence = replace(divergence, xy=replace(term, bounds=bounds))
     return divergence, short
+
+
+def _solved(
+    comparison: MatrixComparison,
+    epsilon: float,
+    options: Schedule,
+    *,
+    start: Potentials | None,
+    progress: SolverProgress | None,
+    solved: Solved | None,
+) -> Divergence:
+    """Solve for OT_epsilon, or with self costs for S_epsilon.
+
+    Raises:
+        InputError: epsilon or a tolerance is out of reach at this precision, a start of another
+            size, a goal that forbidden pairs do not allow.
+    """
+    _check_epsilon(comparison, epsilon)
+    if isinstance(options, GeomlossSchedule) and options.diameter is None:
+        raise InputError(
+            "solver.schedule=geomloss starts at the diameter of the features, which a matrix of "
+            "costs does not tell; set solver.diameter"
+        )
+    width = options.bound_width if isinstance(options, Converged) else None
+    if comparison.facts.forbidden and width is not None:
+        raise InputError(
+            "solver.bound_width is no goal where pairs are forbidden, as bounds are known at the "
+            "end alone; set solver.tolerance"
+        )
+    start = checked_start(comparison, start)
+    term = _recorded(comparison, epsilon, options, start, progress)
+    if term is None:
+        return solve_divergence(
+            comparison, epsilon, options, start=start, progress=progress, solved=solved
+        )
+    operator = comparison.operator("xy")
+    if solved is not None:
+        solved("xy", operator, term)
+    backend = operator.execution.backend
+    return Divergence.of_terms({"xy": term}, options, comparison.offset, backend)
+
+
+def _recorded(
+    comparison: MatrixComparison,
+    epsilon: float,
+    options: Schedule,
+    start: Potentials,
+    progress: SolverProgress | None,
+) -> TransportTerm | None:
+    """Solve by recorded CUDA graphs; return None where these do not apply."""
+    if not (isinstance(options, Converged) and comparison.in_triton):
+        return None
+    # Triton may be missing where no kernel runs.
+    from otdd_flash.solver.small import matrix_route
+
+    if not matrix_route.is_recorded_matrix(comparison, options):
+        return None
+    return matrix_route.solve_recorded_matrix(
+        comparison, epsilon, options, start=start, progress=progress
+    )
+
+
+def _check_epsilon(comparison: MatrixComparison, epsilon: float) -> None:
+    """Refuse an epsilon that costs cannot be divided by in their type."""
+    dtype = comparison.dtype
+    most, largest = torch.finfo(dtype).max / 4, comparison.facts.extreme
+    way_out = "" if dtype == torch.float64 else ", or set precision=double"
+    if not largest < most * min(1.0, epsilon):
+        raise InputError(
+            f"costs of up to {largest:.1e} over epsilon={epsilon:g} overflow in {dtype}; scale "
+            f"them down, raise epsilon{way_out}"
+        )
+    if not torch.finfo(dtype).tiny <= epsilon <= most:
+        raise EpsilonOutOfRange(
+            f"{{given}} is out of the range of {dtype}; scale costs and {{name}} alike{way_out}",
+            epsilon,
+        )
 
 
 def report_infeasible(short: Tensor, options: Schedule) -> None:

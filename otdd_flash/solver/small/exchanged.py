@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import TERMS
 from otdd_flash.operators.score_pool import Pool, PooledCosts, ScorePool
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.certificate import CrossNumbers, PlanEvidence, SelfNumbers
 
-# Terms in the order of everything that follows, and numbers of a goal with two unit roundoffs.
-TERMS, GOAL = ("xy", "xx", "yy"), 7
+# Numbers of a goal with two unit roundoffs.
+GOAL = 7
 # Numbers of inputs before tables.
 COUNT = 2 * GOAL + 10
 

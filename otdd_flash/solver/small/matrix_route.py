@@ -20,21 +20,25 @@ from otdd_flash.solver.small.single import SingleSolve
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 if TYPE_CHECKING:
-    from otdd_flash.solver.matrix.problem import MatrixProblem
+    from otdd_flash.solver.matrix.comparison import MatrixComparison
 
 
-def is_recorded_matrix(problem: MatrixProblem, options: Converged) -> bool:
+def is_recorded_matrix(comparison: MatrixComparison, options: Converged) -> bool:
     """Whether a matrix is solved in recordings that read it where it is.
 
     Not with self costs, forbidden pairs, a width to reach or a time limit, and not where a sweep
     cannot hold a row.
     """
-    if problem.self_costs is not None:
+    if comparison.self_costs is not None:
         return False
     if options.bound_width is not None or options.max_seconds is not None:
         return False
-    held = problem.in_triton and problem.device.type == "cuda" and problem.facts.partners is None
-    return held and _lines(problem)[0].shape[1] <= MOST_COLUMNS
+    held = (
+        comparison.in_triton
+        and comparison.device.type == "cuda"
+        and comparison.facts.partners is None
+    )
+    return held and _lines(comparison)[0].shape[1] <= MOST_COLUMNS
 
 
 def matrix_room(lines: Tensor) -> Room:
@@ -43,15 +47,15 @@ def matrix_room(lines: Tensor) -> Room:
     return Room(1, n, m, 0, 1, lines.dtype, lines.device, aligned=is_aligned(lines))
 
 
-def _lines(problem: MatrixProblem) -> tuple[Tensor, bool]:
+def _lines(comparison: MatrixComparison) -> tuple[Tensor, bool]:
     """Costs with contiguous rows, and whether they are the transpose."""
-    operator = problem.operator
+    operator = comparison.operator("xy")
     assert isinstance(operator, MatrixKernelOperator)
     return operator.lines, operator.turned
 
 
 def solve_recorded_matrix(
-    problem: MatrixProblem,
+    comparison: MatrixComparison,
     epsilon: float,
     options: Converged,
     *,
@@ -63,7 +67,7 @@ def solve_recorded_matrix(
     An iteration reads whole contiguous rows: where columns are contiguous the transpose is solved.
 
     Args:
-        problem: for which `is_recorded_matrix` holds.
+        comparison: for which `is_recorded_matrix` holds.
         epsilon: regularisation, in units of the cost.
         options: when to stop.
         start: {"xy": g (m,)} to start from, or nothing.
@@ -72,16 +76,17 @@ def solve_recorded_matrix(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    facts, (lines, turned) = problem.facts, _lines(problem)
-    masses, magnitudes = (problem.a, problem.b), facts.magnitudes
+    facts, (lines, turned) = comparison.facts, _lines(comparison)
+    masses, magnitudes = (comparison.a, comparison.b), facts.magnitudes
     if turned:
         masses, magnitudes = masses[::-1], magnitudes[::-1]
         start = {
-            name: problem.operator.softmin_rows(g, epsilon) for name, g in (start or {}).items()
+            name: comparison.operator("xy").softmin_rows(g, epsilon)
+            for name, g in (start or {}).items()
         }
     batch = GivenCosts(lines, masses, magnitudes, numbers_of(lines))
     with kept(matrix_room(lines), False) as solve:
-        small = SingleSolve(solve, batch.sizes, epsilon, options, problem.tiles.costs)
+        small = SingleSolve(solve, batch.sizes, epsilon, options, comparison.tiles("xy").costs)
         terms = small.solved(batch, (facts.mean, *facts.range), start, progress)
     if terms is None:
         return None

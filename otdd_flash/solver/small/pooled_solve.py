@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.facts import TERMS
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
 from otdd_flash.engine.rule import Start
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels, first_level
@@ -38,7 +39,6 @@ from otdd_flash.solver.certificate import (
 )
 from otdd_flash.solver.small.exchanged import (
     COUNT,
-    TERMS,
     Batch,
     GivenCosts,
     Inputs,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.build import ComputeOptions, uses_triton
-from otdd_flash.operators.memory import UNASKED, budget_in_bytes, free_memory
-from otdd_flash.operators.request import Request
+from otdd_flash.cost.compute import ComputeOptions, uses_triton
+from otdd_flash.cost.memory import UNASKED, budget_in_bytes, free_memory
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room, ScorePool
 from otdd_flash.solver.divergence import Potentials, Pulled, Solved
 from otdd_flash.solver.schedules.converged import Converged
@@ -25,23 +25,23 @@ MOST_SCORES = 1 << 27
 FAST_IN_DOUBLE, MOST_PRODUCTS = ((8, 0), (9, 0), (10, 0)), (1 << 38, 1 << 31)
 
 
-def is_small(request: Request, options: Converged) -> bool:
+def is_small(comparison: Comparison, options: Converged) -> bool:
     """Whether a problem is one for stored scores, with nothing that needs another way."""
-    compute, device = request.compute, request.device
-    alone = compute.group is None and request.streaming is None
+    compute, device = comparison.compute, comparison.device
+    alone = compute.group is None and comparison.streaming is None
     if not alone or options.bound_width is not None or options.max_seconds is not None:
         return False
     in_triton = uses_triton(compute, device)
     if device.type == "cuda":
-        return in_triton and pays(room := room_for(request, None)) and _has_memory(room)
+        return in_triton and pays(room := room_for(comparison, None)) and _has_memory(room)
     if in_triton or device.type != "cpu" or compute.dtype != torch.float32:
         return False
     if options.max_iterations == 1:
         # The certificate's own, which follows an iteration at the least where terms are pooled.
         return False
-    x, y = request.seen
+    x, y = comparison.seen
     whole = isinstance(x.features, Tensor) and isinstance(y.features, Tensor)
-    return whole and is_quick(room := room_for(request, None)) and fits(room, compute)
+    return whole and is_quick(room := room_for(comparison, None)) and fits(room, compute)
 
 
 def is_quick(room: Room) -> bool:
@@ -57,9 +57,9 @@ def fits(room: Room, compute: ComputeOptions) -> bool:
     return room.bytes <= budget_in_bytes(compute.memory_budget, room.device)
 
 
-def backend_of(request: Request) -> str:
+def backend_of(comparison: Comparison) -> str:
     """What passes of a small solve run in."""
-    in_triton = uses_triton(request.compute, request.device)
+    in_triton = uses_triton(comparison.compute, comparison.device)
     return f"{'triton' if in_triton else 'torch'}, scores kept"
 
 
@@ -79,14 +79,14 @@ def _has_memory(room: Room) -> bool:
     return room.bytes <= free_memory(room.device) // 2
 
 
-def room_for(request: Request, table: Tensor | None) -> Room:
+def room_for(comparison: Comparison, table: Tensor | None) -> Room:
     """A room for a problem; on a GPU with sizes rounded up, so that few are recorded."""
-    x, y = request.seen
-    in_triton = uses_triton(request.compute, request.device)
+    x, y = comparison.seen
+    in_triton = uses_triton(comparison.compute, comparison.device)
     dtype = torch.promote_types(x.features.dtype, y.features.dtype)
     size = padded if in_triton else int
     classes = 1 if table is None else size(len(table))
-    return Room(1, size(len(x)), size(len(y)), x.dim, classes, dtype, request.device, in_triton)
+    return Room(1, size(len(x)), size(len(y)), x.dim, classes, dtype, comparison.device, in_triton)
 
 
 def padded(count: int) -> int:
@@ -96,12 +96,9 @@ def padded(count: int) -> int:
 
 
 def solve_small(
-    request: Request,
-    table: Tensor | None,
-    epsilon: float,
+    comparison: Comparison,
     options: Converged,
     *,
-    debias: bool,
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
@@ -110,11 +107,8 @@ def solve_small(
     """The terms of a divergence, or None where one of them needs another solve.
 
     Args:
-        request: for which `is_small` holds.
-        table: W (V_x + V_y, V_x + V_y), finite; None is 0.
-        epsilon: regularisation, in units of the cost.
+        comparison: for which `is_small` holds.
         options: when to stop.
-        debias: whether there are self terms.
         start: potentials to start from, by term.
         progress: called whenever the device was asked, for every term.
         solved: called after each term, as solved(name, operator, term).
@@ -123,11 +117,11 @@ def solve_small(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    x, y = request.seen
-    of_costs = request.cost.squared.lambda_x, request.cost.lambda_y, x.class_total
+    (x, y), table, debias = comparison.seen, comparison.classes.given, comparison.debias
+    of_costs = comparison.ground.squared.lambda_x, comparison.ground.lambda_y, x.class_total
     batch, sizes = Batch.of_one((x, y), table), (len(x), len(y))
-    with kept(room_for(request, table), debias) as solve:
-        small = SingleSolve(solve, sizes, epsilon, options)
+    with kept(room_for(comparison, table), debias) as solve:
+        small = SingleSolve(solve, sizes, comparison.epsilon, options)
         terms = small.solved(batch, of_costs, start, progress)
         if terms is None or (debias and small.asymmetric):
             return None
@@ -136,7 +130,7 @@ def solve_small(
                 take(solve.gradient(place)[0, : sizes[place]])
         elif solved is not None:
             assert isinstance(solve.pool, ScorePool)
-            for name in ("xx", "yy", "xy") if debias else ("xy",):
+            for name in (*comparison.terms[1:], "xy"):
                 operator = solve.pool.operator(name, sizes, small.costs[name])
                 solved(name, operator, terms[name])
     return terms

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 
-from otdd_flash.errors import InputError
+from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.formulas.decision import Goal
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.solver.schedules.converged import Converged
@@ -87,38 +85,6 @@ def settled_epsilon(
     return "epsilon_relative", relative, relative * mean
 
 
-class EpsilonOutOfRange(InputError):
-    """An epsilon too small, or too large, for the precision.
-
-    Args:
-        words: the message, with {name}, {given} (name=value) and, where known, {advised}.
-        epsilon: the regularisation, in units of the cost.
-        advised: one that would do, likewise.
-        name: of the setting that the user gave.
-        given: its value; None is `epsilon` itself.
-    """
-
-    def __init__(
-        self,
-        words: str,
-        epsilon: float,
-        advised: float | None = None,
-        *,
-        name: str = "epsilon",
-        given: float | None = None,
-    ) -> None:
-        self.words, self.epsilon, self.advised = words, epsilon, advised
-        given = epsilon if given is None else given
-        better = "" if advised is None else f"{advised * (given / epsilon):.2g}"
-        self.name, self.given = name, given
-        super().__init__(words.format(name=name, given=f"{name}={given:g}", advised=better))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments, as other processes raise it too."""
-        named = partial(type(self), name=self.name, given=self.given)
-        return named, (self.words, self.epsilon, self.advised)
-
-
 @contextmanager
 def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
     """Say of an epsilon that is out of range what the user called it.
@@ -139,6 +105,22 @@ def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
         raise EpsilonOutOfRange(
             error.words, error.epsilon, error.advised, name=name, given=given
         ) from None
+
+
+@contextmanager
+def regularised(
+    epsilon: float | None,
+    relative: float | None,
+    mean_cost: Callable[[], float],
+    standardized: float,
+) -> Iterator[float]:
+    """Settle the regularisation of datasets, and name it in errors of the block as it was given.
+
+    Arguments and errors as for `settled_epsilon` and `epsilon_of_datasets`.
+    """
+    name, given, used = settled_epsilon(epsilon, relative, mean_cost)
+    with epsilon_of_datasets(name, given, used, mean_cost, standardized):
+        yield used
 
 
 @contextmanager

@@ -14,7 +14,7 @@ blocks of two tasks (`ClassBlock`), and the mean cost over all pairs is one unit
 on two tasks i and j have i <= j.
 
 Stored units are used as long as their keys are equal, so a change that gives other numbers must
-change the key. The datasets are checked and moved to the device once per process (`request_of`).
+change the key. The datasets are checked and moved to the device once per process (`compared`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ from otdd_flash.labels import ClassDistances
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.gaussian import gaussian_distances
 from otdd_flash.labels.measuring import class_block
-from otdd_flash.operators.build import mean_cost
-from otdd_flash.operators.request import Request
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.result import DistanceResult
 from otdd_flash.samples import LabeledSamples, same_content
 from otdd_flash.sampling import noise_floor, subsample_interval
-from otdd_flash.sampling.comparison import Comparison, subsample
+from otdd_flash.sampling.comparison import SubsetComparison, subsample
 from otdd_flash.sampling.subsampling import MOST_EXCESS, subsample_sizes
 from otdd_flash.sliced.distances import chunk_distances, chunks_of, draw_chunk, draws_in, prepare
 from otdd_flash.sliced.result import SlicedResult, rows_excess
-from otdd_flash.solver.problem import Problem
+from otdd_flash.solver.solving import solve
 from otdd_flash.solver.term.tolerance import DEFAULT_RELATIVE, epsilon_of_datasets, settled_epsilon
 from otdd_flash.study.measures.base import (
     Measure,
@@ -150,16 +149,14 @@ class Term(PairUnit):
         """Solve the term; a cross term also stores the class coupling of its plan."""
         settings = self.setup.settings
         table, epsilon = table_of(self.setup, store, self.i, self.j), epsilon_of(self.setup, store)
-        request = request_of(self.setup, store).of(self.i, self.j)
-        problem = Problem(request, epsilon, table.full)
+        comparison = compared(self.setup, store).of(self.i, self.j).with_classes(table.full)
         relative, cost = settings.epsilon_relative, settings.cost
         given = ("epsilon", epsilon) if relative is None else ("epsilon_relative", relative)
-
-        def mean() -> float:
-            return mean_cost(request.inputs((0, 1), table.xy))
-
-        with epsilon_of_datasets(*given, epsilon, mean, cost.standardized(request.given[0].dim)):
-            divergence = problem.solve(settings.solver, debias=problem.identical)
+        scale = cost.standardized(comparison.given[0].dim)
+        with epsilon_of_datasets(*given, epsilon, comparison.mean_cost, scale):
+            identical = comparison.identical
+            comparison = replace(comparison.at(epsilon), debias=identical)
+            divergence = solve(comparison, settings.solver)
         term = divergence.xy
         facts = {
             "value": term.value,
@@ -167,12 +164,12 @@ class Term(PairUnit):
             "marginal_error": term.marginal_error,
             "iterations": term.iterations,
             "converged": term.converged,
-            "identical": problem.identical,
+            "identical": identical,
             "epsilon": epsilon,
         }
         if self.i == self.j:
             return Content(facts)
-        source, target = request.given
+        source, target = comparison.given
         result = DistanceResult(
             source,
             target,
@@ -182,7 +179,7 @@ class Term(PairUnit):
             settings.compute,
             method=settings.labels.name,
             seconds={},
-            request=request,
+            comparison=comparison,
         )
         return Content(facts, {"coupling": result.class_coupling()})
 
@@ -203,7 +200,7 @@ class ClassBlock(PairUnit):
         }
 
     def compute(self, store: Store) -> Content:
-        seen = request_of(self.setup, store).seen
+        seen = compared(self.setup, store).seen
         found = class_block(
             seen[self.i],
             seen[self.j],
@@ -234,10 +231,13 @@ class Epsilon(Unit):
         return tuple(ClassBlock(self.setup, *pair) for pair in self.setup.pairs())
 
     def compute(self, store: Store) -> Content:
-        request, means = request_of(self.setup, store), []
+        whole, means = compared(self.setup, store), []
         for i, j in self.setup.pairs():
             block = store.found(ClassBlock(self.setup, i, j)).tensors["values"]
-            means.append(mean_cost(request.inputs((i, j), block)))
+            comparison = whole.of(i, j)
+            # Of the cross term's cost, to which the other blocks do not belong.
+            table = comparison.classes.around("xy", block)
+            means.append(comparison.with_classes(table).mean_cost())
         mean, settings = sum(means, 0.0) / len(means), self.setup.settings
         relative = settings.epsilon_relative
         # None is the default, for which a constant cost is no error.
@@ -272,19 +272,19 @@ def table_of(setup: Setup, store: Store, i: int, j: int) -> ClassDistances:
     )
 
 
-def request_of(setup: Setup, store: Store) -> Request:
-    """Return the request of all tasks, prepared once per process.
+def compared(setup: Setup, store: Store) -> Comparison:
+    """Return the comparison of all tasks, prepared once per process.
 
     Raises:
         InputError: the device or its memory does not suffice for a term.
     """
     settings = setup.settings
 
-    def prepare() -> Request:
+    def prepare() -> Comparison:
         datasets = [task.train for task in setup.tasks]
-        return Request.prepare(datasets, settings.cost, settings.compute, resident=True)
+        return Comparison.prepare(datasets, settings.cost, settings.compute, resident=True)
 
-    return store.cached("request", prepare)
+    return store.cached("comparison", prepare)
 
 
 class PairSampling(PairUnit):
@@ -399,7 +399,7 @@ class CouplingSampling(PairSampling):
 
     def compute(self, store: Store) -> Content:
         whole = store.found(Term(self.setup, self.i, self.j)).tensors["coupling"]
-        comparison = Comparison(*self.sides, self._arguments(store))
+        comparison = SubsetComparison(*self.sides, self._arguments(store))
         ends = _subsampled(
             self.setup.settings,
             (comparison.source, comparison.target),

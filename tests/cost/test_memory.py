@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,21 +11,24 @@ import torch
 from live_bytes import peak
 from torch import Tensor
 
-from otdd_flash.errors import InputError
-from otdd_flash.operators import float64_rows, memory, segment_tiles
-from otdd_flash.operators.build import ComputeOptions, CostInputs, build_operator
-from otdd_flash.operators.float64_rows import (
+from otdd_flash.cost import memory
+from otdd_flash.cost import points as cost_points
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.memory import check_memory, free_memory, shortage, within_memory
+from otdd_flash.cost.points import (
     CHUNK_ELEMENTS_CPU,
     CHUNK_ELEMENTS_GPU,
+    LabelledCost,
     squared_norms,
 )
-from otdd_flash.operators.footprint import CostSize, kernel_bytes
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.memory import check_memory, free_memory, shortage, within_memory
-from otdd_flash.operators.request import Request
+from otdd_flash.errors import InputError
+from otdd_flash.operators import segment_tiles
+from otdd_flash.operators.build import CostSize, kernel_bytes
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.problem import Problem
 from otdd_flash.solver.schedules.converged import Converged
+from otdd_flash.solver.solving import solve
 from tests.refusals import naming
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -55,14 +57,14 @@ def test_streaming_takes_what_it_is_said_to_need(
     y = x if m is None else cloud(m, dim, classes, seed=1)
     compute = ComputeOptions("cpu", precision=precision)
 
-    request = Request.prepare((x, y), GroundCost(), compute, pairs=[(0, 1)])
-    inputs = request.inputs((0, 1), torch.ones(classes, classes))
+    prepared = Comparison.prepare((x, y), GroundCost(), compute, debias=False)
+    given = prepared.with_classes(torch.ones(2 * classes, 2 * classes))
 
     def run() -> object:
-        operator = build_operator(inputs, keep_scores=False)
+        operator = given.operator("xy", keep_scores=False)
         return operator, operator.softmin_rows(torch.zeros(len(y)), 0.1)
 
-    needed = request.needed
+    needed = given.needed
     assert needed <= peak(run, CPU) <= 1.1 * needed
 
 
@@ -73,11 +75,11 @@ def test_kernels_take_no_less_than_they_are_said_to_need(m: int | None) -> None:
     y = x if m is None else cloud(m, 300, 2, seed=1)
     compute = ComputeOptions(str(HERE), "triton")
 
-    def prepared() -> Request:
-        return Request.prepare((x, y), GroundCost(), compute, pairs=[(0, 1)])
+    def prepared() -> Comparison:
+        return Comparison.prepare((x, y), GroundCost(), compute, debias=False)
 
     def run() -> object:
-        operator = build_operator(prepared().inputs((0, 1), torch.ones(2, 2)))
+        operator = prepared().with_classes(torch.ones(4, 4)).operator("xy")
         f, g = torch.zeros_like(operator.a), torch.zeros_like(operator.b)
         # So many columns that the plan is written to a block, as for a gradient by points.
         values = torch.ones((len(g), 40), device=g.device)
@@ -99,15 +101,15 @@ def test_kernels_take_no_less_than_they_are_said_to_need(m: int | None) -> None:
 def test_float64_copies_of_points_are_one_small_buffer(n: int, dim: int, device: Any) -> None:
     x, y = (cloud(n, dim, 2, seed).to(device) for seed in (0, 1))
     masses = torch.full((n,), 1 / n, dtype=torch.float64, device=device)
-    inputs = CostInputs(x, y, torch.ones(2, 2), GroundCost(), ComputeOptions())
-    cost = inputs.labelled
+    weights = {"lambda_x": 0.5, "lambda_y": 0.5}
+    cost = LabelledCost.of(x, y, torch.ones(2, 2), **weights)
     gpu = device.type == "cuda"
     # The buffer, and some numbers of every point and every feature.
     most = 8 * (CHUNK_ELEMENTS_GPU if gpu else CHUNK_ELEMENTS_CPU) + 64 * (n + dim)
     assert most < 8 * n * dim / 8
     both = 2 * 4 * n * dim
     for extra, run in (
-        (0, lambda: replace(inputs).labelled.mean_cost),
+        (0, lambda: LabelledCost.of(x, y, torch.ones(2, 2), **weights).mean_cost),
         (0, lambda: cost.expected_costs(masses)),
         (0, lambda: squared_norms(x.features)),
         (both, lambda: cost.centred(torch.float32)),
@@ -120,11 +122,11 @@ def test_float64_copies_of_points_are_one_small_buffer(n: int, dim: int, device:
 @pytest.mark.gpu
 def test_a_certified_divergence_takes_little_more_than_its_packed_points() -> None:
     x, y = (cloud(60_000, 512, 10, seed).to(GPU) for seed in (0, 1))
-    problem = Problem.between(x, y, 100.0, compute=ComputeOptions(str(GPU), "triton"))
+    comparison = Comparison.between(x, y, 100.0, compute=ComputeOptions(str(GPU), "triton"))
     options = Converged(tolerance=1.9, max_iterations=3)
-    problem.solve(options)
+    solve(comparison, options)
     packed = 2 * 2 * (60_000 + 60_000) * 512
-    assert peak(lambda: problem.solve(options), GPU) <= packed + 92 * 2**20
+    assert peak(lambda: solve(comparison, options), GPU) <= packed + 92 * 2**20
 
 
 def test_kernels_hold_two_half_parts_of_every_coordinate_and_a_block_of_the_plan() -> None:
@@ -253,10 +255,10 @@ def test_other_errors_leave_a_block_of_memory_as_they_are() -> None:
 def test_a_row_that_is_longer_than_a_chunk_is_taken_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(float64_rows, "CHUNK_ELEMENTS_CPU", 12)
+    monkeypatch.setattr(cost_points, "CHUNK_ELEMENTS_CPU", 12)
     for dim, sizes in ((4, [3, 2]), (12, [1] * 5), (13, [1] * 5)):
         points = torch.arange(5.0 * dim).view(5, dim)
-        seen = [(rows, some.clone()) for rows, some in float64_rows.in_float64(points)]
+        seen = [(rows, some.clone()) for rows, some in cost_points.in_float64(points)]
         assert [len(some) for _, some in seen] == sizes
         assert torch.equal(torch.cat([some for _, some in seen]), points.double())
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from otdd_flash.operators import memory
-from otdd_flash.operators.control_groups import bytes_left
+from otdd_flash.cost import memory
+from otdd_flash.cost.memory import bytes_left
 
 
 def group(folder: Path, version: int, limit: str, usage: int, idle: int) -> None:

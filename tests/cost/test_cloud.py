@@ -8,10 +8,11 @@ import pytest
 import torch
 from other_device import OTHER, OtherDevice
 
-from otdd_flash.operators import request as request_module
-from otdd_flash.operators.build import ComputeOptions, CostInputs
-from otdd_flash.operators.ground import GroundCost
-from otdd_flash.operators.request import Request
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.ground import GroundCost
+from otdd_flash.cost.points import LabelledCost
+from otdd_flash.operators import comparison
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 
 COUNT, DIM = 30, 4
@@ -24,12 +25,12 @@ def samples(seed: int) -> LabeledSamples:
 
 def largest(x: LabeledSamples, y: LabeledSamples) -> float:
     table = torch.arange(9.0).view(3, 3)
-    return CostInputs(x, y, table, GroundCost(), ComputeOptions("cpu")).labelled.largest
+    return LabelledCost.of(x, y, table, lambda_x=0.5, lambda_y=0.5).largest
 
 
 def test_a_call_sees_what_a_gpu_has_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused optimisers and replayed graphs change points of which no count says so."""
-    monkeypatch.setattr(request_module, "resolve_device", lambda _: OTHER)
+    monkeypatch.setattr(comparison, "resolve_device", lambda _: OTHER)
     options = GroundCost(), ComputeOptions("cpu", "torch")
     drawn = samples(0), samples(1)
     with OtherDevice():
@@ -39,9 +40,8 @@ def test_a_call_sees_what_a_gpu_has_not_counted(monkeypatch: pytest.MonkeyPatch)
         )
 
         def asked() -> float:
-            table = torch.zeros((3, 3), dtype=torch.float64).to(OTHER)
-            request = Request.prepare((x, y), *options)
-            costs = [request.inputs((0, 1), table).labelled for _ in range(2)]
+            prepared = Comparison.prepare((x, y), *options)
+            costs = [prepared.cost("xy") for _ in range(2)]
             assert costs[0].clouds[0] is costs[1].clouds[0]
             return costs[0].largest
 

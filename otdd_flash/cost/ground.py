@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Ground, NotNegative, check_fields
+from otdd_flash.cost.points import DOUBLE_UNIT, in_float64, squared_norms
 from otdd_flash.errors import InputError
-from otdd_flash.operators.float64_rows import in_float64, squared_norms
-from otdd_flash.operators.labelled_cost import DOUBLE_UNIT
 from otdd_flash.samples import LabeledSamples
 
 # Of the squared distance between the points seen.

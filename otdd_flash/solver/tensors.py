@@ -1,16 +1,16 @@
-"""Clouds as tensors: checked, with the problem between them."""
+"""Clouds as tensors: checked, and compared."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from otdd_flash.cost.compute import Compute, ComputeOptions
+from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError, prefixed
 from otdd_flash.features.file_features import FileFeatures
-from otdd_flash.operators.build import Compute, ComputeOptions
-from otdd_flash.operators.ground import GroundCost
+from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
-from otdd_flash.solver.problem import Problem
 
 # Points, masses and labels of a side; uniform masses and one class for None.
 TensorSide = tuple[Tensor, Tensor | None, Tensor | None]
@@ -19,7 +19,7 @@ TensorSide = tuple[Tensor, Tensor | None, Tensor | None]
 MASS_TOLERANCE = 1e-6
 
 
-def problem_of_tensors(
+def compared_tensors(
     of_x: TensorSide,
     of_y: TensorSide,
     epsilon: float,
@@ -30,8 +30,8 @@ def problem_of_tensors(
     *,
     debias: bool,
     resident: bool = True,
-) -> Problem:
-    """What `sinkhorn_loss` solves; arguments and errors as there, `resident` as of requests."""
+) -> Comparison:
+    """Check what `sinkhorn_loss` is given; arguments and errors as there, and of `Comparison`."""
     (x, a, labels_x), (y, b, labels_y) = of_x, of_y
     _check_clouds(x, y)
     _check_one_device(x, y)
@@ -43,14 +43,14 @@ def problem_of_tensors(
         compute = ComputeOptions(device=str(x.device), precision="double" if double else "fast")
     compute = ComputeOptions.of(compute)
     table = None if class_table is None else class_table.detach()
-    return Problem.between(
+    return Comparison.between(
         source, target, epsilon, table, weights, compute, debias=debias, resident=resident
     )
 
 
-def type_of(problem: Problem) -> torch.dtype:
+def type_of(comparison: Comparison) -> torch.dtype:
     """Return the type of the number that a loss returns: float64 if a cloud is, else float32."""
-    x, y = (side.features.dtype for side in problem.request.given)
+    x, y = (side.features.dtype for side in comparison.given)
     # Files may hold half types, which points in memory have left.
     return torch.promote_types(torch.promote_types(x, y), torch.float32)
 

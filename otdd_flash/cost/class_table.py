@@ -1,7 +1,7 @@
 """The blocks of a class table W, of which [x, x] and [y, y] must not change when transposed.
 
-`solver.problem` and `flows` cut a table into its blocks here, on the device; `labels.table` holds
-one with its names and bounds, and symmetrises by the same rule, as recorded solves do.
+`operators.comparison` cuts a table into its blocks here, on the device; `labels.table` holds one
+with its names and bounds, and symmetrises by the same rule, as recorded solves do.
 
 A self term OT(x, x) has one potential for both of its sides. That potential is optimal only if the
 cost is the same in both directions, so a block W that is not symmetric would give a wrong value and
@@ -30,8 +30,8 @@ WAY_OUT = (
 )
 
 
-class ClassBlocks:
-    """The class distances of every term of a divergence, checked and on a device.
+class ClassTable:
+    """The class distances between two datasets, checked and on a device, with the blocks of terms.
 
     Args:
         table: W (V_x + V_y, V_x + V_y), squared distances between all classes, on any device; None
@@ -41,40 +41,46 @@ class ClassBlocks:
 
     Attributes:
         given: the table, float64, on the device; None where there was none.
-        table: it, or zeros.
-        classes: the rows and columns of the table that belong to "x" and to "y".
 
     Raises:
         InputError: the table has another size or is not finite.
     """
 
     def __init__(self, table: Tensor | None, sizes: tuple[int, int], device: torch.device) -> None:
-        total = sum(sizes)
         self.given = None if table is None else _checked(table, sizes).to(device, torch.float64)
-        if self.given is None:
-            self.table = torch.zeros(total, total, dtype=torch.float64, device=device)
-        else:
-            self.table = self.given
-        self.classes = {"x": slice(0, sizes[0]), "y": slice(sizes[0], total)}
+        self._total, self._device = sum(sizes), device
+        # The rows and columns that belong to each side.
+        self._of = {"x": slice(0, sizes[0]), "y": slice(sizes[0], self._total)}
 
-    def of(self, term: str) -> Tensor:
-        """The block of the term "xy", "xx" or "yy"; [y, x] is never read.
+    @cached_property
+    def full(self) -> Tensor:
+        """W (V_x + V_y, V_x + V_y), float64; zeros where none was given."""
+        if self.given is not None:
+            return self.given
+        return torch.zeros(self._total, self._total, dtype=torch.float64, device=self._device)
+
+    def block(self, term: str) -> Tensor:
+        """Return the block of the term "xy", "xx" or "yy"; [y, x] is never read.
 
         Raises:
             InputError: the block of a self term is not symmetric.
         """
-        return self._given[term] if term == "xy" else self._symmetric[term]
+        return self._given(term) if term == "xy" else self._symmetric[term]
 
-    @cached_property
-    def _given(self) -> dict[str, Tensor]:
-        """The blocks of all terms, as they were given."""
-        cuts = {term: (self.classes[term[0]], self.classes[term[1]]) for term in ("xy", "xx", "yy")}
-        return {term: self.table[cut] for term, cut in cuts.items()}
+    def _given(self, term: str) -> Tensor:
+        """Return a block as it was given."""
+        return self.full[self._of[term[0]], self._of[term[1]]]
+
+    def around(self, term: str, block: Tensor) -> Tensor:
+        """Return a table of zeros but for a block that is as large as that of a term."""
+        table = block.new_zeros(self._total, self._total)
+        table[self._of[term[0]], self._of[term[1]]] = block
+        return table
 
     @cached_property
     def _symmetric(self) -> dict[str, Tensor]:
         """The blocks of both self terms; not asked for by a cross term alone."""
-        blocks = {term: self._given[term] for term in ("xx", "yy")}
+        blocks = {term: self._given(term) for term in ("xx", "yy")}
         # A single class is as far from itself both ways.
         several = {term: block for term, block in blocks.items() if len(block) > 1}
         if several:

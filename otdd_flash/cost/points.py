@@ -1,25 +1,298 @@
-"""Two labelled clouds and what every operator needs to know of the cost between them.
+"""Labelled clouds of points, and the cost between two of them.
 
     C_ij = lambda_x ||x_i - y_j||^2 + lambda_y W[l_i, l_j]
 
-The points stay as they were given; an operator takes what it needs, centred by their common mean: C
-is unchanged by that and the rounding error shrinks.
+Points stay as they were given, on the device or streamed to it. What is computed of them in
+float64 takes a few rows at a time: no float64 copy of all is made.
+
+A `Cloud` is part of several costs, those with other clouds and that with itself. Its statistics are
+computed once for all of them, and for all steps of a flow towards it.
+
+A `LabelledCost` is what every operator needs to know of the cost between two clouds. An operator
+takes what it needs of the points, centred by their common mean: C is unchanged by that and the
+rounding error shrinks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from copy import copy
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from otdd_flash.operators.base import CostRange
-from otdd_flash.operators.cloud import Cloud, mass_per_class
-from otdd_flash.operators.float64_rows import Points, centred, in_float64, weighted_sum
-from otdd_flash.operators.host_points import HostPoints
+from otdd_flash.cost.facts import CostRange
+from otdd_flash.cost.host_points import PIECE_BYTES, HostPoints, Streaming, slices
+from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.fingerprint import forget, remembered
+from otdd_flash.samples import LabeledSamples
+
+# Points (n, d) on the device, or what streams them there.
+Points = Tensor | HostPoints
+
+# Coordinates that are in float64 at once: 2 MiB stay near a core's cache. A GPU has room for 32 MiB
+# and takes longer to launch a pass over 16 MiB than to run it.
+CHUNK_ELEMENTS_CPU = 1 << 18
+CHUNK_ELEMENTS_GPU = 1 << 22
+
+
+class Extent(NamedTuple):
+    """Where a cloud lies.
+
+    Attributes:
+        mean: sum_i a_i x_i (d,), float64.
+        ends: the lowest and the highest value of every coordinate, (d,) each.
+    """
+
+    mean: Tensor
+    ends: tuple[Tensor, Tensor]
+
+
+def in_float64(points: Points, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """All rows (N, d), less a centre (d,) float64, in one buffer that the caller may change.
+
+    A few at a time. A GPU centres them as it copies them, in one pass; a CPU would make a copy of
+    its own in float64 for that.
+    """
+    count, dim = points.shape
+    elements = CHUNK_ELEMENTS_GPU if points.is_cuda else CHUNK_ELEMENTS_CPU
+    size = min(count, max(1, elements // dim))
+    buffer = torch.empty((size, dim), dtype=torch.float64, device=points.device)
+    held: Iterable[Tensor]
+    if isinstance(points, HostPoints):
+        # On a GPU few blocks: each has to be waited for.
+        blocks = max(1, PIECE_BYTES // (4 * elements)) if points.is_cuda else 1
+        held = points.stream(slices(count, blocks * size))
+    else:
+        held = [points]
+    first = 0
+    for there in held:
+        for rows in torch.split(there, size):
+            some = buffer[: len(rows)]
+            if centre is None:
+                some.copy_(rows)
+            elif rows.device.type == "cpu":
+                some.copy_(rows).sub_(centre)
+            else:
+                torch.sub(rows, centre, out=some)
+            yield slice(first, first + len(rows)), some
+            first += len(rows)
+
+
+def squared_distances(points: Points, *centres: Tensor) -> Tensor:
+    """||x_i - c||^2 (n,), float64, or (k, n) from several centres (d,): rows are read once."""
+    shape = len(centres), points.shape[0]
+    lengths = torch.empty(shape, dtype=torch.float64, device=points.device)
+    alone = centres[0] if len(centres) == 1 else None
+    for part, rows in in_float64(points, alone):
+        for place, centre in enumerate(centres):
+            centred = rows if alone is not None else rows - centre
+            torch.linalg.vector_norm(centred, dim=1, out=lengths[place, part])
+    found = lengths.square_()
+    return found if alone is None else found[0]
+
+
+def squared_norms(points: Points) -> Tensor:
+    """||x_i||^2 (n,), float64."""
+    lengths = torch.empty(points.shape[0], dtype=torch.float64, device=points.device)
+    for part, rows in in_float64(points):
+        torch.linalg.vector_norm(rows, dim=1, out=lengths[part])
+    return lengths.square_()
+
+
+def weighted_sum(points: Points, masses: Tensor, centre: Tensor | None = None) -> Tensor:
+    """sum_i a_i x_i (d,), or sum_i a_i (x_i - c), float64, for masses (n,) on the device."""
+    total = masses.new_zeros((1, points.shape[1]))
+    for part, rows in in_float64(points, centre):
+        total.addmm_(masses[None, part], rows)
+    return total[0]
+
+
+def weighted_mean(points: Points, masses: Tensor) -> Tensor:
+    """sum_i a_i x_i (d,), float64, for masses (n,) on the device."""
+    if isinstance(points, HostPoints):
+        return extent(points, masses).mean
+    return weighted_sum(points, masses)
+
+
+def extent(points: Points, masses: Tensor) -> Extent:
+    """Where points of masses (n,) lie; those that stream, or are in files, are read once."""
+    if isinstance(points, HostPoints):
+        return points.recalled("extent", (masses,), partial(_extent_read, points, masses))
+    if isinstance(points, FileFeatures):
+        return _extent_read(points, masses)
+    return Extent(weighted_sum(points, masses), (points.amin(0), points.amax(0)))
+
+
+def centred(points: Points, centre: Tensor, dtype: torch.dtype) -> Tensor:
+    """Points minus a centre (d,), subtracted in float64 and rounded once."""
+    out = torch.empty(points.shape, dtype=dtype, device=points.device)
+    for part, rows in in_float64(points, centre):
+        out[part] = rows
+    return out
+
+
+def _extent_read(points: Points, masses: Tensor) -> Extent:
+    total = masses.new_zeros((1, points.shape[1]))
+    lowest, highest = torch.full_like(total[0], torch.inf), torch.full_like(total[0], -torch.inf)
+    for part, rows in in_float64(points):
+        total.addmm_(masses[None, part], rows)
+        torch.minimum(lowest, rows.amin(0), out=lowest)
+        torch.maximum(highest, rows.amax(0), out=highest)
+    return Extent(total[0], (lowest, highest))
+
+
+T = TypeVar("T")
+
+# What costs keep of samples by this name.
+CLOUD = "cloud"
+
+
+class Distances(NamedTuple):
+    """Squared distances of a cloud from a centre c.
+
+    Attributes:
+        squares: ||x_i - c||^2 (n,), float64.
+        farthest: the largest of these, ().
+        highest: that on the support, ().
+        mean: sum_i a_i ||x_i - c||^2, ().
+    """
+
+    squares: Tensor
+    farthest: Tensor
+    highest: Tensor
+    mean: Tensor
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`farthest`, `highest` and `mean`."""
+        return self.farthest, self.highest, self.mean
+
+
+class Cloud:
+    """Points with their masses, labels and cached statistics.
+
+    Args:
+        points: (n, d), on the device or streamed to it.
+        masses: (n,) float64 that sum to 1.
+        labels: (n,) class indices.
+        equal: all masses are 1 / n.
+
+    Attributes:
+        known: cached results for all costs, by name.
+    """
+
+    def __init__(
+        self, points: Points, masses: Tensor, labels: Tensor, *, equal: bool = False
+    ) -> None:
+        self.points, self.masses, self.labels, self._equal = points, masses, labels, equal
+        self.known: dict[Hashable, Any] = {}
+
+    def kept(self, name: Hashable, find: Callable[[], T]) -> T:
+        """Call `find` once for this name and return its result from then on."""
+        if name not in self.known:
+            self.known[name] = find()
+        found: T = self.known[name]
+        return found
+
+    @cached_property
+    def extent(self) -> Extent:
+        return extent(self.points, self.masses)
+
+    def distances(self, centre: Tensor) -> Distances:
+        """Compute the distances from a centre (d,) float64."""
+        squares = self._squares(centre)
+        farthest = highest = squares.max()
+        if not self._equal:
+            highest = squares.masked_fill(self._absent, 0.0).max()
+        return Distances(squares, farthest, highest, self.masses @ squares)
+
+    def class_masses(self, classes: int) -> Tensor:
+        """Return the mass of each class (V,)."""
+        return self.kept(
+            ("classes", classes), lambda: mass_per_class(self.masses, self.labels, classes)
+        )
+
+    def share(self, rows: slice | Tensor, name: Hashable) -> tuple[Tensor, float]:
+        """Return masses (k,) of some rows over their sum, and the sum; cached by `name`."""
+
+        def find() -> tuple[Tensor, float]:
+            whole = self.masses
+            if not self._equal:
+                return normalised(whole[rows])
+            # The host need not wait to know the sum.
+            count = len(range(len(whole))[rows] if isinstance(rows, slice) else rows)
+            return whole.new_full((count,), 1 / max(1, count)), count / len(whole)
+
+        return self.kept(("share", name), find)
+
+    @cached_property
+    def _absent(self) -> Tensor:
+        """Which points have no mass (n,)."""
+        return self.masses <= 0
+
+    def _squares(self, centre: Tensor) -> Tensor:
+        points = self.points
+        if not isinstance(points, HostPoints):
+            return squared_distances(points, centre)
+
+        def find() -> Tensor:
+            # Also for the cost of the cloud with itself.
+            mean = self.extent.mean
+            about, about_mean = squared_distances(points, centre, mean).unbind()
+            points.recalled("squares", (mean,), lambda: about_mean)
+            return about
+
+        return points.recalled("squares", (centre,), find)
+
+
+def cloud_of(samples: LabeledSamples, streaming: Streaming | None) -> Cloud:
+    """Return the samples as a `Cloud`; the same object as long as the samples are unchanged."""
+
+    def find() -> Cloud:
+        points, equal = points_of(samples, streaming), samples.weights is None
+        masses, labels = (
+            each.to(points.device) for each in (samples.masses, class_indices(samples))
+        )
+        return Cloud(points, masses, labels, equal=equal)
+
+    if streaming is not None or isinstance(samples.features, FileFeatures):
+        # What is found of points that stream is kept with what streams them.
+        return find()
+    return remembered(samples, CLOUD, find)
+
+
+def forget_cloud(samples: LabeledSamples) -> None:
+    """Drop the cached cloud: the tensors may have been modified in place since the last call."""
+    forget(samples, CLOUD)
+
+
+def points_of(samples: LabeledSamples, streaming: Streaming | None) -> Points:
+    """Points (n, d) on the device, or on their way there."""
+    return samples.features if streaming is None else HostPoints(samples.features, streaming)
+
+
+def class_indices(samples: LabeledSamples) -> Tensor:
+    """The labels; unlabelled data are one class."""
+    if samples.labels is not None:
+        return samples.labels
+    return torch.zeros(len(samples), dtype=torch.int64, device=samples.features.device)
+
+
+def mass_per_class(masses: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """The sum of masses (n,) in each of so many classes (V,)."""
+    return masses.new_zeros(classes).index_add_(0, labels, masses)
+
+
+def normalised(masses: Tensor) -> tuple[Tensor, float]:
+    """Masses over their sum, and the sum; where that is 0 as they are, and 1."""
+    mass = float(masses.sum()) or 1.0
+    return masses / mass, mass
+
 
 # Some of the points of a cloud.
 Cut = slice | Tensor
@@ -104,6 +377,32 @@ class LabelledCost:
         cost._begin((x, y))
         cost.class_costs, cost.lambda_x = class_costs, lambda_x
         return cost
+
+    @classmethod
+    def of(
+        cls,
+        source: LabeledSamples,
+        target: LabeledSamples,
+        class_distances: Tensor,
+        *,
+        lambda_x: float,
+        lambda_y: float,
+        streaming: Streaming | None = None,
+    ) -> LabelledCost:
+        """Build the cost between two datasets, with the statistics that their clouds have.
+
+        Args:
+            source: n points.
+            target: m points; the same object as `source` for the cost of a cloud with itself.
+            class_distances: the block of W (V_x, V_y) between their classes, on any device.
+            lambda_x: weight of the squared Euclidean distance.
+            lambda_y: weight of W.
+            streaming: of points that do not stay on the device.
+        """
+        x = cloud_of(source, streaming)
+        y = x if source is target else cloud_of(target, streaming)
+        table = class_distances.to(x.masses.device, torch.float64)
+        return cls.between(x, y, lambda_y * table, lambda_x)
 
     def _begin(self, clouds: tuple[Cloud, Cloud]) -> None:
         x, y = self.clouds = clouds
@@ -370,3 +669,22 @@ def equal_masses(points: Tensor) -> Tensor:
     """Return equal masses (k,) float64 that sum to 1, for k points."""
     count = len(points)
     return torch.full((count,), 1 / count, dtype=torch.float64, device=points.device)
+
+
+@dataclass(frozen=True, eq=False)
+class LessOrigin:
+    """Values that are the points of one side of the cost, less an origin (d,).
+
+    Whoever has the points can make them.
+    """
+
+    origin: Tensor
+
+    def __call__(self, which: Cut, points: Tensor) -> Tensor:
+        """The values of some points (k, d)."""
+        return less_origin(points, self.origin)
+
+
+def less_origin(points: Tensor, origin: Tensor) -> Tensor:
+    """A new copy of points (n, d) about an origin, in its type; subtracted in the wider of both."""
+    return (points - origin).to(origin.dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.operators import host_points
-from otdd_flash.operators.cloud import Cloud
-from otdd_flash.operators.host_points import Arrived, Block, HostPoints, Streaming, slices
+from otdd_flash.cost import host_points
+from otdd_flash.cost.host_points import Arrived, Block, HostPoints, Streaming, slices
+from otdd_flash.cost.points import Cloud
 
 BLOCKS = slices(50, 10)
 

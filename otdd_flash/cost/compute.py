@@ -1,0 +1,130 @@
+"""How passes run: the device, precision, backend and memory that a user asks for.
+
+`ComputeOptions` is what entry points take; `uses_triton` and `scores_fit` answer for a device what
+follows from it. An impossible request raises and is never replaced by another one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from otdd_flash.arguments import Backend, DeviceName, Precision, check_fields, memory
+from otdd_flash.cost.memory import (
+    UNASKED,
+    budget_in_bytes,
+    free_memory,
+    readable_bytes,
+    stated_budget,
+)
+from otdd_flash.devices import check_triton, is_amd
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.errors import InputError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """The device, precision, backend and memory of passes.
+
+    Args:
+        device: `auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`, ...
+        backend: `auto` (Triton on NVIDIA cards but in double precision), `torch` or `triton`.
+        precision: `fast` iterates on points rounded to float16 and ends on the original ones, in
+            Triton, but where float16 holds them; `high` is float32-like throughout, as both are in
+            PyTorch; `double` is float64.
+        memory_budget: bytes that stored scores may take in PyTorch, and that points with all that
+            is made of them may take on the device before they are streamed: `auto` (half of free
+            memory, and all of it) or `4GiB`; of each process.
+        group: processes that share every pass: a group of `torch.distributed`, or "world" for its
+            default group, where all of them call, each with its shards of the datasets; or what
+            `otdd.led` gives. None: this process alone.
+    """
+
+    device: DeviceName = "auto"
+    backend: Backend = "auto"
+    precision: Precision = "fast"
+    memory_budget: str | int = "auto"
+    group: ProcessGroup | Ranks | str | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A group is of this process.
+        return self.settings | {"group": None}
+
+    def __post_init__(self) -> None:
+        check_fields(self, memory_budget=memory)
+        stated_budget(self.memory_budget)
+        if self.group is not None and self.device.startswith("cuda:"):
+            raise InputError(
+                f"device={self.device} names one card for all processes of compute.group; let each "
+                "call torch.cuda.set_device, and take device=cuda"
+            )
+
+    @classmethod
+    def of(cls, given: Compute | None) -> ComputeOptions:
+        """Return the options as they are, or the defaults on a named device."""
+        if isinstance(given, ComputeOptions):
+            return given
+        return cls() if given is None else cls(str(given))
+
+    @property
+    def alone(self) -> ComputeOptions:
+        """Return the options for this process alone, as results keep them."""
+        return replace(self, group=None)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All options but the group, for files."""
+        return {key.name: getattr(self, key.name) for key in fields(self) if key.compare}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of scores and potentials."""
+        return torch.float64 if self.precision == "double" else torch.float32
+
+
+# What entry points take for `compute`: `ComputeOptions.of` makes them.
+Compute = ComputeOptions | str | torch.device
+
+
+def uses_triton(compute: ComputeOptions, device: torch.device) -> bool:
+    """Whether half-steps run in Triton; an impossible request is refused, never replaced."""
+    cuda, double = device.type == "cuda", compute.precision == "double"
+    fitting = cuda and not is_amd(device) and not double
+    if compute.backend == "torch" or (compute.backend == "auto" and not fitting):
+        return False
+    if double:
+        raise InputError("backend=triton has no double precision; use backend=torch or auto")
+    if not cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError(
+            f"backend=triton needs a CUDA device, got device={device}; use backend=torch or auto"
+        )
+    check_triton(device)
+    return True
+
+
+def scores_fit(
+    shape: tuple[int, int], dtype: torch.dtype, compute: ComputeOptions, device: torch.device
+) -> bool:
+    """Decide whether scores (n, m) may be stored in a type.
+
+    Raises:
+        InputError: the budget allows them, but the memory is not free.
+    """
+    size = shape[0] * shape[1] * dtype.itemsize
+    if compute.memory_budget == "auto":
+        return size <= UNASKED or size <= budget_in_bytes("auto", device)
+    if size > budget_in_bytes(compute.memory_budget, device):
+        return False
+    if size > UNASKED and size > (free := free_memory(device)):
+        raise InputError(
+            f"memory_budget={compute.memory_budget} lets the scores be stored, but they take "
+            f"{readable_bytes(size)} and {readable_bytes(free)} are free on {device}; use "
+            "memory_budget=auto, which streams them then"
+        )
+    return True

@@ -1,0 +1,469 @@
+"""Datasets that are compared: checked, moved to the device and seen by the ground cost, once.
+
+`check_comparable` is about the datasets as they come, `Comparison.prepare` about what of them is
+kept. Class distances, operators, solves and results read the points from here. The ground cost is
+applied to them here and nowhere below: operators and solvers know squared distances of the points
+seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+
+import torch
+from torch import Tensor
+
+from otdd_flash.cost.class_table import ClassTable
+from otdd_flash.cost.compute import ComputeOptions
+from otdd_flash.cost.facts import SIDES, TERMS, Pair
+from otdd_flash.cost.ground import NO_OFFSET, GroundCost, Offset
+from otdd_flash.cost.host_points import Streaming
+from otdd_flash.cost.memory import (
+    UNASKED,
+    check_memory,
+    free_memory,
+    stated_budget,
+    within_memory,
+)
+from otdd_flash.cost.points import LabelledCost, Points, forget_cloud, points_of
+from otdd_flash.devices import check_one_device, resolve_device
+from otdd_flash.dimensions import check_same_dimension
+from otdd_flash.distributed.ranks import ranks_of
+from otdd_flash.errors import EpsilonOutOfRange, InputError
+from otdd_flash.features.file_features import FileFeatures
+from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.build import CostSize, build_operator, operator_bytes
+from otdd_flash.samples import LabeledSamples, check_squares, largest_entry, same_content
+
+# Of free memory, what streamed points may take on the device, and their packed form on the host.
+STREAMED_SHARE, HELD_SHARE = 0.6, 0.5
+
+# Of the largest cost: an epsilon below this is too small for float64 as well.
+WITHIN_DOUBLE = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """K datasets on the device, with the cost between them; two of them have a divergence.
+
+    `prepare` makes one. `with_classes` and `at` add class distances and epsilon to one of two
+    datasets, once these are known; both are 0 until then.
+
+    Attributes:
+        given: the datasets, moved to the device.
+        seen: the same as the ground cost sees them.
+        ground: what the cost compares and its weights.
+        compute: how passes run.
+        needed: bytes that the largest operator takes at the least, with those that were moved.
+        classes: the class distances between the first and the last dataset.
+        streaming: where passes run, of points that stay where they are; labels and weights do too.
+        debias: whether the self terms are of interest, and not the cross term alone.
+        epsilon: regularisation, in units of the cost.
+    """
+
+    given: tuple[LabeledSamples, ...]
+    seen: tuple[LabeledSamples, ...]
+    ground: GroundCost
+    compute: ComputeOptions
+    needed: int
+    classes: ClassTable
+    streaming: Streaming | None = None
+    debias: bool = True
+    epsilon: float = 0.0
+
+    @classmethod
+    def prepare(
+        cls,
+        datasets: Sequence[LabeledSamples],
+        ground: GroundCost,
+        compute: ComputeOptions,
+        *,
+        debias: bool = True,
+        pairs: Iterable[Pair] | None = None,
+        seen: bool = False,
+        resident: bool = False,
+    ) -> Comparison:
+        """Check what a comparison takes, then move the datasets.
+
+        Args:
+            datasets: that `check_comparable` lets pass; one object may stand at several places.
+            ground: what the cost compares and its weights.
+            compute: where and how passes run.
+            debias: False if no dataset is compared with itself.
+            pairs: places of the datasets that operators will be made of; by default every two and,
+                if `debias`, each with itself.
+            seen: the datasets are as the ground cost sees them already.
+            resident: all points are needed on the device. Otherwise, where it does not hold them,
+                they stay where they are and are streamed.
+
+        Raises:
+            InputError: there is no such device, the backend cannot run on it or in the precision,
+                the memory is short, or the ground cost is not defined for a point.
+        """
+        device = resolve_device(compute.device)
+        _check_group(compute, device)
+        if pairs is None:
+            places = range(len(datasets))
+            own = zip(places, places, strict=True) if debias else ()
+            pairs = (*combinations(places, 2), *own)
+        pairs = list(pairs)
+        streaming = None if resident else _streaming(datasets, pairs, compute, device)
+        if streaming is not None:
+            _check_streamed(datasets, ground, compute, seen=seen)
+            given = points = tuple(datasets)
+            needed = streaming.room
+        else:
+            needed = check_resources(datasets, pairs, compute, device)
+            size = cost_size(datasets[0], datasets[-1])
+            with within_memory(size, needed, device, compute.dtype):
+                given, points = _moved(datasets, ground, device, seen=seen)
+        classes = _class_table(None, points, device)
+        return cls(given, points, ground, compute, needed, classes, streaming, debias)
+
+    @classmethod
+    def between(
+        cls,
+        source: LabeledSamples | Tensor,
+        target: LabeledSamples | Tensor,
+        epsilon: float,
+        class_table: Tensor | None = None,
+        ground: GroundCost | None = None,
+        compute: ComputeOptions | None = None,
+        *,
+        debias: bool = True,
+        resident: bool = False,
+    ) -> Comparison:
+        """Compare two clouds at an epsilon, with labels and weights if they are samples.
+
+        Raises:
+            InputError: as `check_comparable`, `prepare`, `with_classes` and `at`.
+        """
+        sides = _as_samples(source), _as_samples(target)
+        check_comparable(*sides)
+        ground, compute = ground or GroundCost(), compute or ComputeOptions()
+        prepared = cls.prepare(sides, ground, compute, debias=debias, resident=resident)
+        return prepared.at(epsilon).with_classes(class_table)
+
+    def of(self, *places: int) -> Comparison:
+        """Return the comparison of some datasets, which the device may hold where it holds not all.
+
+        It has no class distances.
+        """
+        if self.streaming is None:
+            given, seen = (tuple(each[k] for k in places) for each in (self.given, self.seen))
+            classes = _class_table(None, seen, self.device)
+            return replace(self, given=given, seen=seen, classes=classes)
+        some = [self.given[place] for place in places]
+        ends = ((0, len(some) - 1),)
+        found = Comparison.prepare(some, self.ground, self.compute, pairs=ends)
+        streaming = found.streaming
+        if streaming is not None:
+            streaming = replace(streaming, tally=self.streaming.tally)
+        return replace(found, streaming=streaming, debias=self.debias, epsilon=self.epsilon)
+
+    def with_classes(self, table: Tensor | None) -> Comparison:
+        """Return the comparison at class distances W (V_x + V_y, V_x + V_y), on any device.
+
+        Raises:
+            InputError: the table has another size or is not finite.
+        """
+        return replace(self, classes=_class_table(table, self.seen, self.device))
+
+    def with_points(self, *seen: LabeledSamples) -> Comparison:
+        """Return the comparison of other points, no more of them, seen by the ground cost.
+
+        They are on the device, or some where the datasets stream, and of the same classes.
+        """
+        return replace(self, given=seen, seen=seen)
+
+    def at(self, epsilon: float) -> Comparison:
+        """Return the comparison at a regularisation, in units of the cost.
+
+        Raises:
+            EpsilonOutOfRange: scores cannot be divided by it in their type.
+        """
+        compute = self.compute
+        if epsilon > torch.finfo(compute.dtype).max / 4:
+            in_double = epsilon < torch.finfo(torch.float64).max / 4
+            raise EpsilonOutOfRange(
+                f"{{given}} overflows in precision={compute.precision}; lower {{name}}"
+                f"{' or set precision=double' if in_double else ''}",
+                epsilon,
+            )
+        if epsilon < torch.finfo(compute.dtype).tiny:
+            in_double = (
+                compute.dtype != torch.float64 and epsilon > WITHIN_DOUBLE * self._largest_cost()
+            )
+            raise EpsilonOutOfRange(
+                f"{{given}} underflows in precision={compute.precision}; raise "
+                f"{{name}}{', scale' if in_double else ' or scale'} the features up"
+                f"{' or set precision=double' if in_double else ''}",
+                epsilon,
+            )
+        return replace(self, epsilon=epsilon)
+
+    def _largest_cost(self) -> float:
+        """A bound on ||x - y||^2 lambda_x, float64."""
+        largest = max(float(largest_entry(side.features)) for side in self.seen)
+        return self.ground.squared.lambda_x * self.seen[0].dim * (2 * largest) ** 2
+
+    @property
+    def device(self) -> torch.device:
+        streaming = self.streaming
+        return self.given[0].features.device if streaming is None else streaming.device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many points the first and the last dataset have."""
+        return len(self.seen[0]), len(self.seen[-1])
+
+    @property
+    def home(self) -> torch.device:
+        """Where the points of the last dataset are when they are not used."""
+        return self.given[-1].features.device
+
+    def given_points(self, place: int) -> Points:
+        """A dataset's points as they were given, on the device or on their way there."""
+        return points_of(self.given[place], self.streaming)
+
+    def see(self, samples: LabeledSamples) -> LabeledSamples:
+        """Other samples, moved and seen as the datasets are."""
+        if self.streaming is not None:
+            return samples
+        return self.ground.seen(samples.to(self.device))
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The terms of the divergence, the cross term first."""
+        return TERMS if self.debias else TERMS[:1]
+
+    def sides(self, term: str) -> tuple[LabeledSamples, LabeledSamples]:
+        """The datasets of the rows and of the columns of the term "xy", "xx" or "yy", as seen."""
+        row, column = SIDES[term]
+        return self.seen[row], self.seen[column]
+
+    def points(self, term: str) -> tuple[Points, Points]:
+        """The points of both sides of a term, as seen, on the device or on their way there."""
+        source, target = self.sides(term)
+        x = points_of(source, self.streaming)
+        return x, x if source is target else points_of(target, self.streaming)
+
+    def block(self, term: str) -> Tensor:
+        """The class distances of a term; [y, x] is never read.
+
+        Raises:
+            InputError: the block of a self term is not symmetric.
+        """
+        return self.classes.block(term)
+
+    def cost(self, term: str) -> LabelledCost:
+        """The cost of a term, with statistics of its clouds that are computed once for all terms.
+
+        Raises:
+            InputError: as for `block`.
+        """
+        return LabelledCost.of(
+            *self.sides(term),
+            self.block(term),
+            lambda_x=self.ground.squared.lambda_x,
+            lambda_y=self.ground.lambda_y,
+            streaming=self.streaming,
+        )
+
+    def operator(self, term: str, *, keep_scores: bool = True) -> Operator:
+        """Build the operator of a term, in this process or shared by those of `compute.group`.
+
+        Args:
+            term: "xy", "xx" or "yy".
+            keep_scores: False for single passes, which storing scores would not speed up.
+
+        Raises:
+            InputError: the precision cannot hold the costs, or there is not enough memory.
+        """
+        if (ranks := ranks_of(self.compute.group)) is not None:
+            from otdd_flash.operators.sharing import shared_operator
+
+            return shared_operator(self, term, ranks, keep_scores=keep_scores)
+        return build_operator(self.cost(term), self.compute, keep_scores=keep_scores)
+
+    def mean_cost(self) -> float:
+        """Compute what `epsilon_relative` is a multiple of: the mean of the cross term's cost.
+
+        It is 0 where it is rounding alone. Where costs may have any sign, as those of `inner` have,
+        it is the mean of lambda_x ||x_i|| ||y_j|| + lambda_y W[l_i, l_j].
+        """
+        ground, (source, target) = self.ground, self.sides("xy")
+        lengths = ground.size(source, target)
+        if lengths is None:
+            mean = float(self.cost("xy").mean_cost)
+            return mean if mean > ground.error(source.dim) else min(mean, 0.0)
+        if ground.lambda_y == 0:
+            return lengths
+        classes = replace(self, ground=GroundCost(0.0, ground.lambda_y))
+        return lengths + float(classes.cost("xy").mean_cost)
+
+    @property
+    def offset(self) -> Offset:
+        """What terms of one side of the ground cost add to the divergence."""
+        return NO_OFFSET if self.debias else self.ground.offset(*self.given)
+
+    @property
+    def cost_error(self) -> float:
+        """Bound on the float64 error of the cost between the points seen, in units of the cost."""
+        return self.ground.error(self.seen[0].dim)
+
+    @property
+    def identical(self) -> bool:
+        """Whether both sides are the same samples at the same class distances."""
+        return same_content(*self.seen) and all(
+            torch.equal(self.block("xx"), self.block(term)) for term in ("xy", "yy")
+        )
+
+    @property
+    def mark(self) -> Mark:
+        """What changes where something that it reads does, see `fingerprint`."""
+        sides = (mark_of(side) for side in self.given)
+        return (*chain(*sides), *mark_of_tensors(self.classes.full))
+
+    def within_memory(self) -> within_memory:
+        """Return a `with` block for work on the first and the last dataset, see `within_memory`."""
+        size = cost_size(self.seen[0], self.seen[-1])
+        return within_memory(size, self.needed, self.device, self.compute.dtype)
+
+
+def _as_samples(cloud: LabeledSamples | Tensor) -> LabeledSamples:
+    return cloud if isinstance(cloud, LabeledSamples) else LabeledSamples(cloud, None, ())
+
+
+def _class_table(
+    table: Tensor | None, seen: Sequence[LabeledSamples], device: torch.device
+) -> ClassTable:
+    return ClassTable(table, (seen[0].class_total, seen[-1].class_total), device)
+
+
+def _moved(
+    datasets: Sequence[LabeledSamples], ground: GroundCost, device: torch.device, *, seen: bool
+) -> tuple[tuple[LabeledSamples, ...], tuple[LabeledSamples, ...]]:
+    """Return the datasets on the device, and the same as the ground cost sees them.
+
+    One that stands at several places stays one. If `seen`, they are as the cost sees them already.
+    """
+    given = {side: side.to(device) for side in dict.fromkeys(datasets)}
+    points = {side: one if seen else ground.seen(one) for side, one in given.items()}
+    for cloud in points.values():
+        forget_cloud(cloud)
+    return tuple(given[side] for side in datasets), tuple(points[side] for side in datasets)
+
+
+def _streaming(
+    datasets: Sequence[LabeledSamples],
+    pairs: Iterable[Pair],
+    compute: ComputeOptions,
+    device: torch.device,
+) -> Streaming | None:
+    """Whether points have to be streamed: they are elsewhere, or in a file, and do not fit."""
+    sides = dict.fromkeys(datasets)
+    elsewhere = [side for side in sides if side.features.device != device]
+    if not elsewhere and not any(isinstance(side.features, FileFeatures) for side in sides):
+        return None
+    moved = sum(side.features.nbytes for side in elsewhere)
+    sizes = (cost_size(datasets[i], datasets[j]) for i, j in pairs)
+    needed = moved + max((operator_bytes(size, compute, device) for size in sizes), default=0)
+    stated = stated_budget(compute.memory_budget)
+    if needed <= max(UNASKED, stated or 0):
+        return None
+    free = free_memory(device)
+    if stated is None and needed <= free:
+        return None
+    on_host = torch.device("cpu")
+    host_room = 0 if device == on_host else int(HELD_SHARE * free_memory(on_host))
+    if stated is None:
+        return Streaming(device, int(STREAMED_SHARE * free), host_room)
+    # A budget is for points that are there already, too.
+    there = sum(
+        side.features.nbytes
+        for side in sides
+        if side.features.device == device and not isinstance(side.features, FileFeatures)
+    )
+    return Streaming(device, max(stated - there, UNASKED), host_room)
+
+
+def _check_streamed(
+    datasets: Sequence[LabeledSamples], ground: GroundCost, compute: ComputeOptions, *, seen: bool
+) -> None:
+    """Refuse what needs all points on the device, and what other ranks have no way to."""
+    in_files = all(isinstance(side.features, FileFeatures) for side in datasets)
+    if compute.group is not None and not in_files:
+        raise InputError(
+            "points that the device does not hold are streamed by the processes of compute.group "
+            "from files that each of them reads; give features_file(...), leave out compute.group, "
+            "or raise memory_budget"
+        )
+    if ground.ground == "cosine" and not seen:
+        raise InputError(
+            "ground=cosine needs all points on the device, which does not hold them; divide the "
+            "rows by their lengths before they are stored, and use ground=sqeuclidean with half of "
+            "lambda_x"
+        )
+
+
+def _check_group(compute: ComputeOptions, device: torch.device) -> None:
+    """Refuse shards where they have not been put together, and what ranks cannot exchange."""
+    ranks = ranks_of(compute.group)
+    if ranks is None:
+        return
+    if compute.group is not ranks:
+        raise InputError(
+            "shards of a compute.group are put together by dataset_distance alone; lead other work "
+            "from rank 0 with otdd.led"
+        )
+    ranks.device_of(device)
+
+
+def check_comparable(*datasets: LabeledSamples) -> None:
+    """Refuse datasets whose points have no distances from each other.
+
+    Raises:
+        InputError: they differ in dimension or device, features are not finite, or their squared
+            distances overflow.
+    """
+    for other in datasets[1:]:
+        check_same_dimension(datasets[0], other)
+        check_one_device(datasets[0].features.device, other.features.device)
+    check_squares(*datasets)
+
+
+def check_resources(
+    datasets: Sequence[LabeledSamples],
+    pairs: Iterable[Pair],
+    compute: ComputeOptions,
+    device: torch.device,
+) -> int:
+    """Refuse operators that the device cannot run, before any work on them.
+
+    Returns:
+        The bytes that the largest takes at the least, with those of datasets that have to be moved.
+
+    Raises:
+        InputError: the backend cannot run on the device or in the precision, or there is not
+            enough memory.
+    """
+    elsewhere = (side for side in dict.fromkeys(datasets) if side.features.device != device)
+    moved = sum(side.features.nbytes for side in elsewhere)
+    most = moved
+    for i, j in pairs:
+        size = cost_size(datasets[i], datasets[j])
+        needed = moved + operator_bytes(size, compute, device)
+        check_memory(size, needed, device, compute.dtype)
+        most = max(most, needed)
+    return most
+
+
+def cost_size(source: LabeledSamples, target: LabeledSamples) -> CostSize:
+    """The size of the cost between two clouds."""
+    return CostSize(
+        len(source), len(target), source.dim, source.class_total, symmetric=source is target
+    )
