@@ -114,6 +114,16 @@ def test_a_cross_term_has_the_numbers_of_its_plan() -> None:
     assert_close(found.reach, found.floor + 1e-3 / 0.3)
 
 
+def test_dual_and_gain_hold_where_rounding_leaves_another_mass() -> None:
+    problem = cross()
+    f = problem.f + 0.1
+    residual = reference.softmin_rows(problem.cost.T, problem.a, f, EPSILON) - problem.g
+    found = problem._replace(f=f, residual=residual).evidence(symmetric=False)
+    dual = problem.dual(f, problem.g)
+    assert_close(found.dual, dual)
+    assert_close(found.gain, problem.dual(f, problem.g + residual) - dual)
+
+
 @pytest.mark.parametrize("shift", [0.0, 0.4, -0.4])
 def test_a_self_term_has_the_numbers_of_its_plan_at_mass_one(shift: float) -> None:
     problem = own(shift)
