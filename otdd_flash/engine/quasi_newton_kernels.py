@@ -13,7 +13,7 @@ from otdd_flash.devices import current, sent
 from otdd_flash.engine.kernel_vectors import KernelProblems, KernelVectors
 from otdd_flash.engine.recording import Repeated
 from otdd_flash.engine.rule import Start
-from otdd_flash.engine.segments import numbers_of
+from otdd_flash.engine.segments import numbers_of, units_of
 from otdd_flash.formulas.decision import Form, Goal, Levels, started
 from otdd_flash.kernels.segments.decision import (
     TERMS,
@@ -172,4 +172,4 @@ def _costs(problems: KernelProblems) -> Tensor:
 
 def settings_of(goal: Goal, problems: KernelProblems) -> Tensor:
     """What is asked for (7,), as the kernel reads it; on the host."""
-    return torch.tensor((*goal, *numbers_of(problems)[-2:]), dtype=torch.float64)
+    return torch.tensor((*goal, *units_of(problems)), dtype=torch.float64)

@@ -170,5 +170,10 @@ class TorchProblems(Protocol):
 
 def numbers_of(costs: Costs) -> CostNumbers:
     """Return what formulas take of costs."""
-    units = (torch.finfo(dtype).eps / 2 for dtype in (costs.dtype, costs.sum_dtype))
-    return CostNumbers(costs.mean_cost, costs.cost_spread, costs.offset, costs.errors, *units)
+    facts = costs.mean_cost, costs.cost_spread, costs.offset, costs.errors
+    return CostNumbers(*facts, *units_of(costs))
+
+
+def units_of(costs: Costs) -> tuple[float, float]:
+    """Return the unit roundoffs of potentials and of sums of exponentials."""
+    return torch.finfo(costs.dtype).eps / 2, torch.finfo(costs.sum_dtype).eps / 2
