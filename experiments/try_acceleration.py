@@ -19,7 +19,7 @@ import torch
 
 import otdd_flash as otdd
 from experiments.environment import environment, write_result
-from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
+from otdd_flash.engine.evidence import magnitude, rounding_floor
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison

@@ -2,7 +2,7 @@
 
 With T'_j merged from the ranges as in `segmented_softmin`, the residual r_j = T'_j - g_j is stored,
 in float32. With the step s = g - g° and the residual difference y = r° - r from the potentials kept
-last, every segment gets the numbers of `engine.segments.Evaluation` from <1, g> on, of float64:
+last, every segment gets the numbers of `formulas.evidence.Evaluation` from <1, g> on, of float64:
 with <u, v> = sum_j b_j u_j v_j and c_j = exp(-r_j / epsilon) of the residual before its rounding,
 
     <1, g>, <1, |g|>, min g, max g, <1, |c - 1|>, <1, c>,

@@ -3,11 +3,9 @@
 A problem is a segment: a cost with masses, and vectors of its columns. `segments` says what an
 evaluation of its potentials tells and what a move changes, `rule` what problems and iterations look
 like from outside, `run` repeats iterations until all are done, with `late_reader` to read the
-device late and `recording` to repeat short steps as a CUDA graph. `quasi_newton` is one iteration:
-`trust` says which steps are kept, `differences` what they teach, `levels` at which epsilon;
-`quasi_newton_kernels` is the same in Triton, `few_problems` for few problems in Python floats:
-`numbers` has the operations with which formulas are written once for tensors and floats. `evidence`
-has what potentials prove.
+device late and `recording` to repeat short steps as a CUDA graph. `quasi_newton` is one iteration,
+which decides by `otdd_flash.formulas`; `quasi_newton_kernels` is the same in Triton, `few_problems`
+for few problems in Python floats. `evidence` has what potentials of one problem prove.
 
-A single problem is a segment of its own, whatever holds its cost (`operators.one_segment`).
+A single problem is a segment of its own, whatever holds its cost (`operators.one_problem`).
 """

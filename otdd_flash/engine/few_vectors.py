@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.segments import Evaluation, Move, TorchProblems
+from otdd_flash.engine.segments import Move, TorchProblems
+from otdd_flash.formulas.evidence import Evaluation, Products
 
 # Differences that are remembered.
 MEMORY = 8
@@ -217,6 +218,6 @@ def _evaluation(
         difference_difference=of_difference[1],
         step_residual=step_residual,
         difference_residual=of_difference[2],
-        remembered_differences=with_difference,
-        remembered_residual=with_residual,
+        remembered_differences=Products(with_difference[:MEMORY], with_difference[MEMORY:]),
+        remembered_residual=Products(with_residual[:MEMORY], with_residual[MEMORY:]),
     )

@@ -124,7 +124,7 @@ class KernelVectors:
         return self.columns.kept + self.columns.residual
 
     def evaluate(self, epsilon: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Evaluate the candidates: numbers of rows and of columns, for `Evaluation.of`."""
+        """Evaluate the candidates: numbers of rows and of columns, for `evaluation_of`."""
         problems, g = self._problems, self.columns.candidate
         rows, own = problems.layouts[0], problems.layouts[-1]
         seen = None

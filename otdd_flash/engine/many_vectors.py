@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.segments import Evaluation, Move, TorchProblems
+from otdd_flash.engine.segments import Move, TorchProblems
+from otdd_flash.formulas.evidence import Evaluation, Products
 
 
 class ManyVectors:
@@ -100,7 +101,8 @@ class ManyVectors:
             f, a = self.rows.double(), self._problems.row_masses
         row_value, row_size = totals(torch.stack((f, f.abs())) * a)
         numbers = (row_value, row_size, value, size, lowest, highest, gap, mass, *products)
-        return Evaluation(*numbers, *remembered.unbind(1))
+        each = [Products(*products.chunk(2, 1)) for products in remembered.unbind(1)]
+        return Evaluation(*numbers, *each)
 
     def move(self, move: Move, active: Tensor) -> None:
         """Choose the next candidates; the vectors of problems that are not active stay."""

@@ -10,48 +10,21 @@ import torch
 from torch import Tensor
 
 from otdd_flash.devices import current, sent
-from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
-from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
 from otdd_flash.engine.kernel_vectors import KernelProblems, KernelVectors
-from otdd_flash.engine.levels import FAR, LEVEL_TOLERANCE, Levels
-from otdd_flash.engine.quasi_newton import (
-    DUAL_ROUNDING,
-    FALLEN,
-    STALLED,
-    STALLED_FLOORS,
-    Progress,
-)
 from otdd_flash.engine.recording import Repeated
-from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.trust import GROWTH, PATIENCE, Trust
+from otdd_flash.engine.rule import Start
+from otdd_flash.engine.segments import numbers_of, units_of
+from otdd_flash.formulas.decision import Form, Goal, Levels, started
 from otdd_flash.kernels.segments.decision import (
     TERMS,
     TRUST,
-    Limits,
-    State,
+    SegmentState,
     segmented_decision,
     state_width,
 )
 
 # Iterations that are launched one after the other before the device is asked.
 AHEAD = 8
-
-LIMITS = Limits(
-    DUAL_ROUNDING,
-    GROWTH,
-    PATIENCE,
-    STALLED,
-    STALLED_FLOORS,
-    FALLEN,
-    VALUE_TRIFLE,
-    MOST_ERROR,
-    LEAST_MASS,
-    MOST_MASS,
-    LEVEL_TOLERANCE,
-    FAR,
-)
 
 
 class QuasiNewtonKernels:
@@ -72,8 +45,8 @@ class QuasiNewtonKernels:
         width = state_width(vectors.memory)
         numbers = torch.nn.functional.pad(known, (0, width - TRUST))
         active = torch.ones_like(level, dtype=torch.bool)
-        self._state = State(active, level, numbers, level.new_empty((len(level), TERMS)))
-        self._other = State(*map(torch.empty_like, self._state))
+        self._state = SegmentState(active, level, numbers, level.new_empty((len(level), TERMS)))
+        self._other = SegmentState(*map(torch.empty_like, self._state))
 
     @property
     def active(self) -> Tensor:
@@ -100,7 +73,6 @@ class QuasiNewtonKernels:
             memory=self.vectors.memory,
             damping=self._form.damping,
             symmetric=self._form.symmetric,
-            limits=LIMITS,
         )
         self.vectors.move(move, before.active)
         self._state, self._other = after, before
@@ -164,8 +136,8 @@ class QuasiNewtonKernels:
         # Potentials stay where they are; the problems say where those are of what is left.
         self._problems.keep(order)
         self._costs = self._costs[order]
-        self._state = State(*(part[order] for part in self._state))
-        self._other = State(*map(torch.empty_like, self._state))
+        self._state = SegmentState(*(part[order] for part in self._state))
+        self._other = SegmentState(*map(torch.empty_like, self._state))
 
     def _begin(self, costs: Tensor, settings: Tensor, first: Tensor, known: Tensor) -> None:
         """Begin at some levels, with the iterations and the differences that are there.
@@ -182,8 +154,8 @@ class QuasiNewtonKernels:
 def _known(start: Start) -> Tensor:
     """Pack the state before the first evaluation (S, TRUST), as the kernel reads it."""
     level, *levels = start.levels
-    fresh = *Trust.fresh(level), *Progress.none(level)
-    return torch.stack((start.iterations.to(level), *fresh, *levels), 1)
+    state = started(start.iterations.to(level), start.levels)
+    return torch.stack((state.iterations, *state.trust, *state.progress, *levels), 1)
 
 
 def _first_level(start: Start, epsilon: float | Tensor, max_iterations: int | Tensor) -> Tensor:
@@ -194,11 +166,10 @@ def _first_level(start: Start, epsilon: float | Tensor, max_iterations: int | Te
 
 def _costs(problems: KernelProblems) -> Tensor:
     """Pack the facts of the costs (S, 12), as the kernel reads them; maybe on the host."""
-    costs = problems.mean_cost, problems.cost_spread, problems.offset, *problems.errors
-    return torch.stack(costs, 1)
+    *facts, errors, _, _ = numbers_of(problems)
+    return torch.stack((*facts, *errors), 1)
 
 
 def settings_of(goal: Goal, problems: KernelProblems) -> Tensor:
     """What is asked for (7,), as the kernel reads it; on the host."""
-    units = (torch.finfo(dtype).eps / 2 for dtype in (problems.dtype, problems.sum_dtype))
-    return torch.tensor((*goal, *units), dtype=torch.float64)
+    return torch.tensor((*goal, *units_of(problems)), dtype=torch.float64)

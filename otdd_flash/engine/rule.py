@@ -6,27 +6,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.levels import Levels
 from otdd_flash.engine.segments import Costs
-
-
-class Goal(NamedTuple):
-    """When a problem is done.
-
-    Attributes:
-        epsilon: the final one, in units of the cost.
-        tolerance: marginal error to reach.
-        loosest: what the tolerance gives way to where rounding asks for it; at least `tolerance`.
-        max_iterations: evaluations after which it ends wherever it is, the last at `epsilon`.
-        aim: the share of the tolerance to reach.
-    """
-
-    epsilon: float
-    tolerance: float
-    loosest: float
-    max_iterations: int
-    aim: float = 1.0
+from otdd_flash.formulas.decision import Form, Goal, Levels
 
 
 class Start(NamedTuple):

@@ -27,7 +27,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.numbers import Numbers
+from otdd_flash.formulas.evidence import CostNumbers, Evaluation, PassErrors, Products
+from otdd_flash.formulas.operations import Numbers
 
 # Numbers of the columns in an evaluation, without those of remembered vectors.
 NUMBERS = 14
@@ -45,86 +46,11 @@ class WeightedPoints(NamedTuple):
     masses: Tensor
 
 
-class PassErrors(NamedTuple):
-    """What rounding may do to one pass over the scores of each segment, (S,) float64 each.
-
-    The sums of a pass are those of some perturbed cost C^ times 1 + rho, |rho| <= `sums`, another
-    C^ for rows than for columns. `evidence.two_passes` makes bounds of them.
-
-    Attributes:
-        mean: bound on sum_ij P_ij |C^_ij - C_ij| over a plan P with the masses as marginals.
-        largest: bound on max_ij |C^_ij - C_ij|.
-        peak: over a plan whose marginals are t off, the mean is at most (1 + t peak) `mean`.
-        sums: relative error of a row's or a column's sum.
-        stored: relative error of potentials of rows as they are stored.
-        offset: error of `offset`, in units of the cost.
-        potentials: relative error of potentials of both sides, where what certifies rounds them.
-        reach: in units of the cost, what keeps steps from lower marginal errors and hides nothing.
-        exponents: what float64 loses of exponents, relative to potentials and the spread of costs.
-    """
-
-    mean: Numbers
-    largest: Numbers
-    peak: Numbers
-    sums: Numbers
-    stored: Numbers
-    offset: Numbers
-    potentials: Numbers
-    reach: Numbers
-    exponents: Numbers
-
-
-class Evaluation(NamedTuple):
-    """The numbers of an evaluation of the candidates g; (S,) float64 each if not said otherwise.
-
-    With f = T(g), or f = g of a cloud with itself; the step s from the g kept last and the residual
-    difference y over it; and 1 for the constant vector. The plan is that of f and g.
-
-    Attributes:
-        row_value: <a, f>.
-        row_size: <a, |f|>.
-        value: <1, g>.
-        size: <1, |g|>.
-        lowest: min g over the support.
-        highest: max g over the support.
-        gap: sum_j b_j |exp(-r_j / epsilon) - 1|, the L1 error of the plan's column sums.
-        mass: sum_j b_j exp(-r_j / epsilon), of the whole plan.
-        mean_step: <1, s>.
-        mean_difference: <1, y>.
-        mean_residual: <1, r>.
-        step_step: <s, s>.
-        step_difference: <s, y>.
-        difference_difference: <y, y>.
-        step_residual: <s, r>.
-        difference_residual: <y, r>.
-        remembered_differences: (S, 2 memory), steps and differences with y.
-        remembered_residual: (S, 2 memory), with r.
-    """
-
-    row_value: Numbers
-    row_size: Numbers
-    value: Numbers
-    size: Numbers
-    lowest: Numbers
-    highest: Numbers
-    gap: Numbers
-    mass: Numbers
-    mean_step: Numbers
-    mean_difference: Numbers
-    mean_residual: Numbers
-    step_step: Numbers
-    step_difference: Numbers
-    difference_difference: Numbers
-    step_residual: Numbers
-    difference_residual: Numbers
-    remembered_differences: Numbers
-    remembered_residual: Numbers
-
-    @classmethod
-    def of(cls, rows: Tensor, columns: Tensor) -> Evaluation:
-        """Unpack numbers of rows (S, 2) and of columns (S, 14 + 4 memory), in this order."""
-        numbers, products = columns[:, :NUMBERS], columns[:, NUMBERS:]
-        return cls(*rows.unbind(1), *numbers.unbind(1), *products.chunk(2, 1))
+def evaluation_of(rows: Tensor, columns: Tensor) -> Evaluation:
+    """Unpack numbers of rows (S, 2) and of columns (S, 14 + 4 memory) in order."""
+    numbers, products = columns[:, :NUMBERS], columns[:, NUMBERS:].chunk(4, 1)
+    remembered = [Products(*products[:2]), Products(*products[2:])]
+    return Evaluation(*rows.unbind(1), *numbers.unbind(1), *remembered)
 
 
 class Move(NamedTuple):
@@ -240,3 +166,14 @@ class TorchProblems(Protocol):
             active: which problems to evaluate; what is returned of the others is unspecified.
         """
         ...
+
+
+def numbers_of(costs: Costs) -> CostNumbers:
+    """Return what formulas take of costs."""
+    facts = costs.mean_cost, costs.cost_spread, costs.offset, costs.errors
+    return CostNumbers(*facts, *units_of(costs))
+
+
+def units_of(costs: Costs) -> tuple[float, float]:
+    """Return the unit roundoffs of potentials and of sums of exponentials."""
+    return torch.finfo(costs.dtype).eps / 2, torch.finfo(costs.sum_dtype).eps / 2

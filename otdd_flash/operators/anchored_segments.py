@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.many_vectors import ManyVectors
 from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import PassErrors
+from otdd_flash.engine.rule import Start
+from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.operators.segment_tiles import moved, tiles
 
 if TYPE_CHECKING:

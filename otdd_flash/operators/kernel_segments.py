@@ -34,12 +34,11 @@ import math
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.evidence.two_passes import TRIFLE
 from otdd_flash.engine.kernel_vectors import KernelVectors, Pace, SegmentLayout
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import PassErrors
+from otdd_flash.engine.rule import Start
+from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.formulas.evidence import TRIFLE, PassErrors
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.segments.step import (
     PARTS,

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.engine.few_problems import FewQuasiNewton
 from otdd_flash.engine.few_vectors import FewVectors
-from otdd_flash.engine.rule import Evaluated, Goal, Iterations, Start, Vectors
-from otdd_flash.engine.segments import PassErrors
+from otdd_flash.engine.rule import Evaluated, Iterations, Start, Vectors
+from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.operators.base import Operator
 
 

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import SIDES, CostFacts
 from otdd_flash.cost.points import DOUBLE_UNIT
-from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.levels import Levels
-from otdd_flash.engine.numbers import Numbers, clamp, constant
 from otdd_flash.engine.recording import run_branches
-from otdd_flash.engine.rule import Evaluated, Goal, Start, Vectors
-from otdd_flash.engine.segments import PassErrors
+from otdd_flash.engine.rule import Evaluated, Start, Vectors
+from otdd_flash.formulas.decision import Form, Goal, Levels
+from otdd_flash.formulas.evidence import PassErrors
+from otdd_flash.formulas.operations import Numbers, constant, where
 from otdd_flash.operators.base import Certifiable, SelfCertifiable
 from otdd_flash.operators.point_scores import KeptScores
 from otdd_flash.operators.torch_operator import TorchOperator
@@ -445,7 +444,7 @@ class ScorePool(Pool):
 
 def pass_errors(mean: Numbers, lowest: Numbers) -> PassErrors:
     """Estimates of what rounding does to a pass in float32, of costs of such a mean and least."""
-    below = clamp(lowest, most=0.0)
+    below = where(lowest > 0, 0.0, lowest)
     none, unit = constant(mean, 0.0), constant(mean, UNIT)
     reach = UNIT * (mean - 2 * below)
     return PassErrors(reach / 2, reach / 2, none, unit / 2, none, none, unit, reach, none)

@@ -9,7 +9,7 @@ What a pass may get wrong, v = 2^-53, for d coordinates and n terms in a sum, ea
 order: a cost, (2 d + 16) v (||x_i|| + ||y_j||)^2, of centring both points, of their product and of
 three additions; a sum, (n + 512) v, of the logarithm of the mass, of the exponential, of additions
 and of the cut, n e^-700. What the exponent is rounded by is the `TRIFLE` of
-`engine.evidence.two_passes`.
+`formulas.evidence`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.evaluated import Form
-from otdd_flash.engine.evidence.two_passes import TRIFLE
 from otdd_flash.engine.many_vectors import ManyVectors
 from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.rule import Goal, Segments, Start
-from otdd_flash.engine.segments import PassErrors, WeightedPoints
+from otdd_flash.engine.rule import Segments, Start
+from otdd_flash.engine.segments import WeightedPoints
+from otdd_flash.formulas.decision import Form, Goal
+from otdd_flash.formulas.evidence import TRIFLE, PassErrors
 from otdd_flash.operators.anchored_segments import AnchoredSegments
 from otdd_flash.operators.segment_tiles import moved, tiles
 

@@ -1,9 +1,10 @@
 """What the potentials of one term prove: its value, an interval that holds it, its marginal error.
 
-The lower bound is the `dual` value at any potentials, the upper bound the lesser of `primal` and
-`oscillation`; both move outwards by what `perturbed_costs` allows for errors. For a cross term f is
-first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a and
-mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal.
+The lower bound is the dual value at any potentials, the upper bound the lesser of the primal value
+and the bound by oscillation; both move outwards by what `engine.evidence` allows for errors. For a
+cross term f is first replaced by its row update f + epsilon log(a / r), in float64, whose plan has
+row sums a and mass 1. A self term's plan is given mass 1 by a constant, and balanced on its
+diagonal.
 
 `certify` and `certify_self` take four steps: a `Plan` whose entries are evaluated once, its
 `PlanEvidence`, which the device sums up into some numbers, the reading of these, and `conclude`.
@@ -21,12 +22,28 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, larger, lesser
-from otdd_flash.engine.evidence import oscillation, primal
-from otdd_flash.engine.evidence.dual import dual_value
-from otdd_flash.engine.evidence.perturbed_costs import growth as growth_of
-from otdd_flash.engine.evidence.perturbed_costs import hidden_after_update, outwards
-from otdd_flash.engine.evidence.primal import Filling, dot
+from otdd_flash.engine.evidence import (
+    TINY,
+    Filling,
+    balancing,
+    diagonal_of,
+    distance,
+    dot,
+    filled_slack,
+    filled_value,
+    filling_of,
+    fitting_scale,
+    growth_of,
+    hidden_after_update,
+    oscillation_slack,
+    outwards,
+    perturbed_spread,
+    sums_without,
+    swings,
+    updated_gap,
+)
 from otdd_flash.errors import EpsilonOutOfRange
+from otdd_flash.formulas.evidence import dual_value, oscillation_bound
 from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator, SelfCertifiable
 from otdd_flash.solver.term.tolerance import or_double
 
@@ -235,21 +252,21 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     held[..., rows].add_(shift)
     errors = errors_of(operator, plan, f, updated_rows, epsilon)
     growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
-    kappa, total = primal.fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
+    kappa, total = fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
     # A sum of which all may be lost is not scaled up.
-    total_scaled = total.clamp_min(max(SCALABLE * sums.lost, primal.TINY))
+    total_scaled = total.clamp_min(max(SCALABLE * sums.lost, TINY))
     updated = torch.cat((updated_rows, operator.b), -1)
-    filling = primal.filling_of(operator, *points, both, kappa)
-    row_swing, column_swing = oscillation.swings(held, plan.absent, rows, columns)
+    filling = filling_of(operator, *points, both, kappa)
+    row_swing, column_swing = swings(held, plan.absent, rows, columns)
     numbers = CrossNumbers(
         kappa=kappa,
         mass=sums.columns.sum(-1),
         lost=(plan.masses * plan.lost).sum(-1),
         total=total,
-        moved=oscillation.distance(sums.rows, updated_rows),
-        missed=oscillation.distance(sums.columns, operator.b),
-        scaled_gap=oscillation.updated_gap(both, updated, total_scaled),
-        row_gap=oscillation.distance(updated_rows, operator.a),
+        moved=distance(sums.rows, updated_rows),
+        missed=distance(sums.columns, operator.b),
+        scaled_gap=updated_gap(both, updated, total_scaled),
+        row_gap=distance(updated_rows, operator.a),
         factor=factors.amax(-1),
         row_growth=dot(updated_rows, growth[..., rows]),
         column_growth=dot(sums.columns, growth[..., columns]),
@@ -279,19 +296,19 @@ def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> Pl
     costs, errors = operator.own_costs(), plan.cost_errors
     if sums.cost_rounding:
         errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
-    diagonal = primal.diagonal_of(a, held, costs, epsilon)
+    diagonal = diagonal_of(a, held, costs, epsilon)
     spread = errors / (epsilon / 4)
-    (swing,) = oscillation.swings(held, plan.absent, *plan.sides)
-    outside = primal.sums_without(diagonal, rows, sums.relative_error, spread)
+    (swing,) = swings(held, plan.absent, *plan.sides)
+    outside = sums_without(diagonal, rows, sums.relative_error, spread)
     numbers = SelfNumbers(
-        gap=oscillation.distance(rows, a),
+        gap=distance(rows, a),
         mass=rows.sum(-1),
         lost=(plan.masses * plan.lost).sum(-1),
         growth=dot(rows, growth),
         paid=dot(a, held),
         row_size=dot(a, held.abs()),
         swing=swing,
-        balancing=primal.balancing(a, plan.absent, diagonal, outside),
+        balancing=balancing(a, plan.absent, diagonal, outside),
         row_error=dot(a, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
     )
@@ -316,7 +333,7 @@ class CrossNumbers(NamedTuple):
         scaled_gap: a bound on that after.
         row_gap: ||r - a||_1, after.
         factor: max s.
-        row_growth: <r, `perturbed_costs.growth`>, after.
+        row_growth: <r, `engine.evidence.growth_of`>, after.
         column_growth: <c, growth>, before.
         largest_growth: of a column.
         paid: <a, f> + <b, g>, after.
@@ -392,15 +409,15 @@ class CrossNumbers(NamedTuple):
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
         """The lesser upper bound for the perturbed costs, on the host."""
         kappa, relative = self.kappa, sums.relative_error
-        spread = oscillation.perturbed_spread(costs, sums, self.row_error + self.column_error)
+        spread = perturbed_spread(costs, sums, self.row_error + self.column_error)
         paid = kappa * (self.paid_before + epsilon * math.log(kappa) * self.total)
         kept = kappa * min(self.total, self.mass)
-        upper: float = primal.filled_value(self.filling, paid, kept, epsilon)
-        upper += primal.filled_slack(relative, self.size, spread, epsilon)
+        upper: float = filled_value(self.filling, paid, kept, epsilon)
+        upper += filled_slack(relative, self.size, spread, epsilon)
         if self.row_gap == 0:
             dual, swing = self.dual(epsilon), self.column_swing
-            slack = oscillation.slack(relative, self.row_swing + swing, spread)
-            upper = min(upper, oscillation.bound(dual, self.column_gap, swing, spread) + slack)
+            slack = oscillation_slack(relative, self.row_swing + swing, spread)
+            upper = min(upper, oscillation_bound(dual, self.column_gap, swing, spread) + slack)
         return upper
 
     def needs_more(self, unit: float, scaled: float = 0.0) -> Any:
@@ -419,11 +436,11 @@ class SelfNumbers(NamedTuple):
         gap: ||r - a||_1.
         mass: sum of r.
         lost: masses of points of which errors may hide all.
-        growth: <r, `perturbed_costs.growth`>.
+        growth: <r, `engine.evidence.growth_of`>.
         paid: <a, f>.
         row_size: <a, |f|>.
         swing: max f - min f.
-        balancing: see `primal.balancing`.
+        balancing: see `engine.evidence.balancing`.
         row_error: of costs, <a, A>.
         largest_error: max A.
     """
@@ -460,14 +477,14 @@ class SelfNumbers(NamedTuple):
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
         """The lesser upper bound for the perturbed costs, on the host."""
-        spread = oscillation.perturbed_spread(costs, sums, 2 * self.largest_error)
+        spread = perturbed_spread(costs, sums, 2 * self.largest_error)
         # Of the plan that is balanced on its diagonal.
         upper: float = 2 * self.paid + epsilon * self.balancing
         if self.mass > 0.5:
             # Both marginals have mass 1.
             dual, swing = self.dual(epsilon), self.swing
-            slack = oscillation.slack(sums.relative_error, 2 * swing, spread)
-            upper = min(upper, oscillation.self_bound(dual, self.gap, swing, spread) + slack)
+            slack = oscillation_slack(sums.relative_error, 2 * swing, spread)
+            upper = min(upper, oscillation_bound(dual, 2 * self.gap, swing, spread) + slack)
         return upper
 
     def needs_more(self, unit: float) -> Any:
@@ -492,7 +509,7 @@ class Plan(NamedTuple):
         masses: (k,).
         absent: (k,) bool, the points without mass.
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
-        errors: (k,) A and B of `perturbed_costs`, likewise.
+        errors: (k,) A and B of `engine.evidence`, likewise.
         lost: (k,) bool, the points with mass of which errors of costs may hide all. What they send
             is lost to rounding, and more than errors may make up for.
         passes: evaluations of `Operator.marginals`.

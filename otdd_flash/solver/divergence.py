@@ -26,8 +26,8 @@ from torch import Tensor
 from otdd_flash.checks import shown
 from otdd_flash.cost.facts import SIDES, TERMS
 from otdd_flash.cost.ground import NO_OFFSET, Offset
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
 from otdd_flash.errors import ConvergenceError, InputError, NotConvergedWarning, warn
+from otdd_flash.formulas.decision import CROSS, SELF, Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.real_numbers import real_tensor
 from otdd_flash.solver.schedules.base import Schedule

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
-from otdd_flash.engine.evidence.two_passes import rounding_of
-from otdd_flash.engine.levels import Levels, first_level
-from otdd_flash.engine.rule import Goal, Segments, Start
+from otdd_flash.engine.rule import Segments, Start
 from otdd_flash.engine.run import Finished, SegmentTerms, run
+from otdd_flash.engine.segments import numbers_of
+from otdd_flash.formulas.decision import CROSS, SELF, Form, Goal, Levels, first_level
+from otdd_flash.formulas.evidence import rounding_of
 from otdd_flash.solver.schedules.converged import Converged
 
 
@@ -31,7 +31,7 @@ def solve_cross_terms(
     """
     none = torch.zeros_like(segments.mean_cost)
     # Where rounding of the costs alone exceeds the tolerance, one evaluation is one too many.
-    floor = rounding_of(segments, none, none, none, epsilon).floor
+    floor = rounding_of(numbers_of(segments), none, none, none, epsilon).floor
     hopeless = 2 * floor > options.asked_tolerance
     top = torch.where(hopeless, epsilon, first_level(epsilon, segments.mean_cost))
     return _solve(segments, CROSS, epsilon, options, Levels.trying(epsilon, top), finished)

@@ -34,12 +34,18 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import equal_masses
-from otdd_flash.engine.evidence.evaluated import CROSS, Form
-from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.evidence.scale import rounding_floor
-from otdd_flash.engine.levels import LEVEL_TOLERANCE, Levels, first_level
-from otdd_flash.engine.rule import Evaluated, Goal, Iterations, Start
+from otdd_flash.engine.evidence import rounding_floor
+from otdd_flash.engine.rule import Evaluated, Iterations, Start
 from otdd_flash.engine.run import run_one
+from otdd_flash.formulas.decision import (
+    CROSS,
+    LEVEL_TOLERANCE,
+    Form,
+    Goal,
+    Levels,
+    first_level,
+)
+from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self

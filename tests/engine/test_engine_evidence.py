@@ -6,23 +6,33 @@ A tenth less of most of them would be wrong: at problems where no error cancels 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import oscillation
-from otdd_flash.engine.evidence.dual import dual_value
-from otdd_flash.engine.evidence.perturbed_costs import (
-    growth,
+from otdd_flash.engine.evidence import (
+    growth_of,
     hidden_after_update,
+    oscillation_slack,
     outwards,
+    perturbed_spread,
     share_of_costs,
+    swings,
+    updated_gap,
 )
-from otdd_flash.engine.evidence.two_passes import TRIFLE, Rounding, rounding_of
-from otdd_flash.engine.segments import PassErrors
+from otdd_flash.formulas.evidence import (
+    TRIFLE,
+    CostNumbers,
+    PassErrors,
+    Rounding,
+    dual_value,
+    gap_at_mass_one,
+    oscillation_bound,
+    rounding_of,
+    total_error,
+)
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
 
@@ -71,8 +81,8 @@ def test_oscillation_bounds_a_cross_term(swing: float, near: float) -> None:
     columns = reference.plan(cost, a, b, f, g, SMALL).sum(0)
     dual = reference.dual_value(cost, a, b, f, g, SMALL)
     truth, _, _ = reference.entropic_transport(cost, a, b, SMALL)
-    (osc,) = oscillation.swings(g, b == 0, EVERY)
-    found = oscillation.bound(dual, distance(columns, b), osc, number(SPREAD))
+    (osc,) = swings(g, b == 0, EVERY)
+    found = oscillation_bound(dual, distance(columns, b), osc, number(SPREAD))
     assert_nearly_attained(truth - dual, found - dual, 0.99)
 
 
@@ -87,8 +97,8 @@ def test_oscillation_bounds_a_self_term() -> None:
     rows = reference.plan(cost, a, a, f, f, SMALL).sum(1)
     dual = reference.dual_value(cost, a, a, f, f, SMALL)
     truth, _, _ = reference.entropic_transport(cost, a, a, SMALL)
-    (osc,) = oscillation.swings(f, a == 0, EVERY)
-    found = oscillation.self_bound(number(0), distance(rows, a), osc, number(SPREAD))
+    (osc,) = swings(f, a == 0, EVERY)
+    found = oscillation_bound(number(0), 2 * distance(rows, a), osc, number(SPREAD))
     assert_nearly_attained(truth - dual, found, 0.98)
 
 
@@ -104,8 +114,8 @@ def test_oscillation_bounds_what_sums_that_are_off_hide() -> None:
     for sums, masses in ((plan.sum(1), a), (plan.sum(0), b)):
         assert float((masses / sums - 1).abs().max()) <= 1.001 * share
     truth, _, _ = reference.entropic_transport(cost, a, b, SMALL)
-    swings = oscillation.swings(torch.cat((f, g)), torch.cat((a, b)) == 0, slice(0, 2), slice(2, 4))
-    found = oscillation.slack(share, swings[0] + swings[1], number(SPREAD))
+    each = swings(torch.cat((f, g)), torch.cat((a, b)) == 0, slice(0, 2), slice(2, 4))
+    found = oscillation_slack(share, each[0] + each[1], number(SPREAD))
     assert_nearly_attained(4 * (truth - (a @ f + b @ g)), found)
 
 
@@ -115,7 +125,7 @@ def test_the_spread_of_perturbed_costs() -> None:
     operator, none = matrix_operator(cost, masses, masses), torch.zeros(2, dtype=torch.float64)
     sums = Marginals(none, none, none, none, 0.125, 0.0, 0.0)
     perturbed = cost + cost.sign() * (0.25 + 0.125 * cost.abs())
-    found = oscillation.perturbed_spread(operator.costs, sums, number(0.25))
+    found = perturbed_spread(operator.costs, sums, number(0.25))
     assert_nearly_attained(perturbed.max() - perturbed.min(), found, 1 - 1e-6)
 
 
@@ -131,20 +141,20 @@ def test_the_spread_of_perturbed_costs() -> None:
 )
 def test_columns_after_a_row_update(plan: Tensor, factors: Tensor, b: Tensor, k: float) -> None:
     sums, updated = torch.cat((plan.sum(1), plan.sum(0))), torch.cat((factors * plan.sum(1), b))
-    found = oscillation.updated_gap(sums, updated, number(1 / k))
+    found = updated_gap(sums, updated, number(1 / k))
     gap = distance(plan.T @ factors, b)
     assert_nearly_attained(gap, found, 1 - 1e-9 if k == 2 else 0.7)
     for other in (0.5, 1.7):
-        assert oscillation.updated_gap(sums, updated, number(other)) >= gap - 1e-12, other
+        assert updated_gap(sums, updated, number(other)) >= gap - 1e-12, other
 
 
 def test_a_plan_given_mass_one_and_the_most_that_an_error_can_be() -> None:
     """All of its mass is where there is too much already."""
     rows, a = real(0.5, 0), real(0.4, 0.6)
-    found = oscillation.gap_at_mass_one(distance(rows, a), rows.sum())
+    found = gap_at_mass_one(distance(rows, a), rows.sum())
     assert_nearly_attained(distance(rows / rows.sum(), a), found, 1 - 1e-9)
     gaps, floors = real(0.25, 1.75, 0.0), real(0.5, 0.5, torch.inf)
-    assert oscillation.total_error(gaps, floors).tolist() == [0.75, 2.0, 2.0]
+    assert total_error(gaps, floors).tolist() == [0.75, 2.0, 2.0]
 
 
 # Errors of costs, where all are equal.
@@ -160,7 +170,7 @@ def sums_of(
 
 def hidden_mass(sums: Tensor, errors: Tensor) -> float:
     """One side of the bound (2)."""
-    return float(sums @ growth(sums, errors, EPSILON)) / 2
+    return float(sums @ growth_of(sums, errors, EPSILON)) / 2
 
 
 @pytest.mark.parametrize("error", [1e-6, 1.0])
@@ -187,7 +197,7 @@ def test_errors_hide_mass_of_columns_that_grew(errors: Tensor) -> None:
     """
     sums, factors = sums_of(torch.diag(real(0.2, 0.8))), real(3, 1)
     true, before = hidden_mass(sums.columns * factors, errors), hidden_mass(sums.columns, errors)
-    largest = float(growth(sums.columns, errors, EPSILON).max()) / 2
+    largest = float(growth_of(sums.columns, errors, EPSILON).max()) / 2
     moved = float(sums.rows @ (factors - 1).abs())
     found = hidden_after_update(before, largest, float(factors.max()), moved)
     assert_nearly_attained(true, found, 1 - 1e-9)
@@ -251,10 +261,8 @@ def rounding(errors: dict[str, float], stored: float = 0.0, off: float = 0.0) ->
     """What is said of one problem whose costs have these errors, 0 where nothing is said."""
     named = {name: real(errors.get(name, 0.0)) for name in PassErrors._fields}
     named["exponents"] += TRIFLE
-    segments = SimpleNamespace(
-        errors=PassErrors(**named), cost_spread=real(0.0), offset=real(0.0), mean_cost=real(COST)
-    )
-    return rounding_of(segments, real(stored), real(stored), real(off), EPSILON)
+    costs = CostNumbers(real(COST), real(0.0), real(0.0), PassErrors(**named), 0.0, 0.0)
+    return rounding_of(costs, real(stored), real(stored), real(off), EPSILON)
 
 
 @pytest.mark.parametrize(

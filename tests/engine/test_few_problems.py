@@ -11,15 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from otdd_flash.engine import numbers
-from otdd_flash.engine.differences import Differences
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF, Form
-from otdd_flash.engine.few_problems import Memory
-from otdd_flash.engine.levels import Levels
-from otdd_flash.engine.quasi_newton import Progress, State, decide
-from otdd_flash.engine.rule import Goal
-from otdd_flash.engine.segments import Evaluation, PassErrors
-from otdd_flash.engine.trust import Trust
+from otdd_flash.engine.segments import numbers_of
+from otdd_flash.formulas import operations
+from otdd_flash.formulas.decision import (
+    CROSS,
+    SELF,
+    Form,
+    Goal,
+    Levels,
+    Progress,
+    State,
+    Trust,
+    decide,
+)
+from otdd_flash.formulas.differences import OneMemory, advance, empty_memory
+from otdd_flash.formulas.evidence import Evaluation, PassErrors, Products, at_least, at_most
 from otdd_flash.operators.one_problem import Scalars
 
 MEMORY, EPSILON = 8, 0.25
@@ -61,14 +67,14 @@ def states(count: int) -> tuple[State, Evaluation]:
 
 EXTREMES = (-math.inf, -2.5, -0.0, 0.0, 1e-300, 0.5, 800.0, math.inf, math.nan)
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "ratio": numbers.ratio,
-    "maximum": numbers.maximum,
-    "minimum": numbers.minimum,
-    "log": lambda one, _: numbers.log(one),
-    "exp": lambda one, _: numbers.exp(one),
-    "sqrt": lambda one, _: numbers.sqrt(one),
-    "is_finite": lambda one, _: numbers.is_finite(one),
-    "clamp": lambda one, _: numbers.clamp(one, -1.0, 2.0),
+    "abs": lambda one, _: operations.abs(one),
+    "log": lambda one, _: operations.log(one),
+    "exp": lambda one, _: operations.exp(one),
+    "sqrt": lambda one, _: operations.sqrt(one),
+    "where": lambda one, two: operations.where(one > two, one, two),
+    "at_least": at_least,
+    "at_most": at_most,
+    "bounded": lambda one, _: at_most(at_least(one, -1.0), 2.0),
 }
 
 
@@ -82,6 +88,13 @@ def test_floats_follow_what_tensors_do_at_the_extremes(name: str) -> None:
         torch.testing.assert_close(
             found, expected, rtol=1e-14, atol=0, equal_nan=True, msg=f"{name} of {pair}"
         )
+
+
+def each_of(found: Evaluation, change: Callable[[Tensor], Any]) -> Evaluation:
+    """An evaluation with every tensor changed."""
+    return Evaluation(
+        *(Products(*map(change, of)) if isinstance(of, Products) else change(of) for of in found)
+    )
 
 
 def flat(value: object) -> list[object]:
@@ -107,14 +120,14 @@ def test_decisions_are_those_of_tensors(form: Form, count: int) -> None:
         offset=torch.zeros(count, dtype=DOUBLE),
         errors=PassErrors(*(torch.full((count,), each, dtype=DOUBLE) for each in costs.errors)),
     )
-    together = flat(decide(GOAL, form, of_all, state, found))
+    together = flat(decide(GOAL, numbers_of(of_all), state, found, form.symmetric))
     given = torch.stack([*flat(state), *found], 1).tolist()
     alone = []
     for row in given:
         iterations, *numbers = row[:15]
         parts = Levels(*numbers[:5]), Trust(*numbers[5:11]), Progress(*numbers[11:14])
         one = State(iterations, *parts), Evaluation(*row[15:])
-        alone.append(flat(decide(GOAL, form, costs, *one)))
+        alone.append(flat(decide(GOAL, numbers_of(costs), *one, form.symmetric)))
     differing = 0
     for many, ones in zip(together, zip(*alone, strict=True), strict=True):
         single = torch.tensor(ones, dtype=many.dtype)
@@ -133,54 +146,61 @@ def test_directions_are_those_of_tensors() -> None:
     # Residual differences of a convex problem: y = H s.
     hessian = basis @ basis.T / 30 + torch.eye(30, dtype=DOUBLE)
     slots = torch.zeros(2 * MEMORY, 30, dtype=DOUBLE)
-    alone, together = Memory(MEMORY), Differences(torch.zeros(1, dtype=DOUBLE), MEMORY)
+    alone, together = OneMemory(MEMORY), empty_memory(torch.zeros(1, dtype=DOUBLE), MEMORY)
+    numbers = torch.arange(MEMORY)[None]
     for k in range(20):
         step, residual = torch.randn(2, 30, generator=draw, dtype=DOUBLE)
         difference, learnt = hessian @ step, k % 5 != 3
-        products = {
-            "step_step": step @ step,
-            "step_difference": step @ difference,
-            "difference_difference": difference @ difference,
-            "step_residual": step @ residual,
-            "difference_residual": difference @ residual,
+        scalars = {
+            "mean_step": step.mean(),
+            "mean_difference": difference.mean(),
+            "mean_residual": residual.mean(),
+            "step_step": step @ step / 30,
+            "step_difference": step @ difference / 30,
+            "difference_difference": difference @ difference / 30,
+            "step_residual": step @ residual / 30,
+            "difference_residual": difference @ residual / 30,
         }
-        zeros = dict.fromkeys(Evaluation._fields, 0.0)
-        found = Evaluation(**zeros | {name: float(each) for name, each in products.items()})
-        slot, before = alone.slot, slots.clone()
-        one = alone.after(
-            found._replace(
-                remembered_differences=(before @ difference).tolist(),
-                remembered_residual=(before @ residual).tolist(),
-            ),
-            learnt,
-            1e-9,
-        )
-        assert (one.learnt, slot) == (learnt, int(together.slot))
+        none = torch.zeros((), dtype=DOUBLE)
+        products = [Products(*(slots @ each / 30).chunk(2)) for each in (difference, residual)]
+        found = Evaluation(*[none] * 16, *products)._replace(**scalars)
+        of_all, of_one = each_of(found, lambda of: of[None]), each_of(found, Tensor.tolist)
+        slot = alone.slot
+        assert slot == int(together.slot)
+        one = alone.advance(of_one, learnt, False, 1e-9, 0.25)
+        flag, plain = torch.tensor([learnt]), torch.tensor([False])
+        together, all_ = advance(together, numbers, of_all, flag, plain, 1e-9, 0.25)
+        assert one.learnt == bool(all_.learnt) == learnt
         if learnt:
-            slots[slot], slots[slot + MEMORY] = step, difference
-        flag = torch.tensor([learnt])
-        together.learn(flag, *(slots @ difference)[None].chunk(2, 1))
-        expected = together.direction(*(slots @ residual)[None].chunk(2, 1))
-        assert one.scale == pytest.approx(float(expected.scale), rel=1e-10)
+            slots[slot] = step - step.mean()
+            slots[slot + MEMORY] = difference - difference.mean()
+        assert one.scale == pytest.approx(float(all_.scale), rel=1e-10)
+        assert one.shift == pytest.approx(float(all_.shift), rel=1e-10)
         direction = slots.T @ torch.tensor(one.weights, dtype=DOUBLE)
-        torch.testing.assert_close(direction, slots.T @ expected.weights[0], rtol=1e-8, atol=1e-8)
+        expected = slots.T @ torch.cat(all_.weights, 1)[0]
+        torch.testing.assert_close(direction, expected, rtol=1e-8, atol=1e-8)
+
+
+ZEROS = Products([0.0] * MEMORY, [0.0] * MEMORY)
 
 
 @pytest.mark.parametrize("extreme", [math.inf, 1e308])
 def test_numbers_that_overflow_have_no_direction(extreme: float) -> None:
-    """As tensors they would be infinite, or NaN: nothing is raised."""
-    memory = Memory(MEMORY)
-    found = Evaluation(*[1.0] * 16, [0.0] * 2 * MEMORY, [0.0] * 2 * MEMORY)
+    """As tensors they would be infinite, or NaN: nothing is raised, and a plain update follows."""
+    memory = OneMemory(MEMORY)
+    found = Evaluation(*[1.0] * 16, *[ZEROS] * 2)
     found = found._replace(mean_step=0.0, mean_difference=0.0, mean_residual=0.0)
-    assert memory.after(found, True, 0.0).learnt
-    products = [extreme, -extreme] * MEMORY
+    step = memory.advance(found, True, False, 0.0, 0.25)
+    assert step.learnt
+    assert (step.scale, any(step.weights)) == (1.0, True)
+    products = Products(*[[extreme, -extreme] * (MEMORY // 2)] * 2)
     found = found._replace(remembered_differences=products, remembered_residual=products)
     found = found._replace(step_difference=extreme, step_residual=extreme)
-    memory.after(found, True, 0.0)
-    found = memory.after(found, True, 0.0)
-    assert not all(map(math.isfinite, (found.scale, *found.weights)))
+    memory.advance(found, True, False, 0.0, 0.25)
+    step = memory.advance(found, True, False, 0.0, 0.25)
+    assert (step.scale, step.shift, step.weights) == (0.25, 0.0, [])
 
 
 def test_nothing_remembered_has_no_direction() -> None:
-    found = Evaluation(*[0.0] * 16, [0.0] * 2 * MEMORY, [0.0] * 2 * MEMORY)
-    assert math.isnan(Memory(MEMORY).after(found, False, 0.0).scale)
+    found = Evaluation(*[0.0] * 16, *[ZEROS] * 2)
+    assert OneMemory(MEMORY).advance(found, False, False, 0.0, 0.25)[1:] == (0.25, 0.0, [])

@@ -10,7 +10,7 @@ import torch
 from test_engine_evidence import assert_nearly_attained
 from torch import Tensor
 
-from otdd_flash.engine.evidence.primal import (
+from otdd_flash.engine.evidence import (
     RowSums,
     balancing,
     diagonal_of,

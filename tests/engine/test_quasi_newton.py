@@ -8,9 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.levels import ITERATIONS_PER_LEVEL, TOP, Levels, first_level
-from otdd_flash.engine.quasi_newton import FALLEN, STALLED, Progress
-from otdd_flash.engine.trust import GROWTH, PATIENCE, Trust
+from otdd_flash.formulas.decision import (
+    FALLEN,
+    GROWTH,
+    ITERATIONS_PER_LEVEL,
+    PATIENCE,
+    STALLED,
+    TOP,
+    Levels,
+    Trust,
+    first_level,
+    is_hopeless,
+    judge,
+    levels_after,
+    progress_after,
+    started,
+)
 
 EPSILON = 0.3
 FLOOR, SLACK = 1e-4, 1e-8
@@ -31,9 +44,9 @@ def numbers(*values: float) -> Tensor:
     ids=["a plateau", "noise about it", "an error that falls", "a dual that rises"],
 )
 def test_what_makes_no_progress_ages(gaps: list[float], duals: list[float], stalls: bool) -> None:
-    progress, ages = Progress.none(numbers(0)), []
+    progress, ages = started(numbers(0), Levels.descending(numbers(1))).progress, []
     for gap, dual in zip(gaps, duals, strict=True):
-        progress = progress.after(numbers(gap), numbers(dual), numbers(SLACK))
+        progress = progress_after(progress, numbers(gap), numbers(dual), numbers(SLACK))
         ages.append(float(progress.age))
     assert (ages[STALLED] == STALLED) == stalls
     assert stalls or max(ages) < STALLED
@@ -63,14 +76,14 @@ def test_a_try_goes_on_while_the_error_promises_enough(errors: list[float], hope
     assert float(levels.allowed) == 2 * ITERATIONS_PER_LEVEL
     levels = levels._replace(allowed=numbers(6.0))
     for iteration, error in enumerate(errors, 1):
-        found = levels.hopeless(numbers(iteration), numbers(error), numbers(1e-3))
-        levels = levels.after(numbers(error), no, found, epsilon)
+        found = is_hopeless(levels, numbers(iteration), numbers(error), numbers(1e-3))
+        levels = levels_after(levels, numbers(error), no, found, epsilon)
     assert bool(found) is hopeless
     assert float(levels.level) == (0.4 if hopeless else epsilon)
     # There is but one, and none without levels above.
     assert float(levels.allowed) == (0.0 if hopeless else 6.0)
     above = Levels.trying(0.1, numbers(0.1))._replace(error=numbers(0.1))
-    assert not bool(above.hopeless(numbers(9.0), numbers(0.5), numbers(1e-3)))
+    assert not bool(is_hopeless(above, numbers(9.0), numbers(0.5), numbers(1e-3)))
 
 
 # Which steps are kept, and how long plain updates follow those that are not.
@@ -78,9 +91,9 @@ def test_a_try_goes_on_while_the_error_promises_enough(errors: list[float], hope
 
 def after(*seen: tuple[float, float, float]) -> Trust:
     """After evaluations of a dual, its gain and a marginal error."""
-    trust = Trust.fresh(numbers(0))
+    trust = started(numbers(0), Levels.descending(numbers(1))).trust
     for one in seen:
-        trust = trust.judge(*map(numbers, one), numbers(1e-6)).trust
+        trust = judge(trust, *map(numbers, one), numbers(1e-6)).trust
     return trust
 
 
@@ -104,6 +117,9 @@ def test_rejections_in_a_row_are_followed_by_ever_more_plain_updates() -> None:
     seen = [good, bad, good, bad, good, good]
     assert float(after(*seen).penalty) == 4
     assert float(after(*seen, (9.0, 0.0, 0.1)).penalty) == 2
+    # A lower error does not, of a step that is taken back or of a plain update.
+    assert float(after(*seen, (-1.0, 0.0, 0.01)).penalty) == 8
+    assert float(after(good, bad, (1.0, 1.0, 0.01)).penalty) == 2
 
 
 @pytest.mark.parametrize(
@@ -112,7 +128,7 @@ def test_rejections_in_a_row_are_followed_by_ever_more_plain_updates() -> None:
 )
 def test_where_the_dual_cannot_tell_the_marginal_error_decides(growth, stale, kept) -> None:
     trust = after((1.0, 0.0, 0.1))._replace(stale=numbers(stale))
-    judged = trust.judge(numbers(1.0), numbers(0.0), numbers(0.1 * growth), numbers(1e-6))
+    judged = judge(trust, numbers(1.0), numbers(0.0), numbers(0.1 * growth), numbers(1e-6))
     assert bool(judged.kept) is kept
 
 
@@ -127,5 +143,5 @@ def test_the_first_level_is_a_power_of_two_times_epsilon_below_a_share_of_the_me
 
 
 def test_the_first_step_that_is_not_kept_is_followed_by_one_plain_update() -> None:
-    trust = Trust.fresh(torch.zeros(1, dtype=torch.float64))
+    trust = started(numbers(0), Levels.descending(numbers(1))).trust
     assert [float(part) for part in trust] == [-math.inf, 0, math.inf, 0, 0, 1]

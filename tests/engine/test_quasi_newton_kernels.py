@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from otdd_flash.engine import quasi_newton, quasi_newton_kernels, trust
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF
-from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.levels import Levels
+from otdd_flash.engine import quasi_newton_kernels
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Goal, Start
-from otdd_flash.engine.segments import Evaluation, PassErrors
-from otdd_flash.kernels.segments import decision as segmented_decision
+from otdd_flash.engine.rule import Start
+from otdd_flash.engine.segments import evaluation_of
+from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
+from otdd_flash.formulas.evidence import MOST_ERROR, PassErrors
+from otdd_flash.kernels.segments import decision as decision_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-STEPS, RESTART, MEMORY = 16, 10, 4
+STEPS, RESTART, MEMORY = 40, 26, 4
 GOAL = Goal(0.1, 1e-3, 1e-3, max_iterations=STEPS - 1)
 # Its tolerance gives way to rounding, and more is asked for than that.
 LOOSE = GOAL._replace(loosest=0.1, aim=0.5)
@@ -101,19 +100,10 @@ class DrawnInTorch(Drawn):
     """The same with evaluations and moves by their names."""
 
     def evaluate(self, epsilon, active):
-        return Evaluation.of(*super().evaluate(epsilon, active))
+        return evaluation_of(*super().evaluate(epsilon, active))
 
     def move(self, move, active):
         super().move(move.numbers, active)
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    """After two iterations without a lower error it counts, and after five they end."""
-    limits = quasi_newton_kernels.LIMITS._replace(patience=2.0, stalled=5.0)
-    monkeypatch.setattr(quasi_newton_kernels, "LIMITS", limits)
-    monkeypatch.setattr(trust, "PATIENCE", 2)
-    monkeypatch.setattr(quasi_newton, "STALLED", 5)
 
 
 def begin(rule, form, goal=GOAL):
@@ -223,7 +213,7 @@ class Idle:
 
 def test_pytorch_does_nothing_between_evaluation_and_move(monkeypatch):
     """Launches, not work, are what iterations on small problems take."""
-    monkeypatch.setattr(segmented_decision, "segmented_decision_kernel", Idle())
+    monkeypatch.setattr(decision_kernel, "segmented_decision_kernel", Idle())
     segments, rule = begin(QuasiNewtonKernels, CROSS)
     monkeypatch.setattr(segments, "evaluate", lambda *_: segments.evaluations[0])
     with Count() as count:
@@ -239,7 +229,7 @@ def test_a_step_that_was_recorded_before_a_restart_reads_the_new_aim(monkeypatch
         def __getitem__(self, grid):
             return lambda *args, **constants: seen.append(args[4:6])
 
-    monkeypatch.setattr(segmented_decision, "segmented_decision_kernel", Noted())
+    monkeypatch.setattr(decision_kernel, "segmented_decision_kernel", Noted())
     segments, rule = begin(QuasiNewtonKernels, CROSS)
     monkeypatch.setattr(segments, "evaluate", lambda *_: segments.evaluations[0])
     rule.step()

@@ -17,7 +17,6 @@ from compiling import needs
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from otdd_flash.engine.quasi_newton_kernels import LIMITS
 from otdd_flash.kernels.passes import resident_half_step
 from otdd_flash.kernels.passes.fused_product import fused_product_kernel
 from otdd_flash.kernels.passes.half_step import half_step_kernel
@@ -248,7 +247,7 @@ def segments(capability: int, given: dict[str, Any], *, steps_alone: bool) -> Ta
             name = f"{kernel.__name__}{' merged' * merged}"
             taken[name] = compiled(kernel, constants, 0, tile)
         # Of self terms and of others.
-        constants = decision.constants_of(memory, 0.5, merged, LIMITS, decision.BLOCK_ON_GPU)
+        constants = decision.constants_of(memory, 0.5, merged, decision.BLOCK_ON_GPU)
         kernel, one_warp = decision.segmented_decision_kernel, tile._replace(warps=1)
         taken[f"decision {memory}"] = compiled(kernel, constants, 0, one_warp)
     return taken

@@ -1,25 +1,29 @@
-"""A kernel makes of an evaluation what the PyTorch reference makes of it, number by number."""
+"""A kernel makes of an evaluation what formulas make of tensors, number by number."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from otdd_flash.engine.evidence.dual import LEAST_MASS, MOST_MASS
-from otdd_flash.engine.evidence.evaluated import Evidence, evaluate_cross, evaluate_self
-from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.evidence.two_passes import VALUE_TRIFLE
-from otdd_flash.engine.segments import Evaluation, PassErrors
-from otdd_flash.kernels.segments.evidence import COSTS, evaluate
+from otdd_flash.formulas.evidence import (
+    MOST_ERROR,
+    CostNumbers,
+    Evaluation,
+    Evidence,
+    PassErrors,
+    evaluate_cross,
+    evaluate_self,
+)
+from otdd_flash.kernels.segments.decision import COSTS, compiled, load_numbers
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNT, NUMBERS = 64, 14
 # Unit roundoffs of potentials and of sums: coarser ones than sums have, so that their terms show.
-DTYPES = torch.float32, torch.float16
+UNITS = 2.0**-24, 2.0**-11
+
+of_cross, of_self = compiled(evaluate_cross), compiled(evaluate_self)
 
 
 @triton.jit
@@ -27,35 +31,31 @@ def evaluate_kernel(
     rows_ptr,  # (COUNT, 2)
     columns_ptr,  # (COUNT, NUMBERS)
     costs_ptr,  # (COUNT, COSTS)
+    units_ptr,  # (2,)
     epsilon_ptr,  # (COUNT,)
     out_ptr,  # (9, COUNT)
-    unit: tl.float64,
-    unit_of_sums: tl.float64,
     SELF: tl.constexpr,
-    VALUE_TRIFLE: tl.constexpr,
-    MOST_ERROR: tl.constexpr,
-    LEAST_MASS: tl.constexpr,
-    MOST_MASS: tl.constexpr,
     NUMBERS: tl.constexpr,
     COSTS: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     i_problem = tl.arange(0, COUNT)
-    numbers = evaluate(
-        rows_ptr + 2 * i_problem,
-        columns_ptr + NUMBERS * i_problem,
-        costs_ptr + COSTS * i_problem,
-        tl.load(epsilon_ptr + i_problem),
-        unit,
-        unit_of_sums,
-        SELF,
-        VALUE_TRIFLE,
-        MOST_ERROR,
-        LEAST_MASS,
-        MOST_MASS,
-    )
+    p_costs = costs_ptr + COSTS * i_problem
+    numbers = load_numbers((), rows_ptr + 2 * i_problem, 2)
+    numbers = load_numbers(numbers, columns_ptr + NUMBERS * i_problem, NUMBERS)
+    # Products with what is remembered, which have no part in this.
+    numbers = load_numbers(numbers, rows_ptr + 2 * i_problem, 2)
+    errors = PassErrors(*load_numbers((), p_costs + 3, 9))
+    mean, spread, offset = load_numbers((), p_costs, 3)
+    unit, unit_of_sums = load_numbers((), units_ptr, 2)
+    costs = CostNumbers(mean, spread, offset, errors, unit, unit_of_sums)
+    epsilon = tl.load(epsilon_ptr + i_problem)
+    if SELF:
+        evidence = of_self(costs, Evaluation(*numbers), epsilon)
+    else:
+        evidence = of_cross(costs, Evaluation(*numbers), epsilon)
     for k in tl.static_range(9):
-        tl.store(out_ptr + k * COUNT + i_problem, numbers[k])
+        tl.store(out_ptr + k * COUNT + i_problem, evidence[k])
 
 
 def drawn():
@@ -80,23 +80,14 @@ def drawn():
 def test_a_kernel_evaluates_like_pytorch(own):
     rows, columns, costs, epsilon = drawn()
     out = torch.full((9, COUNT), torch.nan, dtype=torch.float64, device=DEVICE)
-    units = (torch.finfo(dtype).eps / 2 for dtype in DTYPES)
-    limits = VALUE_TRIFLE, MOST_ERROR, LEAST_MASS, MOST_MASS
-    constants = own, *limits, NUMBERS, COSTS, COUNT
-    evaluate_kernel[(1,)](rows, columns, costs, epsilon, out, *units, *constants)
+    units = torch.tensor(UNITS, dtype=torch.float64, device=DEVICE)
+    constants = own, NUMBERS, COSTS, COUNT
+    evaluate_kernel[(1,)](rows, columns, costs, units, epsilon, out, *constants)
 
     mean_cost, spread, offset, *errors = costs.unbind(1)
-    segments = SimpleNamespace(
-        dtype=DTYPES[0],
-        sum_dtype=DTYPES[1],
-        mean_cost=mean_cost,
-        cost_spread=spread,
-        offset=offset,
-        errors=PassErrors(*errors),
-    )
-    products = columns.new_zeros(COUNT, 16)
-    evaluation = Evaluation.of(rows, torch.cat((columns, products), 1))
-    expected = (evaluate_self if own else evaluate_cross)(segments, evaluation, epsilon)
+    facts = CostNumbers(mean_cost, spread, offset, PassErrors(*errors), *UNITS)
+    evaluation = Evaluation(*rows.unbind(1), *columns.unbind(1), *rows.unbind(1))
+    expected = (evaluate_self if own else evaluate_cross)(facts, evaluation, epsilon)
     for name, found, true in zip(Evidence._fields, out, expected, strict=True):
         torch.testing.assert_close(found, true, rtol=1e-13, atol=1e-13, msg=name)
     # All of these are reached, and not all of them always.

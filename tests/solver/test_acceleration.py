@@ -10,9 +10,9 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.differences import Differences, Direction
-from otdd_flash.engine.evidence.scale import magnitude, rounding_floor
+from otdd_flash.engine.evidence import magnitude, rounding_floor
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.differences import OneMemory
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.schedules.converged import Converged
@@ -95,15 +95,21 @@ def test_bad_steps_hold_the_plain_iteration_up_by_a_few(
     plain = reference.plain_iterations(*case, epsilon, TOLERANCE)
     assert plain > 20
 
-    def direction(_: Differences, steps: Tensor, changes: Tensor) -> Direction:
-        scale, size = SABOTAGES[sabotage]
-        noise = size * torch.linspace(-30, 30, 2 * steps.shape[1]).double().sin()
-        return Direction(torch.full_like(steps[:, 0], scale), noise[None])
+    turns = []
 
-    monkeypatch.setattr(Differences, "direction", direction)
+    def direction(
+        _: OneMemory, steps: list[float], differences: list[float]
+    ) -> tuple[float, list[float]]:
+        scale, size = SABOTAGES[sabotage]
+        turns.append(scale)
+        noise = size * torch.linspace(-30, 30, len(steps) + len(differences)).double().sin()
+        return scale, noise.tolist()
+
+    monkeypatch.setattr(OneMemory, "_direction", direction)
     start = torch.zeros_like(operator.b)
     term = solve_term(operator, epsilon, Converged(TOLERANCE), start=start)
     assert term.converged
+    assert turns
     # In float32 the dual does not see a step that stands still; patience runs out again and again.
     held_up = 12 if dtype == torch.float64 else plain // 2
     assert term.iterations <= plain + held_up

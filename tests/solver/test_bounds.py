@@ -19,7 +19,7 @@ from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.engine.evidence.evaluated import CROSS, SELF
+from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.point_scores import stored_operator, streamed_operator
 from otdd_flash.operators.torch_operator import TorchOperator

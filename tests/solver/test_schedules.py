@@ -12,8 +12,8 @@ from torch import Tensor
 
 import otdd_flash as otdd
 from otdd_flash.arguments import Count
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.errors import InputError, NotConvergedWarning
+from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify
 from otdd_flash.solver.divergence import SCHEDULES, SOLVES

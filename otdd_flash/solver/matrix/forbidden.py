@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence.perturbed_costs import DOUBLE_UNIT, outwards
+from otdd_flash.engine.evidence import DOUBLE_UNIT, outwards
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.plans import SUM_UNITS, Products

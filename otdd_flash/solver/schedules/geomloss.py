@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import MarginalError, Positive, Share
-from otdd_flash.engine.evidence.evaluated import Form
 from otdd_flash.errors import InputError
+from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Operator
 from otdd_flash.solver.certificate import certify, certify_self
 from otdd_flash.solver.schedules.base import Schedule

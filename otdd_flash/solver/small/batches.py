@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.class_table import ROUNDING
-from otdd_flash.engine.evidence.scale import rounding_floor
+from otdd_flash.engine.evidence import rounding_floor
 from otdd_flash.operators.score_pool import UNIT, Room
 from otdd_flash.solver.certificate import hides_little
 from otdd_flash.solver.schedules.converged import Converged

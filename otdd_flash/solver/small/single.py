@@ -8,7 +8,7 @@ import torch
 
 from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.facts import TERMS, CostFacts
-from otdd_flash.engine.evidence.scale import rounding_floor
+from otdd_flash.engine.evidence import rounding_floor
 from otdd_flash.errors import InputError
 from otdd_flash.operators.score_pool import UNIT
 from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import torch
 
-from otdd_flash.engine.evidence.oscillation import MOST_ERROR
-from otdd_flash.engine.rule import Goal
 from otdd_flash.errors import EpsilonOutOfRange, InputError
+from otdd_flash.formulas.decision import Goal
+from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.solver.schedules.converged import Converged
 
 # Of the mean cost: the regularisation where none is given.

@@ -1,0 +1,65 @@
+"""The operations that formulas call, of tensors or of Python floats.
+
+The numbers of many problems are tensors (S,), those of one problem on a processor Python floats:
+there an operation of PyTorch takes thirty times as long as the arithmetic in it. Both follow IEEE
+754: nothing here raises, and NaN passes through. Names and arguments are those of
+`triton.language`, which takes the place of this module where formulas are compiled for a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A number of every problem, or a flag: a tensor (S,), or the float, or bool, of one.
+Numbers = Any
+
+
+def where(flag: Any, one: Any, other: Any) -> Any:
+    """Return `one` where the flag is set, else `other`; not both are constants."""
+    if isinstance(flag, Tensor):
+        return torch.where(flag, one, other)
+    return one if flag else other
+
+
+def abs(value: Any) -> Any:
+    """Return the absolute value."""
+    return value.abs() if isinstance(value, Tensor) else math.fabs(value)
+
+
+def log(value: Any) -> Any:
+    """Return the natural logarithm; -inf of 0, NaN of less."""
+    if isinstance(value, Tensor):
+        return value.log()
+    return math.log(value) if value > 0 else -math.inf if value == 0 else math.nan
+
+
+def exp(value: Any) -> Any:
+    """Return the exponential, infinite where it overflows."""
+    if isinstance(value, Tensor):
+        return value.exp()
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+def sqrt(value: Any) -> Any:
+    """Return the square root; NaN of numbers below 0."""
+    if isinstance(value, Tensor):
+        return value.sqrt()
+    return math.sqrt(value) if value >= 0 else math.nan
+
+
+def sum(values: Tensor, axis: int) -> Tensor:
+    """Sum a tensor over an axis."""
+    # Sums over the last axis of what is contiguous do not depend on the other axes.
+    return values.movedim(axis, -1).contiguous().sum(-1)
+
+
+def constant(like: Any, value: float) -> Any:
+    """Return a number for as many problems as another one is of; no formula calls it."""
+    return torch.full_like(like, value) if isinstance(like, Tensor) else value
