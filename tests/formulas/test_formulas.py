@@ -26,6 +26,7 @@ from otdd_flash.formulas.evidence import (
     Products,
     evaluate_cross,
     evaluate_self,
+    rounding_of,
 )
 
 EPSILON, OFFSET, REACH = 0.3, 0.25, 1e-3
@@ -146,6 +147,14 @@ def test_a_self_term_has_the_numbers_of_its_plan_at_mass_one(shift: float) -> No
     size, mean = 2 * float(problem.a @ problem.f.abs()), float(problem.a @ problem.cost @ problem.a)
     assert_close(found.noise, 2.0**-24 * (size + 2 * mean) / 0.3 + 2.0**-9)
     assert_close(found.reach, found.floor + 1e-3 / 0.3)
+
+
+def test_what_exponents_lose_makes_itself_grow() -> None:
+    """All of it is in theta, of which the floor is growth times theta."""
+    errors = PassErrors(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.02)
+    found = rounding_of(CostNumbers(1.0, 0.5, 0.0, errors, 0.0, 0.0), 0.0, 1.0, 0.0, EPSILON)
+    theta = 0.02 * (1.0 + 0.5) / EPSILON
+    assert_close(found.floor, theta * math.exp(theta + theta * math.exp(theta)))
 
 
 # What an evaluation decides.
