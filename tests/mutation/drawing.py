@@ -27,7 +27,7 @@ CORE = {
     r"|commands/ranks\.py",
     "certificate": r"solver/(term/|matrix/(result|plan)\.|"
     r"(solve|certificate|groups?|group_flows|shortfall|divergence)\.)",
-    "evidence": r"/engine/",
+    "evidence": r"/(engine|formulas)/",
     "passes": r"/operators/|^kernels/",
 }
 LONGEST = 120
