@@ -28,7 +28,7 @@ CORE = {
     "certificate": r"solver/(term/|matrix/(result|plan)\.|"
     r"(solve|certificate|groups?|group_flows|shortfall|divergence)\.)",
     "evidence": r"/(engine|formulas)/",
-    "passes": r"/operators/|^kernels/",
+    "passes": r"/(cost|operators)/|^kernels/",
 }
 LONGEST = 120
 # Graphs, streams and events of a GPU.
