@@ -122,7 +122,7 @@ class PassErrors(NamedTuple):
 
 
 class CostNumbers(NamedTuple):
-    """What is known of the costs of S problems, (S,) float64 each, as in `engine.segments.Costs`.
+    """What is known of the costs of S problems, (S,) float64 each, as in `engine.problems.Costs`.
 
     Attributes:
         mean_cost: bound on the mean |C'| over a plan.

@@ -23,7 +23,7 @@ what every rank holds of it; `owned` says which points are whose, `self_share` w
 cloud with itself (`kernel_self_share` in Triton), and in a `ring` the points, or `ring_blocks` of
 them as they are packed, go round; `ring_pairs` are the pairs of a rank there.
 
-Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
+Iterations run on segments (`engine.problems.Segments`). `one_segment` is the problem of an operator,
 `kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and
 `anchored_segments` keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments`
 computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of a

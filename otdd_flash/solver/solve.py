@@ -35,7 +35,7 @@ from torch import Tensor
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import equal_masses
 from otdd_flash.engine.evidence import rounding_floor
-from otdd_flash.engine.rule import Evaluated, Iterations, Start
+from otdd_flash.engine.problems import Evaluated, Iterations, Start
 from otdd_flash.engine.run import run_one
 from otdd_flash.formulas.decision import (
     CROSS,

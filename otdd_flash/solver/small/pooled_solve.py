@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import TERMS
+from otdd_flash.engine.problems import Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
-from otdd_flash.engine.rule import Start
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels, first_level
 from otdd_flash.operators.base import SelfCertifiable
 from otdd_flash.operators.score_pool import (
