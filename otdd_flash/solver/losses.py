@@ -11,9 +11,9 @@ from torch import Tensor
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor, tensors
 from otdd_flash.cost.compute import Compute, ComputeOptions, uses_triton
-from otdd_flash.cost.memory import budget_in_bytes
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
+from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.loss import sinkhorn_loss

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.class_table import ROUNDING
-from otdd_flash.engine.evidence import rounding_floor
 from otdd_flash.operators.score_pool import UNIT, Room
 from otdd_flash.solver.certificate import hides_little
+from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import Batch, TermRead
 from otdd_flash.solver.small.kept_solves import kept

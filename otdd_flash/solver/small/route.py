@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
-from otdd_flash.cost.memory import UNASKED, budget_in_bytes, free_memory
+from otdd_flash.memory import UNASKED, budget_in_bytes, free_memory
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room, ScorePool
 from otdd_flash.solver.divergence import Potentials, Pulled, Solved

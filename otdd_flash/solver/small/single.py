@@ -8,11 +8,11 @@ import torch
 
 from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.facts import TERMS, CostFacts
-from otdd_flash.engine.evidence import rounding_floor
 from otdd_flash.errors import InputError
 from otdd_flash.operators.score_pool import UNIT
 from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
 from otdd_flash.solver.divergence import Potentials
+from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.exchanged import Batch, GivenCosts, Read, TermRead
 from otdd_flash.solver.small.pooled_solve import PooledSolve
