@@ -20,7 +20,7 @@ from otdd_flash.solver.loss import sinkhorn_loss
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.batches import solve_batch
-from otdd_flash.solver.small.exchanged import Batch
+from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import fits, is_quick, pays
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 
