@@ -35,7 +35,7 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
 
-# Masses of a side, or 1 for all; and an iteration over rows and their entries.
+# Masses of a side, or 1 for all; and a function that iterates over rows and their entries.
 Weights = Tensor | float
 Tiles = Callable[[], Iterator[tuple[slice, Tensor]]]
 
@@ -149,7 +149,7 @@ class PlanGradient:
         (left, right), tiles = self._weighted_tiles(entries, potentials)
         # Factors that turn entries of the tiles into a_i e_ij b_j.
         of_rows, of_columns = a / left, b / right
-        # s_i = sum_j e_ij G_ij b_j and t_j = sum_i a_i e_ij G_ij, over `unit`.
+        # s_i = sum_j e_ij G_ij b_j and t_j = sum_i a_i e_ij G_ij, divided by `unit`.
         s, t = torch.empty_like(a), torch.zeros_like(b)
         for rows, e in tiles():
             weighted = e * (cotangent[rows] / unit)
@@ -177,9 +177,9 @@ class PlanGradient:
     def _weighted_tiles(
         self, entries: Entries, potentials: tuple[Tensor, Tensor]
     ) -> tuple[tuple[Weights, Weights], Tiles]:
-        """Return masses, and an iteration over rows of e times these masses; read only.
+        """Return weights of both sides, and an iteration over rows of e times these; read only.
 
-        A small plan is one tile, which is stored already.
+        A small plan is stored as one tile, times its masses.
         """
         if (plan := entries.small) is not None:
             return entries.masses, lambda: iter([(slice(0, len(plan)), plan)])
@@ -187,7 +187,7 @@ class PlanGradient:
         return (1.0, 1.0), lambda: operator.exact_tiles(*at)
 
     def _everywhere(self) -> tuple[Tensor, Tensor]:
-        """Return f (n,) and g (m,), with softmins of the others at points without mass."""
+        """Return f (n,) and g (m,), extended to points without mass by the softmin."""
         comparison, (f, g) = self._comparison, (self._term.f, self._term.g)
         if bool((comparison.a > 0).all()) and bool((comparison.b > 0).all()):
             return f, g
@@ -198,7 +198,7 @@ class PlanGradient:
         )
 
     def _tiles(self, weighted: bool) -> TorchOperator[GivenCosts]:
-        """Return the operator with the given masses, or if not `weighted`, with equal ones."""
+        """Return the operator with the given masses, or with equal ones if not `weighted`."""
         comparison = self._comparison
         if weighted:
             return comparison.tiles("xy")

@@ -1,4 +1,4 @@
-"""The result of a solve for a cost matrix, with its two files."""
+"""The result of `matrix_transport`: value, bounds and plan, saved in two files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class MatrixTransport:
     def f(self) -> Tensor:
         """Row potential (n,), in units of the cost; inf at a mass of 0 without allowed pairs.
 
-        The offsets between groups of points that exchange almost no mass balance these flows.
+        Offsets between groups of points that exchange almost no mass are set to balance the flows
+        between these groups.
 
         Raises:
             ConvergenceError: convergence was required, and the masses do not determine potentials.
@@ -100,7 +101,7 @@ class MatrixTransport:
 
     @property
     def tolerance(self) -> float | None:
-        """The marginal error that was enough; None where the width of the solver bounds decided."""
+        """The stopping tolerance; None where the width of the solver bounds decided."""
         return self.term.tolerance
 
     @property
@@ -110,7 +111,7 @@ class MatrixTransport:
 
     @property
     def passes(self) -> float:
-        """Sweeps over the matrix, without the one for its range and mean."""
+        """Evaluations of all entries, without the pass for their range and mean."""
         return self.term.passes
 
     @property
@@ -230,7 +231,7 @@ class MatrixTransport:
 
     @cached_property
     def _settled(self) -> TransportTerm:
-        """The term with potentials balanced between groups of points; without a plan as it is."""
+        """The term with balanced offsets between groups of points; as it is if there is no plan."""
         term, groups = settled_matrix(self._comparison, self.term)
         report_groups(groups, "potentials", required=self._required)
         return term
