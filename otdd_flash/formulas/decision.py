@@ -214,7 +214,7 @@ class Decision(NamedTuple):
         plain: whether a plain update follows, or nothing.
         changes: whether a level of epsilon ends or a try at the final one is given up.
         done: whether the problem ends.
-        extrapolation: as in `engine.segments.Move`.
+        extrapolation: as in `engine.problems.Move`.
         rounding: typical rounding error of a single softmin, in units of the cost.
         told: the reported numbers, which are the fields of `engine.run.Told` but the last.
         state: after the evaluation.

@@ -57,7 +57,7 @@ class Memory(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The step to the next candidate, in the coefficients of `engine.segments.Move`.
+    """The step to the next candidate, in the coefficients of `engine.problems.Move`.
 
     Attributes:
         learnt: whether the newest pair is stored, (S,) bool.

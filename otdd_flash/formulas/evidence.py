@@ -2,9 +2,9 @@
 
 An evaluation leaves the rows of a cross term's plan exact and measures the error of the columns, so
 that these bounds take no further pass. Lower bounds are dual values, upper bounds those by
-oscillation, and both allow for rounding. `decision` decides by them. `engine.evidence` has the
+oscillation, and both allow for rounding. `decision` decides by them. `solver.evidence` has the
 tighter bounds of one problem, from a pass over all entries of its plan. A change must leave every
-bound valid: `tests/engine/test_engine_evidence.py` has problems that nearly attain them.
+bound valid: `tests/solver/test_certificate_evidence.py` has problems that nearly attain them.
 
 **The dual value** is a lower bound of OT for any potentials f and g:
 
@@ -29,7 +29,7 @@ With r = a, and as g* is a softmin of costs, whose oscillation max - min is at m
     OT <= D + ||c - b||_1 (osc g* + osc g) / 2,    osc g* <= R = max C - min C.
 
 A self term moves both marginals by the same, which doubles the last term. Where epsilon is above
-the costs or nearly all mass is missing, this is less than the primal value of `engine.evidence`;
+the costs or nearly all mass is missing, this is less than the primal value of `solver.evidence`;
 elsewhere that is less.
 
 **Rounding.** Each plan is evaluated by two softmins or one. A pass sums the exponentials of some

@@ -15,7 +15,7 @@ together what is found of pairs of blocks, whoever brings them.
 Costs that are given: `given_costs` are a matrix in memory or a function of blocks, `matrix_kernel`
 is a matrix in Triton.
 
-Plans of potentials, evaluated in every product or prepared for many: `plans` has what they are
+Plans of potentials, evaluated in every product or prepared for many: `base` has what they are
 asked and those of PyTorch, `triton_plans` those of Triton, also with the points as they are packed.
 
 Processes that share a cost: `sharing` has them build it, `sharded` is what rank 0 sees, `parts`
@@ -23,11 +23,10 @@ what every rank holds of it; `owned` says which points are whose, `self_share` w
 cloud with itself (`kernel_self_share` in Triton), and in a `ring` the points, or `ring_blocks` of
 them as they are packed, go round; `ring_pairs` are the pairs of a rank there.
 
-Iterations run on segments (`engine.rule.Segments`). `one_segment` is the problem of an operator,
-`kernel_one_segment` the same in Triton. Pairs of classes are many: `stored_segments` and
+Problems of the engine (`engine.problems`): `one_problem` is an operator as the only one,
+`one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` and
 `anchored_segments` keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments`
 computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of a
-small divergence are the segments of a `score_pool`, which also has the terms for certificates:
-`kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a `matrix_pool`. Vectors are
-`few_vectors`, of one problem or of few, `padded_vectors` or, in Triton, `kernel_vectors`.
+small divergence are the problems of a `score_pool`, which also has the terms for certificates:
+`kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a `matrix_pool`.
 """

@@ -13,16 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.few_problems import FewQuasiNewton
-from otdd_flash.engine.few_vectors import FewVectors
-from otdd_flash.engine.rule import Evaluated, Iterations, Start, Vectors
+from otdd_flash.engine.few_problems import FewQuasiNewton, FewVectors
+from otdd_flash.engine.problems import Evaluated, Iterations, Start, Vectors
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.operators.base import Operator
 
 
 class Scalars(NamedTuple):
-    """The costs of one problem as `engine.segments.Costs` has those of many, in floats."""
+    """The costs of one problem as `engine.problems.Costs` has those of many, in floats."""
 
     dtype: torch.dtype
     sum_dtype: torch.dtype

@@ -1,7 +1,7 @@
 """The certificate of a term: from any potentials, bounds of its value and of its marginal error.
 
 The lower bound is the dual value, the upper bound the lesser of the primal value and the bound by
-oscillation; both are widened by the rounding-error bounds of `engine.evidence`. For a cross term f
+oscillation; both are widened by the rounding-error bounds of `solver.evidence`. For a cross term f
 is first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a
 and mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal.
 
@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, larger, lesser
-from otdd_flash.engine.evidence import (
+from otdd_flash.errors import EpsilonOutOfRange
+from otdd_flash.formulas.evidence import dual_value, oscillation_bound
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator, SelfCertifiable
+from otdd_flash.solver.evidence import (
     TINY,
     Filling,
     balancing,
@@ -41,9 +44,6 @@ from otdd_flash.engine.evidence import (
     swings,
     updated_gap,
 )
-from otdd_flash.errors import EpsilonOutOfRange
-from otdd_flash.formulas.evidence import dual_value, oscillation_bound
-from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator, SelfCertifiable
 from otdd_flash.solver.term.tolerance import or_double
 
 # A plan is accepted without another evaluation if kappa differs from 1 by at most this share of the
@@ -335,7 +335,7 @@ class CrossNumbers(NamedTuple):
         scaled_gap: a bound on that after.
         row_gap: ||r - a||_1, after.
         factor: max s.
-        row_growth: <r, `engine.evidence.growth_of`>, after.
+        row_growth: <r, `solver.evidence.growth_of`>, after.
         column_growth: <c, growth>, before.
         largest_growth: of a column.
         paid: the linear part of the dual, <a, f> + <b, g>, after.
@@ -439,11 +439,11 @@ class SelfNumbers(NamedTuple):
         gap: ||r - a||_1.
         mass: sum of r.
         lost: mass of the lost points, of which errors may hide all.
-        growth: <r, `engine.evidence.growth_of`>.
+        growth: <r, `solver.evidence.growth_of`>.
         paid: <a, f>.
         row_size: <a, |f|>.
         swing: max f - min f.
-        balancing: see `engine.evidence.balancing`.
+        balancing: see `solver.evidence.balancing`.
         row_error: of costs, <a, A>.
         largest_error: max A.
     """
@@ -512,7 +512,7 @@ class Plan(NamedTuple):
         masses: (k,).
         absent: (k,) bool, the points without mass.
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
-        errors: (k,) A and B of `engine.evidence`, likewise.
+        errors: (k,) A and B of `solver.evidence`, likewise.
         lost: (k,) bool, the points with mass whose error bound exceeds epsilon / 2: errors of costs
             may be as large as all of their mass.
         passes: evaluations of `Operator.marginals`.
