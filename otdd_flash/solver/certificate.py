@@ -37,12 +37,12 @@ from otdd_flash.solver.evidence import (
     fitting_scale,
     growth_of,
     hidden_after_update,
+    off_diagonal_sums,
     oscillation_slack,
-    outwards,
+    oscillations,
     perturbed_spread,
-    sums_without,
-    swings,
     updated_gap,
+    widen_bounds,
 )
 from otdd_flash.solver.term.tolerance import or_double
 
@@ -145,7 +145,7 @@ def conclude(
     dual, sums = numbers.dual(epsilon), evidence.sums
     check_mass(costs, dual, epsilon)
     ends = dual, numbers.upper(costs, sums, epsilon)
-    bounds = outwards(costs, sums, ends, numbers.mean_error, numbers.size, epsilon)
+    bounds = widen_bounds(costs, sums, ends, numbers.mean_error, numbers.size, epsilon)
     if costs.forbidden:
         # Both upper bounds of a cross term move mass between any two points, forbidden pairs too.
         bounds = bounds[0], math.inf
@@ -165,10 +165,10 @@ def shows_rounding(
         EpsilonOutOfRange: the plan's mass overflows.
     """
     check_mass(costs, numbers.mass, epsilon)
-    return bool(numbers.needs_more(torch.finfo(costs.dtype).eps / 2, scaled))
+    return bool(numbers.needs_refinement(torch.finfo(costs.dtype).eps / 2, scaled))
 
 
-def hides_little(
+def conclude_many(
     numbers: PlanNumbers,
     sums: Marginals,
     unit: float,
@@ -180,7 +180,7 @@ def hides_little(
     potentials with this unit is visible, or the mass overflows.
     """
     error, value = numbers.gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
-    fine = ~numbers.needs_more(unit)
+    fine = ~numbers.needs_refinement(unit)
     return value, error, fine & numbers.mass.isfinite() & value.isfinite()
 
 
@@ -259,7 +259,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     total_scaled = total.clamp_min(max(SCALABLE * sums.lost, TINY))
     updated = torch.cat((updated_rows, operator.b), -1)
     filling = filling_of(operator, *points, both, kappa)
-    row_swing, column_swing = swings(held, plan.absent, rows, columns)
+    row_oscillation, column_oscillation = oscillations(held, plan.absent, rows, columns)
     numbers = CrossNumbers(
         kappa=kappa,
         mass=sums.columns.sum(-1),
@@ -281,8 +281,8 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         missing_columns=filling.columns,
         filling_costs=filling.costs,
         filling_entropy=filling.entropy,
-        row_swing=row_swing,
-        column_swing=column_swing,
+        row_oscillation=row_oscillation,
+        column_oscillation=column_oscillation,
         mean_error=dot(plan.masses, plan.cost_errors),
         row_error=plan.cost_errors[..., rows].amax(-1),
         column_error=plan.cost_errors[..., columns].amax(-1),
@@ -300,8 +300,8 @@ def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> Pl
         errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
     diagonal = diagonal_of(a, held, costs, epsilon)
     spread = errors / (epsilon / 4)
-    (swing,) = swings(held, plan.absent, *plan.sides)
-    outside = sums_without(diagonal, rows, sums.relative_error, spread)
+    (oscillation,) = oscillations(held, plan.absent, *plan.sides)
+    outside = off_diagonal_sums(diagonal, rows, sums.relative_error, spread)
     numbers = SelfNumbers(
         gap=distance(rows, a),
         mass=rows.sum(-1),
@@ -309,7 +309,7 @@ def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> Pl
         growth=dot(rows, growth),
         paid=dot(a, held),
         row_size=dot(a, held.abs()),
-        swing=swing,
+        oscillation=oscillation,
         balancing=balancing(a, plan.absent, diagonal, outside),
         row_error=dot(a, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
@@ -346,8 +346,8 @@ class CrossNumbers(NamedTuple):
         missing_columns: `Filling.columns`, likewise.
         filling_costs: `Filling.costs`, likewise.
         filling_entropy: `Filling.entropy`, likewise.
-        row_swing: max f - min f, after.
-        column_swing: max g - min g.
+        row_oscillation: max f - min f, after.
+        column_oscillation: max g - min g.
         mean_error: of costs, <a, A> + <b, B>.
         row_error: max A.
         column_error: max B.
@@ -373,8 +373,8 @@ class CrossNumbers(NamedTuple):
     missing_columns: Any
     filling_costs: Any
     filling_entropy: Any
-    row_swing: Any
-    column_swing: Any
+    row_oscillation: Any
+    column_oscillation: Any
     mean_error: Any
     row_error: Any
     column_error: Any
@@ -417,12 +417,12 @@ class CrossNumbers(NamedTuple):
         upper: float = filled_value(self.filling, paid, kept, epsilon)
         upper += filled_slack(relative, self.size, spread, epsilon)
         if self.row_gap == 0:
-            dual, swing = self.dual(epsilon), self.column_swing
-            slack = oscillation_slack(relative, self.row_swing + swing, spread)
-            upper = min(upper, oscillation_bound(dual, self.column_gap, swing, spread) + slack)
+            dual, osc = self.dual(epsilon), self.column_oscillation
+            slack = oscillation_slack(relative, self.row_oscillation + osc, spread)
+            upper = min(upper, oscillation_bound(dual, self.column_gap, osc, spread) + slack)
         return upper
 
-    def needs_more(self, unit: float, scaled: float = 0.0) -> Any:
+    def needs_refinement(self, unit: float, scaled: float = 0.0) -> Any:
         """Return whether to evaluate the plan once more: a point is lost, or rounding is visible.
 
         Rounding of the potentials, of this unit, is visible where kappa is less than it explains. A
@@ -442,7 +442,7 @@ class SelfNumbers(NamedTuple):
         growth: <r, `solver.evidence.growth_of`>.
         paid: <a, f>.
         row_size: <a, |f|>.
-        swing: max f - min f.
+        oscillation: max f - min f.
         balancing: see `solver.evidence.balancing`.
         row_error: of costs, <a, A>.
         largest_error: max A.
@@ -454,7 +454,7 @@ class SelfNumbers(NamedTuple):
     growth: Any
     paid: Any
     row_size: Any
-    swing: Any
+    oscillation: Any
     balancing: Any
     row_error: Any
     largest_error: Any
@@ -485,12 +485,12 @@ class SelfNumbers(NamedTuple):
         upper: float = 2 * self.paid + epsilon * self.balancing
         if self.mass > 0.5:
             # Both marginals have mass 1.
-            dual, swing = self.dual(epsilon), self.swing
-            slack = oscillation_slack(sums.relative_error, 2 * swing, spread)
-            upper = min(upper, oscillation_bound(dual, 2 * self.gap, swing, spread) + slack)
+            dual, osc = self.dual(epsilon), self.oscillation
+            slack = oscillation_slack(sums.relative_error, 2 * osc, spread)
+            upper = min(upper, oscillation_bound(dual, 2 * self.gap, osc, spread) + slack)
         return upper
 
-    def needs_more(self, unit: float) -> Any:
+    def needs_refinement(self, unit: float) -> Any:
         """Return whether to evaluate the plan once more: a point is lost."""
         return self.lost > 0
 

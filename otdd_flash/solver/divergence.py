@@ -45,7 +45,7 @@ from otdd_flash.solver.term.result import (
 
 # A cross term that continues from its potentials restarts from a large epsilon after at least so
 # many iterations.
-FEWEST_ON = 50
+FEWEST_CONTINUED = 50
 
 # The marginal error of the coarse solves that precede a width.
 FIRST_TOLERANCE = 0.1
@@ -69,14 +69,14 @@ SHARES = {"xy": 1.0, "xx": 0.5, "yy": 0.5}
 Potentials = Mapping[str, Tensor]
 
 # Self terms "xx" and "yy" that have been solved before, of the same cloud at the same cost.
-Known = Mapping[str, TransportTerm]
+SolvedTerms = Mapping[str, TransportTerm]
 
 # solved(term, operator, result): called for "xy", "xx" or "yy" as long as its operator exists.
 Solved = Callable[[str, Operator, TransportTerm], None]
 
 # For each side, 0 or 1, of which it is wanted: called with the gradient of the divergence by the
 # points of that side, as the ground cost transforms them.
-Pulled = Mapping[int, Callable[[Tensor], None]]
+GradientCallbacks = Mapping[int, Callable[[Tensor], None]]
 
 
 class Compared(Protocol):
@@ -329,7 +329,7 @@ def solve_divergence(
     options: Schedule,
     *,
     start: Potentials | None = None,
-    known: Known | None = None,
+    known: SolvedTerms | None = None,
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
 ) -> Divergence:
@@ -444,7 +444,7 @@ class TermSolves:
         options: Schedule,
         *,
         start: Potentials | None = None,
-        known: Known | None = None,
+        known: SolvedTerms | None = None,
         progress: SolverProgress | None = None,
     ) -> None:
         self.compared, self.epsilon, self.options = compared, epsilon, options
@@ -477,7 +477,7 @@ class TermSolves:
         start = self._start.get(name) if before is None else before.g
         # At a small epsilon, mass between points that are far apart may take thousands of
         # iterations to move. A descent from large ones moves it within some ten a level.
-        most = None if before is None or name != "xy" else max(FEWEST_ON, before.iterations)
+        most = None if before is None or name != "xy" else max(FEWEST_CONTINUED, before.iterations)
         self._iterate(operator, name, tolerance, sharers, start, most)
         stopped_by = self.terms[name].stopped_by
         if most is not None and stopped_by == "max_iterations" and self._left(name):
@@ -557,7 +557,7 @@ def solve_to_width(
     solves.solve(asked)
     while True:
         terms = {name: solves.terms[name] for name in names}
-        wide, factor = _too_wide(terms, bound_width, offset)
+        wide, factor = _terms_to_tighten(terms, bound_width, offset)
         able = [name for name in wide if terms[name].marginal_error <= asked.get(name, math.inf)]
         reason = _reason(wide, able, solves, max_iterations)
         if reason is not None:
@@ -580,7 +580,7 @@ def relative_width(value: float, bounds: tuple[float, float]) -> float:
     return width / abs(value) if value else math.inf
 
 
-def _too_wide(
+def _terms_to_tighten(
     terms: Mapping[str, TransportTerm], target: float, offset: float
 ) -> tuple[list[str], float]:
     """Return the terms to tighten, none at the end, and the factor for their marginal errors."""

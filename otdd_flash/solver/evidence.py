@@ -117,7 +117,7 @@ def share_of_costs(rounding: float, upper: Number, lowest: float) -> Number:
     return rounding * 2 * (abs(upper) - min(0.0, lowest))
 
 
-def outwards(
+def widen_bounds(
     costs: CostFacts,
     sums: Marginals,
     ends: tuple[Number, Number],
@@ -168,7 +168,7 @@ def rounding_floor(costs: CostFacts, size: Number, epsilon: float) -> Number:
 # The bound by oscillation, of one plan.
 
 
-def swings(potentials: Tensor, absent: Tensor, *sides: slice) -> list[Tensor]:
+def oscillations(potentials: Tensor, absent: Tensor, *sides: slice) -> list[Tensor]:
     """Return max - min, () each, of each side's potentials (k,) over the points that carry mass."""
     lowest, highest = (potentials.masked_fill(absent, end) for end in (torch.inf, -torch.inf))
     return [highest[..., side].amax(-1) - lowest[..., side].amin(-1) for side in sides]
@@ -301,7 +301,7 @@ def diagonal_of(a: Tensor, f: Tensor, costs: Tensor, epsilon: Epsilon) -> Tensor
     return 2 * a.log() - torch.sub(costs, f, alpha=2) / epsilon
 
 
-def sums_without(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor) -> RowSums:
+def off_diagonal_sums(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor) -> RowSums:
     """Subtract P_ii from row sums r (n,): log P_ii is off by `spread` (n,), r by a share each."""
     low, high = (diagonal - spread).exp(), (diagonal + spread).exp()
     return RowSums(

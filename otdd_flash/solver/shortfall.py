@@ -18,7 +18,7 @@ from otdd_flash.solver.term.result import StoppedBy, largest_tolerance
 K = TypeVar("K")
 
 
-class Ended(Protocol):
+class FinishedSolve(Protocol):
     """A finished solve, or a step of a flow that took one, as messages describe it."""
 
     @property
@@ -90,7 +90,7 @@ def shortfall(
 
 
 def joint_shortfall(
-    late: Mapping[K, Ended],
+    late: Mapping[K, FinishedSolve],
     options: Schedule,
     where: Callable[[Sequence[K]], str],
     dtype: torch.dtype,
@@ -99,7 +99,7 @@ def joint_shortfall(
 
     `where` formats keys of `late`, the solves that stopped early.
     """
-    alike: dict[tuple[StoppedBy, bool], dict[K, Ended]] = {}
+    alike: dict[tuple[StoppedBy, bool], dict[K, FinishedSolve]] = {}
     for key, each in late.items():
         alike.setdefault((each.stopped_by, each.tolerance is None), {})[key] = each
     said = []

@@ -109,10 +109,10 @@ def solve_term(
     """
     budget = Budget(epsilon, options, progress)
     # Most unreachable tolerances are refused before the first iteration, by the size of the costs.
-    budget.admit(operator, rounding_floor(operator.costs, 0.0, epsilon))
+    budget.allow_for_rounding(operator, rounding_floor(operator.costs, 0.0, epsilon))
 
     # Initial potential, and levels of epsilon.
-    candidate, levels, budget.passes = begin(budget, operator, form, start)
+    candidate, levels, budget.passes = initial_potential(budget, operator, form, start)
 
     # Evaluate, decide, move: first with the cost of rounded points. The refined operator, with the
     # original points, continues from there, or only certifies where rounding is small.
@@ -128,7 +128,9 @@ def solve_term(
         # tolerance.
         problem.change(refined, iterations)
         if refine or not budget.converged:
-            go_on(budget, problem, iterations, last.g if form.symmetric else last.updated, aim)
+            continue_from(
+                budget, problem, iterations, last.g if form.symmetric else last.updated, aim
+            )
 
     certificate = certify_solved(budget, problem, iterations, aim, refine=refine)
     return TransportTerm.from_certificate(
@@ -166,7 +168,7 @@ class Budget:
         self.converged = False
         self._started = time.perf_counter()
 
-    def admit(self, operator: Operator, floor: float) -> None:
+    def allow_for_rounding(self, operator: Operator, floor: float) -> None:
         """Raise the tolerance to what the rounding floor at the final epsilon allows, or refuse it.
 
         Raises:
@@ -191,20 +193,20 @@ class Budget:
         if self.progress is not None:
             self.progress(self.iterations, certificate.marginal_error)
 
-    def late(self) -> bool:
+    def out_of_time(self) -> bool:
         """Return whether `max_seconds` have passed."""
         limit = self.options.max_seconds
         return limit is not None and time.perf_counter() - self._started >= limit
 
-    def left(self) -> int:
+    def iterations_left(self) -> int:
         """Return the iterations left, without the last one, which is the certificate's."""
-        if self.iterations and self.late():
+        if self.iterations and self.out_of_time():
             self.stopped_by = "max_seconds"
             return 0
         return self.options.max_iterations - 1 - self.iterations
 
 
-def begin(
+def initial_potential(
     budget: Budget, operator: Operator, form: Form, start: Tensor | None
 ) -> tuple[Tensor, Levels, float]:
     """Choose the initial potential and the levels of epsilon.
@@ -213,7 +215,7 @@ def begin(
         A column potential (m,), the levels, and the passes that computing it took.
     """
     if start is None and not form.symmetric:
-        return approach(budget, operator)
+        return initial_cross_potential(budget, operator)
     final = Levels.descending(torch.full((1,), budget.epsilon, dtype=torch.float64))
     if start is None:
         return _constant(operator, budget.epsilon).to(operator.costs.dtype), final, 0
@@ -231,7 +233,7 @@ def _constant(operator: Operator, epsilon: float) -> Tensor:
     return torch.full_like(operator.a, highest / 2)
 
 
-def approach(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]:
+def initial_cross_potential(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]:
     """Compute the initial potential of a cross term: by levels of epsilon, or from a sample.
 
     A small epsilon is approached through levels, each ended at a coarse marginal error and started
@@ -258,7 +260,7 @@ def approach(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]
         A column potential (m,), the levels, and passes in units of n m, beside two for each counted
         iteration: those between samples, less what the softmin over sampled columns alone saves.
     """
-    sample = draw_sample(operator) if budget.left() > 0 else None
+    sample = draw_sample(operator) if budget.iterations_left() > 0 else None
     if sample is None:
         nothing = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
         top = first_level(budget.epsilon, _scale(operator))
@@ -295,7 +297,7 @@ def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
 def _of_sample(
     budget: Budget, operator: Operator, columns: Tensor, sampled: Operator, level: float
 ) -> tuple[Tensor, float]:
-    """Solve a sample; return its extended row potential (n,), and passes as `approach` does."""
+    """Solve a sample; return its extended row potential (n,), and passes as its caller."""
     # A sample is not certified: rounding there is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
     nothing = torch.zeros_like(sampled.b)
@@ -303,7 +305,7 @@ def _of_sample(
     levels = Levels.descending(first_level(level, _scale(sampled)))
     start = Start(levels, torch.zeros_like(levels.level))
     iterations = problem.iterations(nothing, goal, CROSS, start)
-    told = run_one(iterations, lambda *_: budget.late())
+    told = run_one(iterations, lambda *_: budget.out_of_time())
     updated = problem.evaluated(iterations.vectors, level).updated
     f, part = _extended(operator, columns, updated, level)
     share = len(sampled.a) * len(sampled.b) / (len(operator.a) * len(operator.b))
@@ -347,27 +349,27 @@ def iterate(budget: Budget, problem: OneProblem, iterations: Iterations, aim: fl
         InputError: rounding alone exceeds the tolerance at the final epsilon.
     """
     budget.converged, budget.stopped_by = False, "max_iterations"
-    if budget.left() <= 0:
+    if budget.iterations_left() <= 0:
         return
 
     def watch(error: float, taken: int) -> bool:
         budget.iterations = taken
         if budget.progress is not None:
             budget.progress(taken, error)
-        return budget.left() <= 0
+        return budget.iterations_left() <= 0
 
     told = run_one(iterations, watch)
     error = told.marginal_error
-    if budget.timed_out or (budget.left() <= 0 and error > LOOSEST_DEFAULT):
+    if budget.timed_out or (budget.iterations_left() <= 0 and error > LOOSEST_DEFAULT):
         return
     costs = problem.operator.costs
-    budget.admit(problem.operator, rounding_floor(costs, told.size, budget.epsilon))
+    budget.allow_for_rounding(problem.operator, rounding_floor(costs, told.size, budget.epsilon))
     budget.converged = error <= aim * budget.tolerance
-    if not budget.converged and budget.left() > 0:
+    if not budget.converged and budget.iterations_left() > 0:
         budget.stopped_by = "rounding"
 
 
-def go_on(
+def continue_from(
     budget: Budget, problem: OneProblem, iterations: Iterations, candidate: Tensor, aim: float
 ) -> None:
     """Continue at the final epsilon from a column potential (m,), to `aim` times the tolerance.
@@ -389,23 +391,23 @@ def certify_solved(
     continue to a lower tolerance.
     """
     last = problem.evaluated(iterations.vectors, budget.epsilon)
-    certificate = prove(budget, problem, last, polished=False, refine=refine)
+    certificate = certify_last(budget, problem, last, polished=False, refine=refine)
     missed = budget.settled and certificate.marginal_error > budget.tolerance
     if missed and (refine or certificate.hidden > HIDDEN * budget.tolerance):
-        certificate = prove(budget, problem, last, polished=True, refine=refine)
+        certificate = certify_last(budget, problem, last, polished=True, refine=refine)
     for _ in range(MOST_TRIES):
         if not budget.converged or certificate.marginal_error <= budget.tolerance:
             return certificate
         aim *= TOLERANCE_AIM * budget.tolerance / certificate.marginal_error
-        go_on(budget, problem, iterations, certificate.g, aim)
+        continue_from(budget, problem, iterations, certificate.g, aim)
         last = problem.evaluated(iterations.vectors, budget.epsilon)
-        certificate = prove(budget, problem, last, polished=True, refine=refine)
+        certificate = certify_last(budget, problem, last, polished=True, refine=refine)
     if certificate.marginal_error > budget.tolerance:
         budget.stopped_by = "rounding"
     return certificate
 
 
-def prove(
+def certify_last(
     budget: Budget, problem: OneProblem, last: Evaluated, *, polished: bool, refine: bool
 ) -> Certificate:
     """Certify the potentials evaluated last; if `polished`, with updates in float64.

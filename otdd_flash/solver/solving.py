@@ -11,10 +11,10 @@ from otdd_flash.errors import EpsilonOutOfRange
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import (
     Divergence,
-    Known,
+    GradientCallbacks,
     Potentials,
-    Pulled,
     Solved,
+    SolvedTerms,
     solve_divergence,
     solve_identical,
 )
@@ -34,10 +34,10 @@ def solve(
     options: Schedule,
     *,
     start: Potentials | None = None,
-    known: Known | None = None,
+    known: SolvedTerms | None = None,
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
-    pulled: Pulled | None = None,
+    gradient_callbacks: GradientCallbacks | None = None,
 ) -> Divergence:
     """Solve the divergence of two datasets, or without debiasing the cross term alone.
 
@@ -51,7 +51,7 @@ def solve(
             caller guarantees that they are of these clouds at this cost.
         progress: called in every iteration.
         solved: called after each term, as solved(name, operator, term).
-        pulled: called in its place if the solve has computed the gradient by the points itself.
+        gradient_callbacks: called instead, if the solve computes the gradients by points itself.
 
     Raises:
         InputError: the block of W of a self term is not symmetric, an allocation fails, or epsilon
@@ -66,7 +66,12 @@ def solve(
         small = None
         if not identical and isinstance(options, Converged) and is_small(comparison, options):
             small = solve_small(
-                comparison, options, start=start, progress=progress, solved=solved, pulled=pulled
+                comparison,
+                options,
+                start=start,
+                progress=progress,
+                solved=solved,
+                gradient_callbacks=gradient_callbacks,
             )
         if small is not None:
             backend = backend_of(comparison)

@@ -154,12 +154,12 @@ class MatrixComparison:
         Raises:
             InputError: as for `facts`.
         """
-        return self._cross if term == "xy" else self._executed(self.tiles(term))
+        return self._cross if term == "xy" else self._executed(self.torch_operator(term))
 
-    def tiles(self, term: str) -> TorchOperator[GivenCosts]:
+    def torch_operator(self, term: str) -> TorchOperator[GivenCosts]:
         """Return the PyTorch operator of a term, for products with its solved plan."""
         if term == "xy":
-            return self._cross_tiles
+            return self._cross_torch
         assert self.self_costs is not None
         side = SIDES[term][0]
         (matrix, errors), masses = self.self_costs[side], (self.a, self.b)[side]
@@ -167,10 +167,10 @@ class MatrixComparison:
 
     @cached_property
     def _cross(self) -> Operator:
-        return self._executed(self._cross_tiles)
+        return self._executed(self._cross_torch)
 
     @cached_property
-    def _cross_tiles(self) -> TorchOperator[GivenCosts]:
+    def _cross_torch(self) -> TorchOperator[GivenCosts]:
         return matrix_operator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
 
     @cached_property
@@ -191,12 +191,12 @@ class MatrixComparison:
             )
         return found
 
-    def _executed(self, tiles: TorchOperator[GivenCosts]) -> Operator:
+    def _executed(self, operator: TorchOperator[GivenCosts]) -> Operator:
         if not self.in_triton:
-            return tiles
+            return operator
         from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 
-        return MatrixKernelOperator(tiles)
+        return MatrixKernelOperator(operator)
 
 
 def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:

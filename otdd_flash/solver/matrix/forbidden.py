@@ -30,7 +30,7 @@ from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.adjoint import MOST_HELD
 from otdd_flash.solver.conjugate_gradients import inverse
-from otdd_flash.solver.evidence import DOUBLE_UNIT, outwards
+from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 from otdd_flash.solver.term.result import TransportTerm
@@ -41,7 +41,7 @@ ABOVE_COSTS = 2.0**10
 
 # Numbers of updates after which rows are sorted and checked, and the marginal error below which a
 # plan is taken to exist.
-LOOKS, NEAR = (3, 10, 30, 100, 300), 1e-4
+CHECKED_UPDATES, FEASIBLE_ERROR = (3, 10, 30, 100, 300), 1e-4
 
 # Options of the linear system, and the unit roundoffs by which marginals of Q may be wrong.
 EXACT, MOST_UNITS = CGOptions(tolerance=1e-13, max_iterations=500), 64
@@ -53,15 +53,15 @@ def short_rows(operator: TorchOperator[GivenCosts]) -> Tensor:
     epsilon = ABOVE_COSTS * (facts.spread or 1.0)
     g = torch.zeros_like(b, dtype=operator.dtype)
     f = operator.softmin_rows(g, epsilon)
-    for update in range(LOOKS[-1]):
+    for update in range(CHECKED_UPDATES[-1]):
         g = operator.softmin_columns(f, epsilon)
         updated = operator.softmin_rows(g, epsilon)
         rise = torch.where(a > 0, (updated - f).double(), -math.inf)
         f = updated
         missing = a * (1 - torch.exp(-rise / epsilon)).clamp_min(0)
-        if float(missing.sum()) < NEAR:
+        if float(missing.sum()) < FEASIBLE_ERROR:
             break
-        if update + 1 in LOOKS:
+        if update + 1 in CHECKED_UPDATES:
             found = _short_prefix(operator, rise.argsort(descending=True))
             if len(found):
                 return found
@@ -118,7 +118,7 @@ def upper_bound(operator: TorchOperator[GivenCosts], term: TransportTerm) -> flo
     value = float(a @ (f + epsilon * u) + b @ (g + epsilon * v))
     size = float(a @ (f.abs() + epsilon * u.abs()) + b @ (g.abs() + epsilon * v.abs()))
     mean_error = float(a @ sums.row_errors + b @ sums.column_errors)
-    return outwards(operator.costs, sums, (value, value), mean_error, size, epsilon)[1]
+    return widen_bounds(operator.costs, sums, (value, value), mean_error, size, epsilon)[1]
 
 
 def _least_change(operator: TorchOperator[GivenCosts], u: Tensor, v: Tensor) -> float:

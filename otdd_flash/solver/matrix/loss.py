@@ -169,9 +169,9 @@ class LossGradient:
         for key, name in COSTS.items():
             if key in self._needs:
                 term = self._terms[name]
-                tiles = comparison.tiles(name)
-                found[key] = tiles.plan_entries(
-                    term.f, term.g, term.epsilon, tiles.source.costs.dtype, scale * SHARES[name]
+                operator = comparison.torch_operator(name)
+                found[key] = operator.plan_entries(
+                    term.f, term.g, term.epsilon, operator.source.costs.dtype, scale * SHARES[name]
                 )
         for key, gradient in self._by_masses.items():
             masses = comparison.a if key == "a" else comparison.b

@@ -103,7 +103,7 @@ def matrix_plan(
             what, required = "gradients by masses", options.require_convergence
             report_groups(groups, what, required=required)
         dtype = torch.promote_types(comparison.source.dtype, torch.float32)
-        plan = comparison.tiles("xy").plan_entries(term.f, term.g, term.epsilon, dtype)
+        plan = comparison.torch_operator("xy").plan_entries(term.f, term.g, term.epsilon, dtype)
         plan = plan.to(costs.device)
     if not inputs.tensors:
         return plan
@@ -142,7 +142,7 @@ class PlanGradient:
         potentials = self._everywhere()
         entries = Entries(
             (a, b),
-            lambda weighted: held_plan(self._tiles(weighted), *potentials, epsilon),
+            lambda weighted: held_plan(self._operator(weighted), *potentials, epsilon),
             epsilon,
         )
         unit = largest(cotangent)
@@ -183,7 +183,7 @@ class PlanGradient:
         """
         if (plan := entries.small) is not None:
             return entries.masses, lambda: iter([(slice(0, len(plan)), plan)])
-        operator, at = self._tiles(entries.whole), (*potentials, self._term.epsilon)
+        operator, at = self._operator(entries.whole), (*potentials, self._term.epsilon)
         return (1.0, 1.0), lambda: operator.exact_tiles(*at)
 
     def _everywhere(self) -> tuple[Tensor, Tensor]:
@@ -191,17 +191,17 @@ class PlanGradient:
         comparison, (f, g) = self._comparison, (self._term.f, self._term.g)
         if bool((comparison.a > 0).all()) and bool((comparison.b > 0).all()):
             return f, g
-        tiles, epsilon = comparison.tiles("xy"), self._term.epsilon
+        operator, epsilon = comparison.torch_operator("xy"), self._term.epsilon
         return (
-            torch.where(comparison.a > 0, f, tiles.softmin_rows(g, epsilon)),
-            torch.where(comparison.b > 0, g, tiles.softmin_columns(f, epsilon)),
+            torch.where(comparison.a > 0, f, operator.softmin_rows(g, epsilon)),
+            torch.where(comparison.b > 0, g, operator.softmin_columns(f, epsilon)),
         )
 
-    def _tiles(self, weighted: bool) -> TorchOperator[GivenCosts]:
+    def _operator(self, weighted: bool) -> TorchOperator[GivenCosts]:
         """Return the operator with the given masses, or with equal ones if not `weighted`."""
         comparison = self._comparison
         if weighted:
-            return comparison.tiles("xy")
+            return comparison.torch_operator("xy")
         masses = (torch.full_like(side, 1 / len(side)) for side in (comparison.a, comparison.b))
         return matrix_operator(
             comparison.source, *masses, dtype=comparison.dtype, facts=comparison.facts

@@ -131,7 +131,7 @@ class MatrixTransport:
         It has the type of the potentials, and is 0 at forbidden pairs and at masses of 0.
         """
         comparison = self._comparison
-        return comparison.tiles("xy").plan_entries(
+        return comparison.torch_operator("xy").plan_entries(
             self.term.f, self.term.g, self.epsilon, comparison.dtype
         )
 
@@ -158,11 +158,11 @@ class MatrixTransport:
     @cached_property
     def transport_cost(self) -> float:
         """The transport cost <C, P>, in units of the cost."""
-        tiles, term, total = self._comparison.tiles("xy"), self.term, 0.0
-        for rows, plan in tiles.exact_tiles(term.f, term.g, self.epsilon):
+        operator, term, total = self._comparison.torch_operator("xy"), self.term, 0.0
+        for rows, plan in operator.exact_tiles(term.f, term.g, self.epsilon):
             costs = self._comparison.source.rows(rows).double()
-            paid = torch.where(costs < math.inf, costs * plan, 0) @ tiles.b
-            total += float(tiles.a[rows] @ paid)
+            paid = torch.where(costs < math.inf, costs * plan, 0) @ operator.b
+            total += float(operator.a[rows] @ paid)
         return total
 
     @takes()
@@ -246,7 +246,7 @@ class MatrixTransport:
         if given.ndim not in (1, 2) or len(given) != size:
             raise InputError(f"values must be ({size},) or ({size}, k), got {shown(given)}")
         columns = given[:, None] if given.ndim == 1 else given
-        plan = self._comparison.tiles("xy").plan(self.term.f, self.term.g, self.epsilon)
+        plan = self._comparison.torch_operator("xy").plan(self.term.f, self.term.g, self.epsilon)
         found = plan.applied(columns, transposed=transposed)
         return found.values[:, 0] if given.ndim == 1 else found.values
 

@@ -140,9 +140,9 @@ def solve_matrix(
     else:
         given = "epsilon", epsilon
     short, chosen = comparison.a.new_empty(0, dtype=torch.int64), options
-    forbidden, tiles = comparison.facts.forbidden, comparison.tiles("xy")
+    forbidden, torch_operator = comparison.facts.forbidden, comparison.torch_operator("xy")
     if forbidden:
-        short = short_rows(tiles)
+        short = short_rows(torch_operator)
     if len(short) and isinstance(options, Converged):
         most = min(options.max_iterations, INFEASIBLE_ITERATIONS)
         chosen = replace(options, max_iterations=most)
@@ -155,7 +155,7 @@ def solve_matrix(
         return replace(divergence, xy=term), short
     if forbidden:
         term = divergence.xy
-        bounds = term.bounds[0], upper_bound(tiles, term)
+        bounds = term.bounds[0], upper_bound(torch_operator, term)
         divergence = replace(divergence, xy=replace(term, bounds=bounds))
     return divergence, short
 

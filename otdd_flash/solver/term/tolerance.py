@@ -43,7 +43,7 @@ def refuse_both(epsilon: float | None, relative: float | None) -> None:
         )
 
 
-def once_default(epsilon: object) -> str:
+def default_hint(epsilon: object) -> str:
     """Return a hint that `epsilon` is the default of earlier versions; "" for another value."""
     if epsilon != EARLIER_DEFAULT:
         return ""
@@ -53,7 +53,7 @@ def once_default(epsilon: object) -> str:
     )
 
 
-def settled_epsilon(
+def resolve_epsilon(
     epsilon: float | None, relative: float | None, mean_cost: Callable[[], float]
 ) -> tuple[str, float, float]:
     """Return the setting's name, its value, and the epsilon that follows, in units of the cost.
@@ -115,9 +115,9 @@ def regularised(
 ) -> Iterator[float]:
     """Resolve the epsilon of datasets, and name it in errors of the block as it was given.
 
-    Arguments and errors as for `settled_epsilon` and `epsilon_of_datasets`.
+    Arguments and errors as for `resolve_epsilon` and `epsilon_of_datasets`.
     """
-    name, given, used = settled_epsilon(epsilon, relative, mean_cost)
+    name, given, used = resolve_epsilon(epsilon, relative, mean_cost)
     with epsilon_of_datasets(name, given, used, mean_cost, standardized):
         yield used
 
