@@ -89,9 +89,9 @@ def certify(
     """Certify a cross term: from g (m,), f = T(g) and T'(f), then one pass for all sums.
 
     With `updated`, which is T'(f), of an f (n,) that is T(g) already, it takes the last pass alone;
-    else f only tells where T(g) is about. Where the rounding of these updates is visible, or if
-    `polished`, both are done once more in float64, from the sums of the plan, in two passes. It
-    counts as visible only where the plan is scaled by more than `scaled`.
+    else f is a guess of T(g). Where the rounding of these updates is visible, or if `polished`,
+    both are done once more in float64, from the sums of the plan, in two passes. It counts as
+    visible only where the plan is scaled by more than `scaled`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -405,11 +405,11 @@ class CrossNumbers(NamedTuple):
         return self.row_growth / 2 + self.lost + columns
 
     def dual(self, epsilon: float) -> Any:
-        """The dual value after the update."""
+        """Return the dual value after the update."""
         return dual_value(self.paid, self.updated, epsilon)
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
-        """The lesser upper bound for the perturbed costs, on the host."""
+        """Return the lesser upper bound for the perturbed costs, on the host."""
         kappa, relative = self.kappa, sums.relative_error
         spread = perturbed_spread(costs, sums, self.row_error + self.column_error)
         paid = kappa * (self.paid_before + epsilon * math.log(kappa) * self.total)
@@ -475,11 +475,11 @@ class SelfNumbers(NamedTuple):
         return self.growth + 2 * self.lost
 
     def dual(self, epsilon: float) -> Any:
-        """The dual value of both potentials, which are one."""
+        """Return the dual value at f on both sides."""
         return dual_value(2 * self.paid, self.mass, epsilon)
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
-        """The lesser upper bound for the perturbed costs, on the host."""
+        """Return the lesser upper bound for the perturbed costs, on the host."""
         spread = perturbed_spread(costs, sums, 2 * self.largest_error)
         # The primal value of the plan that is balanced on its diagonal.
         upper: float = 2 * self.paid + epsilon * self.balancing

@@ -234,7 +234,7 @@ def _constant(operator: Operator, epsilon: float) -> Tensor:
 
 
 def initial_cross_potential(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]:
-    """Compute the initial potential of a cross term: by levels of epsilon, or from a sample.
+    """Compute the initial potential of a cross term, 0 or from a sample, and its levels of epsilon.
 
     A small epsilon is approached through levels, each ended at a coarse marginal error and started
     from the potentials of those before (Schmitzer 2019, Stabilized sparse scaling algorithms for
