@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -51,27 +51,39 @@ def computes(function: Callable[P, R]) -> Callable[P, R]:
     """
     name = function.__qualname__
 
-    @wraps(function)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_transforms(name, (*args, *kwargs.values()))
+    @contextmanager
+    def alone(arguments: Iterable[Any]) -> Iterator[None]:
+        check_transforms(name, arguments)
         _check_eager(name)
         with own_settings():
-            return function(*args, **kwargs)
+            yield
 
-    return untraced(alone)
+    return _untraced(function, alone)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Keep `torch.compile` out of a function, without the slow import of the compiler."""
+    return _untraced(function, nullcontext)
+
+
+def _untraced(
+    function: Callable[P, R], within: Callable[[Iterable[Any]], AbstractContextManager[None]]
+) -> Callable[P, R]:
+    """Keep `torch.compile` out of a function that runs within a context of its arguments."""
     disabled: list[Callable[P, R]] = []
+
+    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+        with within((*args, *kwargs.values())):
+            return function(*args, **kwargs)
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         # Nothing is compiled before the compiler is imported.
         if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
+            with within((*args, *kwargs.values())):
+                return function(*args, **kwargs)
         if not disabled:
-            disabled.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+            disabled.append(torch.compiler.disable(entered))  # type: ignore[no-untyped-call]
         return disabled[0](*args, **kwargs)
 
     # The compiler breaks its graph at calls of a function with this attribute.

@@ -234,7 +234,7 @@ def measure_classes(
             for whole, samples in zip(statistics, (source, target), strict=True)
         )
     joint = measure_all([source, target], metric, cache_dir=cache_dir, progress=progress)
-    return joint.between(0, 1)
+    return joint.pair(0, 1)
 
 
 def _matched(whole: LabeledSamples, samples: LabeledSamples) -> LabeledSamples:

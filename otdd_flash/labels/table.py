@@ -122,15 +122,22 @@ class ClassDistances:
                 f"a table of {size_x} classes and others must be a matrix of more than {size_x} "
                 f"rows, got shape {tuple(full.shape)}"
             )
-        return cls(
-            full[:size_x, :size_x],
-            full[:size_x, size_x:],
-            full[size_x:, size_x:],
-            None if names_x is None else tuple(names_x),
-            None if names_y is None else tuple(names_y),
-            lower=lower,
-            upper=upper,
-        )
+        names = (None if of is None else tuple(of) for of in (names_x, names_y))
+        return cls.split(full, size_x, *names, lower, upper)
+
+    @classmethod
+    def split(
+        cls,
+        full: Tensor,
+        size_x: int,
+        names_x: tuple[str, ...] | None,
+        names_y: tuple[str, ...] | None,
+        lower: Tensor | None,
+        upper: Tensor | None,
+    ) -> ClassDistances:
+        """Split a table that is known to be one; `from_full` checks what users give."""
+        blocks = full[:size_x, :size_x], full[:size_x, size_x:], full[size_x:, size_x:]
+        return cls(*blocks, names_x, names_y, lower=lower, upper=upper)
 
     @property
     def full(self) -> Tensor:
@@ -321,16 +328,14 @@ class JointClassDistances:
                     f"there is no dataset {place}; the table has {len(self.datasets)}, counted "
                     f"from 0: {', '.join(self.datasets)}"
                 )
+        return self.pair(first, second)
+
+    def pair(self, first: int, second: int) -> ClassDistances:
+        """Return the table of two datasets that are there; `between` checks what users give."""
         rows = torch.cat([torch.arange(*self.offsets[k : k + 2]) for k in (first, second)])
         full, lower, upper = self._of(rows)
-        return ClassDistances.from_full(
-            full,
-            len(self.class_names[first]),
-            self.class_names[first],
-            self.class_names[second],
-            lower=lower,
-            upper=upper,
-        )
+        names = self.class_names[first], self.class_names[second]
+        return ClassDistances.split(full, len(names[0]), *names, lower, upper)
 
     def named_for(self, datasets: Sequence[LabeledSamples]) -> JointClassDistances:
         """Return the table of these datasets' classes; rows are matched to classes by name.

@@ -74,7 +74,7 @@ class Room(NamedTuple):
     @property
     def sides(self) -> tuple[slice, slice]:
         """Where x and y are among the points of a problem."""
-        return slice(0, self.n), slice(self.n, self.points)
+        return slice(0, self.n), slice(self.n, self.n + self.m)
 
     @property
     def bytes(self) -> int:
