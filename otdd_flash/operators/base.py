@@ -1,9 +1,9 @@
-"""What the solver asks of a cost with masses, whatever holds the matrix.
+"""The operations on a cost with masses that solver, engine and certificates call.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
-only in how they carry out the operations below; the solver never sees the difference. Every member
-is there for every operator.
+only in how they carry out the operations below; the solver never sees the difference. Every
+operator has every member.
 
 Notation: f (n,) and g (m,) are potentials in units of the cost and
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     # It imports this file.
     from otdd_flash.operators.plans import EvaluatedPlan
 
-# A recorded step reads epsilon as a tensor () float64 on the device, whose value may change; only
-# what runs in Triton records steps.
+# A step that is recorded as a CUDA graph reads epsilon from a tensor () float64 on the device,
+# whose value may change between replays; only operators in Triton record steps.
 Epsilon = float | Tensor
 
 
 class Applied(NamedTuple):
-    """A plan applied to a matrix, and its masses on the side of the result.
+    """A plan applied to a matrix, and the plan's marginal on the side of the result.
 
     Attributes:
         values: P V (n, k), or P^T U (m, k).
@@ -44,8 +44,8 @@ class Applied(NamedTuple):
 class Marginals(NamedTuple):
     """Row and column sums of one plan of f and g, every entry of which was computed once.
 
-    The computed entries are a_i b_j exp((f_i + g_j - C'_ij) / epsilon) of costs C' near C, give or
-    take `lost` a_i b_j:
+    Up to an underflow of `lost` a_i b_j the computed entries are a_i b_j exp((f_i + g_j - C'_ij) /
+    epsilon), with costs C' near C:
 
         |C'_ij - C_ij| <= row_errors_i + column_errors_j + cost_rounding |C_ij|.
 
@@ -53,10 +53,10 @@ class Marginals(NamedTuple):
         rows: (n,) row sums, float64.
         columns: (m,) column sums, float64.
         row_errors: (n,) float64, in units of the cost.
-        column_errors: (m,) float64, likewise.
+        column_errors: (m,) float64, in units of the cost.
         cost_rounding: relative error of a stored cost; 0 if costs are recomputed.
-        relative_error: of each sum, against the sum of the computed entries.
-        lost: bound on what underflow takes from an entry, over a_i b_j.
+        relative_error: of each sum, relative to the sum of the computed entries.
+        lost: bound on the underflow of an entry, over a_i b_j.
     """
 
     rows: Tensor
@@ -69,9 +69,9 @@ class Marginals(NamedTuple):
 
 
 class Certifiable(Protocol):
-    """What the certificate of a cross term asks of a cost C (n, m) with masses a (n,) and b (m,).
+    """A cost C (n, m) with masses a (n,) and b (m,), as the certificate of a cross term reads it.
 
-    Of B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
+    For B costs with masses (B, n) and (B, m), all tensors have that leading dimension.
     """
 
     @property
@@ -92,23 +92,22 @@ class Certifiable(Protocol):
     def marginals(
         self, f: Tensor, g: Tensor, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """Row and column sums of the plan of f (n,) and g (m,), with bounds on their errors.
+        """Compute row and column sums of the plan of f (n,) and g (m,), with error bounds.
 
         Potentials may be float32 or float64; those of points without mass are not read. The costs
-        C' that the sums belong to are the same in every call that is `accurate`, and in every one
-        that need not be.
+        C' of the sums are the same in all calls with `accurate`, and the same in all without.
         """
         ...
 
     def expected_costs(self, masses: Tensor) -> Tensor:
-        """sum_j C_ij q_j (n,) for masses q (m,), float64; takes less than a pass."""
+        """Compute sum_j C_ij q_j (n,) for masses q (m,), float64, in less time than a pass."""
         ...
 
 
 class SelfCertifiable(Protocol):
-    """What the certificate of a self term asks: of the cost of a cloud with itself.
+    """The cost of a cloud with itself, as the certificate of a self term reads it.
 
-    Of B costs with masses (B, n), all tensors have that leading dimension.
+    For B costs with masses (B, n), all tensors have that leading dimension.
     """
 
     @property
@@ -129,14 +128,14 @@ class SelfCertifiable(Protocol):
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """As for `Certifiable`; without `g`, of the only potential f of a cloud with itself.
+        """Compute the sums of `Certifiable.marginals`; without `g`, for f on both sides.
 
-        Its plan is symmetric but for rounding, and may be computed as one that is.
+        That plan is symmetric up to rounding, and may be computed as a symmetric one.
         """
         ...
 
     def own_costs(self) -> Tensor:
-        """C_ii (n,) for the cost of a cloud with itself, float64."""
+        """Return C_ii (n,) for the cost of a cloud with itself, float64."""
         ...
 
 
@@ -145,63 +144,64 @@ class Operator(Certifiable, SelfCertifiable, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the potentials, `costs.dtype`, which is known before the costs are."""
+        """The type of the potentials, `costs.dtype`, known before `costs` are computed."""
         ...
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
     ) -> Marginals:
-        """As for `SelfCertifiable`."""
+        """Compute the sums of `SelfCertifiable.marginals`."""
         ...
 
     @property
     def backend(self) -> str:
-        """How passes run and what they read, for reports."""
+        """A description of how passes run and what they read, for reports."""
         ...
 
     @property
     def in_triton(self) -> bool:
-        """Whether passes run in Triton, and with them the iterations."""
+        """Whether passes, and so the iterations, run in Triton."""
         ...
 
     @property
     def recorded(self) -> bool:
-        """Whether steps are recorded: a pass takes not much more time than launching it."""
+        """Whether steps are recorded as CUDA graphs: passes are about as short as a launch."""
         ...
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
+        """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,).
 
         A `guess` (n,) near the result can save time and never changes the result beyond rounding.
         """
         ...
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
-        """g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
+        """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
         ...
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        """The softmin (n,) of the only potential of a cloud with itself, which is near it."""
+        """Compute T(f) (n,) for the potential f of a self term, which is near T(f)."""
         ...
 
     def plan(
         self, f: Tensor, g: Tensor | None, epsilon: float, most: int | None = None
     ) -> EvaluatedPlan:
-        """The plan of f (n,) and g (m,), or of the only potential of a cloud with itself.
+        """Build the plan of f (n,) and g (m,); without `g`, of f on both sides of a self term.
 
-        What it prepares for many products takes `most` bytes, half of free memory for None.
+        A plan that is held for many products takes at most `most` bytes, half of free memory for
+        None.
         """
         ...
 
     def part(self, rows: Cut, columns: Cut, masses: Masses | None = None) -> Operator:
-        """The cost between some rows (k,) and columns (l,), int64, or all of a side.
+        """Return the cost between some rows (k,) and columns (l,), int64, or all of a side.
 
-        Of these masses, which sum to 1 on either side; by default of those that the points have in
-        the whole, whose facts its facts then are.
+        With `masses`, which sum to 1 on each side, it is a cost with facts of its own. By default
+        points keep the masses that they have in the whole, and the part has the facts of the whole.
         """
         ...
 
     @property
     def refined(self) -> Operator:
-        """The same cost to the full accuracy of the potentials; itself where it is that already."""
+        """The same cost at the full accuracy of the potentials; itself if it has that already."""
         ...

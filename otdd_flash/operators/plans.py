@@ -1,9 +1,11 @@
-"""The plan of two potentials, ready to be applied to one matrix after another.
+"""Products with the plan of two potentials.
 
     P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon),      r = P 1,  c = P^T 1
 
-An operator evaluates it anew for every product; where it is held instead, a product is one read of
-it. Row and column sums are those of the very numbers that are multiplied, whatever rounded them.
+`Operator.plan` returns an `EvaluatedPlan`, whose entries are computed again in every product; its
+`prepared` form is for many products, and may hold the entries (`KeptPlan`; in Triton see
+`triton_plans`). Gradients, Hessians and maps read these. A change must keep that row and column
+sums are those of the very numbers that are multiplied, after any rounding.
 """
 
 from __future__ import annotations
@@ -24,24 +26,25 @@ if TYPE_CHECKING:
     # It imports this file, and Triton.
     from otdd_flash.operators.triton_plans import PointProducts, Way
 
-# Unit roundoffs that long sums are off by: a few, as those of their terms are of either sign.
+# Error of a long sum in unit roundoffs: a few, as rounding errors of its terms have both signs.
 SUM_UNITS = 8
 
-# A (n, r) and B (m, r), entries of whose product A B^T weight those of a plan.
+# A (n, r) and B (m, r): the entries of a plan are multiplied by those of A B^T, or with an `other`
+# pair C and D by those of A B^T + C D^T.
 Factors = tuple[Tensor, Tensor]
 
 
 class Products(Protocol):
-    """Products with a plan P (n, m), and the float64 sums of what they multiply."""
+    """Products with a plan P (n, m), and the float64 sums of the entries that are multiplied."""
 
     @property
     def precision(self) -> float:
-        """The error of products, relative to the product of the sizes of both factors."""
+        """Relative error of products, over the product of the norms of both factors."""
         ...
 
     @property
     def ways(self) -> tuple[Way, Way] | None:
-        """Products there and back on tensor cores; None if they run otherwise."""
+        """Products with P and with P^T on packed values, on tensor cores; None without these."""
         ...
 
     @property
@@ -55,53 +58,53 @@ class Products(Protocol):
         ...
 
     def times(self, values: Tensor) -> Tensor:
-        """P V (n, k) for V (m, k)."""
+        """Compute P V (n, k) for V (m, k)."""
         ...
 
     def transposed_times(self, values: Tensor) -> Tensor:
-        """P^T U (m, k) for U (n, k)."""
+        """Compute P^T U (m, k) for U (n, k)."""
         ...
 
 
 class Plan(Products, Protocol):
-    """A plan P (n, m) to the accuracy of its operator's type."""
+    """A plan P (n, m) at the accuracy of its operator's type."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of products, and the least of their factors: float32 or float64."""
+        """The type of products, to which narrower values are converted: float32 or float64."""
         ...
 
     @property
     def quick(self) -> Products:
-        """The plan, or one near it, whose products are faster and less accurate."""
+        """The plan rounded for faster, less accurate products; itself if there is none."""
         ...
 
     @property
     def with_points(self) -> PointProducts | None:
-        """Products with the points of its sides, which need no copy of them; None for others."""
+        """Products with the packed points of its sides; None if points are not packed."""
         ...
 
     def times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P V (n, k) for V (m, k), or (P o A B^T) V, of the sum with C D^T."""
+        """Compute P V (n, k) for V (m, k), or (P o W) V, with W = A B^T (+ C D^T)."""
         ...
 
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U, of the sum with C D^T."""
+        """Compute P^T U (m, k) for U (n, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
         ...
 
 
-# Some points of a side, and they (k, d) on the device: gives the values (k, c) to be multiplied.
+# make(rows, points (k, d) on the device): returns the values (k, c) to be multiplied.
 Make = Callable[[Cut, Tensor], Tensor]
 
 ALL = Block(slice(None), slice(None))
 
 
 class PlanBlock(NamedTuple):
-    """What a plan makes of values, for some points of the side of the result.
+    """A product with a plan, for a block of points of the side of the result.
 
     Attributes:
         block: which points.
@@ -115,7 +118,7 @@ class PlanBlock(NamedTuple):
 
 
 class EvaluatedPlan(ABC):
-    """A plan that is evaluated anew for every product, which gives its sums as well.
+    """A plan whose entries are computed again in every product, and its sums with them.
 
     Args:
         dtype: of products.
@@ -123,7 +126,7 @@ class EvaluatedPlan(ABC):
         f: (n,) potential, in units of the cost.
         g: (m,) potential; None for the only potential of a cloud with itself.
         epsilon: regularisation, in units of the cost.
-        most: bytes that a plan may take that is held, half of free memory for None.
+        most: bytes that a held plan may take, half of free memory for None.
     """
 
     ways: tuple[Way, Way] | None = None
@@ -139,29 +142,29 @@ class EvaluatedPlan(ABC):
     ) -> None:
         self.dtype, self.masses = dtype, masses
         self._at, self._most = (f, f if g is None else g, epsilon), most
-        # Of rows, and of columns, once something was multiplied.
+        # Row sums (False) and column sums (True), once a product has computed them.
         self._sums: dict[bool, Tensor] = {}
 
     @abstractmethod
     def applied(
         self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
-        """P V (n, k) for V (m, k), and P 1 (n,); with `factors` A, B, (P o A B^T) V.
+        """Compute P V (n, k) for V (m, k), and P 1 (n,); with `factors` A, B, (P o A B^T) V.
 
-        If `transposed`, P^T U (m, k) for U (n, k), and P^T 1 (m,), or (P o A B^T)^T U.
+        If `transposed`, compute P^T U (m, k) for U (n, k), and P^T 1 (m,), or (P o A B^T)^T U.
         """
 
     def blocks(
         self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
     ) -> Iterator[PlanBlock]:
-        """P V for all rows, or P^T U for all columns: at once, or in blocks where points stream.
+        """Yield P V for blocks of rows, or P^T U for blocks of columns; one block unless streamed.
 
-        So neither values nor results need be on the device at once.
+        So the device never holds all values or results of streamed points.
 
         Args:
             points: x (n, d) and y (m, d).
-            make: gives the values; a `LessOrigin` where `points` are those of the cost.
-            transposed: whether the result is of the columns.
+            make: computes the values; a `LessOrigin` if `points` are those of the cost.
+            transposed: whether the product is with P^T.
         """
         own, other = points[::-1] if transposed else points
         values = make(ALL.rows, other[ALL.rows])
@@ -169,22 +172,22 @@ class EvaluatedPlan(ABC):
 
     @property
     def prepared(self) -> Plan:
-        """The plan for many products: held where that pays and memory allows."""
+        """The plan for many products: held if that is faster and memory allows it."""
         return self
 
     @property
     def quick(self) -> Products:
-        """A plan near it whose products take less time, if there is one."""
+        """The plan rounded for faster products; itself if there is none."""
         return self
 
     @property
     def with_points(self) -> PointProducts | None:
-        """Products with the points, where these are packed."""
+        """Products with packed points; None if points are not packed."""
         return None
 
     @property
     def precision(self) -> float:
-        """Of products of this type."""
+        """Relative error of products in this type."""
         return SUM_UNITS * torch.finfo(self.dtype).eps / 2
 
     @property
@@ -204,13 +207,13 @@ class EvaluatedPlan(ABC):
     def times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P V (n, k), or (P o A B^T) V, of the sum with C D^T."""
+        """Compute P V (n, k), or (P o W) V, with W = A B^T (+ C D^T)."""
         return self._times(values, _balanced(factors, other), transposed=False)
 
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P^T U (m, k), or (P o A B^T)^T U, of the sum with C D^T."""
+        """Compute P^T U (m, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
         return self._times(values, _balanced(factors, other), transposed=True)
 
     def _times(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
@@ -220,11 +223,11 @@ class EvaluatedPlan(ABC):
 
 
 class KeptPlan:
-    """Held as a matrix P (n, m), float64.
+    """A plan held as a matrix P (n, m), float64.
 
     Args:
         entries: P.
-        quick: products with a plan near it that take less time, if there are any.
+        quick: faster products with a rounded plan; None uses this one.
 
     Attributes:
         entries: P.
@@ -249,7 +252,7 @@ class KeptPlan:
     def times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P V (n, k) for V (m, k), or (P o A B^T) V, of the sum with C D^T."""
+        """Compute P V (n, k) for V (m, k), or (P o W) V, with W = A B^T (+ C D^T)."""
         factors = _side_by_side(factors, other)
         if factors is not None and _few(factors, values):
             left, right = (factor.double() for factor in factors)
@@ -264,7 +267,7 @@ class KeptPlan:
     def transposed_times(
         self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
     ) -> Tensor:
-        """P^T U (m, k) for U (n, k), or (P o A B^T)^T U, of the sum with C D^T."""
+        """Compute P^T U (m, k) for U (n, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
         factors = _side_by_side(factors, other)
         if factors is not None and _few(factors, values):
             left, right = (factor.double() for factor in factors)
@@ -286,11 +289,11 @@ class KeptPlan:
             yield rows, (left[rows] @ right.T).mul_(self.entries[rows])
 
 
-# Entries that are weighted at once: what a cache holds, and few launches.
+# Entries that are weighted at once: those that a cache holds, and few launches on a GPU.
 BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
 
-# Columns that P is multiplied by in less time than its entries are weighted, which reads and writes
-# some 3 times their size.
+# Columns by which P is multiplied in less time than its entries are weighted, which moves some
+# three times their bytes.
 FEW_COLUMNS = 128
 
 
@@ -301,23 +304,23 @@ def _few(factors: Factors, values: Tensor) -> bool:
 def _unfolded(
     times: Callable[[Tensor], Tensor], values: Tensor, left: Tensor, right: Tensor
 ) -> Tensor:
-    """(P o L R^T) V (n, k) as sum_r L_r o P (R_r o V), one product with r k columns."""
+    """Compute (P o L R^T) V (n, k) as sum_r L_r o P (R_r o V), one product with r k columns."""
     weighted = (right[:, :, None] * values[:, None]).flatten(1)
     images = times(weighted).view(len(left), left.shape[1], -1)
     return torch.einsum("nr,nrk->nk", left, images)
 
 
 def _side_by_side(factors: Factors | None, other: Factors | None) -> Factors | None:
-    """A B^T + C D^T as one product, of A beside C and of B beside D."""
+    """Return A B^T + C D^T as one product [A, C] [B, D]^T."""
     if factors is None or other is None:
         return factors
     return torch.cat((factors[0], other[0]), 1), torch.cat((factors[1], other[1]), 1)
 
 
 def _balanced(factors: Factors | None, other: Factors | None) -> Factors | None:
-    """Balance factors whose products are rounded side by side, on one scale.
+    """Return [A, C] and [B, D] with A, B and C, D rescaled, as each pair is rounded on one scale.
 
-    One side of each is multiplied by a power of two and the other divided, for sides of one size.
+    A is multiplied by a power of two and B divided by it until both have one size, C and D too.
     """
     if factors is None or other is None:
         return factors
