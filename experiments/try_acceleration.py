@@ -19,11 +19,11 @@ import torch
 
 import otdd_flash as otdd
 from experiments.environment import environment, write_result
-from otdd_flash.engine.evidence import magnitude, rounding_floor
 from otdd_flash.labels import measure_classes
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.certificate import Certificate, certify
+from otdd_flash.solver.evidence import magnitude, rounding_floor
 from otdd_flash.solver.solve import solve_term
 
 PAIRS = (("mnist", "usps"), ("mnist", "fashion_mnist"))

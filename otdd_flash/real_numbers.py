@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.checks import check_numbers, shown
-from otdd_flash.cost.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.errors import InputError
+from otdd_flash.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.raw_labels import (
     Column,
     columns_of,

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from otdd_flash.cost.memory import free_memory
+from otdd_flash.memory import free_memory
 
 FEWEST, MOST = 3, 10
 SECONDS_TO_REPEAT = 2.0

@@ -10,7 +10,7 @@ to the next candidate. The rules are `otdd_flash.formulas`, of which `compiled` 
 kernel: this file reads and writes their numbers.
 
 Shapes: (S, 2) and (S, 14 + 4 memory) as in `formulas.evidence.Evaluation`, moves (S, 9 + 2 memory)
-as in `engine.segments.Move`, terms (S, 8) as in `engine.run.Told`, all float64. A segment is at its
+as in `engine.problems.Move`, terms (S, 8) as in `engine.run.Told`, all float64. A segment is at its
 level of epsilon and at `state_width` numbers,
 
     iterations,   dual, gain, lowest, stale, plain, penalty,   gap, dual, age,
@@ -266,7 +266,7 @@ def segmented_decision(
     Args:
         evaluation: its numbers, (S, 2) of rows and (S, 14 + 4 memory) of columns.
         costs: (S, `COSTS`) float64, mean, spread, offset and errors of
-            `engine.segments.Costs`.
+            `engine.problems.Costs`.
         settings: (7,) float64, `formulas.decision.Goal` and the unit roundoffs of
             potentials and of sums.
         before: the evaluation.

@@ -106,7 +106,7 @@ def segmented_move(
         blocks: (P, 2) int32, of `blocks_of`.
         table: (S, 8) int64, as for `segmented_step`, with the columns as rows.
         active: (S,) bool, segments to work on.
-        move: (S, 9 + 2 memory) float64, the numbers of `engine.segments.Move`.
+        move: (S, 9 + 2 memory) float64, the numbers of `engine.problems.Move`.
         vectors: of the columns; overwritten.
     """
     segmented_move_kernel[(len(blocks),)](

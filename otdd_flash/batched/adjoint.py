@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.batched.chunks import Products, parts, side_by_side, sum_by_halves
-from otdd_flash.operators.plans import SUM_UNITS
+from otdd_flash.operators.base import SUM_UNITS
 
 # The largest number of rows or columns that the kernel takes.
 MOST_IN_TRITON = 128

@@ -251,7 +251,7 @@ def _end_as_meant() -> None:
 def _is_shortage(error: Exception) -> bool:
     import torch
 
-    from otdd_flash.cost.memory import shortage
+    from otdd_flash.memory import shortage
 
     nowhere = torch.device("cpu")
     return isinstance(error, RuntimeError) and (

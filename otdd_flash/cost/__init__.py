@@ -6,6 +6,6 @@ and costs that a function computes. `ground` turns every choice of c(x, y) into 
 `rounding` bounds the cost error of rounded points. `host_points` are clouds in host memory or in
 files that are streamed to the device.
 
-`compute` has the options of a pass (device, precision, backend, memory), `memory` what is free.
-Operators and class distances read these modules, which import neither.
+`compute` has the options of a pass: device, precision, backend and memory. Operators and class
+distances read these modules, which import neither.
 """

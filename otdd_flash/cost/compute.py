@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from otdd_flash.arguments import Backend, DeviceName, Precision, check_fields, memory
-from otdd_flash.cost.memory import (
+from otdd_flash.devices import check_triton, is_amd
+from otdd_flash.distributed.ranks import Ranks
+from otdd_flash.errors import InputError
+from otdd_flash.memory import (
     UNASKED,
     budget_in_bytes,
     free_memory,
     readable_bytes,
     stated_budget,
 )
-from otdd_flash.devices import check_triton, is_amd
-from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

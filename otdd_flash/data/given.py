@@ -57,7 +57,6 @@ from otdd_flash.arguments import (
     holds_items,
 )
 from otdd_flash.checks import is_a, shown
-from otdd_flash.cost.memory import UNASKED
 from otdd_flash.data.dataset import (
     CHANNELS,
     LabeledDataset,
@@ -74,6 +73,7 @@ from otdd_flash.data.request import Request
 from otdd_flash.data.subset import subset
 from otdd_flash.errors import DataNotice, InputError, UserCodeError, placed, prefixed, warn
 from otdd_flash.importing import user_code
+from otdd_flash.memory import UNASKED
 from otdd_flash.raw_labels import names_of_columns, raw_values, without_fractions
 from otdd_flash.real_numbers import check_room, dense, exact_array, real_tensor
 from otdd_flash.samples import LabeledSamples, SamplesOrArrays

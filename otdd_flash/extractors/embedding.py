@@ -40,7 +40,6 @@ from otdd_flash.arguments import (
     takes,
 )
 from otdd_flash.checks import called, optional, shown
-from otdd_flash.cost.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.data.dataset import LabeledDataset, LazyItems
 from otdd_flash.data.given import Held, ReadOnce, check_vectors, opened
 from otdd_flash.data.images import DECODING, image_array, plain_item
@@ -60,6 +59,7 @@ from otdd_flash.extractors.plain import (
 )
 from otdd_flash.files.cache import TensorCache
 from otdd_flash.importing import user_code
+from otdd_flash.memory import UNASKED, free_memory, readable_bytes
 from otdd_flash.samples import Array, LabeledSamples
 
 logger = logging.getLogger(__name__)

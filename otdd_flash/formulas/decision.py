@@ -212,7 +212,7 @@ class Decision(NamedTuple):
         plain: whether a plain update follows, or nothing.
         changes: whether a level of epsilon ends or a try at the final one is given up.
         done: whether the problem is.
-        extrapolation: as in `engine.segments.Move`.
+        extrapolation: as in `engine.problems.Move`.
         rounding: what a single softmin may be off by.
         told: the fields of `engine.run.Told` but the last.
         state: after the evaluation.

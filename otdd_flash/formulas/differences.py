@@ -56,7 +56,7 @@ class Memory(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The way to the next candidate, as `engine.segments.Move` has it.
+    """The way to the next candidate, as `engine.problems.Move` has it.
 
     Attributes:
         learnt: whether the newest differences are remembered, (S,) bool.

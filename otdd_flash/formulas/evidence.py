@@ -2,9 +2,9 @@
 
 An evaluation leaves the rows of a cross term's plan exact and measures the error of the columns, so
 that to certify takes no further pass. Lower bounds are dual values, upper bounds those by
-oscillation, and both allow for rounding. `decision` decides by it; `engine.evidence` has what is
+oscillation, and both allow for rounding. `decision` decides by it; `solver.evidence` has what is
 proved of one problem, every entry of whose plan is computed once more. A change must leave every
-bound valid: `tests/engine/test_engine_evidence.py` has problems that nearly attain them.
+bound valid: `tests/solver/test_evidence.py` has problems that nearly attain them.
 
 **The dual value** is a lower bound of OT for any potentials f and g:
 
@@ -30,7 +30,7 @@ With r = a, and as g* is a softmin of costs, whose oscillation max - min is at m
 
 A self term moves both marginals by the same, which doubles the last term. The bound is the lesser
 one where epsilon is above the costs or nearly all mass is missing; else it is the primal value of
-`engine.evidence`.
+`solver.evidence`.
 
 **Rounding.** Each plan is evaluated by two softmins or one. A pass sums the exponentials of some
 perturbed cost C^, and its sums are off by a share of at most rho: `PassErrors` has both, and each
@@ -122,7 +122,7 @@ class PassErrors(NamedTuple):
 
 
 class CostNumbers(NamedTuple):
-    """What is known of the costs of S problems, (S,) float64 each, as in `engine.segments.Costs`.
+    """What is known of the costs of S problems, (S,) float64 each, as in `engine.problems.Costs`.
 
     Attributes:
         mean_cost: bound on the mean |C'| over a plan.
@@ -276,7 +276,7 @@ def total_error(gap: Numbers, floor: Numbers) -> Numbers:
 def rounding_noise(costs: CostNumbers, size: Numbers, epsilon: Numbers) -> Numbers:
     """The size of marginal errors that rounding makes as a rule; no bound, steps are judged by it.
 
-    It is the floor of `engine.evidence` to first order, and of potentials and sums alone.
+    It is the floor of `solver.evidence` to first order, and of potentials and sums alone.
     """
     return costs.unit * (size + 2 * costs.mean_cost) / epsilon + 4 * costs.unit_of_sums
 

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
-from otdd_flash.cost.memory import free_memory
 from otdd_flash.errors import InputError
 from otdd_flash.labels.classes import ClassCloud
 from otdd_flash.labels.pairs import PairDistances, used_classes
+from otdd_flash.memory import free_memory
 
 # The network simplex needs some 50 bytes per pair of points: 25 million pairs take 1.2 GiB.
 MAX_PAIRS_OF_POINTS = 25_000_000

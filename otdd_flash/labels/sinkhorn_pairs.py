@@ -29,16 +29,16 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Progress
-from otdd_flash.cost.memory import free_memory
 from otdd_flash.cost.points import Cloud, LabelledCost
 from otdd_flash.devices import check_triton
+from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.engine.run import Finished, SegmentTerms
-from otdd_flash.engine.segments import WeightedPoints
 from otdd_flash.errors import InputError, NotConvergedWarning, warn
 from otdd_flash.formulas.decision import CROSS, SELF
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.labels.classes import ClassCloud, masses_of, merge_identical
 from otdd_flash.labels.pairs import PairDistances, named_classes, used_classes
+from otdd_flash.memory import free_memory
 from otdd_flash.operators.point_scores import streamed_operator
 from otdd_flash.operators.stored_segments import SIZE_STEP, StoredSegments
 from otdd_flash.solver.schedules.converged import Converged

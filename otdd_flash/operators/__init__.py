@@ -16,7 +16,7 @@ Points in host memory or in files are streamed in blocks, which `packed_blocks` 
 Given costs: `given_costs` is a matrix in memory or a function of blocks, `matrix_kernel` a matrix
 with passes in Triton.
 
-Plans, evaluated in every product or prepared for many: `plans` has their protocols and those in
+Plans, evaluated in every product or prepared for many: `base` has their protocols and those in
 PyTorch, `triton_plans` those in Triton, also for products with packed points.
 
 A cost that processes share: `sharing` builds it on all ranks, `sharded` is the operator of rank 0,
@@ -24,10 +24,10 @@ A cost that processes share: `sharing` builds it on all ranks, `sharded` is the 
 self term (`kernel_self_share` in Triton). If no rank can hold all points, they circulate in a
 `ring`: `ring_blocks` are its shards, `ring_pairs` a rank's pairs of a self term.
 
-Iterations run on segments (`engine.rule.Segments`). `one_problem` makes an operator the only one,
-`one_kernel_problem` in Triton. Pairs of classes are many: `stored_segments` and `anchored_segments`
-keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments` computes them in
-Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of a small divergence
-are the segments of a `score_pool`, which also has the terms for certificates: `kernel_pool` in
-Triton, `torch_pool` on a processor; a given matrix is a `matrix_pool`.
+Problems of the engine (`engine.problems`): `one_problem` is an operator as the only one,
+`one_kernel_problem` the same in Triton. Pairs of classes are many: `stored_segments` and
+`anchored_segments` keep their scores in PyTorch, tile by tile (`segment_tiles`), `kernel_segments`
+computes them in Triton on the points of a `class_pool`, whose sums are `class_sums`. The terms of a
+small divergence are the problems of a `score_pool`, which also has the terms for certificates:
+`kernel_pool` in Triton, `torch_pool` on a processor; a given matrix is a `matrix_pool`.
 """

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.many_vectors import ManyVectors
-from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.rule import Start
+from otdd_flash.engine.problems import Start
+from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.operators.segment_tiles import moved, tiles

@@ -1,4 +1,4 @@
-"""The operations on a cost with masses that solver, engine and certificates call.
+"""The operations on a cost with masses and on plans that solver, engine and certificates call.
 
 An operator stands for a ground cost C (n, m) together with the masses a (n,) and b (m,) of its two
 sides. Points and labels streamed in tiles, a stored matrix, a GPU kernel or several ranks differ
@@ -7,22 +7,31 @@ operator has every member.
 
 Notation: f (n,) and g (m,) are potentials in units of the cost and
 
-    P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon).
+    P_ij = a_i b_j exp((f_i + g_j - C_ij) / epsilon),      r = P 1,  c = P^T 1.
+
+`Operator.plan` returns an `EvaluatedPlan`, whose entries are computed again in every product; its
+`prepared` form is for many products, and may hold the entries (`KeptPlan`; in Triton see
+`triton_plans`). Gradients, Hessians and maps read these. A change must keep that row and column
+sums are those of the very numbers that are multiplied, after any rounding.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
-from otdd_flash.cost.points import Cut, Masses
+from otdd_flash.cost.host_points import Block
+from otdd_flash.cost.points import Cut, Masses, Points
 
 if TYPE_CHECKING:
-    # It imports this file.
-    from otdd_flash.operators.plans import EvaluatedPlan
+    # It imports this file, and Triton.
+    from otdd_flash.operators.triton_plans import PointProducts, Way
 
 # A step that is recorded as a CUDA graph reads epsilon from a tensor () float64 on the device,
 # whose value may change between replays; only operators in Triton record steps.
@@ -205,3 +214,315 @@ class Operator(Certifiable, SelfCertifiable, Protocol):
     def refined(self) -> Operator:
         """The same cost at the full accuracy of the potentials; itself if it has that already."""
         ...
+
+
+# Error of a long sum in unit roundoffs: a few, as rounding errors of its terms have both signs.
+SUM_UNITS = 8
+
+# A (n, r) and B (m, r): the entries of a plan are multiplied by those of A B^T, or with an `other`
+# pair C and D by those of A B^T + C D^T.
+Factors = tuple[Tensor, Tensor]
+
+
+class Products(Protocol):
+    """Products with a plan P (n, m), and the float64 sums of the entries that are multiplied."""
+
+    @property
+    def precision(self) -> float:
+        """Relative error of products, over the product of the norms of both factors."""
+        ...
+
+    @property
+    def ways(self) -> tuple[Way, Way] | None:
+        """Products with P and with P^T on packed values, on tensor cores; None without these."""
+        ...
+
+    @property
+    def rows(self) -> Tensor:
+        """P 1 (n,), float64."""
+        ...
+
+    @property
+    def columns(self) -> Tensor:
+        """P^T 1 (m,), float64."""
+        ...
+
+    def times(self, values: Tensor) -> Tensor:
+        """Compute P V (n, k) for V (m, k)."""
+        ...
+
+    def transposed_times(self, values: Tensor) -> Tensor:
+        """Compute P^T U (m, k) for U (n, k)."""
+        ...
+
+
+class Plan(Products, Protocol):
+    """A plan P (n, m) at the accuracy of its operator's type."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of products, to which narrower values are converted: float32 or float64."""
+        ...
+
+    @property
+    def quick(self) -> Products:
+        """The plan rounded for faster, less accurate products; itself if there is none."""
+        ...
+
+    @property
+    def with_points(self) -> PointProducts | None:
+        """Products with the packed points of its sides; None if points are not packed."""
+        ...
+
+    def times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """Compute P V (n, k) for V (m, k), or (P o W) V, with W = A B^T (+ C D^T)."""
+        ...
+
+    def transposed_times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """Compute P^T U (m, k) for U (n, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
+        ...
+
+
+# make(rows, points (k, d) on the device): returns the values (k, c) to be multiplied.
+Make = Callable[[Cut, Tensor], Tensor]
+
+ALL = Block(slice(None), slice(None))
+
+
+class PlanBlock(NamedTuple):
+    """A product with a plan, for a block of points of the side of the result.
+
+    Attributes:
+        block: which points.
+        points: (k, d) on the device.
+        applied: P V (k, c) and P 1 (k,), or P^T U and P^T 1.
+    """
+
+    block: Block
+    points: Tensor
+    applied: Applied
+
+
+class EvaluatedPlan(ABC):
+    """A plan whose entries are computed again in every product, and its sums with them.
+
+    Args:
+        dtype: of products.
+        masses: a (n,) and b (m,), float64.
+        f: (n,) potential, in units of the cost.
+        g: (m,) potential; None for the only potential of a cloud with itself.
+        epsilon: regularisation, in units of the cost.
+        most: bytes that a held plan may take, half of free memory for None.
+    """
+
+    ways: tuple[Way, Way] | None = None
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        masses: tuple[Tensor, Tensor],
+        f: Tensor,
+        g: Tensor | None,
+        epsilon: float,
+        most: int | None,
+    ) -> None:
+        self.dtype, self.masses = dtype, masses
+        self._at, self._most = (f, f if g is None else g, epsilon), most
+        # Row sums (False) and column sums (True), once a product has computed them.
+        self._sums: dict[bool, Tensor] = {}
+
+    @abstractmethod
+    def applied(
+        self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
+    ) -> Applied:
+        """Compute P V (n, k) for V (m, k), and P 1 (n,); with `factors` A, B, (P o A B^T) V.
+
+        If `transposed`, compute P^T U (m, k) for U (n, k), and P^T 1 (m,), or (P o A B^T)^T U.
+        """
+
+    def blocks(
+        self, points: tuple[Points, Points], make: Make, *, transposed: bool = False
+    ) -> Iterator[PlanBlock]:
+        """Yield P V for blocks of rows, or P^T U for blocks of columns; one block unless streamed.
+
+        So the device never holds all values or results of streamed points.
+
+        Args:
+            points: x (n, d) and y (m, d).
+            make: computes the values; a `LessOrigin` if `points` are those of the cost.
+            transposed: whether the product is with P^T.
+        """
+        own, other = points[::-1] if transposed else points
+        values = make(ALL.rows, other[ALL.rows])
+        yield PlanBlock(ALL, own[ALL.rows], self.applied(values, transposed=transposed))
+
+    @property
+    def prepared(self) -> Plan:
+        """The plan for many products: held if that is faster and memory allows it."""
+        return self
+
+    @property
+    def quick(self) -> Products:
+        """The plan rounded for faster products; itself if there is none."""
+        return self
+
+    @property
+    def with_points(self) -> PointProducts | None:
+        """Products with packed points; None if points are not packed."""
+        return None
+
+    @property
+    def precision(self) -> float:
+        """Relative error of products in this type."""
+        return SUM_UNITS * torch.finfo(self.dtype).eps / 2
+
+    @property
+    def rows(self) -> Tensor:
+        """P 1 (n,)."""
+        if False not in self._sums:
+            self.times(_ones(self.masses[1]))
+        return self._sums[False]
+
+    @property
+    def columns(self) -> Tensor:
+        """P^T 1 (m,)."""
+        if True not in self._sums:
+            self.transposed_times(_ones(self.masses[0]))
+        return self._sums[True]
+
+    def times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """Compute P V (n, k), or (P o W) V, with W = A B^T (+ C D^T)."""
+        return self._times(values, _balanced(factors, other), transposed=False)
+
+    def transposed_times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """Compute P^T U (m, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
+        return self._times(values, _balanced(factors, other), transposed=True)
+
+    def _times(self, values: Tensor, factors: Factors | None, *, transposed: bool) -> Tensor:
+        found = self.applied(values, transposed=transposed, factors=factors)
+        self._sums.setdefault(transposed, found.masses)
+        return found.values.to(self.dtype)
+
+
+class KeptPlan:
+    """A plan held as a matrix P (n, m), float64.
+
+    Args:
+        entries: P.
+        quick: faster products with a rounded plan; None uses this one.
+
+    Attributes:
+        entries: P.
+    """
+
+    dtype, precision = torch.float64, SUM_UNITS * torch.finfo(torch.float64).eps / 2
+    ways = with_points = None
+
+    def __init__(self, entries: Tensor, quick: Products | None = None) -> None:
+        self.entries, self.quick = entries, quick or self
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """P 1 (n,)."""
+        return self.entries.sum(1)
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """P^T 1 (m,)."""
+        return self.entries.sum(0)
+
+    def times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """Compute P V (n, k) for V (m, k), or (P o W) V, with W = A B^T (+ C D^T)."""
+        factors = _side_by_side(factors, other)
+        if factors is not None and _few(factors, values):
+            left, right = (factor.double() for factor in factors)
+            return _unfolded(self.times, values.double(), left, right)
+        if factors is None:
+            return self.entries @ values.double()
+        found = values.new_empty((len(self.entries), values.shape[1]), dtype=torch.float64)
+        for rows, entries in self._blocks(factors):
+            torch.mm(entries, values.double(), out=found[rows])
+        return found
+
+    def transposed_times(
+        self, values: Tensor, factors: Factors | None = None, other: Factors | None = None
+    ) -> Tensor:
+        """Compute P^T U (m, k) for U (n, k), or (P o W)^T U, with W = A B^T (+ C D^T)."""
+        factors = _side_by_side(factors, other)
+        if factors is not None and _few(factors, values):
+            left, right = (factor.double() for factor in factors)
+            return _unfolded(self.transposed_times, values.double(), right, left)
+        if factors is None:
+            return self.entries.T @ values.double()
+        found = values.new_zeros((self.entries.shape[1], values.shape[1]), dtype=torch.float64)
+        for rows, entries in self._blocks(factors):
+            found.addmm_(entries.T, values[rows].double())
+        return found
+
+    def _blocks(self, factors: Factors) -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of rows and their entries, weighted by A B^T."""
+        n, m = self.entries.shape
+        left, right = (factor.double() for factor in factors)
+        height = max(1, (BLOCK_GPU if left.is_cuda else BLOCK_CPU) // m)
+        for first in range(0, n, height):
+            rows = slice(first, first + height)
+            yield rows, (left[rows] @ right.T).mul_(self.entries[rows])
+
+
+# Entries that are weighted at once: those that a cache holds, and few launches on a GPU.
+BLOCK_CPU, BLOCK_GPU = 1 << 20, 1 << 25
+
+# Columns by which P is multiplied in less time than its entries are weighted, which moves some
+# three times their bytes.
+FEW_COLUMNS = 128
+
+
+def _few(factors: Factors, values: Tensor) -> bool:
+    return factors[0].shape[1] * values.shape[1] <= FEW_COLUMNS
+
+
+def _unfolded(
+    times: Callable[[Tensor], Tensor], values: Tensor, left: Tensor, right: Tensor
+) -> Tensor:
+    """Compute (P o L R^T) V (n, k) as sum_r L_r o P (R_r o V), one product with r k columns."""
+    weighted = (right[:, :, None] * values[:, None]).flatten(1)
+    images = times(weighted).view(len(left), left.shape[1], -1)
+    return torch.einsum("nr,nrk->nk", left, images)
+
+
+def _side_by_side(factors: Factors | None, other: Factors | None) -> Factors | None:
+    """Return A B^T + C D^T as one product [A, C] [B, D]^T."""
+    if factors is None or other is None:
+        return factors
+    return torch.cat((factors[0], other[0]), 1), torch.cat((factors[1], other[1]), 1)
+
+
+def _balanced(factors: Factors | None, other: Factors | None) -> Factors | None:
+    """Return [A, C] and [B, D] with A, B and C, D rescaled, as each pair is rounded on one scale.
+
+    A is multiplied by a power of two and B divided by it until both have one size, C and D too.
+    """
+    if factors is None or other is None:
+        return factors
+    pairs = factors, other
+    norms = [torch.linalg.vector_norm(side, torch.inf) for pair in pairs for side in pair]
+    logs = torch.stack(norms).clamp_min(torch.finfo(norms[0].dtype).tiny).log2().view(2, 2)
+    scales = ((logs[:, 1] - logs[:, 0]) / 2).round().exp2()
+    first, second = (
+        (left * scale, right / scale) for (left, right), scale in zip(pairs, scales, strict=True)
+    )
+    return _side_by_side(first, second)
+
+
+def _ones(masses: Tensor) -> Tensor:
+    return torch.ones_like(masses).unsqueeze(1)

@@ -27,9 +27,17 @@ from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.host_points import Block, by_class
 from otdd_flash.cost.points import DOUBLE_UNIT, Cut, LabelledCost, Masses, Moments, Points, on_host
 from otdd_flash.cost.rounding import float16_rounding
-from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
+from otdd_flash.operators.base import (
+    Applied,
+    Epsilon,
+    EvaluatedPlan,
+    Factors,
+    Make,
+    Marginals,
+    Operator,
+    PlanBlock,
+)
 from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
-from otdd_flash.operators.plans import EvaluatedPlan, Factors, Make, PlanBlock
 
 # Largest |softmin - guess| over epsilon: sums relative to the guess then are within 2^90 of 1.
 FAR = 90 * math.log(2)

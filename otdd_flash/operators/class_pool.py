@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.segments import WeightedPoints
+from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
 from otdd_flash.kernels.segments.step import CHAIN_PRODUCTS, DIGITS, OVERRUN, PARTS, Pool
 from otdd_flash.operators.class_sums import ClassRows, halved_sum

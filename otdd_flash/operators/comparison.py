@@ -20,13 +20,6 @@ from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.facts import SIDES, TERMS, Pair
 from otdd_flash.cost.ground import NO_OFFSET, GroundCost, Offset
 from otdd_flash.cost.host_points import Streaming
-from otdd_flash.cost.memory import (
-    UNASKED,
-    check_memory,
-    free_memory,
-    stated_budget,
-    within_memory,
-)
 from otdd_flash.cost.points import LabelledCost, Points, forget_cloud, points_of
 from otdd_flash.devices import check_one_device, resolve_device
 from otdd_flash.dimensions import check_same_dimension
@@ -34,6 +27,13 @@ from otdd_flash.distributed.ranks import ranks_of
 from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
+from otdd_flash.memory import (
+    UNASKED,
+    check_memory,
+    free_memory,
+    stated_budget,
+    within_memory,
+)
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.build import CostSize, build_operator, operator_bytes
 from otdd_flash.samples import LabeledSamples, check_squares, largest_entry, same_content

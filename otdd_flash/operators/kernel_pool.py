@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import SIDES
-from otdd_flash.engine.few_vectors import MEMORY
-from otdd_flash.engine.kernel_vectors import KernelVectors, Pace, SegmentLayout
-from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Evaluated, Vectors
+from otdd_flash.engine.few_problems import MEMORY
+from otdd_flash.engine.problems import Evaluated, Vectors
+from otdd_flash.engine.quasi_newton_kernels import (
+    KernelVectors,
+    Pace,
+    QuasiNewtonKernels,
+    SegmentLayout,
+)
 from otdd_flash.formulas.decision import Form
 from otdd_flash.kernels.segments.step import Sums
 from otdd_flash.kernels.stored.plan import signed_plan, stored_plan, stored_product

@@ -34,9 +34,13 @@ import math
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.kernel_vectors import KernelVectors, Pace, SegmentLayout
-from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Start
+from otdd_flash.engine.problems import Start
+from otdd_flash.engine.quasi_newton_kernels import (
+    KernelVectors,
+    Pace,
+    QuasiNewtonKernels,
+    SegmentLayout,
+)
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import TRIFLE, PassErrors
 from otdd_flash.kernels.adder import UNIT

@@ -17,7 +17,7 @@ from torch import Tensor
 from otdd_flash.cost.facts import CostFacts, CostRange
 from otdd_flash.cost.matrix import MatrixFacts, matrix_facts
 from otdd_flash.cost.points import Cut, Masses
-from otdd_flash.engine.rule import Evaluated, Vectors
+from otdd_flash.engine.problems import Evaluated, Vectors
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.half_step import line_parts, matrix_half_step, matrix_sums_of_lines

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
-from otdd_flash.engine.rule import Evaluated, Vectors
+from otdd_flash.engine.problems import Evaluated, Vectors
 from otdd_flash.kernels.matrix.facts import matrix_row_facts
 from otdd_flash.kernels.matrix.place import Place
 from otdd_flash.kernels.matrix.sums import matrix_sums

@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.few_vectors import MEMORY
-from otdd_flash.engine.kernel_vectors import KernelVectors, Pace, SegmentLayout, whole_layout
-from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Evaluated, Iterations, Start, Vectors
+from otdd_flash.engine.few_problems import MEMORY
+from otdd_flash.engine.problems import Evaluated, Iterations, Start, Vectors
+from otdd_flash.engine.quasi_newton_kernels import (
+    KernelVectors,
+    Pace,
+    QuasiNewtonKernels,
+    SegmentLayout,
+    whole_layout,
+)
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.kernels.segments.step import Sums

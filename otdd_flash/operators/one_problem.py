@@ -14,16 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.few_problems import FewQuasiNewton
-from otdd_flash.engine.few_vectors import FewVectors
-from otdd_flash.engine.rule import Evaluated, Iterations, Start, Vectors
+from otdd_flash.engine.few_problems import FewQuasiNewton, FewVectors
+from otdd_flash.engine.problems import Evaluated, Iterations, Start, Vectors
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.operators.base import Operator
 
 
 class Scalars(NamedTuple):
-    """The facts of `engine.segments.Costs` for one problem, as floats."""
+    """The facts of `engine.problems.Costs` for one problem, as floats."""
 
     dtype: torch.dtype
     sum_dtype: torch.dtype

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import SIDES, CostFacts
 from otdd_flash.cost.points import DOUBLE_UNIT
+from otdd_flash.engine.problems import Evaluated, Start, Vectors
 from otdd_flash.engine.recording import run_branches
-from otdd_flash.engine.rule import Evaluated, Start, Vectors
 from otdd_flash.formulas.decision import Form, Goal, Levels
 from otdd_flash.formulas.evidence import PassErrors
 from otdd_flash.formulas.operations import Numbers, constant, where

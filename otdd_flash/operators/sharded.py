@@ -18,9 +18,18 @@ from otdd_flash.cost.points import Cut, LabelledCost, LessOrigin, Masses, Points
 from otdd_flash.cost.rounding import float16_rounding
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators import parts
-from otdd_flash.operators.base import Applied, Epsilon, Marginals, Operator
+from otdd_flash.operators.base import (
+    ALL,
+    Applied,
+    Epsilon,
+    EvaluatedPlan,
+    Factors,
+    Make,
+    Marginals,
+    Operator,
+    PlanBlock,
+)
 from otdd_flash.operators.parts import Build, Parts
-from otdd_flash.operators.plans import ALL, EvaluatedPlan, Factors, Make, PlanBlock
 from otdd_flash.operators.ring import nowhere
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.host_points import Streaming
-from otdd_flash.cost.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
 from otdd_flash.cost.points import LabelledCost, class_indices
 from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
+from otdd_flash.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.blocked import BlockOperator
 from otdd_flash.operators.blocked import Build as BlockBuild

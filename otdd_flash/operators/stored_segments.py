@@ -19,10 +19,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.many_vectors import ManyVectors
-from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.rule import Segments, Start
-from otdd_flash.engine.segments import WeightedPoints
+from otdd_flash.engine.problems import Segments, Start, WeightedPoints
+from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form, Goal
 from otdd_flash.formulas.evidence import TRIFLE, PassErrors
 from otdd_flash.operators.anchored_segments import AnchoredSegments

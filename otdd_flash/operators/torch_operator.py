@@ -24,10 +24,17 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from otdd_flash.cost.facts import CostFacts
-from otdd_flash.cost.memory import holds
 from otdd_flash.cost.points import Cut, Masses
-from otdd_flash.operators.base import Applied, Epsilon, Marginals
-from otdd_flash.operators.plans import EvaluatedPlan, Factors, KeptPlan, Plan
+from otdd_flash.memory import holds
+from otdd_flash.operators.base import (
+    Applied,
+    Epsilon,
+    EvaluatedPlan,
+    Factors,
+    KeptPlan,
+    Marginals,
+    Plan,
+)
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)

@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import SIDES
-from otdd_flash.engine.few_problems import FewQuasiNewton
-from otdd_flash.engine.few_vectors import MEMORY, FewVectors
-from otdd_flash.engine.many_vectors import ManyVectors
-from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.rule import Evaluated, Start, Vectors
+from otdd_flash.engine.few_problems import MEMORY, FewQuasiNewton, FewVectors
+from otdd_flash.engine.problems import Evaluated, Start, Vectors
+from otdd_flash.engine.quasi_newton import ManyVectors, QuasiNewton
 from otdd_flash.formulas.decision import Form
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.one_problem import Scalars

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.memory import holds
 from otdd_flash.cost.points import LabelledCost
 from otdd_flash.kernels.epsilon import on_device
 from otdd_flash.kernels.linear.halves import Unmerged, from_halves, to_halves
@@ -35,8 +34,8 @@ from otdd_flash.kernels.passes.plan_terms import LOG2_SCALE, ROW_RANGE, PlanTerm
 from otdd_flash.kernels.passes.sides import Scores, Side
 from otdd_flash.kernels.passes.weighted_product import WeightedProduct
 from otdd_flash.kernels.points.packed_points import Layout, PackedPoints, pack, power_of_two_scale
-from otdd_flash.operators.base import Applied
-from otdd_flash.operators.plans import EvaluatedPlan, Factors, KeptPlan, Plan, Products
+from otdd_flash.memory import holds
+from otdd_flash.operators.base import Applied, EvaluatedPlan, Factors, KeptPlan, Plan, Products
 
 # product(values (m, copies, k) float16): Q V in packed order, and the row sums of Q.
 PackedProduct = Callable[[Tensor], tuple[Unmerged, Unmerged]]

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from otdd_flash.cost.points import equal_masses
 from otdd_flash.errors import InputError
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Factors, KeptPlan, Operator, Plan, Products
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import Factors, KeptPlan, Plan, Products
 from otdd_flash.samples import all_finite
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.direct import is_small

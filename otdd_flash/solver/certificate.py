@@ -1,7 +1,7 @@
 """What the potentials of one term prove: its value, an interval that holds it, its marginal error.
 
 The lower bound is the dual value at any potentials, the upper bound the lesser of the primal value
-and the bound by oscillation; both move outwards by what `engine.evidence` allows for errors. For a
+and the bound by oscillation; both move outwards by what `solver.evidence` allows for errors. For a
 cross term f is first replaced by its row update f + epsilon log(a / r), in float64, whose plan has
 row sums a and mass 1. A self term's plan is given mass 1 by a constant, and balanced on its
 diagonal.
@@ -22,7 +22,10 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts, larger, lesser
-from otdd_flash.engine.evidence import (
+from otdd_flash.errors import EpsilonOutOfRange
+from otdd_flash.formulas.evidence import dual_value, oscillation_bound
+from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator, SelfCertifiable
+from otdd_flash.solver.evidence import (
     TINY,
     Filling,
     balancing,
@@ -42,9 +45,6 @@ from otdd_flash.engine.evidence import (
     swings,
     updated_gap,
 )
-from otdd_flash.errors import EpsilonOutOfRange
-from otdd_flash.formulas.evidence import dual_value, oscillation_bound
-from otdd_flash.operators.base import Certifiable, Epsilon, Marginals, Operator, SelfCertifiable
 from otdd_flash.solver.term.tolerance import or_double
 
 # A scaling by less than this share of the missing mass, or so many units, is taken as it is.
@@ -333,7 +333,7 @@ class CrossNumbers(NamedTuple):
         scaled_gap: a bound on that after.
         row_gap: ||r - a||_1, after.
         factor: max s.
-        row_growth: <r, `engine.evidence.growth_of`>, after.
+        row_growth: <r, `solver.evidence.growth_of`>, after.
         column_growth: <c, growth>, before.
         largest_growth: of a column.
         paid: <a, f> + <b, g>, after.
@@ -436,11 +436,11 @@ class SelfNumbers(NamedTuple):
         gap: ||r - a||_1.
         mass: sum of r.
         lost: masses of points of which errors may hide all.
-        growth: <r, `engine.evidence.growth_of`>.
+        growth: <r, `solver.evidence.growth_of`>.
         paid: <a, f>.
         row_size: <a, |f|>.
         swing: max f - min f.
-        balancing: see `engine.evidence.balancing`.
+        balancing: see `solver.evidence.balancing`.
         row_error: of costs, <a, A>.
         largest_error: max A.
     """
@@ -509,7 +509,7 @@ class Plan(NamedTuple):
         masses: (k,).
         absent: (k,) bool, the points without mass.
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
-        errors: (k,) A and B of `engine.evidence`, likewise.
+        errors: (k,) A and B of `solver.evidence`, likewise.
         lost: (k,) bool, the points with mass of which errors of costs may hide all. What they send
             is lost to rounding, and more than errors may make up for.
         passes: evaluations of `Operator.marginals`.

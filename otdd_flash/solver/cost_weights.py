@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.points import class_indices, less_origin
+from otdd_flash.operators.base import Factors
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import Factors
 from otdd_flash.solver.adjoint import Entries
 from otdd_flash.solver.centred import mean_near
 

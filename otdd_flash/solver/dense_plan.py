@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from otdd_flash.cost.memory import holds, stated_budget
+from otdd_flash.memory import holds, stated_budget
+from otdd_flash.operators.base import KeptPlan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.solver.direct import is_small
 
 

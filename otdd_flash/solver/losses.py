@@ -11,16 +11,16 @@ from torch import Tensor
 from otdd_flash.arguments import Count, Ground, NotNegative, Positive, takes
 from otdd_flash.checks import optional, tensor, tensors
 from otdd_flash.cost.compute import Compute, ComputeOptions, uses_triton
-from otdd_flash.cost.memory import budget_in_bytes
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError, prefixed
+from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.known_gradient import KnownGradient
 from otdd_flash.solver.loss import sinkhorn_loss
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.batches import solve_batch
-from otdd_flash.solver.small.exchanged import Batch
+from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import fits, is_quick, pays
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 

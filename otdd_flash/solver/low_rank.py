@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from otdd_flash.cost.memory import holds
+from otdd_flash.memory import holds
 
 # Random vectors at the most, and the fewest rows for each of them.
 RANK, ROWS_PER_VECTOR = 256, 4

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from otdd_flash.operators.base import Plan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import Plan
 from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.dense_plan import dense_plan
 from otdd_flash.solver.directions import Directions, Part, Points, Rows

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from otdd_flash.cost.host_points import STREAMED_ROWS, Block, HostPoints, slices
 from otdd_flash.cost.points import Cut, Points
-from otdd_flash.operators.plans import ALL
+from otdd_flash.operators.base import ALL
 
 
 class Assembled:

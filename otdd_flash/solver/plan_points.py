@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.points import less_origin
+from otdd_flash.operators.base import Plan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import Plan
 from otdd_flash.solver.directions import ALL, Directions, Part, Points
 
 # The most products y_k y_l, k <= l, of a point whose images under the plan are kept.

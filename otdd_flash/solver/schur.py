@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.arguments import Count, NotNegative, Share, check_fields
-from otdd_flash.engine.late_reader import LateReader
-from otdd_flash.operators.plans import KeptPlan, Products
+from otdd_flash.engine.run import LateReader
+from otdd_flash.operators.base import KeptPlan, Products
 from otdd_flash.solver.conjugate_gradients import (
     MANY_ROWS,
     Iterates,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from otdd_flash.engine.rule import Segments, Start
+from otdd_flash.engine.problems import Segments, Start, numbers_of
 from otdd_flash.engine.run import Finished, SegmentTerms, run
-from otdd_flash.engine.segments import numbers_of
 from otdd_flash.formulas.decision import CROSS, SELF, Form, Goal, Levels, first_level
 from otdd_flash.formulas.evidence import rounding_of
 from otdd_flash.solver.schedules.converged import Converged

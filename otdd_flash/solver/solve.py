@@ -34,8 +34,7 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import equal_masses
-from otdd_flash.engine.evidence import rounding_floor
-from otdd_flash.engine.rule import Evaluated, Iterations, Start
+from otdd_flash.engine.problems import Evaluated, Iterations, Start
 from otdd_flash.engine.run import run_one
 from otdd_flash.formulas.decision import (
     CROSS,
@@ -49,6 +48,7 @@ from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.one_problem import OneProblem, problem_of
 from otdd_flash.solver.certificate import Certificate, certify, certify_self
+from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.result import StoppedBy, TermProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of, reachable_tolerance

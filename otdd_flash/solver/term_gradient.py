@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.points import Cut, LessOrigin, class_indices, less_origin
-from otdd_flash.operators.base import Operator
+from otdd_flash.operators.base import Operator, PlanBlock
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import PlanBlock
 from otdd_flash.solver.centred import origin_near
 from otdd_flash.solver.plan_blocks import Assembled, blocks_of
 from otdd_flash.solver.term.result import TransportTerm

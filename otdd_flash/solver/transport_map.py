@@ -34,8 +34,8 @@ from otdd_flash.cost.ground import GroundCost
 from otdd_flash.cost.points import less_origin
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
+from otdd_flash.operators.base import Factors, Plan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import Factors, Plan
 from otdd_flash.solver.adjoint import Entries, check_sums, potentials_everywhere
 from otdd_flash.solver.centred import mean_near
 from otdd_flash.solver.cost_weights import CostWeights, cost_gradient

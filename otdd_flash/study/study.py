@@ -37,7 +37,6 @@ from otdd_flash.arguments import Count, Positive, Progress, Seed, Word, check_fi
 from otdd_flash.checks import integer, mapping, optional
 from otdd_flash.cost.compute import Compute, ComputeOptions, uses_triton
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.memory import budget_in_bytes
 from otdd_flash.devices import resolve_device
 from otdd_flash.eager import computes
 from otdd_flash.errors import InputError
@@ -52,6 +51,7 @@ from otdd_flash.labels import (
     settled_metric,
 )
 from otdd_flash.labels.classes import pool
+from otdd_flash.memory import budget_in_bytes
 from otdd_flash.operators.comparison import check_comparable
 from otdd_flash.plugins import blamed_on
 from otdd_flash.sampling.subsampling import LEVEL, check_count

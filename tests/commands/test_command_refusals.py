@@ -210,7 +210,7 @@ def test_a_users_own_code_is_named_with_its_own_error(request, run, setting, sen
 
 @pytest.mark.slow
 def test_too_little_memory_is_said_with_the_bytes(command, monkeypatch):
-    from otdd_flash.cost import memory
+    from otdd_flash import memory
     from otdd_flash.operators.torch_pool import TorchTerm
 
     with monkeypatch.context() as patched:

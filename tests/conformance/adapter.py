@@ -40,9 +40,8 @@ from otdd_flash.operators import (
     triton_operator,
     whole_points,
 )
-from otdd_flash.operators.base import Marginals
+from otdd_flash.operators.base import EvaluatedPlan, KeptPlan, Marginals
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import EvaluatedPlan, KeptPlan
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import ExactFusedPlan, FusedPlan
 from otdd_flash.samples import LabeledSamples

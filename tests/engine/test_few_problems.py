@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.segments import numbers_of
+from otdd_flash.engine.problems import numbers_of
 from otdd_flash.formulas import operations
 from otdd_flash.formulas.decision import (
     CROSS,

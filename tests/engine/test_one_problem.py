@@ -8,7 +8,7 @@ import pytest
 import torch
 from single_problems import InTriton, draw, problem
 
-from otdd_flash.engine.rule import Start
+from otdd_flash.engine.problems import Start
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.operators.one_problem import problem_of
 from otdd_flash.solver.schedules.converged import Converged

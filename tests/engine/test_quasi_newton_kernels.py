@@ -9,10 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from otdd_flash.engine import quasi_newton_kernels
+from otdd_flash.engine.problems import Start, evaluation_of
 from otdd_flash.engine.quasi_newton import QuasiNewton
 from otdd_flash.engine.quasi_newton_kernels import QuasiNewtonKernels
-from otdd_flash.engine.rule import Start
-from otdd_flash.engine.segments import evaluation_of
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels
 from otdd_flash.formulas.evidence import MOST_ERROR, PassErrors
 from otdd_flash.kernels.segments import decision as decision_kernel

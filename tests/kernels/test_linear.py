@@ -9,7 +9,7 @@ from torch import Tensor
 from otdd_flash.kernels.linear import cg_start, cg_step, halves, onward, row_sums
 from otdd_flash.kernels.passes.block_sums import add_halves
 from otdd_flash.kernels.points.packed_points import arrange
-from otdd_flash.operators.plans import KeptPlan, Products
+from otdd_flash.operators.base import KeptPlan, Products
 from otdd_flash.operators.triton_plans import HeldPlan
 from otdd_flash.solver.conjugate_gradients import Iterates, Limits, Near, System, inverse
 from otdd_flash.solver.conjugate_gradients_kernels import KernelIterates

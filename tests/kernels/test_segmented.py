@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otdd_flash.engine.kernel_vectors import KernelVectors
-from otdd_flash.engine.segments import Move, WeightedPoints, evaluation_of
+from otdd_flash.engine.problems import Move, WeightedPoints, evaluation_of
+from otdd_flash.engine.quasi_newton_kernels import KernelVectors
 from otdd_flash.kernels.adder import UNIT
 from otdd_flash.kernels.segments.softmin import blocks_of, segmented_softmin
 from otdd_flash.kernels.segments.step import PARTIAL, RANGES, ROWS, Sums

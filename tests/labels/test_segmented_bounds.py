@@ -8,7 +8,7 @@ import pytest
 import torch
 from sinkhorn_cases import make_clouds, true_divergence
 
-from otdd_flash.engine.segments import WeightedPoints
+from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.labels import sinkhorn_pairs
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances, solve_in_float64, solve_in_kernels

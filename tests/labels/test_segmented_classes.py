@@ -6,9 +6,9 @@ import pytest
 import torch
 from sinkhorn_cases import make_clouds, moved
 
-from otdd_flash.engine.kernel_vectors import KernelVectors
+from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.engine.quasi_newton import QuasiNewton
-from otdd_flash.engine.segments import WeightedPoints
+from otdd_flash.engine.quasi_newton_kernels import KernelVectors
 from otdd_flash.labels import sinkhorn_pairs as transport_terms
 from otdd_flash.labels.pairs import all_pairs
 from otdd_flash.labels.sinkhorn_pairs import sinkhorn_distances

@@ -27,8 +27,8 @@ CORE = {
     r"|commands/ranks\.py",
     "certificate": r"solver/(term/|matrix/(result|plan)\.|"
     r"(solve|certificate|groups?|group_flows|shortfall|divergence)\.)",
-    "evidence": r"/(engine|formulas)/",
-    "passes": r"/(cost|operators)/|^kernels/",
+    "evidence": r"/(engine|formulas)/|solver/evidence\.py",
+    "passes": r"/(cost|operators)/|otdd_flash/memory\.py|^kernels/",
 }
 LONGEST = 120
 # Graphs, streams and events of a GPU.

@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 
-from otdd_flash import samples
+from otdd_flash import memory, samples
 from otdd_flash.cost import compute as compute_options
-from otdd_flash.cost import memory
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
 from otdd_flash.errors import InputError

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from otdd_flash.engine.segments import WeightedPoints
+from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.kernels.segments.step import DIGITS
 from otdd_flash.operators import class_pool
 from otdd_flash.operators.class_pool import ClassPool

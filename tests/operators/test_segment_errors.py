@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.segments import WeightedPoints
+from otdd_flash.engine.problems import WeightedPoints
 from otdd_flash.formulas.evidence import TRIFLE
 from otdd_flash.kernels.adder import UNIT, adder_of, chain_error
 from otdd_flash.kernels.segments.step import (

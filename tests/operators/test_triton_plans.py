@@ -8,10 +8,10 @@ import reference
 import torch
 from labelled_costs import dense_labelled_cost, labelled_cost
 
-from otdd_flash.cost import memory
+from otdd_flash import memory
 from otdd_flash.kernels.passes import plan_blocks
 from otdd_flash.operators import triton_plans
-from otdd_flash.operators.plans import KeptPlan
+from otdd_flash.operators.base import KeptPlan
 from otdd_flash.operators.triton_operator import KernelOperator
 from otdd_flash.operators.triton_plans import FusedPlan, HeldPlan, KernelPlan
 

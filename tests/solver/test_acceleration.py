@@ -10,11 +10,11 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import magnitude, rounding_floor
 from otdd_flash.errors import InputError
 from otdd_flash.formulas.differences import OneMemory
 from otdd_flash.operators.given_costs import matrix_operator
 from otdd_flash.operators.torch_operator import TorchOperator
+from otdd_flash.solver.evidence import magnitude, rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.solve import solve_term
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import otdd_flash as otdd
-from otdd_flash.cost import memory
+from otdd_flash import memory
 from otdd_flash.errors import InputError
 from otdd_flash.operators import comparison
 from otdd_flash.operators.point_scores import CentredProducts

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import otdd_flash as otdd
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.operators import comparison
+from otdd_flash.operators.base import KeptPlan
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.operators.plans import KeptPlan
 from otdd_flash.solver import dense_plan as plans
 from otdd_flash.solver import direct, packed_plan_points
 from otdd_flash.solver.dense_plan import dense_plan

@@ -9,8 +9,8 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.cost import memory
-from otdd_flash.operators.plans import KeptPlan
+from otdd_flash import memory
+from otdd_flash.operators.base import KeptPlan
 from otdd_flash.solver import low_rank, schur
 from otdd_flash.solver.low_rank import LowRank
 from otdd_flash.solver.schur import CGOptions, SchurSystem, Solver

@@ -12,7 +12,7 @@ import torch
 from derivative_cases import ONE, drawn
 from torch import Tensor
 
-from otdd_flash.operators.plans import KeptPlan
+from otdd_flash.operators.base import KeptPlan
 from otdd_flash.solver import direct
 from otdd_flash.solver.conjugate_gradients import Metric
 from otdd_flash.solver.direct import Cholesky

@@ -21,7 +21,7 @@ from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small import forget, kept_solves, route
+from otdd_flash.solver.small import forget, pooled_solve, route
 from otdd_flash.solver.term.result import TransportTerm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -181,18 +181,23 @@ def test_gradients_by_points(labels: bool, debias: bool) -> None:
 def test_rooms_are_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ones used last; one in use twice is there twice, and one that failed is gone."""
     made: list[Any] = []
-    monkeypatch.setattr(kept_solves, "PooledSolve", lambda room, **_: made.append(room) or object())
-    monkeypatch.setattr(kept_solves, "MOST_KEPT", 2)
+
+    def fresh(room: Room, **_: Any) -> object:
+        made.append(room)
+        return object()
+
+    monkeypatch.setattr(pooled_solve, "PooledSolve", fresh)
+    monkeypatch.setattr(pooled_solve, "MOST_KEPT", 2)
     rooms = [Room(1, size, size, 2, 1, torch.float32, torch.device("cpu")) for size in (16, 32, 48)]
     for room in rooms:
-        with kept_solves.kept(room, True) as one, kept_solves.kept(room, True) as other:
+        with pooled_solve.kept(room, True) as one, pooled_solve.kept(room, True) as other:
             assert one is not other
     for room, count in ((rooms[2], 6), (rooms[0], 7)):
-        with kept_solves.kept(room, True):
+        with pooled_solve.kept(room, True):
             assert len(made) == count
-    with pytest.raises(ValueError, match="lost"), kept_solves.kept(rooms[0], True):
+    with pytest.raises(ValueError, match="lost"), pooled_solve.kept(rooms[0], True):
         raise ValueError("lost")
-    with kept_solves.kept(rooms[0], True):
+    with pooled_solve.kept(rooms[0], True):
         assert len(made) == 8
 
 

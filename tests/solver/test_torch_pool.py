@@ -18,7 +18,7 @@ from otdd_flash.operators.score_pool import Room
 from otdd_flash.operators.torch_pool import MOST_SHIFT, TILE, TorchPool, TorchTerm, _Anchor
 from otdd_flash.solver.small import forget
 from otdd_flash.solver.small.batches import solve_batch
-from otdd_flash.solver.small.exchanged import Batch
+from otdd_flash.solver.small.pooled_solve import Batch
 from otdd_flash.solver.small.route import MOST_POINTS, is_small
 from otdd_flash.solver.solving import solve
 

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from otdd_flash.arguments import Progress
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.memory import free_memory, readable_bytes
 from otdd_flash.errors import InputError
 from otdd_flash.flows.modes.base import Evaluation, Mode, beside, per_mass, require_moments
 from otdd_flash.flows.objective import FlowSetting
@@ -45,6 +44,7 @@ from otdd_flash.labels.classes import pool
 from otdd_flash.labels.gaussian import fidelities, reduced_factors
 from otdd_flash.labels.moments import class_means, squared_gaps, standard_deviations
 from otdd_flash.labels.pairs import all_pairs, chunk_size, symmetric_table
+from otdd_flash.memory import free_memory, readable_bytes
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from otdd_flash.cost.class_table import ROUNDING
-from otdd_flash.engine.evidence import rounding_floor
 from otdd_flash.operators.score_pool import UNIT, Room
 from otdd_flash.solver.certificate import hides_little
+from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small.exchanged import Batch, TermRead
-from otdd_flash.solver.small.kept_solves import kept
-from otdd_flash.solver.small.route import padded
-from otdd_flash.solver.small.single import facts_of
+from otdd_flash.solver.small.pooled_solve import Batch, TermRead, kept
+from otdd_flash.solver.small.route import facts_of, padded
 from otdd_flash.solver.solve import TOLERANCE_AIM
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of
 

@@ -13,10 +13,8 @@ from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 from otdd_flash.operators.score_pool import Room
 from otdd_flash.solver.divergence import Potentials
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.small.exchanged import GivenCosts
-from otdd_flash.solver.small.kept_solves import kept
-from otdd_flash.solver.small.route import padded
-from otdd_flash.solver.small.single import SingleSolve
+from otdd_flash.solver.small.pooled_solve import GivenCosts, kept
+from otdd_flash.solver.small.route import padded, solve_single
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 
 if TYPE_CHECKING:
@@ -86,9 +84,17 @@ def solve_recorded_matrix(
         }
     batch = GivenCosts(lines, masses, magnitudes, numbers_of(lines))
     with kept(matrix_room(lines), False) as solve:
-        small = SingleSolve(solve, batch.sizes, epsilon, options, comparison.tiles("xy").costs)
-        terms = small.solved(batch, (facts.mean, *facts.range), start, progress)
-    if terms is None:
+        small = solve_single(
+            solve,
+            batch,
+            (facts.mean, *facts.range),
+            epsilon,
+            options,
+            known=comparison.tiles("xy").costs,
+            start=start,
+            progress=progress,
+        )
+    if small is None:
         return None
-    term = terms["xy"]
+    term = small.terms["xy"]
     return replace(term, f=term.g, g=term.f) if turned else term

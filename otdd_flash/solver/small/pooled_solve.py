@@ -4,46 +4,50 @@ Below some thousand points a side the work of a solve takes less time than to la
 by one. So three CUDA graphs hold it all: one prepares scores and potentials, one takes some
 iterations of all terms, the cross term beside the self terms, and one certifies. They read sizes,
 weights, epsilon and the address of a given matrix from the device's memory and serve every problem
-that fits the room. The device is asked once: how far iterations are, and what the certificate has
-measured. On a processor nothing is recorded, and iterations end as soon as they are done.
+that fits the room, for which they are `kept`. The device is asked once: how far iterations are, and
+what the certificate has measured. On a processor nothing is recorded, and iterations end as soon as
+they are done.
+
+A `Batch` or `GivenCosts` is what is sent to the device, a `Read` what comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import cast
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
+from threading import Lock, RLock
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from otdd_flash.cost.facts import TERMS
+from otdd_flash.devices import current
+from otdd_flash.engine.problems import Start
 from otdd_flash.engine.recording import Recorded, RecordingPool, run_branches
-from otdd_flash.engine.rule import Start
 from otdd_flash.formulas.decision import CROSS, SELF, Goal, Levels, first_level
 from otdd_flash.operators.base import SelfCertifiable
 from otdd_flash.operators.score_pool import (
     UNIT,
     AskedIterations,
     Pool,
+    PooledCosts,
     PooledIterations,
     Room,
     ScorePool,
     tables_of,
 )
+from otdd_flash.samples import LabeledSamples
 from otdd_flash.solver.certificate import (
+    CrossNumbers,
     PlanEvidence,
+    SelfNumbers,
     cross_evidence,
     lowered_plan,
     self_evidence,
     self_plan,
-)
-from otdd_flash.solver.small.exchanged import (
-    COUNT,
-    Batch,
-    GivenCosts,
-    Inputs,
-    Read,
 )
 from otdd_flash.solver.solve import BEFORE_LAST_UPDATE
 from otdd_flash.solver.term.result import SolverProgress
@@ -327,3 +331,283 @@ def _pool_of(room: Room, place: Tensor) -> Pool:
     from otdd_flash.operators.torch_pool import TorchPool
 
     return TorchPool(room)
+
+
+# Numbers of a goal with two unit roundoffs.
+GOAL = 7
+# Numbers of inputs before tables.
+COUNT = 2 * GOAL + 10
+
+
+class Inputs(NamedTuple):
+    """Views of the numbers (k,) float64 that are sent to the device for every batch.
+
+    Attributes:
+        cross: (7,) settings of the cross term, of `engine.quasi_newton_kernels`.
+        own: (7,) of the self terms.
+        started: (3,) 1 where a term starts from given potentials, else 0.
+        of_costs: (3,) as a pool takes them.
+        place: (4,) int64, where a matrix that is given is, of `kernels.matrix.place`.
+        tables: (4 B, 8) int64, of `tables_of`.
+    """
+
+    cross: Tensor
+    own: Tensor
+    started: Tensor
+    of_costs: Tensor
+    place: Tensor
+    tables: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, problems: int) -> Inputs:
+        """Cut the views out of all numbers for B problems, `COUNT + 32 B` of them."""
+        parts = [GOAL, GOAL, 3, 3, 4, 32 * problems]
+        cross, own, started, of_costs, place, tables = torch.split(numbers, parts)
+        whole = place.view(torch.int64), tables.view(torch.int64).view(-1, 8)
+        return cls(cross, own, started, of_costs, *whole)
+
+
+class Batch(NamedTuple):
+    """B problems, on the device; one is a batch of one.
+
+    Attributes:
+        points: x (B, n, d) and y (B, m, d).
+        masses: (B, n) and (B, m), 0 where a problem has no point; None is uniform.
+        labels: (B, n) and (B, m) int64, of each side; None is one class.
+        class_totals: V_x and V_y.
+        table: W (V_x + V_y, V_x + V_y), of all problems, or None: 0.
+    """
+
+    points: tuple[Tensor, Tensor]
+    masses: tuple[Tensor | None, Tensor | None]
+    labels: tuple[Tensor | None, Tensor | None]
+    class_totals: tuple[int, int]
+    table: Tensor | None
+
+    @classmethod
+    def of_one(cls, sides: tuple[LabeledSamples, LabeledSamples], table: Tensor | None) -> Batch:
+        x, y = sides
+
+        def first(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part[None]
+
+        return cls(
+            (x.features[None], y.features[None]),
+            (first(x.weights), first(y.weights)),
+            (first(x.labels), first(y.labels)),
+            (x.class_total, y.class_total),
+            table,
+        )
+
+    def fill(self, pool: Pool, *, uniform: bool) -> bool:
+        """Fill in a pool's inputs.
+
+        Args:
+            pool: with room for as many problems, and no fewer points.
+            uniform: whether masses are uniform there already.
+
+        Returns:
+            Whether they are now.
+        """
+        assert isinstance(pool, ScorePool)
+        now = self.masses == (None, None)
+        if not (now and uniform):
+            pool.masses.zero_()
+        for k, (offset, size) in enumerate(zip((0, pool.room.n), self.sizes, strict=True)):
+            here, masses, labels = slice(offset, offset + size), self.masses[k], self.labels[k]
+            pool.points[:, here].copy_(self.points[k])
+            if masses is not None:
+                pool.masses[:, here].copy_(masses)
+            elif not (now and uniform):
+                pool.masses[:, here] = 1 / size
+            if self.table is not None:
+                before, into = k * self.class_totals[0], pool.labels[:, here]
+                into.fill_(before) if labels is None else torch.add(labels, before, out=into)
+        if self.table is not None:
+            total = len(self.table)
+            pool.class_distances[:, :total, :total].copy_(self.table)
+        return now
+
+    def part(self, problems: slice | Tensor) -> Batch:
+        """Take some problems, a slice or (P,) int64 on their device."""
+
+        def of(given: tuple[Tensor | None, Tensor | None]) -> Any:
+            return tuple(None if side is None else side[problems] for side in given)
+
+        return self._replace(points=of(self.points), masses=of(self.masses), labels=of(self.labels))
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Zeros: the pool computes its scores, and no matrix is given."""
+        return 0, 0, 0, 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Points of a problem on both sides, n and m."""
+        x, y = self.points
+        return x.shape[1], y.shape[1]
+
+
+class GivenCosts(NamedTuple):
+    """One problem whose costs are given, on the device.
+
+    Attributes:
+        costs: C (n, m), finite, a row contiguous.
+        masses: (n,) and (m,) float64.
+        magnitudes: (n,) and (m,) float64, with |C_ij| at most their sum.
+        place: the numbers of the costs' `kernels.matrix.place.Place`.
+    """
+
+    costs: Tensor
+    masses: tuple[Tensor, Tensor]
+    magnitudes: tuple[Tensor, Tensor]
+    place: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.costs.shape[0], self.costs.shape[1]
+
+    def fill(self, pool: Pool, *, uniform: bool) -> bool:
+        for known, sides in ((pool.masses, self.masses), (pool.cross_magnitudes, self.magnitudes)):
+            known.zero_()
+            for start, given in zip((0, pool.room.n), sides, strict=True):
+                known[0, start : start + len(given)].copy_(given)
+        return False
+
+
+class TermRead(NamedTuple):
+    """What was read of a term: numbers of one problem, or tensors (B,).
+
+    Attributes:
+        error: the marginal error that iterations ended at.
+        iterations: how many there were.
+        costs: of `PooledCosts`.
+        numbers: `CrossNumbers` or `SelfNumbers`.
+    """
+
+    error: Any
+    iterations: Any
+    costs: Any
+    numbers: Any
+
+    @classmethod
+    def of(cls, values: Sequence[Any], *, cross: bool) -> TermRead:
+        """Unpack the values, in this order."""
+        error, iterations, *rest = values
+        known = len(PooledCosts._fields)
+        numbers = (CrossNumbers if cross else SelfNumbers)(*rest[known:])
+        return cls(error, iterations, PooledCosts(*rest[:known]), numbers)
+
+
+class Read(NamedTuple):
+    """What was read of a batch.
+
+    Attributes:
+        done: whether all iterations are.
+        numbers: (B, .) float64 on the host, `Pool.asymmetry` and then those of every term.
+        evidence: what they are of, by term.
+    """
+
+    done: bool
+    numbers: Tensor
+    evidence: list[PlanEvidence]
+
+    def asymmetry(self) -> Tensor:
+        """`Pool.asymmetry` (B, 4)."""
+        return self.numbers[:, :4]
+
+    def terms(self, problem: int | None = None) -> list[TermRead]:
+        """Unpack the terms in the order of `PooledSolve.terms`, of one problem or of all."""
+        numbers = self.numbers
+        rest = list(numbers.unbind(1)) if problem is None else numbers[problem].tolist()
+        reads, first = [], 4
+        for term, evidence in zip(TERMS, self.evidence, strict=False):
+            last = first + 2 + len(PooledCosts._fields) + evidence.numbers.shape[-1]
+            reads.append(TermRead.of(rest[first:last], cross=term == "xy"))
+            first = last
+        return reads
+
+
+# Solves that are kept, and bytes that they may take, on a GPU and on a processor: there they save
+# the time to make a few tensors.
+MOST_KEPT, MOST_BYTES, MOST_BYTES_CPU = 16, 1 << 32, 1 << 25
+
+_kept: OrderedDict[tuple[Room, bool], list[PooledSolve]] = OrderedDict()
+_changing = Lock()
+
+# What the last solve on a device launched last.
+_left: dict[torch.device, torch.cuda.Event] = {}
+
+
+@lru_cache
+def _turn(device: torch.device) -> RLock:
+    """Return the lock of a device's solves."""
+    return RLock()
+
+
+@contextmanager
+def kept(room: Room, debias: bool) -> Iterator[PooledSolve]:
+    """A solve that nobody else uses meanwhile, kept for the next problem of its size.
+
+    On a GPU they take turns, whatever threads and streams they are of: recordings share the memory
+    in which cuBLAS computes.
+    """
+    key = room, debias
+    turn = nullcontext() if room.device.type == "cpu" else _turn(room.device)
+    with turn, current(room.device):
+        with _changing:
+            solve = _taken(key)
+        if room.device in _left:
+            torch.cuda.current_stream(room.device).wait_event(_left[room.device])
+        if solve is None:
+            solve = PooledSolve(room, debias=debias)
+        try:
+            yield solve
+        finally:
+            if room.device.type == "cuda":
+                _left[room.device] = torch.cuda.current_stream(room.device).record_event()
+        # One that failed is not kept.
+        with _changing:
+            _kept.setdefault(key, []).append(solve)
+            _kept.move_to_end(key)
+            while _too_many(room.device.type):
+                # Whatever stream used it last.
+                if room.device in _left:
+                    _left[room.device].synchronize()
+                _taken(_kept_on(room.device.type)[0])
+
+
+def is_kept(room: Room) -> bool:
+    """Whether there is a solve with this room, whatever its classes."""
+    return any(key[0]._replace(classes=1) == room for key in list(_kept))
+
+
+def forget() -> None:
+    """Keep nothing: all memory of solves goes back to PyTorch."""
+    with _changing:
+        _kept.clear()
+
+
+def _taken(key: tuple[Room, bool]) -> PooledSolve | None:
+    """Take a solve out of the cache; None if there is none."""
+    if key not in _kept:
+        return None
+    solve = _kept[key].pop()
+    if not _kept[key]:
+        del _kept[key]
+    return solve
+
+
+def _kept_on(kind: str) -> list[tuple[Room, bool]]:
+    """List what is kept on a kind of device, the oldest first."""
+    return [key for key in _kept if key[0].device.type == kind]
+
+
+def _too_many(kind: str) -> bool:
+    """Return whether more is kept on a kind of device than there should be."""
+    keys = _kept_on(kind)
+    counts = [len(_kept[key]) for key in keys]
+    taken = sum(room.bytes * count for (room, _), count in zip(keys, counts, strict=True))
+    # A room in the interpreter is one of a GPU.
+    most = MOST_BYTES if any(room.in_triton for room, _ in keys) else MOST_BYTES_CPU
+    return sum(counts) > MOST_KEPT or taken > most

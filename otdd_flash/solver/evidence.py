@@ -2,8 +2,8 @@
 
 `solver.certificate` makes bounds of them, with the dual value and the bound by oscillation of
 `formulas.evidence`, and `solver.solve` refuses by `rounding_floor` what rounding does not allow. A
-change must leave every bound valid: `tests/engine/test_engine_evidence.py` and
-`tests/engine/test_primal.py` have problems that nearly attain them. Shapes are () for numbers,
+change must leave every bound valid: `tests/solver/test_evidence.py` and
+`tests/solver/test_primal.py` have problems that nearly attain them. Shapes are () for numbers,
 (n,), (m,) for potentials and sums; units those of the cost, or of mass.
 
 **Errors of a plan's entries.** What is proved of one problem comes from one operation,

@@ -11,11 +11,10 @@ import torch
 from live_bytes import peak
 from torch import Tensor
 
-from otdd_flash.cost import memory
+from otdd_flash import memory
 from otdd_flash.cost import points as cost_points
 from otdd_flash.cost.compute import ComputeOptions
 from otdd_flash.cost.ground import GroundCost
-from otdd_flash.cost.memory import check_memory, free_memory, shortage, within_memory
 from otdd_flash.cost.points import (
     CHUNK_ELEMENTS_CPU,
     CHUNK_ELEMENTS_GPU,
@@ -23,6 +22,7 @@ from otdd_flash.cost.points import (
     squared_norms,
 )
 from otdd_flash.errors import InputError
+from otdd_flash.memory import check_memory, free_memory, shortage, within_memory
 from otdd_flash.operators import segment_tiles
 from otdd_flash.operators.build import CostSize, kernel_bytes
 from otdd_flash.operators.comparison import Comparison

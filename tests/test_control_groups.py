@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from otdd_flash.cost import memory
-from otdd_flash.cost.memory import bytes_left
+from otdd_flash import memory
+from otdd_flash.memory import bytes_left
 
 
 def group(folder: Path, version: int, limit: str, usage: int, idle: int) -> None:

@@ -7,10 +7,12 @@ import math
 import pytest
 import reference
 import torch
-from test_engine_evidence import assert_nearly_attained
+from test_certificate_evidence import assert_nearly_attained
 from torch import Tensor
 
-from otdd_flash.engine.evidence import (
+from otdd_flash.operators.base import Operator
+from otdd_flash.operators.given_costs import matrix_operator
+from otdd_flash.solver.evidence import (
     RowSums,
     balancing,
     diagonal_of,
@@ -21,8 +23,6 @@ from otdd_flash.engine.evidence import (
     fitting_scale,
     sums_without,
 )
-from otdd_flash.operators.base import Operator
-from otdd_flash.operators.given_costs import matrix_operator
 
 SIZES = [(1, 1), (1, 7), (33, 20)]
 EPSILONS = [0.02, 20.0]

@@ -12,16 +12,6 @@ import reference
 import torch
 from torch import Tensor
 
-from otdd_flash.engine.evidence import (
-    growth_of,
-    hidden_after_update,
-    oscillation_slack,
-    outwards,
-    perturbed_spread,
-    share_of_costs,
-    swings,
-    updated_gap,
-)
 from otdd_flash.formulas.evidence import (
     TRIFLE,
     CostNumbers,
@@ -35,6 +25,16 @@ from otdd_flash.formulas.evidence import (
 )
 from otdd_flash.operators.base import Marginals
 from otdd_flash.operators.given_costs import matrix_operator
+from otdd_flash.solver.evidence import (
+    growth_of,
+    hidden_after_update,
+    oscillation_slack,
+    outwards,
+    perturbed_spread,
+    share_of_costs,
+    swings,
+    updated_gap,
+)
 
 EPSILON = 0.5
 
