@@ -76,7 +76,7 @@ class GroundCost:
             return self
         return GroundCost(SHARES[self.ground] * self.lambda_x, self.lambda_y)
 
-    def seen(self, samples: LabeledSamples) -> LabeledSamples:
+    def transform(self, samples: LabeledSamples) -> LabeledSamples:
         """Transform the samples: for `cosine` rows are divided by their lengths, in float64.
 
         Raises:

@@ -54,7 +54,7 @@ class Comparison:
 
     Attributes:
         given: the datasets, moved to the device.
-        seen: the datasets with transformed points, see `cost.ground`.
+        transformed: the datasets with transformed points, see `cost.ground`.
         ground: the ground cost and its weights.
         compute: options of the passes.
         needed: least bytes of the largest operator and of the datasets that were moved.
@@ -66,7 +66,7 @@ class Comparison:
     """
 
     given: tuple[LabeledSamples, ...]
-    seen: tuple[LabeledSamples, ...]
+    transformed: tuple[LabeledSamples, ...]
     ground: GroundCost
     compute: ComputeOptions
     needed: int
@@ -84,7 +84,7 @@ class Comparison:
         *,
         debias: bool = True,
         pairs: Iterable[Pair] | None = None,
-        seen: bool = False,
+        transformed: bool = False,
         resident: bool = False,
     ) -> Comparison:
         """Check device and memory, then move and transform the datasets.
@@ -96,7 +96,7 @@ class Comparison:
             debias: False if no dataset is compared with itself.
             pairs: indices of the datasets between which operators will be built; by default every
                 two and, if `debias`, each with itself.
-            seen: whether points are transformed for the ground cost already.
+            transformed: whether points are transformed for the ground cost already.
             resident: whether all points are needed on the device. Otherwise those that do not fit
                 stay where they are and are streamed.
 
@@ -113,14 +113,14 @@ class Comparison:
         pairs = list(pairs)
         streaming = None if resident else _streaming(datasets, pairs, compute, device)
         if streaming is not None:
-            _check_streamed(datasets, ground, compute, seen=seen)
+            _check_streamed(datasets, ground, compute, transformed=transformed)
             given = points = tuple(datasets)
             needed = streaming.room
         else:
             needed = check_resources(datasets, pairs, compute, device)
             size = cost_size(datasets[0], datasets[-1])
             with within_memory(size, needed, device, compute.dtype):
-                given, points = _moved(datasets, ground, device, seen=seen)
+                given, points = _moved(datasets, ground, device, transformed=transformed)
         classes = _class_table(None, points, device)
         return cls(given, points, ground, compute, needed, classes, streaming, debias)
 
@@ -154,9 +154,11 @@ class Comparison:
         If all were streamed, these are moved to the device where they fit.
         """
         if self.streaming is None:
-            given, seen = (tuple(each[k] for k in places) for each in (self.given, self.seen))
-            classes = _class_table(None, seen, self.device)
-            return replace(self, given=given, seen=seen, classes=classes)
+            given, transformed = (
+                tuple(each[k] for k in places) for each in (self.given, self.transformed)
+            )
+            classes = _class_table(None, transformed, self.device)
+            return replace(self, given=given, transformed=transformed, classes=classes)
         some = [self.given[place] for place in places]
         ends = ((0, len(some) - 1),)
         found = Comparison.prepare(some, self.ground, self.compute, pairs=ends)
@@ -171,14 +173,14 @@ class Comparison:
         Raises:
             InputError: the table has another size or is not finite.
         """
-        return replace(self, classes=_class_table(table, self.seen, self.device))
+        return replace(self, classes=_class_table(table, self.transformed, self.device))
 
-    def with_points(self, *seen: LabeledSamples) -> Comparison:
+    def with_points(self, *transformed: LabeledSamples) -> Comparison:
         """Return the comparison of other, already transformed, points of the same classes.
 
         There are at most as many. They are on the device, or on the host if datasets are streamed.
         """
-        return replace(self, given=seen, seen=seen)
+        return replace(self, given=transformed, transformed=transformed)
 
     def at(self, epsilon: float) -> Comparison:
         """Return the comparison at an epsilon, in units of the cost.
@@ -208,8 +210,8 @@ class Comparison:
 
     def _largest_cost(self) -> float:
         """Return a bound on lambda_x ||x - y||^2."""
-        largest = max(float(largest_entry(side.features)) for side in self.seen)
-        return self.ground.squared.lambda_x * self.seen[0].dim * (2 * largest) ** 2
+        largest = max(float(largest_entry(side.features)) for side in self.transformed)
+        return self.ground.squared.lambda_x * self.transformed[0].dim * (2 * largest) ** 2
 
     @property
     def device(self) -> torch.device:
@@ -219,7 +221,7 @@ class Comparison:
     @property
     def shape(self) -> tuple[int, int]:
         """The numbers of points of the first and of the last dataset."""
-        return len(self.seen[0]), len(self.seen[-1])
+        return len(self.transformed[0]), len(self.transformed[-1])
 
     @property
     def home(self) -> torch.device:
@@ -230,11 +232,11 @@ class Comparison:
         """Return a dataset's points before the transform, as a tensor or streamed."""
         return points_of(self.given[place], self.streaming)
 
-    def see(self, samples: LabeledSamples) -> LabeledSamples:
+    def transform(self, samples: LabeledSamples) -> LabeledSamples:
         """Return other samples, moved and transformed as the datasets are."""
         if self.streaming is not None:
             return samples
-        return self.ground.seen(samples.to(self.device))
+        return self.ground.transform(samples.to(self.device))
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -244,7 +246,7 @@ class Comparison:
     def sides(self, term: str) -> tuple[LabeledSamples, LabeledSamples]:
         """Return the transformed datasets of rows and columns of the term "xy", "xx" or "yy"."""
         row, column = SIDES[term]
-        return self.seen[row], self.seen[column]
+        return self.transformed[row], self.transformed[column]
 
     def points(self, term: str) -> tuple[Points, Points]:
         """Return the transformed points of both sides of a term, as tensors or streamed."""
@@ -314,12 +316,12 @@ class Comparison:
     @property
     def cost_error(self) -> float:
         """Bound on the error of the cost by that of transformed points, in units of the cost."""
-        return self.ground.error(self.seen[0].dim)
+        return self.ground.error(self.transformed[0].dim)
 
     @property
     def identical(self) -> bool:
         """Whether both sides have equal samples and class distances."""
-        return same_content(*self.seen) and all(
+        return same_content(*self.transformed) and all(
             torch.equal(self.block("xx"), self.block(term)) for term in ("xy", "yy")
         )
 
@@ -331,7 +333,7 @@ class Comparison:
 
     def within_memory(self) -> within_memory:
         """Return a `with` block for work on the first and the last dataset, see `within_memory`."""
-        size = cost_size(self.seen[0], self.seen[-1])
+        size = cost_size(self.transformed[0], self.transformed[-1])
         return within_memory(size, self.needed, self.device, self.compute.dtype)
 
 
@@ -340,20 +342,24 @@ def _as_samples(cloud: LabeledSamples | Tensor) -> LabeledSamples:
 
 
 def _class_table(
-    table: Tensor | None, seen: Sequence[LabeledSamples], device: torch.device
+    table: Tensor | None, transformed: Sequence[LabeledSamples], device: torch.device
 ) -> ClassTable:
-    return ClassTable(table, (seen[0].class_total, seen[-1].class_total), device)
+    return ClassTable(table, (transformed[0].class_total, transformed[-1].class_total), device)
 
 
 def _moved(
-    datasets: Sequence[LabeledSamples], ground: GroundCost, device: torch.device, *, seen: bool
+    datasets: Sequence[LabeledSamples],
+    ground: GroundCost,
+    device: torch.device,
+    *,
+    transformed: bool,
 ) -> tuple[tuple[LabeledSamples, ...], tuple[LabeledSamples, ...]]:
     """Return the datasets on the device, and the same with transformed points.
 
-    An object that occurs several times is moved once. If `seen`, points are transformed already.
+    An object that occurs several times is moved once. If `transformed`, points already are.
     """
     given = {side: side.to(device) for side in dict.fromkeys(datasets)}
-    points = {side: one if seen else ground.seen(one) for side, one in given.items()}
+    points = {side: one if transformed else ground.transform(one) for side, one in given.items()}
     for cloud in points.values():
         forget_cloud(cloud)
     return tuple(given[side] for side in datasets), tuple(points[side] for side in datasets)
@@ -393,7 +399,11 @@ def _streaming(
 
 
 def _check_streamed(
-    datasets: Sequence[LabeledSamples], ground: GroundCost, compute: ComputeOptions, *, seen: bool
+    datasets: Sequence[LabeledSamples],
+    ground: GroundCost,
+    compute: ComputeOptions,
+    *,
+    transformed: bool,
 ) -> None:
     """Raise an `InputError` for what cannot be streamed: `cosine`, and ranks without files."""
     in_files = all(isinstance(side.features, FileFeatures) for side in datasets)
@@ -403,7 +413,7 @@ def _check_streamed(
             "from files that each of them reads; give features_file(...), leave out compute.group, "
             "or raise memory_budget"
         )
-    if ground.ground == "cosine" and not seen:
+    if ground.ground == "cosine" and not transformed:
         raise InputError(
             "ground=cosine needs all points on the device, which does not hold them; divide the "
             "rows by their lengths before they are stored, and use ground=sqeuclidean with half of "

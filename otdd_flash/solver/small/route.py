@@ -54,7 +54,7 @@ def is_small(comparison: Comparison, options: Converged) -> bool:
     if options.max_iterations == 1:
         # The certificate's own, which follows an iteration at the least where terms are pooled.
         return False
-    x, y = comparison.seen
+    x, y = comparison.transformed
     whole = isinstance(x.features, Tensor) and isinstance(y.features, Tensor)
     return whole and is_quick(room := room_for(comparison, None)) and fits(room, compute)
 
@@ -96,7 +96,7 @@ def _has_memory(room: Room) -> bool:
 
 def room_for(comparison: Comparison, table: Tensor | None) -> Room:
     """A room for a problem; on a GPU with sizes rounded up, so that few are recorded."""
-    x, y = comparison.seen
+    x, y = comparison.transformed
     in_triton = uses_triton(comparison.compute, comparison.device)
     dtype = torch.promote_types(x.features.dtype, y.features.dtype)
     size = padded if in_triton else int
@@ -132,7 +132,7 @@ def solve_small(
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
-    (x, y), table, debias = comparison.seen, comparison.classes.given, comparison.debias
+    (x, y), table, debias = comparison.transformed, comparison.classes.given, comparison.debias
     of_costs = comparison.ground.squared.lambda_x, comparison.ground.lambda_y, x.class_total
     batch, sizes = Batch.of_one((x, y), table), (len(x), len(y))
     with kept(room_for(comparison, table), debias) as solve:
