@@ -165,7 +165,7 @@ class HostPoints:
         self._reader = ThreadPoolExecutor(2)
 
     @property
-    def are_there(self) -> bool:
+    def on_device(self) -> bool:
         """Whether the points are on the device already, such as particles of a flow."""
         return self.features.device.type != "cpu"
 
@@ -209,7 +209,7 @@ class HostPoints:
         than a GPU does it, so the copy of block k + 1 waits until passes are done with block k - 1:
         few blocks are on the device at once.
         """
-        if self.are_there:
+        if self.on_device:
             # Indexed on the current stream: work that was enqueued before has written the points.
             for block in blocks:
                 rows = block.rows if self._chosen is None else self._chosen[block.host]

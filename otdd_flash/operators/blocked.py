@@ -37,7 +37,7 @@ from otdd_flash.operators.base import (
     Operator,
     PlanBlock,
 )
-from otdd_flash.operators.packed_blocks import PackedBlocks, Packing, There
+from otdd_flash.operators.packed_blocks import DeviceBlock, PackedBlocks, Packing
 
 # Largest |softmin - guess| over epsilon: sums relative to the guess then are within 2^90 of 1.
 FAR = 90 * math.log(2)
@@ -92,7 +92,7 @@ class Tile(NamedTuple):
         diagonal: whether both are one block of a cloud's cost with itself.
     """
 
-    sides: tuple[There, There]
+    sides: tuple[DeviceBlock, DeviceBlock]
     operator: BlockOperator
     masses: tuple[float, float]
     diagonal: bool
@@ -107,7 +107,7 @@ class Tile(NamedTuple):
         """The tile's columns in the whole cost, on the device."""
         return self.sides[1].block.rows
 
-    def beside(self, there: There, side: int) -> tuple[There, There]:
+    def beside(self, there: DeviceBlock, side: int) -> tuple[DeviceBlock, DeviceBlock]:
         """Return both blocks with that of one side replaced."""
         one, other = self.sides
         return (one, there) if side else (there, other)
@@ -215,7 +215,7 @@ class BlockSums(ABC):
         """Whether float32 held the sums of all softmins relative to a guess."""
         return self.packing is None or bool(joined.are_near(guess))
 
-    def tile(self, sides: tuple[There, There]) -> Tile:
+    def tile(self, sides: tuple[DeviceBlock, DeviceBlock]) -> Tile:
         """Build the tile of two blocks; it is diagonal if they are the same object."""
         x, y = sides
         diagonal = x is y
@@ -434,7 +434,7 @@ class BlockedOperator(BlockSums):
             self._blocks = rows._blocks[0], self._blocks[1]
         self._rows, self._columns = self._blocks
         first = Block(slice(0, 1), slice(0, 1))
-        one, other = (There(first, points[first.rows], None) for points in sides)
+        one, other = (DeviceBlock(first, points[first.rows], None) for points in sides)
         self._first = self.tile((one, other))
         self._there: PackedBlocks
         if coarse is not None:

@@ -40,7 +40,7 @@ class Packing(NamedTuple):
     parts: int
 
 
-class There(NamedTuple):
+class DeviceBlock(NamedTuple):
     """A block of points on the device.
 
     Attributes:
@@ -73,14 +73,14 @@ class _Store:
         single: whether the side is one block of rows, which stays on the GPU.
         held: packed forms in host memory.
         known: cached results of passes for the points.
-        stays: the single block, while it is on the GPU.
+        resident: the single block, while it is on the GPU.
     """
 
     slabs: Slabs
     single: bool
     held: dict[int, _Held] = field(default_factory=dict)
     known: dict[int, dict[str, Any]] = field(default_factory=dict)
-    stays: There | None = None
+    resident: DeviceBlock | None = None
 
 
 class PackedBlocks:
@@ -120,18 +120,18 @@ class PackedBlocks:
         found._stores = self._stores[0], _Store(slabs, single=False)
         return found
 
-    def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[There]:
+    def stream(self, side: int, blocks: Sequence[Block], *, points: bool) -> Iterator[DeviceBlock]:
         """Yield each block while the next is being copied; `points` asks for unpacked points."""
         packing, source, store = self._packing, self._points[side], self._stores[side]
         if not blocks:
             return
         if packing is None:
             for block, there in zip(blocks, source.stream(blocks), strict=True):
-                yield There(block, there, None)
+                yield DeviceBlock(block, there, None)
             return
         self._make_room()
-        if store.stays is not None:
-            yield store.stays
+        if store.resident is not None:
+            yield store.resident
             return
 
         copied: set[int] = set()
@@ -151,15 +151,15 @@ class PackedBlocks:
                 shape = len(held.without.layout.position), source.shape[1]
                 # A meta tensor: reading these points raises.
                 nowhere = torch.empty(shape, dtype=source.dtype, device="meta")
-                yield There(block, nowhere, packed, known)
+                yield DeviceBlock(block, nowhere, packed, known)
                 continue
             # Without a layout the host waits for the number of padded rows, in every pass.
             layout = known.get("layout")
             packed = packing.pack(side, self._labels[side][block.rows], there, layout)
             known["layout"] = packed.layout
-            found = There(block, there, packed, known)
+            found = DeviceBlock(block, there, packed, known)
             if store.single:
-                store.stays = found
+                store.resident = found
             # A single block is held on the host as well once it had to leave the GPU.
             if held is None and (came or not store.single):
                 _hold(store, source, block, packed)
@@ -171,7 +171,7 @@ class PackedBlocks:
         staying = self._points[0].streaming.staying
         for other in staying:
             if other is not rows:
-                other.stays = None
+                other.resident = None
         staying.clear()
         staying.add(rows)
 
@@ -194,7 +194,7 @@ class PackedBlocks:
 
 def _hold(store: _Store, source: HostPoints, block: Block, packed: PackedPoints) -> None:
     """Copy a packed block to the host if there is room and its points, unlike particles, stay."""
-    if source.are_there:
+    if source.on_device:
         return
     flat = packed.coordinates.view(torch.uint8).flatten()
     pieces = store.slabs.take(flat.numel(), pinned=source.is_cuda)

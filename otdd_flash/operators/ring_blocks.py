@@ -19,7 +19,7 @@ from torch import Tensor
 from otdd_flash.cost.host_points import Block
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.operators.owned import Rows
-from otdd_flash.operators.packed_blocks import Packing, There
+from otdd_flash.operators.packed_blocks import DeviceBlock, Packing
 
 if TYPE_CHECKING:
     from otdd_flash.kernels.points.packed_points import PackedPoints
@@ -119,16 +119,18 @@ class RingBlocks:
         return RingBlocks(self._ranks, some, self._packing, self._side)
 
     @property
-    def own(self) -> list[There]:
+    def own(self) -> list[DeviceBlock]:
         """The blocks of this rank, with their packed form."""
         rank = self._ranks.rank
         packed = self._packed[rank] if self._packing else [None] * len(self._points)
         blocks, known = self._shard.blocks[rank], self._known[rank]
-        return [There(*each) for each in zip(blocks, self._points, packed, known, strict=True)]
+        return [
+            DeviceBlock(*each) for each in zip(blocks, self._points, packed, known, strict=True)
+        ]
 
     def circulated(
         self, *, points: bool, count: int | None = None
-    ) -> Iterator[tuple[int, list[There]]]:
+    ) -> Iterator[tuple[int, list[DeviceBlock]]]:
         """Yield the blocks of `count` ranks, all by default: this rank's, then those after it.
 
         `points` asks for the unpacked points.
@@ -161,23 +163,23 @@ class RingBlocks:
         ]
         return [packed.coordinates[: parts * packed.layout.size] for packed in own], shapes
 
-    def _arrived(self, rank: int, place: int, points: Tensor) -> There:
+    def _arrived(self, rank: int, place: int, points: Tensor) -> DeviceBlock:
         """Return the block of unpacked points (k, d) that were received."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         packed = self._packed[rank][place] if self._packing else None
         if self._packing is not None and packed is not None and len(points) > 0:
             labels = self._shard.labels[block.rows]
             packed = self._packing.pack(self._side, labels, points, packed.layout)
-        return There(block, points, packed, known)
+        return DeviceBlock(block, points, packed, known)
 
-    def _arrived_packed(self, rank: int, place: int, coordinates: Tensor) -> There:
+    def _arrived_packed(self, rank: int, place: int, coordinates: Tensor) -> DeviceBlock:
         """Return the block of packed coordinates, in the parts that softmins read."""
         block, known = self._shard.blocks[rank][place], self._known[rank][place]
         shape = count_of(block), self._shard.points.shape[1]
         # A meta tensor: reading these points raises.
         nowhere = self._shard.points.new_empty(shape, device="meta")
         packed = replace(self._packed[rank][place], coordinates=coordinates)
-        return There(block, nowhere, packed, known)
+        return DeviceBlock(block, nowhere, packed, known)
 
 
 def refined_blocks(

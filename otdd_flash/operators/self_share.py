@@ -29,7 +29,7 @@ from otdd_flash.cost.points import LabelledCost
 from otdd_flash.distributed.exchange import added
 from otdd_flash.operators.base import Epsilon, Marginals
 from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Tile
-from otdd_flash.operators.packed_blocks import There
+from otdd_flash.operators.packed_blocks import DeviceBlock
 
 if TYPE_CHECKING:
     from otdd_flash.distributed.ranks import Ranks
@@ -143,7 +143,7 @@ class FoldedPairs(BlockSums):
         self._tiles = []
         for first, end in ranges:
             one, later = (
-                There(Block(rows, rows), points[rows], None)
+                DeviceBlock(Block(rows, rows), points[rows], None)
                 for rows in (slice(first, end), slice(end, count))
             )
             self._tiles.append(self.tile((one, one)))
