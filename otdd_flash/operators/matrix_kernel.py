@@ -51,7 +51,7 @@ class MatrixKernelOperator:
 
     Attributes:
         lines: C, or its transpose, with contiguous rows.
-        turned: whether `lines` is the transpose.
+        transposed: whether `lines` is the transpose.
         recorded: whether steps are recorded as CUDA graphs.
     """
 
@@ -61,7 +61,7 @@ class MatrixKernelOperator:
         source = tiles.source.costs
         assert isinstance(source, HeldCosts)
         self._tiles, self.a, self.b = tiles, tiles.a.contiguous(), tiles.b.contiguous()
-        self.lines, self.turned = lying(source.matrix)
+        self.lines, self.transposed = row_contiguous(source.matrix)
         few = self.lines.numel() * self.lines.itemsize <= FEW_BYTES
         self.recorded = self.a.is_cuda and few
 
@@ -75,11 +75,11 @@ class MatrixKernelOperator:
 
     def softmin_rows(self, g: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute f_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon), shape (n,)."""
-        return self._half_step(self._log_masses[1], g, epsilon, columns=self.turned)
+        return self._half_step(self._log_masses[1], g, epsilon, columns=self.transposed)
 
     def softmin_columns(self, f: Tensor, epsilon: Epsilon, guess: Tensor | None = None) -> Tensor:
         """Compute g_j = -epsilon log sum_i a_i exp((f_i - C_ij) / epsilon), shape (m,)."""
-        return self._half_step(self._log_masses[0], f, epsilon, columns=not self.turned)
+        return self._half_step(self._log_masses[0], f, epsilon, columns=not self.transposed)
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """Compute T(f) (n,) for the potential of a self term."""
@@ -91,7 +91,7 @@ class MatrixKernelOperator:
         """Compute row and column sums of the plan of f (n,) and g (m,), in float64 throughout."""
         tiles, level = self._tiles, on_device(epsilon, self.a.device)
         f, g = present(self.a, f), present(self.b, f if g is None else g)
-        if self.turned:
+        if self.transposed:
             given = (g, f), (self.b, self.a)
             columns, rows = matrix_sums(self.place, *given, level, LEAST_EXPONENT)
         else:
@@ -108,7 +108,7 @@ class MatrixKernelOperator:
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs."""
-        if self.turned:
+        if self.transposed:
             return self._tiles.expected_costs(masses)
         # A copy: Triton compiles a kernel again for a vector whose address is not aligned.
         return matrix_row_facts(self.place, len(self.a), masses.clone()).products
@@ -141,7 +141,7 @@ class MatrixKernelOperator:
         T'(f) needs f, and f_i needs the whole row i: rows have to be contiguous, and short enough
         for registers to hold one until f_i is computed.
         """
-        return not self.turned and self.lines.shape[1] <= MOST_COLUMNS
+        return not self.transposed and self.lines.shape[1] <= MOST_COLUMNS
 
     def sweep(self, g: Tensor, epsilon: Tensor, active: Tensor) -> Swept:
         """Compute T(g) and partial sums of T'(T(g)) in one read, if the operator `sweeps`.
@@ -176,7 +176,7 @@ class MatrixKernelOperator:
     def sums_of_lines(self, potential: Tensor, epsilon: Tensor, *, columns: bool) -> Sums:
         """Compute the partial sums of the softmin of rows, or of columns."""
         log_masses = self._log_masses[0 if columns else 1]
-        along = columns != self.turned
+        along = columns != self.transposed
         return matrix_sums_of_lines(self.lines, log_masses, potential, epsilon, columns=along)
 
     @property
@@ -184,7 +184,7 @@ class MatrixKernelOperator:
         """The numbers of partial sums of a row and of a column."""
         shape = self.lines.shape[0], self.lines.shape[1]
         rows, columns = (
-            line_parts(shape, columns=along != self.turned)[0] for along in (False, True)
+            line_parts(shape, columns=along != self.transposed)[0] for along in (False, True)
         )
         return rows, columns
 
@@ -241,7 +241,7 @@ class OneMatrix(OneKernelProblem):
         return found
 
 
-def lying(matrix: Tensor) -> tuple[Tensor, bool]:
+def row_contiguous(matrix: Tensor) -> tuple[Tensor, bool]:
     """Return a matrix, or its transpose, with contiguous rows, and whether it is the transpose."""
     n, m = matrix.shape
     if m == 1 or matrix.stride(1) == 1:
@@ -257,8 +257,8 @@ def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
     Raises:
         InputError: as for `matrix_facts`.
     """
-    costs, turned = lying(source.matrix)
-    masses = (b, a) if turned else (a, b)
+    costs, transposed = row_contiguous(source.matrix)
+    masses = (b, a) if transposed else (a, b)
     found = matrix_row_facts(Place.of(costs), len(costs), masses[1].contiguous())
     rows = masses[0] > 0
     numbers = torch.stack(
@@ -275,5 +275,5 @@ def kernel_facts(source: HeldCosts, a: Tensor, b: Tensor) -> MatrixFacts:
         return matrix_facts(exact_blocks(source), a, b)
     largest = torch.maximum(found.lowest.abs(), found.highest.abs()).double()
     none = torch.zeros_like(masses[1])
-    magnitudes = (none, largest) if turned else (largest, none)
+    magnitudes = (none, largest) if transposed else (largest, none)
     return MatrixFacts(CostRange(lowest, highest), mean, magnitudes, extreme, None)
