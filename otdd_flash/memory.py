@@ -25,7 +25,7 @@ UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 # Bytes that are assumed to be free: to query a device takes as long as a small pass.
-UNASKED = 1 << 26
+ASSUMED_FREE = 1 << 26
 
 # PyTorch's messages for a failed allocation, on a GPU and on a CPU.
 REFUSALS = (
@@ -79,7 +79,7 @@ def free_memory(device: torch.device) -> int:
 
 def holds(needed: int, most: int | None, device: torch.device) -> bool:
     """Whether `needed` bytes may be held: at most `most`, or half of free memory for None."""
-    return needed <= UNASKED or needed <= (free_memory(device) // 2 if most is None else most)
+    return needed <= ASSUMED_FREE or needed <= (free_memory(device) // 2 if most is None else most)
 
 
 def readable_bytes(count: int) -> str:
@@ -102,7 +102,7 @@ def check_memory(what: object, needed: int, device: torch.device, dtype: torch.d
     Raises:
         InputError: less is free.
     """
-    if needed <= UNASKED:
+    if needed <= ASSUMED_FREE:
         return
     free = free_memory(device)
     if needed > free:

@@ -17,7 +17,7 @@ from otdd_flash.devices import check_triton, is_amd
 from otdd_flash.distributed.ranks import Ranks
 from otdd_flash.errors import InputError
 from otdd_flash.memory import (
-    UNASKED,
+    ASSUMED_FREE,
     budget_in_bytes,
     free_memory,
     readable_bytes,
@@ -122,10 +122,10 @@ def scores_fit(
     """
     size = shape[0] * shape[1] * dtype.itemsize
     if compute.memory_budget == "auto":
-        return size <= UNASKED or size <= budget_in_bytes("auto", device)
+        return size <= ASSUMED_FREE or size <= budget_in_bytes("auto", device)
     if size > budget_in_bytes(compute.memory_budget, device):
         return False
-    if size > UNASKED and size > (free := free_memory(device)):
+    if size > ASSUMED_FREE and size > (free := free_memory(device)):
         raise InputError(
             f"memory_budget={compute.memory_budget} lets the scores be stored, but they take "
             f"{readable_bytes(size)} and {readable_bytes(free)} are free on {device}; use "

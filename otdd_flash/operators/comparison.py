@@ -28,7 +28,7 @@ from otdd_flash.errors import EpsilonOutOfRange, InputError
 from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.fingerprint import Mark, mark_of, mark_of_tensors
 from otdd_flash.memory import (
-    UNASKED,
+    ASSUMED_FREE,
     check_memory,
     free_memory,
     stated_budget,
@@ -380,7 +380,7 @@ def _streaming(
     sizes = (cost_size(datasets[i], datasets[j]) for i, j in pairs)
     needed = moved + max((operator_bytes(size, compute, device) for size in sizes), default=0)
     stated = stated_budget(compute.memory_budget)
-    if needed <= max(UNASKED, stated or 0):
+    if needed <= max(ASSUMED_FREE, stated or 0):
         return None
     free = free_memory(device)
     if stated is None and needed <= free:
@@ -395,7 +395,7 @@ def _streaming(
         for side in sides
         if side.features.device == device and not isinstance(side.features, FileFeatures)
     )
-    return Streaming(device, max(stated - there, UNASKED), host_room)
+    return Streaming(device, max(stated - there, ASSUMED_FREE), host_room)
 
 
 def _check_streamed(

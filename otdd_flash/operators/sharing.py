@@ -25,7 +25,7 @@ from otdd_flash.cost.rounding import lattice_of
 from otdd_flash.distributed.ranks import Numbers, Ranks, put_together, taken_apart
 from otdd_flash.features.file_features import FeatureFile, FileFeatures, features_of
 from otdd_flash.fingerprint import mark_of
-from otdd_flash.memory import UNASKED, budget_in_bytes, free_memory, stated_budget
+from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory, stated_budget
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.blocked import BlockOperator
 from otdd_flash.operators.blocked import Build as BlockBuild
@@ -80,7 +80,7 @@ def _in_a_ring(sides: Sides, ranks: Ranks, compute: ComputeOptions) -> bool:
     """Whether all points of both sides, with their packed form, exceed the memory of some rank."""
     clouds = dict.fromkeys(sides)
     needed = sum(PACKED * cloud.features.nbytes for cloud in clouds)
-    if needed <= UNASKED:
+    if needed <= ASSUMED_FREE:
         return False
     stated = stated_budget(compute.memory_budget)
     if stated is not None:

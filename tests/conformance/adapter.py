@@ -263,12 +263,12 @@ def _of_points(given: Problem, way: Way) -> Held:
 
 def _of_files(given: Problem, way: Way) -> Held:
     """Points that are read from a file in every pass, as memory has room for few."""
-    before, comparison.UNASKED = comparison.UNASKED, 0
+    before, comparison.ASSUMED_FREE = comparison.ASSUMED_FREE, 0
     try:
         options = {"memory_budget": 1} | way.options
         operator = _operator_of_points(given, options, Path(FOLDER.name))
     finally:
-        comparison.UNASKED = before
+        comparison.ASSUMED_FREE = before
     assert "points streamed in blocks" in operator.backend
     return Held(given, operator, way.precision, given.cost, given.cost)
 
@@ -352,8 +352,8 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
     arguments = _moved(arguments, DEVICE)
     options = dict(way.options)
     in_a_ring = options.pop("ring", False)
-    before = sharing.UNASKED
-    sharing.UNASKED = 0 if in_a_ring else before
+    before = sharing.ASSUMED_FREE
+    sharing.ASSUMED_FREE = 0 if in_a_ring else before
 
     def work(ranks: Ranks) -> Any:
         problem = problem_of(case)
@@ -371,7 +371,7 @@ def _asked(case: Case, way: Way, name: str, arguments: tuple[Any, ...]) -> Any:
     try:
         return _moved(led(work), torch.device("cpu"))
     finally:
-        sharing.UNASKED = before
+        sharing.ASSUMED_FREE = before
 
 
 TORCH, DOUBLE, TRITON = {"backend": "torch"}, {"precision": "double"}, {"backend": "triton"}

@@ -47,7 +47,7 @@ def test_a_held_plan_is_written_where_it_is_held(monkeypatch: pytest.MonkeyPatch
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "UNASKED", 0)
+    monkeypatch.setattr(memory, "ASSUMED_FREE", 0)
     monkeypatch.setattr(memory, "free_memory", lambda _: 0)
 
 

@@ -12,7 +12,7 @@ from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.cost.compute import ComputeOptions, uses_triton
 from otdd_flash.cost.facts import TERMS, CostFacts
 from otdd_flash.errors import InputError
-from otdd_flash.memory import UNASKED, budget_in_bytes, free_memory
+from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
 from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
@@ -67,7 +67,7 @@ def is_quick(room: Room) -> bool:
 
 def fits(room: Room, compute: ComputeOptions) -> bool:
     """Whether a room on a processor is within what stored scores may take."""
-    if compute.memory_budget == "auto" and room.bytes <= UNASKED:
+    if compute.memory_budget == "auto" and room.bytes <= ASSUMED_FREE:
         return True
     return room.bytes <= budget_in_bytes(compute.memory_budget, room.device)
 
@@ -89,7 +89,7 @@ def pays(room: Room) -> bool:
 
 def _has_memory(room: Room) -> bool:
     """Whether at most half of what is free is needed, unless a room like it is there already."""
-    if room.bytes <= UNASKED or is_kept(room):
+    if room.bytes <= ASSUMED_FREE or is_kept(room):
         return True
     return room.bytes <= free_memory(room.device) // 2
 
