@@ -124,7 +124,7 @@ class Tile(NamedTuple):
         return self.masses[0] * self.masses[1]
 
 
-class Joined:
+class SoftminAccumulator:
     """An accumulator, in float64, of softmins over blocks into the softmin over all of them.
 
     Args:
@@ -211,9 +211,9 @@ class BlockSums(ABC):
         """Yield the pairs of blocks, for the error bounds of all costs."""
         return self.tiles(upper=self.cost.symmetric, points=True)
 
-    def is_near(self, joined: Joined, guess: Tensor) -> bool:
+    def is_near(self, softmins: SoftminAccumulator, guess: Tensor) -> bool:
         """Whether float32 held the sums of all softmins relative to a guess."""
-        return self.packing is None or bool(joined.are_near(guess))
+        return self.packing is None or bool(softmins.are_near(guess))
 
     def tile(self, sides: tuple[DeviceBlock, DeviceBlock]) -> Tile:
         """Build the tile of two blocks; it is diagonal if they are the same object."""
@@ -268,8 +268,8 @@ class BlockSums(ABC):
         rounding = 0.0
         for tile in self.measured_tiles():
             rows, columns = tile.operator.accurate_errors
-            _raise(of_rows, tile.rows, rows)
-            _raise(of_columns, tile.columns, columns)
+            _take_maximum(of_rows, tile.rows, rows)
+            _take_maximum(of_columns, tile.columns, columns)
             rounding = max(rounding, tile.operator.rounding)
         return (of_rows, of_columns), rounding
 
@@ -283,37 +283,37 @@ class BlockSums(ABC):
 
     def softmin_self(self, f: Tensor, epsilon: Epsilon) -> Tensor:
         """Compute T(f) (n,) for the potential of a self term, from each pair of blocks once."""
-        joined = self.joined_pairs(f, epsilon)
-        if not self.is_near(joined, f):
+        softmins = self.accumulate_pairs(f, epsilon)
+        if not self.is_near(softmins, f):
             return self._softmin(f, epsilon, None, columns=False)
-        return joined.potential.to(self.dtype)
+        return softmins.potential.to(self.dtype)
 
     def _softmin(
         self, potential: Tensor, epsilon: Epsilon, guess: Tensor | None, *, columns: bool
     ) -> Tensor:
         """Compute the softmin of rows or of columns; repeat the pass if the guess was too far."""
-        joined = Joined(self.b if columns else self.a, epsilon)
+        softmins = SoftminAccumulator(self.b if columns else self.a, epsilon)
         for tile in self.tiles():
             own, other, mass = tile.rows, tile.columns, tile.masses[1]
             if columns:
                 own, other, mass = tile.columns, tile.rows, tile.masses[0]
             near = None if guess is None else guess[own]
             found = tile.operator.softmin_part(potential[other], epsilon, near, columns=columns)
-            joined.add(own, found, mass)
-        if guess is not None and not self.is_near(joined, guess):
+            softmins.add(own, found, mass)
+        if guess is not None and not self.is_near(softmins, guess):
             return self._softmin(potential, epsilon, None, columns=columns)
-        return joined.potential.to(self.dtype)
+        return softmins.potential.to(self.dtype)
 
-    def joined_pairs(self, f: Tensor, epsilon: Epsilon) -> Joined:
+    def accumulate_pairs(self, f: Tensor, epsilon: Epsilon) -> SoftminAccumulator:
         """Accumulate the softmin of the potential (n,) of a self term, each pair of blocks once."""
-        joined = Joined(self.a, epsilon)
+        softmins = SoftminAccumulator(self.a, epsilon)
         for tile in self.tiles(upper=True):
             one, other = tile.some(f, None)
             of_rows, of_columns = tile.operator.softmin_pair(one, other, epsilon)
-            joined.add(tile.rows, of_rows, tile.masses[1])
+            softmins.add(tile.rows, of_rows, tile.masses[1])
             if not tile.diagonal:
-                joined.add(tile.columns, of_columns, tile.masses[0])
-        return joined
+                softmins.add(tile.columns, of_columns, tile.masses[0])
+        return softmins
 
     def marginals(
         self, f: Tensor, g: Tensor | None, epsilon: Epsilon, *, accurate: bool = False
@@ -327,8 +327,8 @@ class BlockSums(ABC):
         for tile in self.tiles(upper=once, points=True):
             here, there, mass = tile.rows, tile.columns, tile.mass
             found = tile.operator.marginals(*tile.some(f, g), epsilon, accurate=accurate)
-            _raise(row_errors, here, found.row_errors)
-            _raise(column_errors, there, found.column_errors)
+            _take_maximum(row_errors, here, found.row_errors)
+            _take_maximum(column_errors, there, found.column_errors)
             rows[here] += mass * found.rows
             if not tile.diagonal:
                 columns[there] += mass * found.columns
@@ -394,7 +394,7 @@ class BlockPlan(EvaluatedPlan):
         return Applied(tile.mass * found.values, tile.mass * found.masses)
 
 
-def _raise(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:
+def _take_maximum(errors: Tensor, rows: slice | Tensor, found: Tensor) -> None:
     """Replace the errors of some rows by the maximum of these and those found, in place."""
     errors[rows] = torch.maximum(errors[rows], found)
 

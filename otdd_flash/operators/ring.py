@@ -21,7 +21,7 @@ from torch import Tensor
 from otdd_flash.cost.host_points import Block
 from otdd_flash.cost.points import Cut, LabelledCost, Masses, Moments, normalised
 from otdd_flash.distributed.ranks import Ranks
-from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, Joined, Tile
+from otdd_flash.operators.blocked import BlockOperator, BlockSums, Build, SoftminAccumulator, Tile
 from otdd_flash.operators.parts import EVERY, Part, Parts, sides_of
 from otdd_flash.operators.ring_blocks import RingBlocks, Shard, count_of, cut, refined_blocks
 from otdd_flash.operators.ring_pairs import RingPairs, RingShare
@@ -73,11 +73,11 @@ class RingPart(BlockSums):
     def additions(self) -> int:
         return len(self._own) * self._ranks.size
 
-    def is_near(self, joined: Joined, guess: Tensor) -> bool:
+    def is_near(self, softmins: SoftminAccumulator, guess: Tensor) -> bool:
         """Decide for all ranks together: all repeat a pass, or none does."""
         if self.packing is None:
             return True
-        return bool(self._ranks.all_gathered(joined.are_near(guess)).all())
+        return bool(self._ranks.all_gathered(softmins.are_near(guess)).all())
 
     @property
     def first(self) -> BlockOperator:

@@ -108,7 +108,7 @@ class BlockShare:
         return self
 
     def softmin(self, f: Tensor, epsilon: Epsilon) -> Tensor:
-        return self._pairs.joined_pairs(f, epsilon).potential
+        return self._pairs.accumulate_pairs(f, epsilon).potential
 
     def repaired(self, f: Tensor, epsilon: Epsilon, rows: Tensor) -> Tensor:
         """Raise: `reach` is infinite, so that no softmin is out of it."""
