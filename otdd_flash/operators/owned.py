@@ -64,7 +64,7 @@ class Owned:
         every = ranks.gathered(found, self.count)
         return every if self.place is None else every[self.place]
 
-    def brought(self, ranks: Ranks, partial: Tensor, nothing: float) -> Tensor:
+    def exchanged(self, ranks: Ranks, partial: Tensor, nothing: float) -> Tensor:
         """Send every rank its points' rows of `partial` (count, ...); return those for own points.
 
         Returns:

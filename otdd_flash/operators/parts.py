@@ -122,7 +122,7 @@ class Parts:
         return cls(cost, sides, alone, own, theirs)
 
     @property
-    def telling(self) -> Operator:
+    def representative(self) -> Operator:
         """An operator with the type, backend and precision of the parts of all ranks."""
         if self.first is not None:
             return self.first
@@ -201,7 +201,7 @@ def softmin(
     """Compute the softmin of all rows (n,), or columns (m,), from the other side's potential."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=columns)
-    found = potential.new_empty(0, dtype=parts.telling.dtype)
+    found = potential.new_empty(0, dtype=parts.representative.dtype)
     if part is not None:
         near = None if guess is None else guess[owned.of(ranks)]
         softmin = part.operator.softmin_columns if columns else part.operator.softmin_rows
@@ -215,7 +215,7 @@ def cut_columns(ranks: Ranks, number: int, cut: int, columns: Tensor) -> None:
     part, _ = parts.by(ranks, columns=False)
     if part is not None:
         part = part._replace(operator=part.operator.part(EVERY, columns))
-    ranks.held[cut] = replace(parts, first=parts.telling, rows=part, columns=None)
+    ranks.held[cut] = replace(parts, first=parts.representative, rows=part, columns=None)
 
 
 def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tensor:
@@ -224,12 +224,12 @@ def softmin_self(ranks: Ranks, number: int, f: Tensor, epsilon: Epsilon) -> Tens
     share, owned = parts.share, parts.sides[0]
     assert share is not None
     own = owned.of(ranks)
-    found = merged(owned.brought(ranks, share.softmin(f, epsilon), math.inf), epsilon)
+    found = merged(owned.exchanged(ranks, share.softmin(f, epsilon), math.inf), epsilon)
     if math.isfinite(share.reach):
         # NaN marks rows out of reach; a NaN is never within it.
         within = (found - f[own]).abs() <= share.reach * epsilon
         found = torch.where(within, found, math.nan)
-    found = owned.gathered(ranks, found.to(parts.telling.dtype))
+    found = owned.gathered(ranks, found.to(parts.representative.dtype))
     if math.isfinite(share.reach) and bool((missing := found.isnan()).any()):
         rows = torch.zeros_like(missing)
         rows[own] = missing[own]
@@ -267,7 +267,7 @@ def marginals_self(
     share, owned = parts.share, parts.sides[0]
     assert share is not None
     part = share.marginals(f, epsilon, accurate=accurate)
-    every = owned.brought(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
+    every = owned.exchanged(ranks, torch.stack((part.rows, part.row_errors), 1), 0.0)
     found = torch.stack((added(every[..., 0]), every[..., 1].amax(0)), 1)
     sums, errors = owned.gathered(ranks, found).unbind(1)
     numbers = part.cost_rounding, part.relative_error, part.lost
@@ -294,7 +294,7 @@ def apply_plan(
     """Compute a product with the plan, of all rows, or with its transpose, of all columns."""
     parts: Parts = ranks.held[number]
     part, owned = parts.by(ranks, columns=transposed)
-    own, dtype = owned.of(ranks), parts.telling.dtype
+    own, dtype = owned.of(ranks), parts.representative.dtype
     rows: Rows = EVERY if transposed else own
     columns: Rows = own if transposed else EVERY
     if part is None:

@@ -53,9 +53,9 @@ class ShardedOperator:
         self.ranks, self.number, self._error, self._sampled = ranks, number, error, sampled
         weakref.finalize(self, ranks.drop, number)
         held: Parts = ranks.held[number]
-        self._dtype, self._by_pairs = held.telling.dtype, held.share is not None
-        self.in_triton, self._backend = held.telling.in_triton, held.telling.backend
-        self._refines = held.telling.refined is not held.telling
+        self._dtype, self._by_pairs = held.representative.dtype, held.share is not None
+        self.in_triton, self._backend = held.representative.in_triton, held.representative.backend
+        self._refines = held.representative.refined is not held.representative
         self._ring = held.cost is not cost
         self.replicated = not self._ring and isinstance(cost.points[0], Tensor)
         self.cost = cost
