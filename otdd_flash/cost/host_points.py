@@ -216,7 +216,7 @@ class HostPoints:
                 yield self.features.detach()[rows]
             return
         arrive = arrive or self.arrive
-        last, turn = None, _Turn(self._told())
+        last, turn = None, _Turn(self._after_passes())
         ahead = self._reader.submit(arrive, blocks[0])
         for following in (*blocks[1:], None):
             start = time.perf_counter()
@@ -230,7 +230,7 @@ class HostPoints:
                 current.wait_event(turn.copied)
                 points.record_stream(current)
             yield points
-            last, turn = turn, _Turn(self._told())
+            last, turn = turn, _Turn(self._after_passes())
 
     def _arrive_in_turn(
         self, last: _Turn | None, turn: _Turn, arrive: Callable[[Block], Arrived], block: Block
@@ -288,7 +288,7 @@ class HostPoints:
         if self._stream is not None:
             there.record_stream(self._stream)
 
-    def _told(self) -> torch.cuda.Event | None:
+    def _after_passes(self) -> torch.cuda.Event | None:
         """Return an event after the passes issued so far; None on a processor."""
         on_gpu = self._stream is not None
         return self._event(torch.cuda.current_stream(self.device)) if on_gpu else None

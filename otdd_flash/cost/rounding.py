@@ -63,27 +63,27 @@ def lattice_of(cost: LabelledCost) -> Lattice | None:
     # All parts of a cost pack their points alike, so that the whole decides, once.
     whole = cost.whole
     if "lattice" not in whole.known:
-        whole.known["lattice"] = _found(whole)
+        whole.known["lattice"] = _find_lattice(whole)
     lattice: Lattice | None = whole.known["lattice"]
     return lattice
 
 
-class _Told(NamedTuple):
+class _CloudFacts(NamedTuple):
     """Whether some point is off the lattice of each of `SCALES`, and the range of coordinates."""
 
-    beside: tuple[bool, bool]
+    off_lattice: tuple[bool, bool]
     lowest: float
     highest: float
 
 
-def _found(cost: LabelledCost) -> Lattice | None:
+def _find_lattice(cost: LabelledCost) -> Lattice | None:
     scales = [scale for scale in SCALES if cost.largest * scale + 1 <= LARGEST_INTEGER]
     lowest, highest = math.inf, -math.inf
-    for told in _told(cost) if scales else ():
-        scales = [scale for scale in scales if not told.beside[SCALES.index(scale)]]
+    for facts in _all_cloud_facts(cost) if scales else ():
+        scales = [scale for scale in scales if not facts.off_lattice[SCALES.index(scale)]]
         if not scales:
             return None
-        lowest, highest = min(lowest, told.lowest), max(highest, told.highest)
+        lowest, highest = min(lowest, facts.lowest), max(highest, facts.highest)
     if not scales:
         return None
     scale = scales[0]
@@ -91,24 +91,24 @@ def _found(cost: LabelledCost) -> Lattice | None:
     return Lattice(scale, centre, round(lowest * scale), round(highest * scale))
 
 
-def _told(cost: LabelledCost) -> Iterator[_Told]:
+def _all_cloud_facts(cost: LabelledCost) -> Iterator[_CloudFacts]:
     """Yield the lattice facts of both clouds, cached ones first, then block by block."""
     clouds = cost.clouds[: 1 if cost.symmetric else 2]
     yield from (cloud.known["lattice"] for cloud in clouds if "lattice" in cloud.known)
     new = {cloud: cloud.points for cloud in clouds if "lattice" not in cloud.known}
     held = {cloud: points for cloud, points in new.items() if isinstance(points, Tensor)}
-    told = _asked(held.values())
-    for cloud, each in zip(held, told, strict=True):
+    facts = _cloud_facts(held.values())
+    for cloud, each in zip(held, facts, strict=True):
         cloud.known["lattice"] = each
-    yield from told
+    yield from facts
     for points in new.values():
         if not isinstance(points, Tensor):
             # For most points the first block rules out a lattice.
             for rows in points.stream(slices(points.shape[0], STREAMED_ROWS)):
-                yield from _asked([rows])
+                yield from _cloud_facts([rows])
 
 
-def _asked(clouds: Collection[Tensor]) -> list[_Told]:
+def _cloud_facts(clouds: Collection[Tensor]) -> list[_CloudFacts]:
     if not clouds:
         return []
     # Triton is not everywhere.
@@ -117,7 +117,7 @@ def _asked(clouds: Collection[Tensor]) -> list[_Told]:
     facts = [lattice_facts(points, SCALES, ROUNDING).amax(0) for points in clouds]
     # One tensor, so that the host waits once.
     return [
-        _Told((bool(first), bool(last)), -below, above)
+        _CloudFacts((bool(first), bool(last)), -below, above)
         for first, last, below, above in torch.stack(facts).tolist()
     ]
 
@@ -171,7 +171,7 @@ def _total(cost: LabelledCost, numbers: Pair) -> Tensor:
 
 
 # Points of a side that `float16_rounding` reads.
-TELLING = 256
+SAMPLED_POINTS = 256
 
 # Coefficients of the terms of (x - y)^2 (xi^2 + eta^2): those with eta^2, then those with xi^2.
 SIGNS = 1, -2, 1, 1, -2, 1
@@ -189,7 +189,7 @@ def float16_rounding(cost: LabelledCost) -> float:
     from otdd_flash.kernels.points.packed_points import power_of_two_scale
 
     scale = power_of_two_scale(cost.largest)
-    x, y = (_telling(points) for points in cost.points)
+    x, y = (_sampled(points) for points in cost.points)
     powers = (torch.cat((x, y)) - cost.centre).mul_(scale)
     lost = (powers - powers.to(torch.float16)).square_()
     squares = powers.square()
@@ -204,9 +204,9 @@ def float16_rounding(cost: LabelledCost) -> float:
     return 2 * cost.lambda_x / scale**2 * math.sqrt(max(total, 0.0))
 
 
-def _telling(points: Points) -> Tensor:
+def _sampled(points: Points) -> Tensor:
     """Return a sample of the points (k, d), on the device."""
-    step = max(1, points.shape[0] // TELLING)
+    step = max(1, points.shape[0] // SAMPLED_POINTS)
     if isinstance(points, Tensor):
         return points[::step]
     return points[torch.arange(0, points.shape[0], step, device=points.device)]

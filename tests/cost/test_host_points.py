@@ -35,7 +35,7 @@ def test_a_block_comes_when_the_one_before_the_last_has_been_used(
         read.append(f"bring {BLOCKS.index(block)}")
         return points.arrive(block)
 
-    monkeypatch.setattr(points, "_told", Told)
+    monkeypatch.setattr(points, "_after_passes", Told)
     for there in points.stream(BLOCKS, arrive):
         assert torch.equal(there, points.features[BLOCKS[used].rows])
         used += 1
