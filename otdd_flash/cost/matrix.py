@@ -1,6 +1,6 @@
 """Costs that users give: a function of blocks, and the facts of any matrix from one pass over it.
 
-`CostBlocks` is a user's function, `AskedCosts` calls it in every pass and checks what it returns.
+`CostBlocks` is a user's function, `FunctionCosts` calls it in every pass and checks its results.
 `matrix_facts` computes range, mean and forbidden pairs of a matrix from blocks of its rows.
 `operators.given_costs` and `solver.matrix` read these.
 """
@@ -56,7 +56,7 @@ class CostBlocks:
         check_fields(self, "costs.")
 
 
-class AskedCosts:
+class FunctionCosts:
     """Costs that a user's function computes again in every pass.
 
     Args:
@@ -71,11 +71,11 @@ class AskedCosts:
         self._blocks, self.shape = blocks, (blocks.n, blocks.m)
         self._type: torch.dtype | None = None
         self._marks: dict[tuple[int, int], int] = {}
-        first = self._ask(slice(0, 1), slice(0, 1))
+        first = self._call(slice(0, 1), slice(0, 1))
         self._type = first.dtype
         self.device = first.device if device is None else device
         self.dtype = first.dtype if first.dtype in BITS else torch.float64
-        self.asked = BLOCK_ENTRIES_CPU if self.device.type == "cpu" else BLOCK_ENTRIES_GPU
+        self.block_entries = BLOCK_ENTRIES_CPU if self.device.type == "cpu" else BLOCK_ENTRIES_GPU
 
     def rows(self, rows: slice) -> Tensor:
         """Return C[rows].
@@ -98,27 +98,27 @@ class AskedCosts:
         """Return C (k, l) of some rows (k,) and columns (l,), int64; whole rows are computed."""
         found = torch.empty((len(rows), len(columns)), dtype=self.dtype, device=self.device)
         for place, row in enumerate(rows.tolist()):
-            asked = self._exactly(slice(row, row + 1), slice(0, self.shape[1]))
-            found[place] = asked[0, columns]
+            block = self._exactly(slice(row, row + 1), slice(0, self.shape[1]))
+            found[place] = block[0, columns]
         return found
 
     def held(self) -> Tensor:
         """Return the whole C (n, m), in memory."""
         found = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         n, m = self.shape
-        height = max(1, self.asked // m)
+        height = max(1, self.block_entries // m)
         for start in range(0, n, height):
             rows = slice(start, min(start + height, n))
             found[rows] = self.rows(rows)
         return found
 
     def _exactly(self, rows: slice, columns: slice) -> Tensor:
-        block = self._ask(rows, columns)
+        block = self._call(rows, columns)
         if block.dtype not in BITS:
             block = in_double(f"costs that {_called(rows, columns)} returned", block)
         return block.to(self.device, self.dtype)
 
-    def _ask(self, rows: slice, columns: slice) -> Tensor:
+    def _call(self, rows: slice, columns: slice) -> Tensor:
         called = _called(rows, columns)
         try:
             block: Any = self._blocks.block(rows, columns)

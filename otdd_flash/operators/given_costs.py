@@ -36,7 +36,7 @@ class CostSource(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def asked(self) -> int | None:
+    def block_entries(self) -> int | None:
         """Entries per call of a user's function; None if the matrix is in memory."""
         ...
 
@@ -52,7 +52,7 @@ class CostSource(Protocol):
 class HeldCosts:
     """A matrix in memory, of any strides."""
 
-    asked = None
+    block_entries = None
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
@@ -81,10 +81,10 @@ class CutCosts:
         self.dtype, self.device = source.dtype, device
 
     @property
-    def asked(self) -> int | None:
+    def block_entries(self) -> int | None:
         """Entries that make as many rows per call as those of the whole source."""
-        asked, m = self._source.asked, self._source.shape[1]
-        return None if asked is None else max(1, asked // m) * self.shape[1]
+        entries, m = self._source.block_entries, self._source.shape[1]
+        return None if entries is None else max(1, entries // m) * self.shape[1]
 
     @property
     def whole(self) -> Tensor:
@@ -126,7 +126,9 @@ class GivenCosts:
 
     @property
     def backend(self) -> str:
-        return "torch, costs given" if self.costs.asked is None else "torch, costs asked for"
+        return (
+            "torch, costs given" if self.costs.block_entries is None else "torch, costs asked for"
+        )
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64, over allowed pairs: one read."""
@@ -208,7 +210,7 @@ def _exact_elements(device: torch.device) -> int:
 
 def _blocks(source: CostSource, elements: int) -> Iterator[tuple[slice, Tensor]]:
     n, m = source.shape
-    height = max(1, min(n, (source.asked or elements) // m))
+    height = max(1, min(n, (source.block_entries or elements) // m))
     for start in range(0, n, height):
         rows = slice(start, min(start + height, n))
         yield rows, source.rows(rows)
