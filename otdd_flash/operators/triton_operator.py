@@ -36,7 +36,7 @@ from otdd_flash.operators.fixed_point import FixedPoint
 from otdd_flash.operators.kernel_self_share import KernelSelf, KernelSelfShare
 from otdd_flash.operators.packed_blocks import Packing
 from otdd_flash.operators.torch_operator import LOG2_ZERO
-from otdd_flash.operators.triton_plans import KernelPlan, Seen, single
+from otdd_flash.operators.triton_plans import KernelPlan, SideByParts, single
 
 PARTS = {"fast": 1, "high": 3}
 
@@ -72,25 +72,25 @@ class KernelOperator:
         self._lattice: Lattice | None
         self.packed: tuple[PackedPoints, PackedPoints]
         self._fixed_point: FixedPoint
-        self._seen: tuple[Seen, Seen]
+        self._packed_sides: tuple[SideByParts, SideByParts]
         if coarse is None:
             self._lattice = lattice_of(cost)
             self.packed = x, y = _pack_both(cost, self._lattice)
             self._fixed_point = FixedPoint(cost, (x.layout, y.layout), self._lattice)
             masses = packed_masses(cost.a, x.layout)
-            of_x = of_y = _seen(x, masses, cost.lambda_x)
+            of_x = of_y = _side_by_parts(x, masses, cost.lambda_x)
             if not cost.symmetric:
-                of_y = _seen(y, packed_masses(cost.b, y.layout), cost.lambda_x)
-            self._seen = of_x, of_y
+                of_y = _side_by_parts(y, packed_masses(cost.b, y.layout), cost.lambda_x)
+            self._packed_sides = of_x, of_y
             self._costs = cost.class_costs.float().contiguous()
             self._masses = masses.single if cost.symmetric else None
         else:
             self._lattice, self._fixed_point = coarse._lattice, coarse._fixed_point
-            self.packed, self._seen = coarse.packed, coarse._seen
+            self.packed, self._packed_sides = coarse.packed, coarse._packed_sides
             self._costs, self._masses = coarse._costs, coarse._masses
         self._parts = parts = 1 if self._lattice else PARTS[precision]
         x, y = self.packed
-        self._rows, self._columns = (by_parts[parts] for by_parts in self._seen)
+        self._rows, self._columns = (by_parts[parts] for by_parts in self._packed_sides)
         scale = 2 * cost.lambda_x / x.scale**2
         self._scores = Scores(scale, self._costs, parts)
         self._transposed = Scores(scale, self._costs.T.contiguous(), parts)
@@ -136,7 +136,7 @@ class KernelOperator:
         """Whether points are rounded to one float16, and that changes them."""
         return self._precision == "fast" and not self._lattice
 
-    def seen_points(self) -> tuple[Tensor, Tensor]:
+    def rounded_points(self) -> tuple[Tensor, Tensor]:
         """Return both clouds, less one point and rounded, (n, d) and (m, d) float64."""
         dim = self.cost.points[0].shape[1]
         x, y = (side.rounded(self._parts)[:, :dim] for side in self.packed)
@@ -201,7 +201,9 @@ class KernelOperator:
     ) -> KernelPlan:
         """Build the plan of f (n,) and g (m,); see `Operator.plan`."""
         scores = self._scores, self._transposed
-        return KernelPlan(self.cost, self._seen, scores, self._plan_parts, f, g, epsilon, most)
+        return KernelPlan(
+            self.cost, self._packed_sides, scores, self._plan_parts, f, g, epsilon, most
+        )
 
     def expected_costs(self, masses: Tensor) -> Tensor:
         """Compute sum_j C_ij q_j (n,) for masses q (m,), float64."""
@@ -272,7 +274,7 @@ def _pack(
     return pack(points, layout, cost.centre, power_of_two_scale(cost.largest))
 
 
-def _seen(points: PackedPoints, masses: PackedMasses, lambda_x: float) -> Seen:
+def _side_by_parts(points: PackedPoints, masses: PackedMasses, lambda_x: float) -> SideByParts:
     """Return a side as kernels read it, with the norms for products of 1 and of 3 parts."""
     of_one, of_three = points.squares * lambda_x
     return {1: Side(points, of_one, masses.log2), 3: Side(points, of_three, masses.log2)}

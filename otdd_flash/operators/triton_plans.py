@@ -306,7 +306,7 @@ FEW_CHUNKS = 2
 
 
 # A side of the cost by the number of parts of its products, 1 or 3, for which its norms differ.
-Seen = dict[int, Side]
+SideByParts = dict[int, Side]
 
 # The operands of a kernel that computes a plan, and those for both the plan and its transpose.
 Computed = tuple[Side, Side, Scores, PlanTerms]
@@ -318,7 +318,7 @@ class KernelPlan(EvaluatedPlan):
 
     Args:
         cost: between two labelled clouds.
-        seen: both sides, packed.
+        packed_sides: both sides, packed.
         scores: parameters of the scores, and the same with sides exchanged.
         parts: number of products of float16 parts per score in `applied`.
         f: (N,) potential.
@@ -333,7 +333,7 @@ class KernelPlan(EvaluatedPlan):
     def __init__(
         self,
         cost: LabelledCost,
-        seen: tuple[Seen, Seen],
+        packed_sides: tuple[SideByParts, SideByParts],
         scores: tuple[Scores, Scores],
         parts: int,
         f: Tensor,
@@ -342,22 +342,27 @@ class KernelPlan(EvaluatedPlan):
         most: int | None,
     ) -> None:
         super().__init__(torch.float32, (cost.a, cost.b), f, g, epsilon, most)
-        self._cost, self._seen, self._scores, self._parts = cost, seen, scores, parts
+        self._cost, self._packed_sides, self._scores, self._parts = (
+            cost,
+            packed_sides,
+            scores,
+            parts,
+        )
         self._symmetric = g is None
-        x, y = (side[scores[0].parts].points.layout for side in seen)
+        x, y = (side[scores[0].parts].points.layout for side in packed_sides)
         self.layouts = x, y
 
     def applied(
         self, values: Tensor, *, transposed: bool = False, factors: Factors | None = None
     ) -> Applied:
         (f, g, epsilon), own = self._at, int(transposed)
-        rows, columns = (self._seen[side][self._scores[0].parts] for side in (own, 1 - own))
+        rows, columns = (self._packed_sides[side][self._scores[0].parts] for side in (own, 1 - own))
         scores = self._scores[own]._replace(parts=self._parts)
         packed = None
         if factors is not None:
             left, right = (
                 _packed_matrix(factor, side[self._scores[0].parts])
-                for factor, side in zip(factors, self._seen, strict=True)
+                for factor, side in zip(factors, self._packed_sides, strict=True)
             )
             packed = (right, left) if transposed else (left, right)
         potentials = (g, f) if transposed else (f, g)
@@ -409,7 +414,7 @@ class KernelPlan(EvaluatedPlan):
             return None
         there, back = self._scores
         return PointProducts(
-            (self._seen[0][3], self._seen[1][3]),
+            (self._packed_sides[0][3], self._packed_sides[1][3]),
             (there._replace(parts=3), back._replace(parts=3)),
             (single(f), single(g)),
             epsilon,
@@ -420,11 +425,15 @@ class KernelPlan(EvaluatedPlan):
 
     @property
     def _padded_dim(self) -> int:
-        return self._seen[0][1].points.coordinates.shape[1]
+        return self._packed_sides[0][1].points.coordinates.shape[1]
 
     def _there(self, parts: int) -> Computed:
         f, g, epsilon = self._at
-        there = self._seen[0][parts], self._seen[1][parts], self._scores[0]._replace(parts=parts)
+        there = (
+            self._packed_sides[0][parts],
+            self._packed_sides[1][parts],
+            self._scores[0]._replace(parts=parts),
+        )
         return *there, plan_terms(*there, (single(f), single(g)), epsilon, self.masses[0])
 
     def _sides(self, parts: int) -> Sides:
@@ -432,7 +441,11 @@ class KernelPlan(EvaluatedPlan):
         there, (f, g, epsilon) = self._there(parts), self._at
         if self._symmetric:
             return there, there
-        back = self._seen[1][parts], self._seen[0][parts], self._scores[1]._replace(parts=parts)
+        back = (
+            self._packed_sides[1][parts],
+            self._packed_sides[0][parts],
+            self._scores[1]._replace(parts=parts),
+        )
         return there, (*back, plan_terms(*back, (single(g), single(f)), epsilon, self.masses[1]))
 
 

@@ -184,7 +184,7 @@ class Held:
         exact, cost = (cost[rows][:, columns] for cost in (self.exact, self.cost))
         if isinstance(part, KernelOperator):
             # Its points are rounded on a scale of their own.
-            cost = self._given.cost_of(*part.seen_points(), rows, columns)
+            cost = self._given.cost_of(*part.rounded_points(), rows, columns)
         return Held(self._given, part, self.precision, exact, cost)
 
     def softmin_over(self, columns: Tensor, g: Tensor, epsilon: float) -> Tensor:
@@ -257,7 +257,7 @@ def _of_points(given: Problem, way: Way) -> Held:
     operator, cost = _operator_of_points(given, way.options), given.cost
     if isinstance(operator, KernelOperator):
         # An iteration is exact for points that are rounded.
-        cost = given.cost_of(*operator.seen_points())
+        cost = given.cost_of(*operator.rounded_points())
     return Held(given, operator, way.precision, given.cost, cost)
 
 
