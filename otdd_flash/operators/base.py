@@ -31,7 +31,7 @@ from otdd_flash.cost.points import Cut, Masses, Points
 
 if TYPE_CHECKING:
     # It imports this file, and Triton.
-    from otdd_flash.operators.triton_plans import PointProducts, Way
+    from otdd_flash.operators.triton_plans import HalfProduct, PointProducts
 
 # A step that is recorded as a CUDA graph reads epsilon from a tensor () float64 on the device,
 # whose value may change between replays; only operators in Triton record steps.
@@ -233,7 +233,7 @@ class Products(Protocol):
         ...
 
     @property
-    def ways(self) -> tuple[Way, Way] | None:
+    def half_products(self) -> tuple[HalfProduct, HalfProduct] | None:
         """Products with P and with P^T on packed values, on tensor cores; None without these."""
         ...
 
@@ -319,7 +319,7 @@ class EvaluatedPlan(ABC):
         most: bytes that a held plan may take, half of free memory for None.
     """
 
-    ways: tuple[Way, Way] | None = None
+    half_products: tuple[HalfProduct, HalfProduct] | None = None
 
     def __init__(
         self,
@@ -424,7 +424,7 @@ class KeptPlan:
     """
 
     dtype, precision = torch.float64, SUM_UNITS * torch.finfo(torch.float64).eps / 2
-    ways = with_points = None
+    half_products = with_points = None
 
     def __init__(self, entries: Tensor, quick: Products | None = None) -> None:
         self.entries, self.quick = entries, quick or self

@@ -44,7 +44,7 @@ PackedProduct = Callable[[Tensor], tuple[Unmerged, Unmerged]]
 PRECISION = 2.0**-20
 
 
-class Way(NamedTuple):
+class HalfProduct(NamedTuple):
     """Products diag(weights) Q diag(given) V with a plan or its transpose.
 
     Attributes:
@@ -75,14 +75,14 @@ class _RoundedPlan:
         rows: P 1 (N,), float64.
 
     Attributes:
-        ways: products with P and with P^T.
+        half_products: products with P and with P^T.
         rows: P 1 (N,), float64.
     """
 
     precision = PRECISION
 
-    def __init__(self, there: Way, back: Way, rows: Tensor) -> None:
-        self.ways, self.rows = (there, back), rows
+    def __init__(self, there: HalfProduct, back: HalfProduct, rows: Tensor) -> None:
+        self.half_products, self.rows = (there, back), rows
 
     @cached_property
     def columns(self) -> Tensor:
@@ -92,11 +92,11 @@ class _RoundedPlan:
 
     def times(self, values: Tensor) -> Tensor:
         """Compute P V (N, k) for V (M, k), float64."""
-        return self.ways[0].times(values)
+        return self.half_products[0].times(values)
 
     def transposed_times(self, values: Tensor) -> Tensor:
         """Compute P^T U (M, k) for U (N, k), float64."""
-        return self.ways[1].times(values)
+        return self.half_products[1].times(values)
 
 
 class HeldPlan(_RoundedPlan):
@@ -120,8 +120,8 @@ class HeldPlan(_RoundedPlan):
     ) -> None:
         weights, ones = unit * masses, torch.ones_like(layouts[1].position, dtype=masses.dtype)
         super().__init__(
-            Way(partial(_matrix_product, entries), None, weights, layouts),
-            Way(partial(_matrix_product, entries.T), weights, ones, layouts[::-1]),
+            HalfProduct(partial(_matrix_product, entries), None, weights, layouts),
+            HalfProduct(partial(_matrix_product, entries.T), weights, ones, layouts[::-1]),
             rows,
         )
 
@@ -154,8 +154,8 @@ class FusedPlan(_RoundedPlan):
     ) -> None:
         of_rows, of_columns = (partial(_fused_product, product) for product in products)
         super().__init__(
-            Way(of_rows, None, masses[0], layouts),
-            Way(of_columns, None, masses[1], layouts[::-1]),
+            HalfProduct(of_rows, None, masses[0], layouts),
+            HalfProduct(of_columns, None, masses[1], layouts[::-1]),
             sums[0],
         )
         self.columns = sums[1]
@@ -224,15 +224,15 @@ class ExactFusedPlan:
         return self._streamed.rounded(self._sides[0])
 
     @cached_property
-    def ways(self) -> tuple[Way, Way] | None:
+    def half_products(self) -> tuple[HalfProduct, HalfProduct] | None:
         """Products with P and with P^T on packed values; None if a sum is out of range."""
         _ = self.rows, self.columns
         if any(sums is None for sums in self._sums.values()):
             return None
         of_rows, of_columns = (partial(_split_product, product) for product in self._products)
         return (
-            Way(of_rows, None, self._masses[0], self._layouts),
-            Way(of_columns, None, self._masses[1], self._layouts[::-1]),
+            HalfProduct(of_rows, None, self._masses[0], self._layouts),
+            HalfProduct(of_columns, None, self._masses[1], self._layouts[::-1]),
         )
 
     def times(
