@@ -8,7 +8,7 @@ passes in Triton on a GPU, and `torch_operator`, with passes in PyTorch over a s
 `point_scores` stores these or recomputes them in every pass. `build` also counts their memory.
 
 Certificates read costs in float64, tile by tile (`point_scores`), or plan sums in Triton from
-points in fixed point (`fixed_point`); `whole_points` are points whose products are exact.
+points in fixed point (`fixed_point`); `integer_points` are points whose products are exact.
 
 Points in host memory or in files are streamed in blocks, which `packed_blocks` packs once;
 `blocked` has the operators of pairs of blocks and combines their results, also for a `ring`.

@@ -79,17 +79,17 @@ class FixedPoint:
         self._fixed: dict[int, Pair] = {}
 
     @cached_property
-    def _whole(self) -> Tensor | None:
+    def _integer_centre(self) -> Tensor | None:
         """A lattice point relative to which one digit holds all coordinates; None without one."""
-        return None if self._lattice is None else _whole_centre(self.cost, self._lattice)
+        return None if self._lattice is None else _find_integer_centre(self.cost, self._lattice)
 
     @cached_property
     def _centre(self) -> Tensor:
-        return self.cost.centre if self._whole is None else self._whole
+        return self.cost.centre if self._integer_centre is None else self._integer_centre
 
     @cached_property
     def _scale(self) -> float:
-        if self._lattice is not None and self._whole is not None:
+        if self._lattice is not None and self._integer_centre is not None:
             return self._lattice.scale
         cost = self.cost
         reach = longest(cost.points[0].shape[1]) / max(math.sqrt(cost.farthest), TINY)
@@ -99,7 +99,7 @@ class FixedPoint:
     @cached_property
     def squares(self) -> Pair:
         """||x_i||^2 (n,) and ||y_j||^2 (m,) relative to the centre, float64."""
-        if self._whole is None:
+        if self._integer_centre is None:
             return self.cost.squares
         of_x = self._known(0, "squares", self._squares)
         return of_x, of_x if self.cost.symmetric else self._known(1, "squares", self._squares)
@@ -129,7 +129,7 @@ class FixedPoint:
 
         Their errors are computed together, as nearly every solve needs all.
         """
-        return (1,) if self._whole is not None else (3, 4)
+        return (1,) if self._integer_centre is not None else (3, 4)
 
     def marginals(
         self,
@@ -218,7 +218,7 @@ class FixedPoint:
 
     def _digits(self, epsilon: float, accurate: bool) -> int:
         """Return the number of digits that an epsilon needs."""
-        if self._whole is not None:
+        if self._integer_centre is not None:
             return 1
         return 3 if not accurate and self._mean(3) <= SMALL * epsilon else 4
 
@@ -289,7 +289,7 @@ class FixedPoint:
         return found
 
 
-def _whole_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:
+def _find_integer_centre(cost: LabelledCost, lattice: Lattice) -> Tensor | None:
     """Return a lattice point (d,) relative to which int8 holds all points; None without one."""
     if lattice.highest - lattice.lowest > 255 or 128**2 * cost.points[0].shape[1] >= 2**31:
         return None

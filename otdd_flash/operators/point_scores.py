@@ -20,8 +20,8 @@ from torch import Tensor
 
 from otdd_flash.cost.facts import CostFacts
 from otdd_flash.cost.points import Cut, LabelledCost, Masses, squared_norms
+from otdd_flash.operators.integer_points import integer_products
 from otdd_flash.operators.torch_operator import Pair, TorchOperator
-from otdd_flash.operators.whole_points import whole_products
 
 # Points of a tile along rows and along columns, and tiles whose rows are converted at once. Tiles
 # of long vectors have fewer points, for about so many coordinates on either side.
@@ -157,7 +157,7 @@ class KeptScores:
         """Compute the costs of labelled points once, in float64, and keep them in a type."""
         scores = torch.empty(cost.shape, dtype=dtype, device=cost.a.device)
         # Costs that are stored in float32 may use points rounded to a lattice: errors are alike.
-        whole = whole_products(cost) if dtype == torch.float32 else None
+        whole = integer_products(cost) if dtype == torch.float32 else None
         products = whole or CentredProducts(cost)
         every = slice(0, len(scores))
         for rows, columns, negative in cost_tiles(cost, products, every, upper=cost.symmetric):

@@ -33,12 +33,12 @@ from otdd_flash.operators import (
     blocked,
     comparison,
     given_costs,
+    integer_points,
     plans,
     point_scores,
     sharing,
     torch_operator,
     triton_operator,
-    whole_points,
 )
 from otdd_flash.operators.base import EvaluatedPlan, KeptPlan, Marginals
 from otdd_flash.operators.comparison import Comparison
@@ -63,7 +63,7 @@ SMALL: list[tuple[Any, str, Any]] = [
     (triton_operator, "MANY_SCORES", 1),
     (plans, "BLOCK_CPU", 200),
     (plans, "FEW_COLUMNS", 8),
-    (whole_points, "LEAST_POINTS", 20),
+    (integer_points, "LEAST_POINTS", 20),
     (point_scores, "TILE_CPU", 32),
     (point_scores, "LEAST_POINTS", 16),
     (plan_blocks, "BLOCK_HEIGHT", 256),

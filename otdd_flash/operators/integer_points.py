@@ -37,7 +37,7 @@ LEAST_POINTS = 1000
 FIRST_ROWS = 32
 
 
-class WholeProducts:
+class IntegerProducts:
     """Exact products of points rounded to a lattice; errors are those of the rounding.
 
     Args:
@@ -77,7 +77,7 @@ class WholeProducts:
         out.add_(left @ right.T, alpha=self._unit)
 
 
-def whole_products(cost: LabelledCost) -> WholeProducts | None:
+def integer_products(cost: LabelledCost) -> IntegerProducts | None:
     """Return exact products if all points are near one lattice and there are enough; else None."""
     if min(cost.shape) < LEAST_POINTS:
         return None
@@ -93,7 +93,7 @@ def whole_products(cost: LabelledCost) -> WholeProducts | None:
         x, y = rounded[0], rounded[-1]
         if x.longest * y.longest <= LARGEST_PRODUCT:
             points, lost = (x.values, y.values), (x.lost, y.lost)
-            return WholeProducts(cost, points, lost, scale=scale, centre=middle / scale)
+            return IntegerProducts(cost, points, lost, scale=scale, centre=middle / scale)
     return None
 
 
