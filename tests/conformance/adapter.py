@@ -30,11 +30,11 @@ from otdd_flash.distributed.ranks import Ranks, led
 from otdd_flash.features.file_features import features_file
 from otdd_flash.kernels.passes import plan_blocks, symmetric_step
 from otdd_flash.operators import (
+    base,
     blocked,
     comparison,
     given_costs,
     integer_points,
-    plans,
     point_scores,
     sharing,
     torch_operator,
@@ -61,8 +61,8 @@ SMALL: list[tuple[Any, str, Any]] = [
     (cost_points, "CHUNK_ELEMENTS_CPU", 60),
     (blocked, "LEAST_POINTS", 30),
     (triton_operator, "MANY_SCORES", 1),
-    (plans, "BLOCK_CPU", 200),
-    (plans, "FEW_COLUMNS", 8),
+    (base, "BLOCK_CPU", 200),
+    (base, "FEW_COLUMNS", 8),
     (integer_points, "LEAST_POINTS", 20),
     (point_scores, "TILE_CPU", 32),
     (point_scores, "LEAST_POINTS", 16),
