@@ -45,7 +45,7 @@ from otdd_flash.fingerprint import VERSION
 from otdd_flash.flows.history import Moment, StepRecord
 from otdd_flash.labels import ClassDistances
 from otdd_flash.solver.term.result import TransportTerm
-from otdd_flash.solver.term.tolerance import once_default
+from otdd_flash.solver.term.tolerance import default_hint
 from otdd_flash.version import __version__
 
 # The classes that a state may hold. Files contain these names, which must not change when a class
@@ -377,7 +377,7 @@ class Checkpoints:
                 raise InputError(
                     f"flow.resume=true, but {key} was {then} in the run of "
                     f"{path} and is {now} now; set {key} as it was, or start "
-                    f"again without flow.resume{once_default(then) if key == 'epsilon' else ''}"
+                    f"again without flow.resume{default_hint(then) if key == 'epsilon' else ''}"
                 )
 
     def _manifest(self) -> dict[str, Any] | None:

@@ -75,7 +75,7 @@ from otdd_flash.samples import LabeledSamples, all_finite
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.shortfall import joint_shortfall
-from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, settled_epsilon
+from otdd_flash.solver.term.tolerance import epsilon_of_datasets, refuse_both, resolve_epsilon
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def gradient_flow(
     told = callbacks.class_progress
     table = measure_classes(start, end, shared, cache_dir=cache_dir, progress=told)
     mean = comparison.with_classes(table.full).mean_cost()
-    key, given, used = settled_epsilon(epsilon, epsilon_relative, lambda: mean)
+    key, given, used = resolve_epsilon(epsilon, epsilon_relative, lambda: mean)
     # The advice to standardise features is left out (infinite `scale`) where points move in another
     # space than that of their features. An error about epsilon, here or in a step, names the
     # setting that the user gave.

@@ -1,10 +1,10 @@
-"""The formulas by which iterations are judged: what potentials prove, and how to go on.
+"""The formulas of an iteration: the bounds that potentials prove, and the step that follows.
 
-Each is written once, for numbers of many problems as tensors (S,), of one problem as Python floats,
-and of a block of problems in a Triton kernel: `operations` has what differs between the three.
-`evidence` makes bounds and errors of an evaluation, `decision` keeps steps and ends levels and
-problems, `differences` is L-BFGS. The classes of `engine` evaluate and move, and call these
-functions in between; `kernels.segments.decision` compiles them.
+Each is written once and runs on tensors (S,) of many problems, on Python floats of one problem, and
+in a Triton kernel for a block of problems: `operations` has what differs between the three.
+`evidence` computes bounds and errors of an evaluation, `decision` accepts steps and ends levels and
+problems, `differences` is L-BFGS. The classes of `engine` evaluate softmins, call these functions,
+and move the potentials; `kernels.segments.decision` compiles them.
 
 A function that is compiled is at the top level of its module, has no loops, calls nothing but its
 neighbours and `operations`, and returns a number or a NamedTuple of fields alone. It branches only

@@ -1,38 +1,39 @@
-"""The rules of the iterations: what an evaluation decides, for S problems side by side.
+"""The rules of the iterations: accept a step, end a level of epsilon, end a problem.
 
 A rule is changed here and nowhere else. The certificate takes any potentials, so rules decide how
-long a solve takes, never what it proves. `engine.quasi_newton` decides by them for many problems in
-tensors, `engine.few_problems` for a few in floats, `kernels.segments.decision` in Triton.
+long a solve takes, never whether its bounds hold. `engine.quasi_newton` decides by them for many
+problems in tensors, `engine.few_problems` for a few in floats, `kernels.segments.decision` in
+Triton.
 
 **Levels of epsilon.** A small epsilon is approached through levels, each ended at a coarse marginal
 error and started from the potentials of those before (Schmitzer 2019, Stabilized sparse scaling
-algorithms for entropy regularized transport problems). Levels are epsilon 2^k: no rounding makes
-two problems differ. Well separated points are solved at once at any epsilon. So a solve first tries
-the final one, and gives up when the first marginal error is large, or its decrease since the last
-evaluation forecasts more iterations than a descent would take. Between two levels the potential is
-taken for a linear function of epsilon,
+algorithms for entropy regularized transport problems). Levels are epsilon 2^k, which is exact: no
+two problems differ in them by rounding. Well separated points converge in a few iterations at any
+epsilon. So a solve first tries the final one, and gives that up when the first marginal error is
+large, or its decrease since the last evaluation forecasts more iterations than a descent through
+levels would take. Between two levels the potential is extrapolated as a linear function of epsilon,
 
     g(epsilon / 2) = g(epsilon) + (g(epsilon) - g(2 epsilon)) / 2.
 
 A level is left when its marginal error falls to `LEVEL_TOLERANCE`, or to what rounding allows.
 
 **Trust.** A plain Sinkhorn update raises the dual by at least a known amount, the gain. A
-quasi-Newton step is kept if it raises the dual by that much, and otherwise taken back. After a step
-that was taken back come plain updates: one, then two after the next such step, then four; steps
-that certainly gain something halve the number again. Near convergence the gain is smaller than the
-rounding error of the dual, and the dual cannot tell whether a step gained it. Such a step is kept
-while the marginal error is at most `GROWTH` times its lowest, and the lowest is not older than
-`PATIENCE` iterations.
+quasi-Newton step is accepted (`kept`) if it raises the dual by that much, and otherwise rejected.
+After a rejected step come plain updates: one, then two after the next rejected step, then four;
+steps whose gain exceeds rounding halve the number again. Near convergence the gain is smaller than
+the rounding error of the dual, so the dual cannot tell whether a step gained it. Such a step is
+accepted while the marginal error is at most `GROWTH` times its lowest, and the lowest is not older
+than `PATIENCE` iterations.
 
-**The end.** A problem is done after an evaluation at the final epsilon whose marginal error is
+**Termination.** A problem is done after an evaluation at the final epsilon whose marginal error is
 within tolerance. The floor is a worst-case bound of what rounding adds to the marginal error. Even
 where it is below the tolerance, rounding may keep iterations from getting further. So a problem
 ends after `STALLED` iterations in which neither its marginal error fell to `FALLEN` times its
-lowest, nor its dual rose by more than its rounding error, if that error is at most `STALLED_FLOORS`
-floors. All of the error is then reported as rounding. `FALLEN` asks for a tenth. To ask that the
-error halve would also end slow solves which still converge. To ask for a tenth ends solves that
-rounding has stopped all the same: their error fluctuates at random between one floor and ten, and
-new lows, each a tenth below the one before, run out after 22.
+lowest, nor its dual rose by more than its rounding error, if the marginal error is at most
+`STALLED_FLOORS` floors. All of that error is then reported as rounding. `FALLEN` asks for a tenth.
+To ask that the error halve would also end slow solves which still converge. To ask for a tenth ends
+solves that rounding has stopped all the same: their error fluctuates at random between one floor
+and ten, and new lows, each a tenth below the one before, run out after 22.
 """
 
 from __future__ import annotations
@@ -56,40 +57,41 @@ from otdd_flash.formulas.operations import Numbers, constant
 
 INFINITY = math.inf
 
-# The first level over the mean cost, about. Above it a solve takes a few steps from anywhere.
+# The first level, about, over the mean cost. Above it a solve takes a few steps from any start.
 TOP = 0.1
 
-# The marginal error that ends a level, and the iterations that this takes, about.
+# The marginal error that ends a level, and about how many iterations that takes.
 LEVEL_TOLERANCE = 0.02
 ITERATIONS_PER_LEVEL = 4
 
-# The marginal error after the first evaluation of a try from which on it is given up at once.
+# A try at the final epsilon is given up if its first marginal error exceeds this.
 FAR = 0.5
 
-# The most levels: a float64 has no more.
+# The largest k of a level epsilon 2^k: an int64 holds 2^62.
 MOST_LEVELS = 62
 
-# How far the marginal error may grow over its lowest where the dual cannot tell, and for how long.
+# Where the change of the dual is within rounding: by what factor the marginal error may exceed its
+# lowest, and for how many iterations.
 GROWTH = 4.0
 PATIENCE = 10.0
 
-# What a difference of duals may be off by, in units of what a single softmin may be off by: over
-# the points of a cloud most of that averages out.
+# The rounding error of a difference of dual values over that of a single softmin: most of it
+# averages out over the points of a cloud.
 DUAL_ROUNDING = 0.25
 
-# Iterations without progress after which the marginal error is rounding, if it is at most so many
-# times the floor.
+# Iterations without progress after which the marginal error counts as rounding, if it is at most so
+# many times the floor; and the factor to which it falls in a progress.
 STALLED, STALLED_FLOORS, FALLEN = 20, 10.0, 0.9
 
 
 class Goal(NamedTuple):
-    """When a problem is done.
+    """The stopping criterion of a problem.
 
     Attributes:
-        epsilon: the final one, in units of the cost.
+        epsilon: the final regularisation, in units of the cost.
         tolerance: marginal error to reach.
-        loosest: what the tolerance gives way to where rounding asks for it; at least `tolerance`.
-        max_iterations: evaluations after which it ends wherever it is, the last at `epsilon`.
+        loosest: the largest tolerance that rounding may raise it to; at least `tolerance`.
+        max_iterations: evaluations after which it ends in any case, the last at `epsilon`.
         aim: the share of the tolerance to reach.
     """
 
@@ -101,11 +103,11 @@ class Goal(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What differs between cross terms and self terms.
+    """The kind of a term: a cross term of two clouds, or a self term of one.
 
     Attributes:
         damping: the plain update is g + damping r.
-        symmetric: whether rows are columns.
+        symmetric: whether rows and columns are the same points.
     """
 
     damping: float
@@ -116,13 +118,13 @@ CROSS, SELF = Form(damping=1.0, symmetric=False), Form(damping=0.5, symmetric=Tr
 
 
 class Levels(NamedTuple):
-    """Where problems are on their way down, (S,) float64 each.
+    """The state of epsilon scaling, (S,) float64 each.
 
     Attributes:
         level: epsilon to evaluate at.
         top: the first level of a descent.
         allowed: iterations that a try at the final epsilon may take; 0 if none is under way.
-        error: the marginal error of its last evaluation; inf before.
+        error: the marginal error of the last evaluation; inf before the first.
         descended: 1 once there are potentials of a level above, else 0.
     """
 
@@ -134,7 +136,7 @@ class Levels(NamedTuple):
 
     @classmethod
     def trying(cls, epsilon: float | Tensor, top: Tensor) -> Levels:
-        """A try at the final epsilon, before the levels (S,) from `top` on if there are any."""
+        """Try the final epsilon first, if there are levels (S,) from `top` on to fall back to."""
         _, ratio = torch.frexp(top / epsilon)
         allowed = ITERATIONS_PER_LEVEL * (ratio - 1).double()
         zero = torch.zeros_like(top)
@@ -142,21 +144,21 @@ class Levels(NamedTuple):
 
     @classmethod
     def descending(cls, top: Numbers) -> Levels:
-        """A descent from `top` (S,)."""
+        """Descend from the level `top` (S,)."""
         zero = constant(top, 0.0)
         return cls(top, top, zero, constant(top, math.inf), zero)
 
 
 class Trust(NamedTuple):
-    """Trust in quasi-Newton steps, (S,) float64 each.
+    """The state of the acceptance test of quasi-Newton steps, (S,) float64 each.
 
     Attributes:
-        dual: dual value of the potentials that were kept last.
+        dual: dual value of the potentials accepted last; -inf after a restart.
         gain: what the plain update adds to it at the least.
-        lowest: the lowest marginal error that was kept since the last restart.
+        lowest: the lowest marginal error accepted since the last restart.
         stale: iterations since it was found.
-        plain: plain updates to come.
-        penalty: how many follow the next step that is not kept.
+        plain: plain updates still to come.
+        penalty: plain updates that follow the next rejected step.
     """
 
     dual: Numbers
@@ -168,12 +170,12 @@ class Trust(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Of what a segment has made progress, at this level of epsilon; (S,) float64 each.
+    """The state of the stagnation test at this level of epsilon, (S,) float64 each.
 
     Attributes:
-        gap: the marginal error that has to fall.
-        dual: the dual that has to rise.
-        age: iterations since one of them did.
+        gap: the last marginal error that counted as progress.
+        dual: the last dual value that did.
+        age: iterations since either.
     """
 
     gap: Numbers
@@ -182,10 +184,10 @@ class Progress(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where S problems stand.
+    """The state of the iterations of S problems.
 
     Attributes:
-        iterations: that were taken.
+        iterations: their number so far.
         levels: of epsilon.
         trust: in quasi-Newton steps.
         progress: of the marginal error and the dual.
@@ -198,23 +200,23 @@ class State(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """Which potentials are kept, () or (S,) bool, and trust then."""
+    """Whether potentials are accepted, () or (S,) bool, and the trust that follows."""
 
     kept: Numbers
     trust: Trust
 
 
 class Decision(NamedTuple):
-    """What follows from an evaluation; each (S,) or of one problem.
+    """The decision after an evaluation; each (S,) or of one problem.
 
     Attributes:
-        kept: whether the potentials are, as something to go on from.
+        kept: whether the potentials are accepted, so that the next step starts from them.
         plain: whether a plain update follows, or nothing.
         changes: whether a level of epsilon ends or a try at the final one is given up.
-        done: whether the problem is.
+        done: whether the problem ends.
         extrapolation: as in `engine.problems.Move`.
-        rounding: what a single softmin may be off by.
-        told: the fields of `engine.run.Told` but the last.
+        rounding: typical rounding error of a single softmin, in units of the cost.
+        told: the reported numbers, which are the fields of `engine.run.Told` but the last.
         state: after the evaluation.
     """
 
@@ -228,37 +230,37 @@ class Decision(NamedTuple):
     state: State
 
 
-# What problems start from.
+# The initial state.
 
 
 def first_level(epsilon: float | Tensor, mean_cost: Tensor, share: float = TOP) -> Tensor:
-    """The level epsilon 2^k, k >= 0, within a factor of 2 below a share of the mean cost (S,)."""
+    """Return the level epsilon 2^k, k >= 0, in (c / 2, c] for a share c of the mean cost (S,)."""
     _, exponent = torch.frexp(share * mean_cost / epsilon)
     exponent = (exponent - 1).clamp(0, MOST_LEVELS).to(torch.int64)
     return epsilon * (torch.ones_like(exponent) << exponent).double()
 
 
 def started(iterations: Numbers, levels: Levels) -> State:
-    """The state (S,) at some levels, after so many iterations, with nothing known."""
+    """Return the initial state (S,) at some levels, after so many iterations."""
     fresh = fresh_trust(True, Trust(*[0.0] * 6)), fresh_progress(True, Progress(*[0.0] * 3))
     trust, progress = ([constant(iterations, value) for value in each] for each in fresh)
     return State(iterations, levels, Trust(*trust), Progress(*progress))
 
 
-# From here on, what is compiled.
+# All functions from here on are compiled for kernels as well.
 
 
 def decide(
     goal: Goal, costs: CostNumbers, state: State, found: Evaluation, symmetric: bool
 ) -> Decision:
-    """Decide what to keep, when a level or the problem ends, and how to go on.
+    """Decide whether to accept the potentials, and whether the level or the problem ends.
 
     Args:
-        goal: when a problem is done.
-        costs: of the problems.
-        state: before the evaluation, which its iterations include.
+        goal: the stopping criterion.
+        costs: facts and error bounds of the costs.
+        state: before the evaluation, but its iterations count it.
         found: the numbers of the evaluation.
-        symmetric: whether rows are columns.
+        symmetric: whether these are self terms.
     """
     iterations, levels = state.iterations, state.levels
     epsilon = evaluated_level(goal, state)
@@ -271,18 +273,18 @@ def decide(
     kept, trust = judge(state.trust, evidence.dual, evidence.gain, found.gap, slack)
     progress = progress_after(state.progress, found.gap, evidence.dual, slack)
     stalled = (progress.age >= STALLED) & (found.gap <= STALLED_FLOORS * evidence.floor)
-    # Where rounding alone exceeds the tolerance there is nothing to wait for. A plan far from
-    # its marginals has larger errors than the one that it becomes, and so has a step too far.
+    # Where rounding alone exceeds the tolerance, further iterations are in vain. A plan far from
+    # its marginals, or of a step to reject, does not show that: its rounding errors are larger.
     tolerance = at_most(at_least(2 * evidence.reach, goal.tolerance), goal.loosest)
     near = found.gap <= at_least(evidence.reach, LEVEL_TOLERANCE)
     hopeless = kept & near & (2 * evidence.reach > tolerance)
     final, reached = epsilon <= goal.epsilon, evidence.error <= goal.aim * tolerance
     last = iterations >= goal.max_iterations
     done = final & (last | reached | hopeless | stalled)
-    # What the last iteration ends may be a step too far.
+    # The last iteration alone accepts nothing: its step may be one to reject.
     near_enough = final & (reached | stalled)
-    # A loose tolerance is for the end alone: steps from potentials of a level above that are
-    # far from its marginals take hundreds of iterations more than they save there.
+    # A loose tolerance holds at the final epsilon alone: ending a level above at potentials far
+    # from its marginals costs hundreds of iterations more below than it saves there.
     coarse = evidence.error <= at_least(2 * evidence.reach, LEVEL_TOLERANCE)
     ends = (epsilon > goal.epsilon) & coarse
     gives_up = (done == 0) & is_hopeless(levels, iterations, evidence.error, tolerance)
@@ -319,8 +321,8 @@ def evaluated_level(goal: Goal, state: State) -> Numbers:
 
 
 def is_hopeless(levels: Levels, iterations: Any, error: Any, tolerance: Any) -> Any:
-    """Whether a try, after so many iterations at a marginal error (S,), should give up."""
-    # In place of numbers that are not positive, whose quotients decide nothing, there are ones.
+    """Return whether to give up a try at the final epsilon, from its marginal error (S,)."""
+    # Numbers that are not positive become 1; what is computed from them is not used.
     decrease = ops.log(levels.error / ops.where(error > 0, error, 1.0))
     falls = (error > 0) & (decrease > 0)
     needed = ops.log(error / tolerance) / ops.where(falls, decrease, 1.0)
@@ -331,7 +333,7 @@ def is_hopeless(levels: Levels, iterations: Any, error: Any, tolerance: Any) -> 
 
 
 def levels_after(levels: Levels, error: Any, ends: Any, gives_up: Any, epsilon: Any) -> Levels:
-    """After an evaluation: where its level ends (S,), or a try gives up (S,)."""
+    """Return the levels after an evaluation, where a level `ends` (S,) or a try `gives_up` (S,)."""
     below = at_least(ops.where(ends, levels.level / 2, levels.level), epsilon)
     return Levels(
         ops.where(gives_up, levels.top, below),
@@ -343,20 +345,20 @@ def levels_after(levels: Levels, error: Any, ends: Any, gives_up: Any, epsilon: 
 
 
 def judge(trust: Trust, dual: Numbers, gain: Numbers, gap: Numbers, slack: Numbers) -> Judgement:
-    """Keep the potentials that were just evaluated or not.
+    """Accept or reject the potentials that were just evaluated.
 
     Args:
-        trust: before.
-        dual: theirs.
-        gain: theirs.
+        trust: before the evaluation.
+        dual: their dual value.
+        gain: what the plain update from them adds to it at the least.
         gap: their marginal error.
-        slack: what a difference of duals may be off by.
+        slack: rounding error of a difference of dual values.
     """
     lower, surplus = gap < trust.lowest, dual - trust.dual - trust.gain
     better, level = surplus > slack, surplus >= -slack
     steady = (gap <= GROWTH * trust.lowest) & (trust.stale < PATIENCE)
     kept = (trust.plain > 0) | (trust.dual == -INFINITY) | better | (level & steady)
-    # Trust comes back with a step that certainly gained something.
+    # A step whose gain exceeds rounding, or with a new lowest marginal error, restores trust.
     forgiven = kept & (trust.plain <= 0) & (better | lower)
     penalty = ops.where(forgiven, at_least(trust.penalty / 2, 1.0), trust.penalty)
     return Judgement(
@@ -373,7 +375,7 @@ def judge(trust: Trust, dual: Numbers, gain: Numbers, gap: Numbers, slack: Numbe
 
 
 def fresh_trust(changed: Numbers, trust: Trust) -> Trust:
-    """Know nothing of the problems where the flags (S,) are set."""
+    """Restart the acceptance test where the flags (S,) are set."""
     return Trust(
         ops.where(changed, -INFINITY, trust.dual),
         ops.where(changed, 0.0, trust.gain),
@@ -385,7 +387,7 @@ def fresh_trust(changed: Numbers, trust: Trust) -> Trust:
 
 
 def progress_after(progress: Progress, gap: Numbers, dual: Numbers, slack: Numbers) -> Progress:
-    """Count one more evaluation; a dual may be off by `slack`. Marks only get harder."""
+    """Count one more evaluation; `slack` is the rounding error of a difference of dual values."""
     fallen, risen = gap <= FALLEN * progress.gap, dual > progress.dual + slack
     return Progress(
         ops.where(fallen, gap, progress.gap),
@@ -395,7 +397,7 @@ def progress_after(progress: Progress, gap: Numbers, dual: Numbers, slack: Numbe
 
 
 def fresh_progress(changed: Numbers, progress: Progress) -> Progress:
-    """Start afresh the problems where the flags (S,) are set."""
+    """Restart the stagnation test where the flags (S,) are set."""
     return Progress(
         ops.where(changed, INFINITY, progress.gap),
         ops.where(changed, -INFINITY, progress.dual),

@@ -1,4 +1,4 @@
-"""L-BFGS, on the products of what problems remember.
+"""L-BFGS in compact form: the quasi-Newton step from inner products of the stored pairs alone.
 
 With steps s of the candidates and their residual differences y in the metric of the masses, as the
 columns of S and Y,
@@ -6,20 +6,21 @@ columns of S and Y,
     H r = c r + [S, c Y] [[R^-T (D + c Y^T Y) R^-1, -R^-T], [-R^-1, 0]] [S, c Y]^T r,
 
 R_ij = s_i^T y_j for steps s_i no newer than y_j and 0 for the others, D its diagonal and c = tr D /
-tr Y^T Y (Byrd, Nocedal & Schnabel 1994, Representations of quasi-Newton matrices). A number of
-slots holds the latest pairs (s, y), and a new pair replaces the oldest one.
+tr Y^T Y (Byrd, Nocedal & Schnabel 1994, Representations of quasi-Newton matrices). The latest pairs
+(s, y) are stored in a fixed number of slots, and a new pair replaces the oldest one.
 
-R^-1 is updated, never solved with. In order of age R is upper triangular. Without the oldest pair R
-loses its first row and column, and the inverse of what is left is R^-1 without its first row and
-column. With a new pair R gains a last column (p, d), and
+R^-1 is stored and updated, so that no system is solved. In order of age R is upper triangular.
+Without the oldest pair R loses its first row and column, and the inverse of what is left is R^-1
+without its first row and column. With a new pair R gains a last column (p, d), and
 
     [[R, p], [0, d]]^-1 = [[R^-1, -R^-1 p / d], [0, 1 / d]],    p = S^T y, d = s^T y.
 
 In memory the rows and columns of R^-1 stand in the order of the slots, not of age.
 
-`advance` does this for many problems in tensors, and is compiled for a kernel. `OneMemory` does it
-for one problem in lists: on a processor a loop over 64 floats takes as long as two operations of
-PyTorch, of which there are thirty here, and `math.fsum` adds exactly. A change is made in both.
+`advance` does this for many problems in tensors (`engine.quasi_newton`), and is compiled for a
+kernel (`kernels.segments.decision`). `OneMemory` does it for one problem in lists
+(`engine.few_problems`): on a CPU a loop over 64 floats takes as long as two operations of PyTorch,
+of which there are thirty here, and `math.fsum` adds exactly. A change is made in both.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ INFINITY = math.inf
 
 
 class Memory(NamedTuple):
-    """What S problems remember; empty slots are 0.
+    """The L-BFGS memory of S problems: inner products of the stored pairs; empty slots are 0.
 
     Attributes:
-        slot: (S,), where the next differences go, a whole number.
+        slot: (S,), the slot that the next pair goes to, a whole number.
         inverse: R^-1, (S, memory, memory).
         squares: Y^T Y, (S, memory, memory).
         curvatures: D, (S, memory).
@@ -56,14 +57,14 @@ class Memory(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The way to the next candidate, as `engine.problems.Move` has it.
+    """The step to the next candidate, in the coefficients of `engine.problems.Move`.
 
     Attributes:
-        learnt: whether the newest differences are remembered, (S,) bool.
-        scale: (S,).
-        shift: (S,).
-        weights: of what is remembered, (S, memory) each; or those of one problem in a list, steps
-            first, which is empty for a plain update.
+        learnt: whether the newest pair is stored, (S,) bool.
+        scale: (S,), coefficient of the residual.
+        shift: (S,), coefficient of the constant vector.
+        weights: coefficients of the stored pairs, (S, memory) each; or those of one problem in a
+            list, steps first, which is empty for a plain update.
     """
 
     learnt: Numbers
@@ -73,19 +74,19 @@ class Step(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """H r = scale r + sum_k weights_k remembered_k; not finite where nothing is remembered."""
+    """H r as scale r + sum_k weights_k v_k over the stored s and y; not finite without any."""
 
     scale: Any
     weights: Products
 
 
 def empty_memory(like: Tensor, memory: int) -> Memory:
-    """Nothing of S problems, as many as entries of a tensor (S,), and so many slots."""
+    """Return an empty memory of so many slots for the S problems of a tensor (S,)."""
     square = like.new_zeros((len(like), memory, memory))
     return Memory(torch.zeros_like(like, dtype=torch.int64), square, square, square[:, 0])
 
 
-# From here on, what is compiled.
+# The functions down to `direction` are compiled for kernels as well.
 
 
 def advance(
@@ -97,15 +98,15 @@ def advance(
     rounding: Any,
     damping: float,
 ) -> tuple[Memory, Step]:
-    """Learn from the newest differences where they are sound, and choose the next candidate.
+    """Store the newest pair (s, y) where its curvature exceeds rounding, and choose the next step.
 
     Args:
         memory: before the evaluation.
         slots: (1, memory), numbers of slots from 0 on.
         found: the evaluation.
-        started: whether there are newest differences (S,).
+        started: whether there is a newest pair (S,).
         plain: whether the next step is a plain update (S,).
-        rounding: what a single softmin may be off by (S,).
+        rounding: typical rounding error of a single softmin (S,).
         damping: the plain update is g + damping r.
     """
     curvature = found.step_difference - found.mean_step * found.mean_difference
@@ -115,7 +116,7 @@ def advance(
     slot = ops.where(learnt, following, memory.slot)
     learned = learn(memory, newest, found, curvature)
     inverse, squares, curvatures = learned
-    # After a step that is not kept comes a plain one, so that r is that of this evaluation.
+    # A plain update follows a rejected step, so that r is that of this evaluation here.
     mean = found.mean_residual
     step_residual = found.step_residual - found.mean_step * mean
     difference_residual = found.difference_residual - found.mean_difference * mean
@@ -126,7 +127,7 @@ def advance(
     scale, weights = direction(memory, slots, steps, differences)
     sizes = ops.abs(weights.steps) + ops.abs(weights.differences)
     usable = (plain == 0) & (ops.abs(scale) + ops.sum(sizes, 1) < INFINITY)
-    # The mean, of which the differences say nothing, moves as in a plain update.
+    # The pairs have mean zero: along constants the step is a plain update.
     shift = ops.where(usable, (damping - scale) * mean, 0.0)
     weights = Products(
         ops.where(usable[:, None], weights.steps, 0.0),
@@ -136,13 +137,13 @@ def advance(
 
 
 def is_sound(found: Evaluation, curvature: Numbers, rounding: Numbers) -> Numbers:
-    """Return whether the curvature of the newest differences exceeds rounding."""
+    """Return whether the curvature s^T y of the newest pair exceeds rounding."""
     square = found.step_step - found.mean_step * found.mean_step
     return (curvature > rounding * ops.sqrt(at_least(square, 0.0))) & (curvature < INFINITY)
 
 
 def learn(memory: Memory, newest: Any, found: Evaluation, curvature: Any) -> tuple[Any, Any, Any]:
-    """Return R^-1, Y^T Y and D with the newest differences in a slot, (S, memory) bool, if any."""
+    """Return R^-1, Y^T Y and D with the newest pair stored in a slot, (S, memory) bool, if any."""
     square = found.difference_difference - found.mean_difference * found.mean_difference
     remembered = found.remembered_differences
     steps = ops.where(newest, curvature[:, None], remembered.steps)
@@ -157,7 +158,7 @@ def learn(memory: Memory, newest: Any, found: Evaluation, curvature: Any) -> tup
 
 
 def direction(memory: Memory, slots: Any, steps: Any, differences: Any) -> Direction:
-    """H r, given the products (S, memory) of r with steps and residual differences."""
+    """Return H r, given the products (S, memory) of r with steps and residual differences."""
     inverse, squares, curvatures = memory.inverse, memory.squares, memory.curvatures
     diagonal = ops.where(slots[:, :, None] == slots[:, None, :], squares, 0.0)
     scale = ops.sum(curvatures, 1) / ops.sum(ops.sum(diagonal, 2), 1)
@@ -168,14 +169,14 @@ def direction(memory: Memory, slots: Any, steps: Any, differences: Any) -> Direc
     return Direction(scale, Products(outer, -scale[:, None] * inner))
 
 
-# The same for one problem on a processor.
+# The same for one problem on a CPU.
 
 
 class OneMemory:
-    """What one problem remembers, as `Memory` of many.
+    """The L-BFGS memory of one problem; `Memory` is that of many.
 
     Attributes:
-        slot: where the next differences go.
+        slot: the slot that the next pair goes to.
     """
 
     def __init__(self, memory: int) -> None:
@@ -186,7 +187,7 @@ class OneMemory:
     def advance(
         self, found: Evaluation, started: bool, plain: bool, rounding: float, damping: float
     ) -> Step:
-        """Learn and choose the next candidate; arguments as for `advance`."""
+        """Store the newest pair and choose the next step; arguments as for `advance` of many."""
         slot, mean = self.slot, found.mean_residual
         steps, differences = map(list, found.remembered_residual)
         curvature = found.step_difference - found.mean_step * found.mean_difference
@@ -202,7 +203,7 @@ class OneMemory:
         return Step(learnt, scale, (damping - scale) * mean, weights)
 
     def _learn(self, found: Evaluation, curvature: float) -> None:
-        """Put the newest differences into their slot."""
+        """Store the newest pair in its slot."""
         slot, (steps, differences) = self.slot, map(list, found.remembered_differences)
         mean = found.mean_difference
         steps[slot], differences[slot] = curvature, found.difference_difference - mean * mean

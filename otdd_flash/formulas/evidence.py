@@ -1,10 +1,10 @@
-"""What an evaluation proves: the dual value, bounds and errors of the plans of many problems.
+"""Bounds from an evaluation of the updates: dual values, upper bounds and errors of many plans.
 
 An evaluation leaves the rows of a cross term's plan exact and measures the error of the columns, so
-that to certify takes no further pass. Lower bounds are dual values, upper bounds those by
-oscillation, and both allow for rounding. `decision` decides by it; `solver.evidence` has what is
-proved of one problem, every entry of whose plan is computed once more. A change must leave every
-bound valid: `tests/solver/test_evidence.py` has problems that nearly attain them.
+that these bounds take no further pass. Lower bounds are dual values, upper bounds those by
+oscillation, and both allow for rounding. `decision` decides by them. `solver.evidence` has the
+tighter bounds of one problem, from a pass over all entries of its plan. A change must leave every
+bound valid: `tests/solver/test_certificate_evidence.py` has problems that nearly attain them.
 
 **The dual value** is a lower bound of OT for any potentials f and g:
 
@@ -28,16 +28,15 @@ With r = a, and as g* is a softmin of costs, whose oscillation max - min is at m
 
     OT <= D + ||c - b||_1 (osc g* + osc g) / 2,    osc g* <= R = max C - min C.
 
-A self term moves both marginals by the same, which doubles the last term. The bound is the lesser
-one where epsilon is above the costs or nearly all mass is missing; else it is the primal value of
-`solver.evidence`.
+A self term moves both marginals by the same, which doubles the last term. Where epsilon is above
+the costs or nearly all mass is missing, this is less than the primal value of `solver.evidence`;
+elsewhere that is less.
 
 **Rounding.** Each plan is evaluated by two softmins or one. A pass sums the exponentials of some
-perturbed cost C^, and its sums are off by a share of at most rho: `PassErrors` has both, and each
-kind of segments derives them. For a cross term let f~ be the potentials of rows as computed and
-stored and f = T(g) the exact ones. P is the plan of f and g for the cost itself, whose rows are
-exact; P~ is what the columns' pass has summed, to c~. Both passes enter, each with errors of its
-own:
+perturbed cost C^, and its sums are off by a share of at most rho: `PassErrors` has both, derived by
+each way to compute scores. For a cross term let f~ be the potentials of rows as computed and stored
+and f = T(g) the exact ones. P is the plan of f and g for the cost itself, whose rows are exact; P~
+is what the columns' pass has summed, to c~. Both passes enter, each with errors of its own:
 
     P~_ij / P_ij = e^((f~_i - f_i + C_ij - C^_ij) / epsilon) (1 + rho),
     e^((f~_i - f_i) / epsilon) = (1 + rho) e^(stored error / epsilon) / M_i,
@@ -57,17 +56,17 @@ Let theta be the sum of all largest ones over epsilon: with |e^x - 1| <= |x| e^|
 
     sum_ij |P~_ij - P_ij| <= growth sum_ij P_ij theta_ij,      growth = e^(theta + theta e^theta),
 
-because e^-theta <= 1 / mean e^x <= mean e^-x. That is the floor: what is between the marginal error
-that was measured and the true one. The mean over P needs its marginals, of which the columns' are
-off by the measured error and the floor; so `mean` counts 1 + t peak times, t at most 2, and never
-more than `largest`. A self term has one pass and divides by its mass, which doubles what its sums
-are off: the same floor, without what is stored.
+because e^-theta <= 1 / mean e^x <= mean e^-x. That is the floor: it bounds the difference of the
+marginal error that was measured and the true one. The mean over P needs its marginals, of which the
+columns' are off by the measured error and the floor; so `mean` counts 1 + t peak times, t at most
+2, and never more than `largest`. A self term has one pass and divides by its mass, which doubles
+the error of its sums: the same floor, without the error of stored potentials.
 
 Value. What is computed is a dual value for C^, and OT(C^) <= OT(C) + <P*, C^ - C>: the lower bound
-moves by `mean`, by epsilon sums times the mass, and by the trifles. In the upper bound, <a, f> +
-<b, g> + ||c - b||_1 (osc g + R) / 2 with R that of the cost itself, T is concave in the cost:
-<a, f> <= <a, f~> + <P^, C - C^> + epsilon sums + <a, |f~|> stored, for P^ of the rows' pass. A self
-term shifts by epsilon log of its mass, concave too. So both ends move by `Rounding.value`.
+moves by `mean`, by epsilon sums times the mass, and by float64's rounding. In the upper bound,
+<a, f> + <b, g> + ||c - b||_1 (osc g + R) / 2 with R that of the cost itself, T is concave in the
+cost: <a, f> <= <a, f~> + <P^, C - C^> + epsilon sums + <a, |f~|> stored, for P^ of the rows' pass.
+A self term shifts by epsilon log of its mass, concave too. So both ends move by `Rounding.value`.
 """
 
 from __future__ import annotations
@@ -80,20 +79,20 @@ from otdd_flash.formulas.operations import Numbers
 
 INFINITY = math.inf
 
-# The masses of a plan that a float64 tells from 0 and infinity.
+# The range in which a plan's mass can be computed with: apart from 0 and infinity.
 LEAST_MASS, MOST_MASS = 1e-300, 1e300
 
-# The L1 distance of two masses, at the most.
+# The largest L1 distance of two marginals of mass 1.
 MOST_ERROR = 2.0
 
-# What float64 loses, relative to the largest of what a number is made of. Of exponents: 32
-# roundings of 2^-53 in two passes. Of dual values, sums over up to 2^22 points, in blocks of 256
-# and their lanes one after the other or sixteen at a time: at most 2^15 roundings.
+# Rounding errors of float64, relative to the largest number that enters. Of exponents: 32 roundings
+# of 2^-53 in two passes. Of dual values, sums over up to 2^22 points, in blocks of 256 and their
+# lanes one after the other or sixteen at a time: at most 2^15 roundings.
 TRIFLE, VALUE_TRIFLE = 2.0**-48, 2.0**-38
 
 
 class PassErrors(NamedTuple):
-    """What rounding may do to one pass over the scores of each segment, (S,) float64 each.
+    """Bounds on the rounding errors of one pass over the scores of each problem, (S,) float64 each.
 
     The sums of a pass are those of some perturbed cost C^ times 1 + rho, |rho| <= `sums`, another
     C^ for rows than for columns.
@@ -105,9 +104,10 @@ class PassErrors(NamedTuple):
         sums: relative error of a row's or a column's sum.
         stored: relative error of potentials of rows as they are stored.
         offset: error of `offset`, in units of the cost.
-        potentials: relative error of potentials of both sides, where what certifies rounds them.
-        reach: in units of the cost, what keeps steps from lower marginal errors and hides nothing.
-        exponents: what float64 loses of exponents, relative to potentials and the spread of costs.
+        potentials: relative error of potentials of both sides, where the certificate rounds them.
+        reach: in units of the cost, errors that keep iterations from lower marginal errors, but
+            leave the measured ones correct.
+        exponents: float64 rounding of exponents, relative to potentials and the spread of costs.
     """
 
     mean: Numbers
@@ -122,14 +122,14 @@ class PassErrors(NamedTuple):
 
 
 class CostNumbers(NamedTuple):
-    """What is known of the costs of S problems, (S,) float64 each, as in `engine.problems.Costs`.
+    """Facts and error bounds of the costs of S problems, (S,) float64 each.
 
     Attributes:
         mean_cost: bound on the mean |C'| over a plan.
         spread: R >= max C' - min C' over the support.
         offset: <a, p> + <b, q>.
-        errors: what rounding may do to a pass.
-        unit: unit roundoff of potentials, of all problems.
+        errors: bounds on the rounding errors of a pass.
+        unit: unit roundoff of potentials, one for all problems.
         unit_of_sums: that of sums of exponentials.
     """
 
@@ -142,7 +142,7 @@ class CostNumbers(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Inner products of a vector with what is remembered: (S, memory) each, or lists of one."""
+    """Inner products of a vector with stored pairs: (S, memory) each, or lists of one problem."""
 
     steps: Any
     differences: Any
@@ -151,8 +151,9 @@ class Products(NamedTuple):
 class Evaluation(NamedTuple):
     """The numbers of an evaluation of the candidates g; (S,) float64 each if not said otherwise.
 
-    With f = T(g), or f = g of a cloud with itself; the step s from the g kept last and the residual
-    difference y over it; and 1 for the constant vector. The plan is that of f and g.
+    The plan is that of g and f = T(g), in a self term f = g, and r is the residual there. The step
+    s leads from the potential accepted last to g, y is the change of r over it, and 1 is the
+    constant vector. Inner products are weighted by the masses.
 
     Attributes:
         row_value: <a, f>.
@@ -171,8 +172,8 @@ class Evaluation(NamedTuple):
         difference_difference: <y, y>.
         step_residual: <s, r>.
         difference_residual: <y, r>.
-        remembered_differences: `Products` of y.
-        remembered_residual: `Products` of r.
+        remembered_differences: `Products` of y with the stored pairs.
+        remembered_residual: `Products` of r with them.
     """
 
     row_value: Numbers
@@ -201,9 +202,9 @@ class Evidence(NamedTuple):
     Attributes:
         dual: dual value.
         gain: what the plain update adds to it at the least.
-        noise: the size of marginal errors that rounding makes as a rule.
-        floor: the largest that it may make.
-        reach: marginal error below which steps may get nowhere; at least `floor`.
+        noise: typical marginal error that rounding causes.
+        floor: the largest that it may cause.
+        reach: marginal error below which iterations may make no progress; at least `floor`.
         value: certified dual value, with the offset of the problem.
         lower: lower bound.
         upper: upper bound.
@@ -222,11 +223,12 @@ class Evidence(NamedTuple):
 
 
 def evaluate_cross(costs: CostNumbers, found: Evaluation, epsilon: Numbers) -> Evidence:
-    """Bound the plan of f = T(g) and g, epsilon (S,); the upper bound takes exact f and rows."""
+    """Bound value and marginal error of cross terms by the plan of f = T(g) and g; epsilon (S,)."""
     size = found.row_size + found.size
     floor, rounding = rounding_of(costs, found.row_size, size, found.gap, epsilon)
     error, exact = total_error(found.gap, floor), found.row_value + found.value
     dual = dual_value(exact, found.mass, epsilon)
+    # The upper bound is that of exact rows: mass 1, so that the dual value is <a, f> + <b, g>.
     highest, osc = at_least(dual, exact) + costs.offset, found.highest - found.lowest
     upper = oscillation_bound(highest, error, osc, costs.spread)
     gain = found.mean_residual + epsilon * (found.mass - 1)
@@ -237,15 +239,15 @@ def evaluate_cross(costs: CostNumbers, found: Evaluation, epsilon: Numbers) -> E
 
 
 def evaluate_self(costs: CostNumbers, found: Evaluation, epsilon: Numbers) -> Evidence:
-    """Bound the plan of one potential, shifted to mass 1; epsilon (S,)."""
+    """Bound value and marginal error of self terms by one potential, shifted to mass 1."""
     # f less half of epsilon log(sum P) has a plan of mass 1, if a float64 holds it.
     shift = epsilon * ops.log(at_most(at_least(found.mass, LEAST_MASS), MOST_MASS))
     dual = ops.where(found.mass <= MOST_MASS, 2 * found.value - shift, -INFINITY)
     gap = gap_at_mass_one(found.gap, found.mass)
-    # Potentials are taken as they are stored.
+    # Potentials count as stored, so that storing them is no error.
     floor, rounding = rounding_of(costs, 0.0, 2 * found.size + ops.abs(shift), gap, epsilon)
     error, value, osc = total_error(gap, floor), dual + costs.offset, found.highest - found.lowest
-    # Nothing is known of a plan whose mass is not.
+    # Where the mass overflows, nothing is known of the plan.
     highest = ops.where(dual == -INFINITY, INFINITY, value)
     upper = oscillation_bound(highest, 2 * error, osc, costs.spread)
     gain, noise = found.mean_residual + shift, rounding_noise(costs, 2 * found.size, epsilon)
@@ -264,25 +266,25 @@ def oscillation_bound(dual: Any, error: Any, osc: Any, spread: Any) -> Any:
 
 
 def gap_at_mass_one(gap: Numbers, mass: Numbers) -> Numbers:
-    """Bound on ||r / t - a||_1 of a plan with row sums r and mass t: ||r - a||_1 + |t - 1|."""
+    """Bound ||r / t - a||_1 of a plan with row sums r and mass t: by ||r - a||_1 + |t - 1|."""
     return gap + ops.abs(mass - 1)
 
 
 def total_error(gap: Numbers, floor: Numbers) -> Numbers:
-    """Bound on a marginal error: what was measured, and what rounding may hide."""
+    """Bound a marginal error: by what was measured, plus what rounding may hide."""
     return at_most(gap + floor, MOST_ERROR)
 
 
 def rounding_noise(costs: CostNumbers, size: Numbers, epsilon: Numbers) -> Numbers:
-    """The size of marginal errors that rounding makes as a rule; no bound, steps are judged by it.
+    """Estimate the marginal error that rounding typically causes; no bound, steps are judged by it.
 
-    It is the floor of `solver.evidence` to first order, and of potentials and sums alone.
+    It is the floor to first order, of rounded potentials and sums alone.
     """
     return costs.unit * (size + 2 * costs.mean_cost) / epsilon + 4 * costs.unit_of_sums
 
 
 class Rounding(NamedTuple):
-    """What rounding may have done, () or (S,): to the marginal error, and to the value."""
+    """Bounds on the rounding errors, () or (S,), of the marginal error and of the value."""
 
     floor: Numbers
     value: Numbers
@@ -291,20 +293,20 @@ class Rounding(NamedTuple):
 def rounding_of(
     costs: CostNumbers, stored: Numbers, size: Numbers, off: Numbers, epsilon: Numbers
 ) -> Rounding:
-    """Both bounds, from numbers (S,): the marginal error as measured is `off`.
+    """Bound the rounding errors of marginal error and value, from numbers (S,).
 
-    `stored` is <a, |f|> of potentials that a pass has made and rounded, 0 without any, and `size`
-    is <a, |f|> + <b, |g|>.
+    `stored` is <a, |f|> of potentials that a pass has computed and rounded, 0 without any, `size`
+    is <a, |f|> + <b, |g|>, and `off` the marginal error as measured.
     """
     errors, spread = costs.errors, costs.spread
     trifles = errors.exponents * (size + spread)
     whole = VALUE_TRIFLE * (size + spread + ops.abs(costs.offset) + epsilon)
     kept = errors.stored * stored
-    # The largest |f| is that of the mean and of the spread of the cost.
+    # No |f_i| exceeds <a, |f|> by more than the spread of the cost.
     largest = 2 * errors.largest + (kept + errors.stored * spread + trifles)
     theta = largest / epsilon + 2 * errors.sums
     growth = ops.exp(theta + theta * ops.exp(theta))
-    # The mean error of the costs over a plan whose marginals are `off`, as measured.
+    # The mean error of the costs over a plan whose marginals are measured to be `off`.
     most = at_most(off + 2 * growth * theta, MOST_ERROR)
     mean = at_most(errors.mean * (1 + most * errors.peak), errors.largest)
     others = kept + errors.potentials * size + trifles
@@ -315,10 +317,10 @@ def rounding_of(
 
 
 def at_least(value: Numbers, least: Numbers) -> Numbers:
-    """Return the larger number; NaN of a `value` that is NaN."""
+    """Return the larger number; NaN if `value` is."""
     return ops.where(value < least, least, value)
 
 
 def at_most(value: Numbers, most: Numbers) -> Numbers:
-    """Return the lesser number; NaN of a `value` that is NaN."""
+    """Return the lesser number; NaN if `value` is."""
     return ops.where(value > most, most, value)

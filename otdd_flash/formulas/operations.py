@@ -1,9 +1,9 @@
-"""The operations that formulas call, of tensors or of Python floats.
+"""The operations that formulas call, on tensors or on Python floats.
 
-The numbers of many problems are tensors (S,), those of one problem on a processor Python floats:
-there an operation of PyTorch takes thirty times as long as the arithmetic in it. Both follow IEEE
-754: nothing here raises, and NaN passes through. Names and arguments are those of
-`triton.language`, which takes the place of this module where formulas are compiled for a kernel.
+The numbers of many problems are tensors (S,). Those of one problem on a CPU are Python floats, as
+an operation of PyTorch takes thirty times as long as its arithmetic there. Both follow IEEE 754:
+nothing here raises, and NaN passes through. Names and arguments are those of `triton.language`,
+which takes the place of this module where formulas are compiled for a kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A number of every problem, or a flag: a tensor (S,), or the float, or bool, of one.
+# One number or flag per problem: a tensor (S,), or for a single problem a float or bool.
 Numbers = Any
 
 
@@ -56,10 +56,10 @@ def sqrt(value: Any) -> Any:
 
 def sum(values: Tensor, axis: int) -> Tensor:
     """Sum a tensor over an axis."""
-    # Sums over the last axis of what is contiguous do not depend on the other axes.
+    # The bits of a sum over the last axis of a contiguous tensor do not depend on the other axes.
     return values.movedim(axis, -1).contiguous().sum(-1)
 
 
 def constant(like: Any, value: float) -> Any:
-    """Return a number for as many problems as another one is of; no formula calls it."""
+    """Return a constant for as many problems as `like` has; compiled formulas do not call it."""
     return torch.full_like(like, value) if isinstance(like, Tensor) else value

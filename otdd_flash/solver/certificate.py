@@ -1,16 +1,15 @@
-"""What the potentials of one term prove: its value, an interval that holds it, its marginal error.
+"""The certificate of a term: from any potentials, bounds of its value and of its marginal error.
 
-The lower bound is the dual value at any potentials, the upper bound the lesser of the primal value
-and the bound by oscillation; both move outwards by what `solver.evidence` allows for errors. For a
-cross term f is first replaced by its row update f + epsilon log(a / r), in float64, whose plan has
-row sums a and mass 1. A self term's plan is given mass 1 by a constant, and balanced on its
-diagonal.
+The lower bound is the dual value, the upper bound the lesser of the primal value and the bound by
+oscillation; both are widened by the rounding-error bounds of `solver.evidence`. For a cross term f
+is first replaced by its row update f + epsilon log(a / r), in float64, whose plan has row sums a
+and mass 1. A self term's plan is given mass 1 by a constant, and balanced on its diagonal.
 
 `certify` and `certify_self` take four steps: a `Plan` whose entries are evaluated once, its
-`PlanEvidence`, which the device sums up into some numbers, the reading of these, and `conclude`.
+`PlanEvidence`, a few numbers that the device computes, the reading of these, and `conclude`.
 `solver.solve` and the schedule of geomloss call them; `solver.small` records the first two steps
-and reads the numbers of many terms at once. So nothing before `conclude` may ask the device, and
-everything there has a leading dimension B of B terms side by side.
+and reads the numbers of many terms at once. So nothing before `conclude` may synchronize with the
+device, and all tensors there may have a leading dimension B, of B terms at once.
 """
 
 from __future__ import annotations
@@ -38,31 +37,33 @@ from otdd_flash.solver.evidence import (
     fitting_scale,
     growth_of,
     hidden_after_update,
+    off_diagonal_sums,
     oscillation_slack,
-    outwards,
+    oscillations,
     perturbed_spread,
-    sums_without,
-    swings,
     updated_gap,
+    widen_bounds,
 )
 from otdd_flash.solver.term.tolerance import or_double
 
-# A scaling by less than this share of the missing mass, or so many units, is taken as it is.
+# A plan is accepted without another evaluation if kappa differs from 1 by at most this share of the
+# missing mass, plus so many units of roundoff.
 MOST_SCALED, SCALED_UNITS = 0.25, 16.0
 
-# By how many units in its last place a column potential is lowered, so that roundings of the
-# softmins that it comes from rarely leave a column with too much mass. Only widths depend on it.
+# By how many units of roundoff a column potential is lowered, so that rounding in the softmins that
+# computed it rarely leaves a column with too much mass. Only the width of bounds depends on it.
 MARGIN = 4.0
 
-# A sum that is scaled up has so many times what is lost of it at the most, which then is nothing.
+# A row is scaled up only if its sum is so many times the most that underflow may have taken from
+# it, which is then negligible.
 SCALABLE = 2.0**64
 
 
 class Certificate(NamedTuple):
-    """Potentials after the certifying pass, and what they prove.
+    """Potentials after the certifying pass, with bounds of the term's value and marginal error.
 
     `marginal_error` is a bound of the larger of the L1 errors of rows and of columns, of which
-    `hidden` is the part that rounding may hide. `passes` counts evaluations of
+    `hidden` is the undetectable part, within rounding. `passes` counts evaluations of
     `Operator.marginals`.
     """
 
@@ -85,11 +86,12 @@ def certify(
     polished: bool = False,
     scaled: float = 0.0,
 ) -> Certificate:
-    """Prove what a cross term's g (m,), near f (n,), is worth: both updates, a pass for all sums.
+    """Certify a cross term: from g (m,), f = T(g) and T'(f), then one pass for all sums.
 
-    With `updated`, which is T'(f), of an f that is T(g) already, it takes the last pass alone.
-    Where the rounding of these updates shows, or if `polished`, they are done once more by exact
-    sums, in two passes. It does not show where the plan is scaled by no more than `scaled`.
+    With `updated`, which is T'(f), of an f (n,) that is T(g) already, it takes the last pass alone;
+    else f is a guess of T(g). Where the rounding of these updates is visible, or if `polished`,
+    both are done once more in float64, from the sums of the plan, in two passes. It counts as
+    visible only where the plan is scaled by more than `scaled`.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -112,10 +114,10 @@ def certify(
 def certify_self(
     operator: SelfCertifiable, f: Tensor, epsilon: float, *, accurate: bool = False
 ) -> Certificate:
-    """Prove what the potential f (n,) of a self term is worth, in one pass.
+    """Certify a self term by its potential f (n,), in one pass, or two if points are lost.
 
-    The plan is symmetric: it is the mean of the computed one and its transpose, whose costs are
-    as near to C.
+    The plan is made symmetric: it is the mean of the computed one and its transpose, whose costs
+    are as near to C.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -134,7 +136,7 @@ def certify_self(
 def conclude(
     costs: CostFacts, evidence: PlanEvidence, numbers: PlanNumbers, epsilon: float
 ) -> Certificate:
-    """Conclude from the numbers of a plan, as read of `PlanEvidence.numbers`, what it proves.
+    """Compute the certificate from `PlanEvidence.numbers` as the host has read them.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
@@ -143,9 +145,9 @@ def conclude(
     dual, sums = numbers.dual(epsilon), evidence.sums
     check_mass(costs, dual, epsilon)
     ends = dual, numbers.upper(costs, sums, epsilon)
-    bounds = outwards(costs, sums, ends, numbers.mean_error, numbers.size, epsilon)
+    bounds = widen_bounds(costs, sums, ends, numbers.mean_error, numbers.size, epsilon)
     if costs.forbidden:
-        # Both upper bounds of a cross term move mass between any two points.
+        # Both upper bounds of a cross term move mass between any two points, forbidden pairs too.
         bounds = bounds[0], math.inf
     hidden = numbers.noise + 2 * sums.relative_error
     error = numbers.gap + hidden
@@ -155,41 +157,41 @@ def conclude(
 def shows_rounding(
     costs: CostFacts, numbers: CrossNumbers, epsilon: float, scaled: float = 0.0
 ) -> bool:
-    """Tell from the numbers of a plan whether the rounding of the updates shows.
+    """Return whether the rounding of the updates is visible in the numbers of a plan.
 
-    A scaling by up to `scaled` is taken as it is.
+    A scaling by up to `scaled` is accepted.
 
     Raises:
         EpsilonOutOfRange: the plan's mass overflows.
     """
     check_mass(costs, numbers.mass, epsilon)
-    return bool(numbers.needs_more(torch.finfo(costs.dtype).eps / 2, scaled))
+    return bool(numbers.needs_refinement(torch.finfo(costs.dtype).eps / 2, scaled))
 
 
-def hides_little(
+def conclude_many(
     numbers: PlanNumbers,
     sums: Marginals,
     unit: float,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Conclude values, marginal errors and whether they hold from numbers (B,) of B terms.
+    """Compute values, marginal errors and whether these suffice, (B,) each, of B terms.
 
-    They do not where `certify` or `certify_self` would do more: rounding, of this unit in the
-    potentials, shows, or the mass overflows.
+    They do not where `certify` or `certify_self` would evaluate again or raise: the rounding of
+    potentials with this unit is visible, or the mass overflows.
     """
     error, value = numbers.gap + numbers.noise + 2 * sums.relative_error, numbers.dual(epsilon)
-    fine = ~numbers.needs_more(unit)
+    fine = ~numbers.needs_refinement(unit)
     return value, error, fine & numbers.mass.isfinite() & value.isfinite()
 
 
 class PlanEvidence(NamedTuple):
-    """What a device has computed of a plan; the host has not read it yet.
+    """Potentials and numbers of a plan on the device, which the host has not read yet.
 
     Attributes:
         f: (n,) potential of rows, in the operator's type.
         g: (m,) potential of columns, likewise.
         numbers: float64, `PlanNumbers` in the order of their fields.
-        sums: of the plan; of terms side by side only their number and what errors they have.
+        sums: of the plan; of B terms at once only their lengths and their errors are read.
         passes: evaluations of `Operator.marginals`.
     """
 
@@ -200,7 +202,7 @@ class PlanEvidence(NamedTuple):
     passes: int
 
     def every_other(self, first: int) -> PlanEvidence:
-        """Of terms side by side, those of two kinds in turn, the first or the second kind."""
+        """Return every second one of B terms, from the term `first`, 0 or 1, on."""
         part = slice(first, None, 2)
         return self._replace(f=self.f[part], g=self.g[part], numbers=self.numbers[part])
 
@@ -214,9 +216,9 @@ def lowered_plan(
     *,
     accurate: bool = False,
 ) -> Plan:
-    """Evaluate the plan of f (n,) and the lesser of g (m,) and its update: no column has too much.
+    """Evaluate the plan of f (n,) and min(g, T'(f)) (m,): no column exceeds its mass.
 
-    Points without mass take the update.
+    `updated` is T'(f); columns without mass take it.
     """
     unit = torch.finfo(operator.costs.dtype).eps / 2
     g = torch.where(operator.b > 0, torch.minimum(g, updated), updated)
@@ -225,9 +227,9 @@ def lowered_plan(
 
 
 def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accurate: bool) -> Plan:
-    """Evaluate the plan after both updates once more, by exact sums.
+    """Evaluate the plan after both updates once more, in float64, from its sums.
 
-    Lost points, whose factors are 1, get potentials so low that errors cannot make up for it.
+    Lost points, whose factors are 1, get potentials so low that their errors are negligible.
     """
     b, (rows, columns) = operator.b, plan.sides
     factors, _ = row_update(operator, plan)
@@ -240,7 +242,7 @@ def polished_plan(operator: Certifiable, plan: Plan, epsilon: Epsilon, *, accura
 
 
 def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
-    """Bound a cross term by its plan after a row update of all rows but the lost ones."""
+    """Compute the numbers of a cross term, with its rows updated but for the lost ones."""
     sums, points, (rows, columns) = plan.sums, (plan.masses, plan.absent), plan.sides
     factors, updated_rows = row_update(operator, plan)
     shift = epsilon * factors.log()
@@ -253,11 +255,11 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
     errors = errors_of(operator, plan, f, updated_rows, epsilon)
     growth = _growth(plan, both, errors, held - torch.cat(returned, -1), epsilon)
     kappa, total = fitting_scale(*points, both, sums.relative_error), sums.rows.sum(-1)
-    # A sum of which all may be lost is not scaled up.
+    # A mass that is not far above the underflow bound is not scaled up.
     total_scaled = total.clamp_min(max(SCALABLE * sums.lost, TINY))
     updated = torch.cat((updated_rows, operator.b), -1)
     filling = filling_of(operator, *points, both, kappa)
-    row_swing, column_swing = swings(held, plan.absent, rows, columns)
+    row_oscillation, column_oscillation = oscillations(held, plan.absent, rows, columns)
     numbers = CrossNumbers(
         kappa=kappa,
         mass=sums.columns.sum(-1),
@@ -279,8 +281,8 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
         missing_columns=filling.columns,
         filling_costs=filling.costs,
         filling_entropy=filling.entropy,
-        row_swing=row_swing,
-        column_swing=column_swing,
+        row_oscillation=row_oscillation,
+        column_oscillation=column_oscillation,
         mean_error=dot(plan.masses, plan.cost_errors),
         row_error=plan.cost_errors[..., rows].amax(-1),
         column_error=plan.cost_errors[..., columns].amax(-1),
@@ -289,7 +291,7 @@ def cross_evidence(operator: Certifiable, plan: Plan, epsilon: Epsilon) -> PlanE
 
 
 def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> PlanEvidence:
-    """Bound a self term by the plan of one potential, of mass 1."""
+    """Compute the numbers of a self term from the plan of one potential, of mass 1."""
     a, sums, rows = operator.a, plan.sums, plan.sums.rows
     returned, held = plan.f.to(operator.costs.dtype), plan.f.masked_fill(plan.absent, 0)
     growth = _growth(plan, rows, plan.errors, held - returned, epsilon)
@@ -298,8 +300,8 @@ def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> Pl
         errors = (errors + sums.cost_rounding * costs.abs()).masked_fill_(plan.absent, 0)
     diagonal = diagonal_of(a, held, costs, epsilon)
     spread = errors / (epsilon / 4)
-    (swing,) = swings(held, plan.absent, *plan.sides)
-    outside = sums_without(diagonal, rows, sums.relative_error, spread)
+    (oscillation,) = oscillations(held, plan.absent, *plan.sides)
+    outside = off_diagonal_sums(diagonal, rows, sums.relative_error, spread)
     numbers = SelfNumbers(
         gap=distance(rows, a),
         mass=rows.sum(-1),
@@ -307,7 +309,7 @@ def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> Pl
         growth=dot(rows, growth),
         paid=dot(a, held),
         row_size=dot(a, held.abs()),
-        swing=swing,
+        oscillation=oscillation,
         balancing=balancing(a, plan.absent, diagonal, outside),
         row_error=dot(a, plan.cost_errors),
         largest_error=plan.cost_errors.amax(-1),
@@ -316,7 +318,7 @@ def self_evidence(operator: SelfCertifiable, plan: Plan, epsilon: Epsilon) -> Pl
 
 
 def _growth(plan: Plan, sums: Tensor, errors: Tensor, rounding: Tensor, epsilon: Epsilon) -> Tensor:
-    """Return `growth` (k,) with what potentials were rounded by; lost points are apart."""
+    """Return `growth_of` (k,) with the rounding of potentials added to A, which is 0 if lost."""
     return growth_of(sums, errors.masked_fill(plan.lost, 0) + rounding.abs(), epsilon)
 
 
@@ -324,11 +326,11 @@ class CrossNumbers(NamedTuple):
     """Numbers of a cross term's plan with sums r and c, before and after the update of its rows.
 
     Attributes:
-        kappa: what scales it down to rows and columns of no more than their masses, before.
+        kappa: the largest factor <= 1 with which no row or column exceeds its mass, before.
         mass: sum of c, before.
-        lost: masses of points of which errors may hide all.
+        lost: mass of the lost points, of which errors may hide all.
         total: sum of r, before.
-        moved: sum_i r_i |s_i - 1| for the factors s of the update.
+        moved: sum_i r_i |s_i - 1| for the factors s of the update, the change of the row sums.
         missed: ||c - b||_1, before.
         scaled_gap: a bound on that after.
         row_gap: ||r - a||_1, after.
@@ -336,16 +338,16 @@ class CrossNumbers(NamedTuple):
         row_growth: <r, `solver.evidence.growth_of`>, after.
         column_growth: <c, growth>, before.
         largest_growth: of a column.
-        paid: <a, f> + <b, g>, after.
+        paid: the linear part of the dual, <a, f> + <b, g>, after.
         updated: sum of r, after.
         size: <a, |f|> + <b, |g|>, after.
         paid_before: <r, f> + <c, g>, before.
         missing_rows: `Filling.rows` of kappa P, before.
-        missing_columns: likewise.
-        filling_costs: likewise.
-        filling_entropy: likewise.
-        row_swing: max f - min f, after.
-        column_swing: max g - min g.
+        missing_columns: `Filling.columns`, likewise.
+        filling_costs: `Filling.costs`, likewise.
+        filling_entropy: `Filling.entropy`, likewise.
+        row_oscillation: max f - min f, after.
+        column_oscillation: max g - min g.
         mean_error: of costs, <a, A> + <b, B>.
         row_error: max A.
         column_error: max B.
@@ -371,43 +373,43 @@ class CrossNumbers(NamedTuple):
     missing_columns: Any
     filling_costs: Any
     filling_entropy: Any
-    row_swing: Any
-    column_swing: Any
+    row_oscillation: Any
+    column_oscillation: Any
     mean_error: Any
     row_error: Any
     column_error: Any
 
     @property
     def filling(self) -> Filling[Any]:
-        """What kappa P misses of its masses."""
+        """The filling of kappa P up to its marginals."""
         return Filling(
             self.missing_rows, self.missing_columns, self.filling_costs, self.filling_entropy
         )
 
     @property
     def column_gap(self) -> Any:
-        """Bound on ||c - b||_1 after the update."""
+        """A bound on ||c - b||_1 after the update."""
         return lesser(self.moved + self.missed, self.scaled_gap)
 
     @property
     def gap(self) -> Any:
-        """Bound on the larger of the marginal errors after the update."""
+        """A bound on the larger of the marginal errors after the update, but for `noise`."""
         return larger(self.column_gap, self.row_gap)
 
     @property
     def noise(self) -> Any:
-        """The marginal error that errors of costs may hide."""
+        """The marginal error that errors of costs may hide, a bound."""
         columns = hidden_after_update(
             self.column_growth / 2, self.largest_growth / 2, self.factor, self.moved
         )
         return self.row_growth / 2 + self.lost + columns
 
     def dual(self, epsilon: float) -> Any:
-        """The dual value after the update."""
+        """Return the dual value after the update."""
         return dual_value(self.paid, self.updated, epsilon)
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
-        """The lesser upper bound for the perturbed costs, on the host."""
+        """Return the lesser upper bound for the perturbed costs, on the host."""
         kappa, relative = self.kappa, sums.relative_error
         spread = perturbed_spread(costs, sums, self.row_error + self.column_error)
         paid = kappa * (self.paid_before + epsilon * math.log(kappa) * self.total)
@@ -415,15 +417,16 @@ class CrossNumbers(NamedTuple):
         upper: float = filled_value(self.filling, paid, kept, epsilon)
         upper += filled_slack(relative, self.size, spread, epsilon)
         if self.row_gap == 0:
-            dual, swing = self.dual(epsilon), self.column_swing
-            slack = oscillation_slack(relative, self.row_swing + swing, spread)
-            upper = min(upper, oscillation_bound(dual, self.column_gap, swing, spread) + slack)
+            dual, osc = self.dual(epsilon), self.column_oscillation
+            slack = oscillation_slack(relative, self.row_oscillation + osc, spread)
+            upper = min(upper, oscillation_bound(dual, self.column_gap, osc, spread) + slack)
         return upper
 
-    def needs_more(self, unit: float, scaled: float = 0.0) -> Any:
-        """Whether the plan is to be evaluated once more: rounding of the potentials' unit shows.
+    def needs_refinement(self, unit: float, scaled: float = 0.0) -> Any:
+        """Return whether to evaluate the plan once more: a point is lost, or rounding is visible.
 
-        A scaling by up to `scaled` is taken as it is.
+        Rounding of the potentials, of this unit, is visible where kappa is less than it explains. A
+        scaling by up to `scaled` is accepted.
         """
         most = MOST_SCALED * (1 - self.mass) + SCALED_UNITS * unit
         return (self.lost > 0) | (1 - (self.kappa + scaled) > most)
@@ -435,11 +438,11 @@ class SelfNumbers(NamedTuple):
     Attributes:
         gap: ||r - a||_1.
         mass: sum of r.
-        lost: masses of points of which errors may hide all.
+        lost: mass of the lost points, of which errors may hide all.
         growth: <r, `solver.evidence.growth_of`>.
         paid: <a, f>.
         row_size: <a, |f|>.
-        swing: max f - min f.
+        oscillation: max f - min f.
         balancing: see `solver.evidence.balancing`.
         row_error: of costs, <a, A>.
         largest_error: max A.
@@ -451,7 +454,7 @@ class SelfNumbers(NamedTuple):
     growth: Any
     paid: Any
     row_size: Any
-    swing: Any
+    oscillation: Any
     balancing: Any
     row_error: Any
     largest_error: Any
@@ -472,35 +475,35 @@ class SelfNumbers(NamedTuple):
         return self.growth + 2 * self.lost
 
     def dual(self, epsilon: float) -> Any:
-        """The dual value of both potentials, which are one."""
+        """Return the dual value at f on both sides."""
         return dual_value(2 * self.paid, self.mass, epsilon)
 
     def upper(self, costs: CostFacts, sums: Marginals, epsilon: float) -> float:
-        """The lesser upper bound for the perturbed costs, on the host."""
+        """Return the lesser upper bound for the perturbed costs, on the host."""
         spread = perturbed_spread(costs, sums, 2 * self.largest_error)
-        # Of the plan that is balanced on its diagonal.
+        # The primal value of the plan that is balanced on its diagonal.
         upper: float = 2 * self.paid + epsilon * self.balancing
         if self.mass > 0.5:
             # Both marginals have mass 1.
-            dual, swing = self.dual(epsilon), self.swing
-            slack = oscillation_slack(sums.relative_error, 2 * swing, spread)
-            upper = min(upper, oscillation_bound(dual, 2 * self.gap, swing, spread) + slack)
+            dual, osc = self.dual(epsilon), self.oscillation
+            slack = oscillation_slack(sums.relative_error, 2 * osc, spread)
+            upper = min(upper, oscillation_bound(dual, 2 * self.gap, osc, spread) + slack)
         return upper
 
-    def needs_more(self, unit: float) -> Any:
-        """Whether the plan is to be evaluated once more: a point's mass may be lost."""
+    def needs_refinement(self, unit: float) -> Any:
+        """Return whether to evaluate the plan once more: a point is lost."""
         return self.lost > 0
 
 
-# What a device sums up of a plan: tensors () or (B,) there, numbers once the host has read them.
+# The numbers of a plan: tensors () or (B,) on the device, floats once the host has read them.
 PlanNumbers = CrossNumbers | SelfNumbers
 
 
 class Plan(NamedTuple):
     """A plan whose entries were evaluated once.
 
-    What is known of its k points is in one vector (k,): rows and then columns, n + m of a cross
-    term, and the n points of a self term.
+    Vectors (k,) have an entry for each point: k = n + m in a cross term, rows before columns, and
+    k = n in a self term.
 
     Attributes:
         f: (n,) potential of rows, float64.
@@ -510,8 +513,8 @@ class Plan(NamedTuple):
         absent: (k,) bool, the points without mass.
         cost_errors: (k,) errors of costs as in `sums`, 0 where there is no mass.
         errors: (k,) A and B of `solver.evidence`, likewise.
-        lost: (k,) bool, the points with mass of which errors of costs may hide all. What they send
-            is lost to rounding, and more than errors may make up for.
+        lost: (k,) bool, the points with mass whose error bound exceeds epsilon / 2: errors of costs
+            may be as large as all of their mass.
         passes: evaluations of `Operator.marginals`.
     """
 
@@ -527,7 +530,7 @@ class Plan(NamedTuple):
 
     @property
     def sides(self) -> list[slice]:
-        """The places of rows, and of columns if they are others, among the points."""
+        """The slices of rows and, in a cross term, of columns in vectors (k,)."""
         n, total = self.f.shape[-1], self.masses.shape[-1]
         return [slice(n), slice(n, total)][: 1 + (total > n)]
 
@@ -555,7 +558,7 @@ def cross_plan(
     masses = torch.cat((operator.a, operator.b), -1)
     absent = masses == 0
     errors = torch.cat((sums.row_errors, sums.column_errors), -1).masked_fill_(absent, 0)
-    # Errors of stored costs are found from the rest of the plan, and lost points from all errors.
+    # Errors of stored costs need the rest of the plan, and lost points need all errors.
     plan = Plan(f, g, sums, masses, absent, errors, errors, lost=absent)
     errors = errors_of(operator, plan, f, sums.rows, epsilon)
     return plan._replace(errors=errors, lost=find_lost(errors, epsilon))
@@ -564,7 +567,7 @@ def cross_plan(
 def self_plan(operator: SelfCertifiable, f: Tensor, epsilon: Epsilon, *, accurate: bool) -> Plan:
     """Evaluate the plan of f (n,) and f, made symmetric, and given mass 1 by a constant.
 
-    It keeps its mass if that is so small that all of it may be lost.
+    A mass that is not far above the underflow bound stays as it is.
     """
     sums = operator.marginals(f, None, epsilon, accurate=accurate)
     row_errors, column_errors = sums.row_errors, sums.column_errors
@@ -585,7 +588,7 @@ def self_plan(operator: SelfCertifiable, f: Tensor, epsilon: Epsilon, *, accurat
 def errors_of(
     operator: Certifiable, plan: Plan, f: Tensor, rows: Tensor, epsilon: Epsilon
 ) -> Tensor:
-    """Return A and B (n + m,) of a plan with another f (n,) and row sums (n,)."""
+    """Return A and B (n + m,) of a plan whose f (n,) and row sums (n,) were replaced by these."""
     if not plan.sums.cost_rounding:
         return plan.cost_errors
     sizes = torch.cat(_sizes(operator, f, plan.g, rows, epsilon), -1)
@@ -605,15 +608,15 @@ def _sizes(
 
 
 def find_lost(errors: Tensor, epsilon: Epsilon) -> Tensor:
-    """Find the points (k,) with 2 A_i > epsilon; errors are 0 where there is no mass."""
+    """Return where 2 A_i > epsilon, (k,) bool; errors are 0 where there is no mass."""
     return errors > epsilon / 2
 
 
 def row_update(operator: Certifiable, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Scale rows by a / r, except lost ones and those of whose sum all may be lost.
+    """Scale rows by a / r, except lost ones and those with sums near the underflow bound.
 
     Returns:
-        The factors (n,), and what the rows sum to then.
+        The factors (n,), and the row sums (n,) after the scaling.
     """
     a, rows = operator.a, plan.sums.rows
     kept = (rows <= SCALABLE * plan.sums.lost * a) | plan.lost[..., plan.sides[0]]
@@ -621,9 +624,9 @@ def row_update(operator: Certifiable, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def lowered(potential: Tensor, plan: Plan, side: slice, sums: Tensor, epsilon: Epsilon) -> Tensor:
-    """Lower a potential (n,) until lost points have at most a_i exp(-2 A_i / epsilon).
+    """Lower a potential (n,) until lost points send at most a_i exp(-2 A_i / epsilon), with errors.
 
-    With the potential as it is they have these sums (n,).
+    `sums` (n,) are those at the given potential.
     """
     errors, masses, lost = (each[..., side] for each in (plan.errors, plan.masses, plan.lost))
     drop = 4 * errors + epsilon * excess(sums, masses)

@@ -1,4 +1,4 @@
-"""Entropic transport between labelled point clouds: the tensor-level entry points."""
+"""The entry points of the solver for datasets: `sinkhorn` and `sinkhorn_divergence`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sinkhorn(
     compute: Compute | None = None,
     progress: SolverProgress | None = None,
 ) -> TransportTerm:
-    """OT_epsilon(source, target) = min_P <C, P> + epsilon KL(P | a b^T).
+    """Compute OT_epsilon(source, target) = min_P <C, P> + epsilon KL(P | a b^T).
 
     A solve that stops early returns what it has reached, whose bounds hold, and warns. Potentials
     are those of its last iteration: within the marginal error, offsets between groups of points
@@ -74,7 +74,7 @@ def sinkhorn(
 
 
 def _with_one_side(divergence: Divergence, comparison: Comparison) -> TransportTerm:
-    """Return the cross term of the cost itself, with the ground cost's terms of one side."""
+    """Return the cross term with the separable terms of the ground cost added back."""
     term, ground = divergence.xy, comparison.ground
     p, q = (ground.one_side(side.features) for side in comparison.given)
     if p is None or q is None:
@@ -105,7 +105,7 @@ def sinkhorn_divergence(
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
 ) -> Divergence:
-    """S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2.
+    """Compute S_epsilon = OT_epsilon(x, y) - OT_epsilon(x, x) / 2 - OT_epsilon(y, y) / 2.
 
     Arguments and errors as for `sinkhorn`; without `debias`, the cross term alone. The blocks
     [x, x] and [y, y] of `class_table` are read as well and must be symmetric but for rounding.

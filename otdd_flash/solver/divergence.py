@@ -1,11 +1,11 @@
 """The debiased Sinkhorn divergence S = OT(x, y) - OT(x, x) / 2 - OT(y, y) / 2, and its bounds.
 
-`TermSolves` solves its terms in turn, within one budget of time and iterations. Where the width of
-the bounds is asked for and not a marginal error, `solve_to_width` has it go on: the bounds of the
-cross term are about as wide as its marginal error times the costs, those of a self term narrower
-still, but the value they are compared with is known only once all terms are. So the terms are
-solved coarsely first; then those that make the interval wide go on from where they are, at a
-marginal error lowered by the factor that is missing.
+`TermSolves` solves its terms in turn, within one budget of time and iterations. If a width of the
+bounds is asked for instead of a marginal error, `solve_to_width` repeats that. The bounds of the
+cross term are about as wide as its marginal error times the costs, those of a self term narrower,
+but the value that they are compared with is known only once all terms are solved. So the terms are
+solved coarsely first; then those that make the interval wide continue from their potentials, to a
+marginal error smaller by the factor by which the interval is too wide.
 
 `solver.solving` calls it for datasets, `solver.matrix.transport` for given matrices.
 """
@@ -43,21 +43,23 @@ from otdd_flash.solver.term.result import (
     largest_tolerance,
 )
 
-# The fewest iterations after which a cross term that goes on from its potentials is begun anew.
-FEWEST_ON = 50
+# A cross term that continues from its potentials restarts from a large epsilon after at least so
+# many iterations.
+FEWEST_CONTINUED = 50
 
+# The marginal error of the coarse solves that precede a width.
 FIRST_TOLERANCE = 0.1
 
-# What a term adds to the width is left alone below this share of what is allowed. Two such self
-# terms and a cross term at the rest make up all of it.
+# Terms that add less than this share of the allowed width are not tightened further. Two such self
+# terms leave the rest of it to the cross term.
 NEGLIGIBLE = 0.1
 
-# How much of the allowed width the next tolerance aims at, and by what it falls at the least and
-# most: the first values are rough.
+# The share of the allowed width that the next tolerances aim at, and the factors by which they are
+# lowered at the least and at the most, as the first values are rough.
 WIDTH_AIM = 0.8
 LEAST_FALL, MOST_FALL = 0.5, 0.01
 
-# What is left to a term when the time is over: it then gets its one iteration.
+# The seconds of a term whose time is over: it then gets its one iteration.
 NO_TIME = 1e-9
 
 # The share of its own width that a term adds to that of the divergence.
@@ -67,18 +69,18 @@ SHARES = {"xy": 1.0, "xx": 0.5, "yy": 0.5}
 Potentials = Mapping[str, Tensor]
 
 # Self terms "xx" and "yy" that have been solved before, of the same cloud at the same cost.
-Known = Mapping[str, TransportTerm]
+SolvedTerms = Mapping[str, TransportTerm]
 
-# solved(term, operator, result): what to do with "xy", "xx" or "yy" while its operator is held.
+# solved(term, operator, result): called for "xy", "xx" or "yy" as long as its operator exists.
 Solved = Callable[[str, Operator, TransportTerm], None]
 
-# By side, 0 or 1, of which it is wanted: what takes the gradient of the divergence by the points of
-# that side as the ground cost sees them.
-Pulled = Mapping[int, Callable[[Tensor], None]]
+# For each side, 0 or 1, of which it is wanted: called with the gradient of the divergence by the
+# points of that side, as the ground cost transforms them.
+GradientCallbacks = Mapping[int, Callable[[Tensor], None]]
 
 
 class Compared(Protocol):
-    """What a solve asks of two sides and the costs between them: of points, or given matrices."""
+    """Two sides and the costs between them, of points or of matrices, as a solve needs them."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -86,7 +88,7 @@ class Compared(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where passes run."""
+        """The device that passes run on."""
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -94,18 +96,18 @@ class Compared(Protocol):
 
     @property
     def offset(self) -> Offset:
-        """What is added to the value of a cross term alone."""
+        """The separable terms of the cost, which are added to the value of a cross term alone."""
 
     def operator(self, term: str) -> Operator:
         """Build the operator of the term "xy", "xx" or "yy"."""
 
 
 def checked_start(compared: Compared, start: Potentials | None) -> Potentials:
-    """Return potentials that a user starts from, detached and on the device; none is {}.
+    """Check the potentials that a user starts from; return them detached, on the device.
 
     Args:
         compared: what is to be solved.
-        start: potentials by term.
+        start: potentials by term; None is {}.
 
     Raises:
         InputError: there is no such term, or a potential is of other clouds or not finite.
@@ -127,7 +129,7 @@ def checked_start(compared: Compared, start: Potentials | None) -> Potentials:
 
 
 class SolveTerm(Protocol):
-    """A function that solves one term as options of its own class ask, with its bounds."""
+    """A function that solves one term by one class of options, with bounds."""
 
     def __call__(
         self,
@@ -146,7 +148,7 @@ class SolveTerm(Protocol):
         """
 
 
-# Ways to solve: what solves a term, by the class of the options, and these by their names.
+# The function that solves a term by each class of options, and these classes by their names.
 SOLVES: dict[type[Schedule], SolveTerm] = {
     Converged: solve_term,
     GeomlossSchedule: solve_by_schedule,
@@ -164,11 +166,11 @@ class Divergence:
         yy: the target's self term, or None without debiasing.
         backend: how the passes of the cross term ran.
         device: where they ran.
-        passes: sweeps over all scores, in units of n m.
+        passes: evaluations of all scores, in units of n m.
         identical: both clouds are one; its self plan is the cross plan.
-        schedule: the name of the way it was solved, `Schedule.name`.
-        offset: what terms of one side of the ground cost add to a cross term. The terms here are
-            those without them, as they cancel with debiasing.
+        schedule: the name of the options' class, `Schedule.name`.
+        offset: what the separable terms of the ground cost, of one side each, add to a cross term.
+            The terms here are without them, as they cancel with debiasing.
     """
 
     xy: TransportTerm
@@ -225,7 +227,7 @@ class Divergence:
 
     @property
     def tolerance(self) -> float | None:
-        """The largest marginal error that was enough for a term, of those that missed it if any.
+        """The largest stopping tolerance of the terms, or of those that missed it if there are any.
 
         None where the width of the bounds decided.
         """
@@ -234,14 +236,14 @@ class Divergence:
 
     @property
     def converged(self) -> bool:
-        """Whether what was asked for was reached: by every term, or by the width of `bounds`."""
+        """Whether every term reached its tolerance, or `bounds` the width that was asked for."""
         return all(term.converged for term in self.terms.values())
 
     @property
     def stopped_by(self) -> StoppedBy:
-        """What ended the solve: of a term that did not converge, or that rounding stopped, if any.
+        """The reason why the solve ended: of a term that did not converge or that rounding stopped.
 
-        Else of the cross term.
+        If there is none, that of the cross term.
         """
         rounded = [term for term in self.terms.values() if term.stopped_by == "rounding"]
         return (*self._early, *rounded, self.xy)[0].stopped_by
@@ -252,7 +254,7 @@ class Divergence:
         return relative_width(self.value, self.bounds)
 
     def shortfall(self, options: Schedule) -> str:
-        """Why the solve did not converge, by how much, and what would help."""
+        """Describe why the solve did not converge, by how much, and what would help."""
         return shortfall(
             options,
             self.stopped_by,
@@ -285,7 +287,7 @@ class Divergence:
     def from_dict(
         cls, summary: Mapping[str, Any], potentials: Mapping[str, tuple[Tensor, Tensor]]
     ) -> Divergence:
-        """The divergence whose `to_dict` this is, with its `epsilon`; potentials (f, g) by term."""
+        """Restore a divergence from its `to_dict` and `epsilon`, and potentials (f, g) by term."""
         terms = {
             name: TransportTerm.from_dict(*potentials[name], summary["epsilon"], term)
             for name, term in summary["terms"].items()
@@ -304,7 +306,7 @@ class Divergence:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What result.json says of the solve."""
+        """Return the summary of the solve for result.json."""
         return {
             "value": self.value,
             "bounds": list(self.bounds),
@@ -327,7 +329,7 @@ def solve_divergence(
     options: Schedule,
     *,
     start: Potentials | None = None,
-    known: Known | None = None,
+    known: SolvedTerms | None = None,
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
 ) -> Divergence:
@@ -335,13 +337,13 @@ def solve_divergence(
 
     Args:
         compared: builds the operator of a term when its turn comes, so that the scores of one term
-            at a time are held.
+            at a time are stored.
         epsilon: regularisation, in units of the cost.
         options: how to solve and when to stop.
         start: potentials to start from at this epsilon, without scaling.
-        known: self terms to take as they are, or to go on with where they keep the bounds wider
+        known: self terms that are solved already; they are continued only if the bounds are wider
             than a width that `options` ask for.
-        progress: told of every iteration.
+        progress: called in every iteration.
         solved: called after each term that is solved here, as solved(name, operator, term).
     """
     names, offset = (*compared.terms[1:], "xy"), compared.offset
@@ -375,9 +377,9 @@ def solve_identical(
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
 ) -> Divergence:
-    """The divergence of a cloud from itself: exactly 0, with the self plan as the cross plan.
+    """Solve the divergence of a cloud from itself: 0 exactly, with the self plan as the cross plan.
 
-    `solved` hears of all three terms, which are one.
+    `solved` is called for all three terms, which are one.
     """
 
     def solved_each(_: str, operator: Operator, term: TransportTerm) -> None:
@@ -385,7 +387,7 @@ def solve_identical(
             for name in TERMS:
                 solved(name, operator, term)
 
-    # Its width is 0 already; the tolerance, as far as rounding allows, is for the plan.
+    # The width of its bounds is 0 already; the tolerance is for the plan alone.
     solves = TermSolves(compared, epsilon, options, start=start, progress=progress)
     solves.solve({"xx": options.tolerance}, solved_each)
     term = solves.terms["xx"]
@@ -417,21 +419,21 @@ def report_convergence(divergence: Divergence, options: Schedule) -> None:
 
 
 class TermSolves:
-    """Solves terms one after the other, and goes on with those that it has solved.
+    """The solves of the terms of one divergence, in turn; a solved term can be continued.
 
     Args:
         compared: builds the operator of a term when its turn comes, so that the scores of one term
-            at a time are held.
+            at a time are stored.
         epsilon: regularisation, in units of the cost.
         options: how to solve and when to stop; a limit of seconds counts from here, for all terms
-            together, and one of iterations for each term, however often it goes on.
+            together, and one of iterations for each term, however often it is continued.
         start: potentials to start from at this epsilon, without scaling.
-        known: self terms that are there already.
-        progress: told of every iteration.
+        known: self terms that are solved already.
+        progress: called in every iteration.
 
     Attributes:
-        terms: what has been solved or was known, by name.
-        iterations: what was done here, by term.
+        terms: solved terms, those of `known` among them, by name.
+        iterations: those taken here, by term.
         backends: how passes ran, by term.
     """
 
@@ -442,7 +444,7 @@ class TermSolves:
         options: Schedule,
         *,
         start: Potentials | None = None,
-        known: Known | None = None,
+        known: SolvedTerms | None = None,
         progress: SolverProgress | None = None,
     ) -> None:
         self.compared, self.epsilon, self.options = compared, epsilon, options
@@ -456,11 +458,11 @@ class TermSolves:
 
     @property
     def passes(self) -> float:
-        """Sweeps over all scores so far, in units of n m; "xy" must be among the solved ones."""
+        """Evaluations of all scores so far, in units of n m; "xy" must have been solved here."""
         return self._swept / self._cells["xy"]
 
     def solve(self, tolerances: Mapping[str, float | None], solved: Solved | None = None) -> None:
-        """Bring terms to a marginal error each, None for the default, in the given order.
+        """Solve terms, in the given order, to a marginal error each; None is the default.
 
         A term may take an equal share of the time that is left to it and those that follow.
         """
@@ -475,7 +477,7 @@ class TermSolves:
         start = self._start.get(name) if before is None else before.g
         # At a small epsilon, mass between points that are far apart may take thousands of
         # iterations to move. A descent from large ones moves it within some ten a level.
-        most = None if before is None or name != "xy" else max(FEWEST_ON, before.iterations)
+        most = None if before is None or name != "xy" else max(FEWEST_CONTINUED, before.iterations)
         self._iterate(operator, name, tolerance, sharers, start, most)
         stopped_by = self.terms[name].stopped_by
         if most is not None and stopped_by == "max_iterations" and self._left(name):
@@ -484,7 +486,7 @@ class TermSolves:
             solved(name, operator, self.terms[name])
 
     def _left(self, name: str) -> bool:
-        """Whether a term that stopped for its iterations may have more."""
+        """Return whether a term has iterations left."""
         options = self.options
         return isinstance(options, Converged) and self.iterations[name] < options.max_iterations
 
@@ -497,7 +499,7 @@ class TermSolves:
         start: Tensor | None,
         most: int | None = None,
     ) -> None:
-        """Solve a term from potentials or from nothing, in `most` iterations at the most."""
+        """Solve a term from given potentials, or without, in `most` iterations at the most."""
         options = self.options
         if isinstance(options, Converged):
             options = self._limited(options, name, tolerance, sharers, most)
@@ -540,22 +542,22 @@ def solve_to_width(
     max_iterations: int,
     offset: float = 0.0,
 ) -> None:
-    """Bring the terms to where their interval is `bound_width` times the value, or stop.
+    """Tighten the terms until the bounds are `bound_width` times the value wide, or stop early.
 
-    All terms then say what stopped the solve, and whether the width was reached.
+    All terms then have the same `stopped_by`, and have converged if the width was reached.
 
     Args:
-        solves: the terms, of which self terms may be known.
+        solves: the terms, of which self terms may be solved already.
         names: the terms of the value, in the order of their turns.
         bound_width: (upper - lower) / |value| of the divergence.
-        max_iterations: of a term, after which it does not go on.
-        offset: what its value is raised by.
+        max_iterations: of a term, after which it is not continued.
+        offset: what is added to the value, see `Divergence.offset`.
     """
     asked = {name: FIRST_TOLERANCE for name in names if name not in solves.terms}
     solves.solve(asked)
     while True:
         terms = {name: solves.terms[name] for name in names}
-        wide, factor = _too_wide(terms, bound_width, offset)
+        wide, factor = _terms_to_tighten(terms, bound_width, offset)
         able = [name for name in wide if terms[name].marginal_error <= asked.get(name, math.inf)]
         reason = _reason(wide, able, solves, max_iterations)
         if reason is not None:
@@ -571,17 +573,17 @@ def solve_to_width(
 
 
 def relative_width(value: float, bounds: tuple[float, float]) -> float:
-    """(upper - lower) / |value|."""
+    """Return (upper - lower) / |value|."""
     width = bounds[1] - bounds[0]
     if width == 0:
         return 0.0
     return width / abs(value) if value else math.inf
 
 
-def _too_wide(
+def _terms_to_tighten(
     terms: Mapping[str, TransportTerm], target: float, offset: float
 ) -> tuple[list[str], float]:
-    """The terms to go on with, none at the end, and the factor for their marginal errors."""
+    """Return the terms to tighten, none at the end, and the factor for their marginal errors."""
     parts = {name: SHARES[name] * (term.bounds[1] - term.bounds[0]) for name, term in terms.items()}
     signed = (term.value if name == "xy" else -term.value / 2 for name, term in terms.items())
     allowed, total = target * abs(sum(signed) + offset), sum(parts.values())
@@ -594,10 +596,10 @@ def _too_wide(
 def _reason(
     wide: Sequence[str], able: Sequence[str], solves: TermSolves, most: int
 ) -> StoppedBy | None:
-    """What ends the solve, if anything does.
+    """Return what ends the solve, or None if it continues.
 
-    A term that did not stop for its budget, and yet is above the marginal error it was asked for,
-    is at its rounding floor.
+    A term that did not spend its budget, and yet is above the marginal error it was asked for, is
+    at its rounding floor.
     """
     if not wide:
         return "bound_width"

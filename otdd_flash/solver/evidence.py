@@ -1,12 +1,12 @@
-"""Certificates of the potentials of one problem: values, bounds, errors, from the sums of a plan.
+"""The error model of one problem, and its bounds from the row and column sums of its plan.
 
-`solver.certificate` makes bounds of them, with the dual value and the bound by oscillation of
-`formulas.evidence`, and `solver.solve` refuses by `rounding_floor` what rounding does not allow. A
-change must leave every bound valid: `tests/solver/test_evidence.py` and
+`solver.certificate` combines them with the dual value and the bound by oscillation of
+`formulas.evidence`, and `solver.solve` refuses tolerances below what `rounding_floor` allows. A
+change must leave every bound valid: `tests/solver/test_certificate_evidence.py` and
 `tests/solver/test_primal.py` have problems that nearly attain them. Shapes are () for numbers,
 (n,), (m,) for potentials and sums; units those of the cost, or of mass.
 
-**Errors of a plan's entries.** What is proved of one problem comes from one operation,
+**Errors of a plan's entries.** All bounds of one problem come from one operation,
 `Operator.marginals`: row sums r and column sums c of a plan P each of whose entries was computed
 once. In exact arithmetic it is the plan of the same potentials and of costs C' near C,
 
@@ -20,8 +20,8 @@ Values. Let P* be an optimal plan of C and P' one of C'. By (1) and their margin
     OT(C') <= <C', P*> + epsilon KL(P*) <= OT(C) + eta,    OT(C) <= OT(C') + eta,
     eta = <a, A> + <b, B> + rho <|C|, P*>,
 
-where <C, P*> <= OT(C) as KL is not negative. So bounds of OT(C') become bounds of OT(C) by moving
-outwards by eta. No second order is neglected and no independence of roundings is assumed.
+where <C, P*> <= OT(C) as KL is not negative. So bounds of OT(C') widened by eta are bounds of
+OT(C). No second order is neglected and no independence of roundings is assumed.
 
 Marginal error. Where the plan has mass, C_ij is f_i + g_j less epsilon times a moderate exponent,
 so that rho |C_ij| can join A and B. The plan of C itself has P_ij exp(d_ij / epsilon), with |d_ij|
@@ -33,8 +33,8 @@ in L1 by at most
 
 What rounding a returned potential to its type changes is measured and added to A. Distant points
 have larger rounding errors, so A and B are one number for each point. Where 2 A_i > epsilon, errors
-may be as large as all of the point's mass, and (2) says nothing useful. The potential of such a
-point is lowered so far that even with the errors it sends almost no mass. Its missing mass then
+may be as large as all of the point's mass, and (2) says nothing useful: the point is `lost`. Its
+potential is lowered so far that even with the errors it sends almost no mass. Its missing mass then
 counts in the marginal error like any other, and the upper bound's correction adds it back.
 
 Roundings, in units of u = 2^-24 (float32) and v = 2^-53 (float64); M_i + N_j bounds the sum of the
@@ -52,7 +52,7 @@ magnitudes of all that is added up in C_ij, `LabelledCost.magnitudes`.
 | Triton: points in fixed point of 24 or 32 bits | measured, `operators.fixed_point` | A, B |
 | Triton: products of these | exact, but for what `kernels.points.digits` leaves out | A, B |
 | Triton: exponents, exp2, sums, float64 | `kernels.passes.plan_entries` | A, B, `relative_error` |
-| entries below 2^-125 of a product of masses | lost, and no sum of so little is scaled up | none |
+| entries below 2^-125 of a product of masses | may be 0; so small a sum is not scaled up | none |
 | sums over points of numbers of size s, float64, any order | (n + m) v s | both ends |
 
 **Primal values** are what plans with exactly the prescribed marginals cost, so upper bounds of OT.
@@ -87,7 +87,7 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 def growth_of(sums: Tensor, errors: Tensor, epsilon: Epsilon) -> Tensor:
-    """expm1(2 A_i / epsilon) of sums r (k,) and A (k,), and 0 where there is no mass.
+    """Compute expm1(2 A_i / epsilon) of A (k,); 0 where the sum r_i (k,) is 0.
 
     One side of (2) is half of <r, this>.
     """
@@ -95,12 +95,12 @@ def growth_of(sums: Tensor, errors: Tensor, epsilon: Epsilon) -> Tensor:
 
 
 def hidden_after_update(before: Number, largest: Number, factor: Number, moved: Number) -> Number:
-    """What (2) allows columns, (), once rows are scaled by factors s (n,).
+    """Bound the columns' part of (2), (), after rows are scaled by factors s (n,).
 
     No column grows by more than the largest factor, nor all of them by more than the rows do.
 
     Args:
-        before: what it allows them before.
+        before: that part before the scaling.
         largest: half of their largest `growth_of`.
         factor: max s.
         moved: sum_i r_i |s_i - 1|.
@@ -109,14 +109,15 @@ def hidden_after_update(before: Number, largest: Number, factor: Number, moved: 
 
 
 def share_of_costs(rounding: float, upper: Number, lowest: float) -> Number:
-    """Bound on rho <|C|, P*>, (): as KL >= 0, <C, P*> is OT at the most, which is below `upper`.
+    """Bound rho <|C|, P*>, (): as KL >= 0, <C, P*> is at most OT, which is at most `upper`.
 
-    What costs are below 0, at most -`lowest`, counts twice more. The factor 2 is for another plan.
+    |C| exceeds C by twice the negative part of C, which is at most -`lowest`. The factor 2 allows
+    for another plan than P*.
     """
     return rounding * 2 * (abs(upper) - min(0.0, lowest))
 
 
-def outwards(
+def widen_bounds(
     costs: CostFacts,
     sums: Marginals,
     ends: tuple[Number, Number],
@@ -124,12 +125,12 @@ def outwards(
     size: Number,
     epsilon: float,
 ) -> tuple[float, float]:
-    """Bounds for C from the dual value and an upper bound for the perturbed costs, () each.
+    """Widen the dual value and an upper bound for the perturbed costs, () each, to bounds for C.
 
-    They move by eta, with <a, A> + <b, B> in `mean_error`, by what errors of sums make of
-    potentials, and by rounding of sums over points, whose `size` is <a, |f|> + <b, |g|>.
+    By eta, with <a, A> + <b, B> in `mean_error`; by the effect of the sums' errors on potentials;
+    and by the rounding of sums over points, whose `size` is <a, |f|> + <b, |g|>.
     """
-    # Of what is not a number and the dual value `max` gives the first: then nothing is proved.
+    # `max` returns an upper bound of NaN, as it comes first: then nothing is proved.
     dual, upper = ends[0], max(reversed(ends))
     shares = share_of_costs(sums.cost_rounding, upper, costs.lowest)
     additions = (sums.rows.shape[-1] + sums.columns.shape[-1] + 16) * DOUBLE_UNIT * (size + epsilon)
@@ -137,28 +138,28 @@ def outwards(
     return float(dual - rounding), float(upper + rounding)
 
 
-# The scale of marginal errors that rounding causes or hides: (2) to first order, for the mean error
-# of the costs and for potentials rounded to their type. No bound rests on it: a tolerance below
-# twice the floor is refused.
+# An estimate of the marginal errors that rounding causes or hides: (2) to first order, for the mean
+# error of the costs and for potentials rounded to their type. No bound rests on it: a tolerance
+# below twice the floor is refused.
 
 
 def magnitude(operator: Operator, f: Tensor, g: Tensor) -> Tensor:
-    """<a, |f|> + <b, |g|>: a point without mass does not count, however far away it is."""
+    """Return <a, |f|> + <b, |g|>: points without mass do not count, however far away they are."""
     rows, columns = operator.a * f, operator.b * g
     size: Tensor = torch.linalg.vector_norm(rows, 1) + torch.linalg.vector_norm(columns, 1)
     return size
 
 
 def hidden_error(costs: CostFacts, size: Number, epsilon: float) -> Number:
-    """What a certificate will call hidden, with m = `magnitude` of the potentials in `size`."""
+    """Estimate `Certificate.hidden`, the undetectable error; `size` is `magnitude` of f and g."""
     unit = torch.finfo(costs.dtype).eps / 2
     return (costs.error + unit * size) / epsilon + unit
 
 
 def rounding_floor(costs: CostFacts, size: Number, epsilon: float) -> Number:
-    """Marginal error that rounding causes: what is hidden, and what half-steps cannot mend.
+    """Estimate the marginal error that rounding causes: undetectable, or beyond half-steps.
 
-    Their exponents are of the size of a cost, in the type of the potentials.
+    Half-steps round exponents of the size of a cost to the type of the potentials.
     """
     unit = torch.finfo(costs.dtype).eps / 2
     return hidden_error(costs, size, epsilon) + unit * costs.magnitude / epsilon
@@ -167,30 +168,30 @@ def rounding_floor(costs: CostFacts, size: Number, epsilon: float) -> Number:
 # The bound by oscillation, of one plan.
 
 
-def swings(potentials: Tensor, absent: Tensor, *sides: slice) -> list[Tensor]:
+def oscillations(potentials: Tensor, absent: Tensor, *sides: slice) -> list[Tensor]:
     """Return max - min, () each, of each side's potentials (k,) over the points that carry mass."""
     lowest, highest = (potentials.masked_fill(absent, end) for end in (torch.inf, -torch.inf))
     return [highest[..., side].amax(-1) - lowest[..., side].amin(-1) for side in sides]
 
 
 def perturbed_spread(costs: CostFacts, sums: Marginals, largest: Number) -> Number:
-    """R of the perturbed costs, whose errors are at most `largest` () and a share of themselves."""
+    """Return R of perturbed costs, off by at most `largest` () and a share of themselves."""
     return costs.spread + 2 * (largest + sums.cost_rounding * costs.largest)
 
 
 def oscillation_slack(relative: float, osc: Number, spread: Number) -> Number:
-    """What to add to the bounds if every sum is off by this share; `osc` is osc f + osc g."""
+    """Return what to add to the bound if every sum is off by this share; `osc` is osc f + osc g."""
     return 2 * relative * (osc + 2 * spread)
 
 
 def distance(one: Tensor, other: Tensor) -> Tensor:
-    """||x - y||_1 (), over points."""
+    """Return ||x - y||_1 (), over points."""
     apart: Tensor = torch.linalg.vector_norm(one - other, 1, dim=-1)
     return apart
 
 
 def updated_gap(sums: Tensor, updated: Tensor, total: Tensor) -> Tensor:
-    """Bound on ||P^T s - b||_1 of a plan P with sums (r, c) (n + m,) whose rows are scaled by s.
+    """Bound ||P^T s - b||_1 of a plan P with sums (r, c) (n + m,) whose rows are scaled by s.
 
     With (s r, b) in `updated` it is, for any number t () in `total`,
 
@@ -203,13 +204,13 @@ def updated_gap(sums: Tensor, updated: Tensor, total: Tensor) -> Tensor:
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """<x, y> (), over points."""
+    """Return <x, y> (), over points."""
     product: Tensor = torch.linalg.vecdot(x, y)
     return product
 
 
 class Filling(NamedTuple, Generic[Number]):
-    """What a plan misses, and what a product of that costs, () each.
+    """The filling u v^T / t of a plan whose rows miss u and whose columns miss v, () each.
 
     Attributes:
         rows: the mass t that rows miss, the sum of u.
@@ -227,14 +228,14 @@ class Filling(NamedTuple, Generic[Number]):
 def filling_of(
     operator: Certifiable, masses: Tensor, absent: Tensor, sums: Tensor, scale: Tensor
 ) -> Filling[Tensor]:
-    """Measure what a plan misses: its sums (n + m,), scaled, are at most the masses (n + m,).
+    """Measure the filling of a plan whose sums (n + m,), scaled, are at most the masses (n + m,).
 
-    These are 0 where a point is `absent` (n + m,).
+    Masses are 0 where a point is `absent` (n + m,).
     """
     n = operator.a.shape[-1]
     missing = torch.addcmul(masses, sums, scale[..., None], value=-1)
     u, v = missing[..., :n], missing[..., n:].contiguous()
-    # Over 1 in place of a mass of 0, of which nothing is missing.
+    # A mass of 0, of which nothing is missing, is replaced by 1.
     shares = missing / (masses + absent)
     return Filling(
         u.sum(-1),
@@ -245,12 +246,12 @@ def filling_of(
 
 
 def filled_value(filling: Filling[float], paid: float, kept: float, epsilon: float) -> float:
-    """Primal value of the plan of f (n,), g (m,), which misses some mass, filled with a product.
+    """Bound the primal value of the plan of f (n,), g (m,), filled to its marginals, from above.
 
-    This ends the rounding of Altschuler, Weed & Rigollet 2017, Near-linear time approximation
-    algorithms for optimal transport via Sinkhorn iteration. With sums r <= a and c <= b, of which
-    u = a - r and v = b - c are missing and t is their mass, the plan is P + u v^T / t, a mixture of
-    P / (1 - t) and u v^T / t^2. By convexity its KL is at most
+    This is the last step of the rounding of Altschuler, Weed & Rigollet 2017, Near-linear time
+    approximation algorithms for optimal transport via Sinkhorn iteration. With sums r <= a and
+    c <= b, of which u = a - r and v = b - c are missing and t is their mass, the plan is
+    P + u v^T / t, a mixture of P / (1 - t) and u v^T / t^2. By convexity its KL is at most
 
         sum P log (P / a b^T) - (1 - t) log(1 - t)
             + sum u log(u / a) + sum v log(v / b) - 2 t log t.
@@ -258,7 +259,7 @@ def filled_value(filling: Filling[float], paid: float, kept: float, epsilon: flo
     Args:
         filling: of u and v.
         paid: <r, f> + <c, g>.
-        kept: 1 - t.
+        kept: the mass of P, 1 - t.
         epsilon: in units of the cost.
     """
     missing = max(filling.rows, filling.columns)
@@ -270,23 +271,23 @@ def filled_value(filling: Filling[float], paid: float, kept: float, epsilon: flo
 def fitting_scale(masses: Tensor, absent: Tensor, sums: Tensor, relative: float) -> Tensor:
     """Return kappa <= 1, (), such that no row or column of kappa P exceeds its mass.
 
-    Of its sums (k,), each off by the share `relative` at the most, and 0 for `absent` points (k,).
+    The sums (k,) of P are off by the share `relative` at the most, and 0 at `absent` points (k,).
     """
     fullest = (sums / (masses + absent)).amax(-1)
     return (fullest * (1 + relative)).clamp_min(1).reciprocal()
 
 
 def filled_slack(relative: float, size: Number, spread: Number, epsilon: float) -> Number:
-    """What to add to `filled_value`, (), if every sum is off by this share.
+    """Return what to add to `filled_value`, (), if every sum is off by the share `relative`.
 
-    What P pays changes by that share of <a, |f|> + <b, |g|>, in `size`; filling by at most that
-    share of costs, which differ by `spread`, and logarithms by no more than those of the share.
+    <r, f> + <c, g> changes by that share of <a, |f|> + <b, |g|>, in `size`; the filling's cost by
+    at most that share of costs, which differ by `spread`, and its entropy as rho log rho does.
     """
     return relative * (size + 4 * spread + 2 * epsilon * (1 - math.log(relative)))
 
 
 class RowSums(NamedTuple):
-    """Row sums (n,) of a symmetric plan without its diagonal, float64: an interval for each."""
+    """Intervals that hold the row sums (n,) of a symmetric plan without its diagonal, float64."""
 
     lowest: Tensor
     highest: Tensor
@@ -295,13 +296,13 @@ class RowSums(NamedTuple):
 def diagonal_of(a: Tensor, f: Tensor, costs: Tensor, epsilon: Epsilon) -> Tensor:
     """Return log P_ii (n,) of the plan of f (n,) and f, for costs C_ii (n,); -inf without mass.
 
-    The potential f is finite there, too.
+    The potential f must be finite there, too.
     """
     return 2 * a.log() - torch.sub(costs, f, alpha=2) / epsilon
 
 
-def sums_without(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor) -> RowSums:
-    """Take log P_ii, off by `spread` (n,), from row sums r (n,), each off by a share `relative`."""
+def off_diagonal_sums(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor) -> RowSums:
+    """Subtract P_ii from row sums r (n,): log P_ii is off by `spread` (n,), r by a share each."""
     low, high = (diagonal - spread).exp(), (diagonal + spread).exp()
     return RowSums(
         ((1 - relative) * rows - high).clamp_min_(0), ((1 + relative) * rows - low).clamp_min_(0)
@@ -309,11 +310,11 @@ def sums_without(diagonal: Tensor, rows: Tensor, relative: float, spread: Tensor
 
 
 def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Tensor:
-    """What it takes to balance a symmetric plan on its diagonal, (), in units of epsilon; no pass.
+    """Return by how much the primal value of a plan balanced on its diagonal exceeds 2 <a, f>, ().
 
-    A symmetric plan P whose row sums without the diagonal are z, in `sums`, gets the marginals a if
-    its diagonal becomes a - z, where that is not negative. In general kappa P off the diagonal
-    leaves at least half of P_ii on it if
+    In units of epsilon; it takes no pass. A symmetric plan P whose row sums without the diagonal
+    are z, in `sums`, gets the marginals a if its diagonal becomes a - z, where that is not
+    negative. In general kappa P off the diagonal leaves at least half of P_ii on it if
 
         kappa = min(1, min_i (a_i - P_ii / 2) / z_i),    P_ii = a_i^2 exp((2 f_i - C_ii) / epsilon),
 
@@ -322,9 +323,9 @@ def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Ten
         sum_i kappa z_i (2 f_i + epsilon log kappa) + Q_ii (C_ii + epsilon log(Q_ii / a_i^2))
             = 2 <a, f> + epsilon sum_i kappa z_i log kappa + Q_ii log(Q_ii / P_ii),
 
-    with Q_ii = a_i - kappa z_i: convex in every z_i, so the worst is at an end of its interval. It
-    differs from the dual's only in the second order of a - r: what moves stays in place, at the
-    price that P already pays there.
+    with Q_ii = a_i - kappa z_i: convex in every z_i, so the largest is at an end of its interval.
+    It exceeds the dual value only in second order of a - r: mass is moved to the diagonal, at the
+    price that P already has there.
 
     Args:
         a: masses (n,).
@@ -333,7 +334,7 @@ def balancing(a: Tensor, absent: Tensor, diagonal: Tensor, sums: RowSums) -> Ten
         sums: z.
     """
     room = torch.sub(a, torch.minimum(diagonal.exp(), a), alpha=0.5)
-    # Infinite where nothing is off the diagonal; above 0 over 0 where there is no mass.
+    # Infinite where nothing is off the diagonal; 1 / 0, not 0 / 0, where there is no mass.
     ratios = (room + absent) / sums.highest
     kappa = ratios.amin(-1, keepdim=True).clamp_max(1)
     kept = kappa * torch.stack(sums)

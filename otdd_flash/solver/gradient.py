@@ -16,7 +16,7 @@ from otdd_flash.cost.ground import SHARES
 from otdd_flash.cost.points import squared_norms
 from otdd_flash.operators.base import Operator
 from otdd_flash.operators.comparison import Comparison
-from otdd_flash.solver.divergence import Pulled
+from otdd_flash.solver.divergence import GradientCallbacks
 from otdd_flash.solver.groups import Groups, report_groups, settled_points
 from otdd_flash.solver.term.result import TransportTerm
 from otdd_flash.solver.term_gradient import Gradient, Input, Needs, cross_gradient, self_gradient
@@ -82,7 +82,7 @@ class DivergenceGradient:
         report_groups(self.groups, what, self._comparison.given[0], required=required)
 
     @property
-    def pulled(self) -> Pulled | None:
+    def callbacks(self) -> GradientCallbacks | None:
         """Callbacks for the gradients by the points of each side; None if these are not enough."""
         if self._comparison.ground.ground != "sqeuclidean" or not self._needs <= {"x", "y"}:
             return None

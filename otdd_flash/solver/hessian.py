@@ -97,7 +97,11 @@ def sinkhorn_hessian(
     start = checked_start(comparison, start)
     with torch.no_grad():
         divergence = solve(
-            comparison, options, start=start, solved=gradient, pulled=gradient.pulled
+            comparison,
+            options,
+            start=start,
+            solved=gradient,
+            gradient_callbacks=gradient.callbacks,
         )
     report_convergence(divergence, options)
     by_x = gradient.total["x"].to(x.device)

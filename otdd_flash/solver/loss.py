@@ -166,7 +166,7 @@ def sinkhorn_loss(
             options,
             start=checked_start(comparison, start),
             solved=gradient if needs else None,
-            pulled=gradient.pulled if needs else None,
+            gradient_callbacks=gradient.callbacks if needs else None,
         )
     report_convergence(divergence, options)
     gradient.report("gradients by masses", required=options.require_convergence)

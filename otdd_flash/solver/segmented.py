@@ -1,6 +1,8 @@
-"""OT_epsilon of many pairs of clouds, or of many clouds with themselves, side by side.
+"""OT_epsilon of many pairs of clouds, or of many clouds with themselves, all at once.
 
-Segments with a coarse form iterate on it first, then end on their own cost.
+A segment is one of these problems. If segments have a faster form (`coarse`), iterations use that
+first and end on the segments themselves. `labels.sinkhorn_pairs` solves tables of class distances
+here; `solver.solve` solves a single term.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ def solve_cross_terms(
     options: Converged,
     finished: Finished | None = None,
 ) -> SegmentTerms:
-    """The terms between the rows and the columns of all segments.
+    """Solve the cross terms, between rows and columns, of all segments.
 
     Args:
-        segments: the problems; used up.
+        segments: the problems; modified in place.
         epsilon: regularisation, in units of the cost.
         options: when a segment stops.
-        finished: told how many segments are done.
+        finished: called with the number of segments that are done.
     """
     none = torch.zeros_like(segments.mean_cost)
-    # Where rounding of the costs alone exceeds the tolerance, one evaluation is one too many.
+    # Where rounding of the costs alone exceeds the tolerance, levels above would be in vain.
     floor = rounding_of(numbers_of(segments), none, none, none, epsilon).floor
     hopeless = 2 * floor > options.asked_tolerance
     top = torch.where(hopeless, epsilon, first_level(epsilon, segments.mean_cost))
@@ -42,7 +44,7 @@ def solve_self_terms(
     options: Converged,
     finished: Finished | None = None,
 ) -> SegmentTerms:
-    """The terms of all segments, whose rows are their columns; arguments as `solve_cross_terms`."""
+    """Solve the self terms of all segments, of one cloud each; arguments as `solve_cross_terms`."""
     level = torch.full_like(segments.mean_cost, epsilon)
     return _solve(segments, SELF, epsilon, options, Levels.descending(level), finished)
 
@@ -60,12 +62,12 @@ def _solve(
     candidate, start = segments.first, Start(levels, torch.zeros_like(levels.level))
     coarse = segments.coarse(tolerance) if most > 1 else None
     if coarse is not None:
-        # The iteration that certifies comes after.
+        # One iteration is left for the segments' own costs.
         first = goal._replace(max_iterations=most - 1)
         iterations = coarse.iterations(candidate, first, form, start)
         taken = run(iterations).iterations
         candidate = iterations.vectors.candidates
-        # Their memory is for those that follow.
+        # Free their memory for the iterations that follow.
         del iterations, coarse
         final = torch.full_like(levels.level, epsilon)
         start = Start(Levels.descending(final), taken)

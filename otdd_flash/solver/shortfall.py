@@ -1,4 +1,7 @@
-"""What to tell a user whose solve did not reach what was asked for."""
+"""Messages for a solve that did not converge: why it stopped, what it missed, what would help.
+
+`Divergence.shortfall` calls it for one solve; `pairwise`, `flows` and `sampling` for several.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from otdd_flash.solver.term.result import StoppedBy, largest_tolerance
 K = TypeVar("K")
 
 
-class Ended(Protocol):
-    """A solve that has ended, or a step by one."""
+class FinishedSolve(Protocol):
+    """A finished solve, or a step of a flow that took one, as messages describe it."""
 
     @property
     def stopped_by(self) -> StoppedBy:
-        """What ended it."""
+        """The reason why it ended."""
 
     @property
     def marginal_error(self) -> float:
-        """The largest of its terms'."""
+        """The largest marginal error of its terms."""
 
     @property
     def tolerance(self) -> float | None:
-        """The marginal error that was enough; None where the width of the solver bounds decided."""
+        """The stopping tolerance; None where the width of the solver bounds decided."""
 
     @property
     def bound_width(self) -> float | None:
@@ -45,15 +48,14 @@ def shortfall(
     dtype: torch.dtype,
     bound_width: float | None = None,
 ) -> str:
-    """Why a solve stopped early, by how much it missed its goal, and what would help.
+    """Describe why a solve stopped early, by how much it missed its goal, and what would help.
 
     Args:
         options: what was asked for.
         stopped_by: what ended the solve instead.
         where: which terms, pairs or steps stopped early.
         marginal_error: the largest of those reached.
-        tolerance: the largest of those that would have been enough; None where the width was the
-            goal.
+        tolerance: the largest stopping tolerance; None where the width was the goal.
         dtype: of the potentials.
         bound_width: (upper - lower) / |value| that was reached, where it was the goal.
     """
@@ -88,16 +90,16 @@ def shortfall(
 
 
 def joint_shortfall(
-    late: Mapping[K, Ended],
+    late: Mapping[K, FinishedSolve],
     options: Schedule,
     where: Callable[[Sequence[K]], str],
     dtype: torch.dtype,
 ) -> str:
-    """`shortfall` of several solves, once for every reason to stop and every goal that they had.
+    """Describe several solves by `shortfall`, once for every reason to stop and kind of goal.
 
-    `where` says which ones some keys are.
+    `where` formats keys of `late`, the solves that stopped early.
     """
-    alike: dict[tuple[StoppedBy, bool], dict[K, Ended]] = {}
+    alike: dict[tuple[StoppedBy, bool], dict[K, FinishedSolve]] = {}
     for key, each in late.items():
         alike.setdefault((each.stopped_by, each.tolerance is None), {})[key] = each
     said = []

@@ -1,11 +1,11 @@
-"""The solve of one term: from a start through the iterations to a certificate.
+"""The solve of one term: from an initial potential through the iterations to a certificate.
 
 A cross term alternates two updates, each of which makes one marginal exact:
 
     f <- T(g),  g <- T'(f),      T(g)_i = -epsilon log sum_j b_j exp((g_j - C_ij) / epsilon)
 
-The update of g also tells how far the plan before it was from the column masses, so checking
-convergence costs nothing, and neither does the dual value.
+The update of g also measures the error of the column sums before it, so checking convergence costs
+nothing, and neither does the dual value.
 
 A self term OT_epsilon(x, x) has one potential, as the optimal potentials of a cloud against itself
 are equal. The averaged update
@@ -19,10 +19,11 @@ lowers T(f) by k, so every evaluation of f first gives its plan mass 1. The dual
 2 <a, f>, and because it is concave and symmetric in both potentials, the averaged update raises it
 by no less than the update of one of them would: <a, T(f) - f>.
 
-`solve_term` is the order of both: a start, the levels of epsilon down to the final one, the
-iterations, the certificate. `engine` takes the iterations: it evaluates the updates at a candidate,
-decides by the evidence of that, and moves to the next candidate by a quasi-Newton step.
-`divergence` and `labels.sinkhorn_pairs` call it; `small` takes the same steps in recordings.
+`solve_term` solves both kinds in this order: an initial potential, the levels of epsilon down to
+the final one, the iterations, the certificate. `engine` runs the iterations: it evaluates the
+updates at a candidate, decides by their bounds and errors, and moves to the next candidate by a
+quasi-Newton step. `divergence` and `labels.sinkhorn_pairs` call it; `small` takes the same steps in
+recorded CUDA graphs.
 """
 
 from __future__ import annotations
@@ -53,33 +54,34 @@ from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.term.result import StoppedBy, TermProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import LOOSEST_DEFAULT, goal_of, reachable_tolerance
 
-# Costs that are rounded by so many times epsilon and the tolerance end a solve: marginal errors
-# grow by less than that, and of many points one is off by some five times as much. Others are
-# iterated to so many times what is aimed at, as one iteration more follows.
+# If costs of rounded points are off by at most this times epsilon and the tolerance, iterations end
+# with them: marginal errors grow by less than that, and of many points one is off by some five
+# times as much. Otherwise they end at this many times the tolerance aimed at, as iterations with
+# refined costs follow.
 LITTLE_ROUNDING, BEFORE_REFINED = 0.2, 2.0
 
-# What times the tolerance the iterations of a self term stop at: its certificate evaluates one
-# update more, which at least halves the marginal error as a rule.
+# The factor of the tolerance at which the iterations of a self term stop: its certificate takes one
+# more update, which at least halves the marginal error as a rule.
 BEFORE_LAST_UPDATE = 2.0
 
-# How often a solve goes on after a certificate that found more than the iterations had seen, and
-# what part of the tolerance such a certificate should then find.
+# How often iterations continue after a certificate with a larger marginal error than they had
+# measured, and the share of the tolerance that the next certificate should have.
 MOST_TRIES, TOLERANCE_AIM = 4, 0.9
 
-# The share of the tolerance from which on it is worth the while to let errors hide less.
+# The undetectable error, over the tolerance, from which on a more accurate certificate pays.
 HIDDEN = 0.1
 
-# The first level over the mean cost after a sample.
+# The first level, over the mean cost, after the solve of a sample.
 SAMPLED_TOP = 0.01
 
-# Points of a side for one of its sample, and the fewest in that.
+# Points of a side for each sampled one, and the fewest that are sampled.
 POINTS_PER_SAMPLED = 16
 FEWEST = 256
 
-# Scores for one between samples from which on they are worth their solve.
+# Entries of the cost for each one between samples, from which on solving these pays.
 SCORES_PER_SAMPLED = 32
 
-# What its solve may take.
+# Most iterations of the solve of a sample.
 SAMPLE_ITERATIONS = 200
 
 
@@ -95,10 +97,10 @@ def solve_term(
     """Solve OT_epsilon between the two sides of an operator, or of a cloud with itself.
 
     Args:
-        operator: the cost (n, m) and the masses; of a self term both sides are one.
+        operator: the cost (n, m) and the masses; in a self term rows and columns are one cloud.
         epsilon: regularisation, in units of the cost.
         options: when to stop; its `max_seconds` count from here.
-        form: `CROSS`, or `SELF` of a cloud with itself.
+        form: `CROSS`, or `SELF` for a cloud with itself.
         start: column potential (m,) to start from at the final epsilon, without levels.
         progress: called whenever the marginals were evaluated, as progress(iteration, error).
 
@@ -106,14 +108,14 @@ def solve_term(
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
     """
     budget = Budget(epsilon, options, progress)
-    # Most hopeless tolerances show before the first iteration, by the size of the costs alone.
-    budget.admit(operator, rounding_floor(operator.costs, 0.0, epsilon))
+    # Most unreachable tolerances are refused before the first iteration, by the size of the costs.
+    budget.allow_for_rounding(operator, rounding_floor(operator.costs, 0.0, epsilon))
 
-    # Start, and levels of epsilon.
-    candidate, levels, budget.passes = begin(budget, operator, form, start)
+    # Initial potential, and levels of epsilon.
+    candidate, levels, budget.passes = initial_potential(budget, operator, form, start)
 
-    # Evaluate, decide, move. A cost of rounded points comes first; its refined form, which knows
-    # the original points, goes on from there, or certifies alone where rounding is little.
+    # Evaluate, decide, move: first with the cost of rounded points. The refined operator, with the
+    # original points, continues from there, or only certifies where rounding is small.
     refined, (refine, aim) = operator.refined, aim_of(budget, operator.costs, form)
     first = aim * BEFORE_REFINED if refine and refined is not operator else aim
     problem = problem_of(operator, symmetric=form.symmetric)
@@ -122,10 +124,13 @@ def solve_term(
     iterate(budget, problem, iterations, first)
     if refined is not operator:
         last = problem.evaluated(iterations.vectors, epsilon)
-        # Also where it only certifies: iterations go on with it if the certificate falls short.
+        # Also where it only certifies: iterations continue with it if the certificate misses the
+        # tolerance.
         problem.change(refined, iterations)
         if refine or not budget.converged:
-            go_on(budget, problem, iterations, last.g if form.symmetric else last.updated, aim)
+            continue_from(
+                budget, problem, iterations, last.g if form.symmetric else last.updated, aim
+            )
 
     certificate = certify_solved(budget, problem, iterations, aim, refine=refine)
     return TransportTerm.from_certificate(
@@ -140,7 +145,7 @@ def solve_term(
 
 
 class Budget:
-    """What a term may take and has taken, over all operators, levels and certificates.
+    """The budget of a term and what is spent, over all operators, levels and certificates.
 
     Args:
         epsilon: the final regularisation, in units of the cost.
@@ -148,11 +153,11 @@ class Budget:
         progress: called whenever the marginals were evaluated.
 
     Attributes:
-        iterations: how many there were.
-        passes: beside those of iterations.
+        iterations: their number so far.
+        passes: those beside the iterations'.
         tolerance: marginal error to reach.
         stopped_by: what ends the solve if it does not converge.
-        converged: whether the final epsilon was solved with the operator used last.
+        converged: whether the operator used last has reached the tolerance at the final epsilon.
     """
 
     def __init__(self, epsilon: float, options: Converged, progress: TermProgress | None) -> None:
@@ -163,8 +168,8 @@ class Budget:
         self.converged = False
         self._started = time.perf_counter()
 
-    def admit(self, operator: Operator, floor: float) -> None:
-        """Take the rounding floor at the final epsilon into account.
+    def allow_for_rounding(self, operator: Operator, floor: float) -> None:
+        """Raise the tolerance to what the rounding floor at the final epsilon allows, or refuse it.
 
         Raises:
             InputError: rounding alone exceeds the tolerance.
@@ -174,43 +179,43 @@ class Budget:
 
     @property
     def settled(self) -> bool:
-        """Whether the last potentials were evaluated at the final epsilon, with none to come."""
+        """Whether iterations ended at the final epsilon: converged, or at the rounding floor."""
         return self.converged or self.stopped_by == "rounding"
 
     @property
     def timed_out(self) -> bool:
-        """Whether iterations ended because `max_seconds` were over."""
+        """Whether iterations ended because `max_seconds` had passed."""
         return self.stopped_by == "max_seconds"
 
     def count(self, certificate: Certificate) -> None:
-        """Count the iteration that certified."""
+        """Count the certificate as an iteration, and report its marginal error."""
         self.iterations += 1
         if self.progress is not None:
             self.progress(self.iterations, certificate.marginal_error)
 
-    def late(self) -> bool:
-        """Whether `max_seconds` are over."""
+    def out_of_time(self) -> bool:
+        """Return whether `max_seconds` have passed."""
         limit = self.options.max_seconds
         return limit is not None and time.perf_counter() - self._started >= limit
 
-    def left(self) -> int:
-        """Return the iterations left in the budget, without the certificate, the last one."""
-        if self.iterations and self.late():
+    def iterations_left(self) -> int:
+        """Return the iterations left, without the last one, which is the certificate's."""
+        if self.iterations and self.out_of_time():
             self.stopped_by = "max_seconds"
             return 0
         return self.options.max_iterations - 1 - self.iterations
 
 
-def begin(
+def initial_potential(
     budget: Budget, operator: Operator, form: Form, start: Tensor | None
 ) -> tuple[Tensor, Levels, float]:
-    """Choose where a term begins.
+    """Choose the initial potential and the levels of epsilon.
 
     Returns:
-        A column potential (m,), the levels of epsilon, and the passes that these took.
+        A column potential (m,), the levels, and the passes that computing it took.
     """
     if start is None and not form.symmetric:
-        return approach(budget, operator)
+        return initial_cross_potential(budget, operator)
     final = Levels.descending(torch.full((1,), budget.epsilon, dtype=torch.float64))
     if start is None:
         return _constant(operator, budget.epsilon).to(operator.costs.dtype), final, 0
@@ -220,16 +225,16 @@ def begin(
 def _constant(operator: Operator, epsilon: float) -> Tensor:
     """Return a constant f (n,) whose plan has about mass 1: half of -epsilon log of its mass at 0.
 
-    By Jensen's inequality the mass at 0 is no less than exp(-mean cost / epsilon), its value far
-    above the costs, nor less than that of the diagonal, sum_i a_i^2 exp(-C_ii / epsilon), all
-    there is far below them.
+    By Jensen's inequality the mass at 0 is no less than exp(-mean cost / epsilon), its limit for
+    epsilon far above the costs. Nor is it less than that of the diagonal, sum_i a_i^2
+    exp(-C_ii / epsilon), its limit for epsilon far below them.
     """
     highest = min(operator.costs.mean, -epsilon * float(operator.a.square().sum().log()))
     return torch.full_like(operator.a, highest / 2)
 
 
-def approach(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]:
-    """Find a start of a cross term near its solution: levels, and a sample of the points.
+def initial_cross_potential(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]:
+    """Compute the initial potential of a cross term, 0 or from a sample, and its levels of epsilon.
 
     A small epsilon is approached through levels, each ended at a coarse marginal error and started
     from the potentials of those before (Schmitzer 2019, Stabilized sparse scaling algorithms for
@@ -244,19 +249,18 @@ def approach(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]
     The masses b_j in this softmin are the original ones. Equal masses for all sampled points were
     tried and saved no iterations.
 
-    The smaller epsilon is, the nearer are the points that decide a potential. Below some epsilon a
-    sample has too few points near any other to tell it; levels with all points follow from there.
+    The smaller epsilon is, the nearer are the points that determine a potential. Below some epsilon
+    a sample has too few points near any other; levels with all points follow from there.
 
     Args:
         budget: counts the iterations.
         operator: the cost (n, m) and the masses.
 
     Returns:
-        A column potential (m,), the levels, and the passes that it took, in units of n m, beside
-        two an iteration: between samples, and less what an iteration over a sample of the columns
-        saves.
+        A column potential (m,), the levels, and passes in units of n m, beside two for each counted
+        iteration: those between samples, less what the softmin over sampled columns alone saves.
     """
-    sample = draw_sample(operator) if budget.left() > 0 else None
+    sample = draw_sample(operator) if budget.iterations_left() > 0 else None
     if sample is None:
         nothing = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
         top = first_level(budget.epsilon, _scale(operator))
@@ -268,14 +272,14 @@ def approach(budget: Budget, operator: Operator) -> tuple[Tensor, Levels, float]
 
 
 def draw_sample(operator: Operator) -> tuple[Tensor, Operator] | None:
-    """Draw one point of each equal share of the mass, on both sides; None if that does not pay.
+    """Draw one point from each equal share of the mass, on both sides; None if that does not pay.
 
     Returns:
-        The columns (l,) int64, and the cost between the rows and these, of equal masses each.
+        The sampled columns (l,) int64, and the operator between the samples, with equal masses.
     """
     n, m = len(operator.a), len(operator.b)
     rows, columns = (min(size, max(FEWEST, size // POINTS_PER_SAMPLED)) for size in (n, m))
-    # What lacks pairs tells nothing of the whole.
+    # With forbidden pairs a sample may admit no plan.
     if operator.costs.forbidden or operator.recorded or SCORES_PER_SAMPLED * rows * columns > n * m:
         return None
     draw = torch.Generator().manual_seed(0)
@@ -293,15 +297,15 @@ def _drawn(masses: Tensor, count: int, draw: torch.Generator) -> Tensor:
 def _of_sample(
     budget: Budget, operator: Operator, columns: Tensor, sampled: Operator, level: float
 ) -> tuple[Tensor, float]:
-    """Solve a sample; return its row potential (n,) and passes beside those of an iteration."""
-    # Rounding in a sample, where nothing is proved, is no reason to refuse.
+    """Solve a sample; return its extended row potential (n,), and passes as its caller."""
+    # A sample is not certified: rounding there is no reason to refuse.
     goal = Goal(level, LEVEL_TOLERANCE, MOST_ERROR, SAMPLE_ITERATIONS)
     nothing = torch.zeros_like(sampled.b)
     problem = problem_of(sampled, symmetric=False)
     levels = Levels.descending(first_level(level, _scale(sampled)))
     start = Start(levels, torch.zeros_like(levels.level))
     iterations = problem.iterations(nothing, goal, CROSS, start)
-    told = run_one(iterations, lambda *_: budget.late())
+    told = run_one(iterations, lambda *_: budget.out_of_time())
     updated = problem.evaluated(iterations.vectors, level).updated
     f, part = _extended(operator, columns, updated, level)
     share = len(sampled.a) * len(sampled.b) / (len(operator.a) * len(operator.b))
@@ -311,8 +315,8 @@ def _of_sample(
 def _extended(
     operator: Operator, columns: Tensor, potential: Tensor, level: float
 ) -> tuple[Tensor, float]:
-    """Return the softmin (n,) over columns of a potential (l,), and the part of a pass it took."""
-    # A point of much mass may have been drawn more than once.
+    """Return the softmin (n,) over columns with a potential (l,), and its share of a pass."""
+    # A point of large mass may have been drawn more than once.
     drawn, place = torch.unique(columns, return_inverse=True)
     g = potential.new_empty(len(drawn))
     g[place] = potential
@@ -326,11 +330,11 @@ def _scale(operator: Operator) -> Tensor:
 
 
 def aim_of(budget: Budget, costs: CostFacts, form: Form) -> tuple[bool, float]:
-    """Choose how an operator with these costs ends a solve.
+    """Choose whether the refined costs iterate, and the tolerance of the last iterations.
 
     Returns:
-        Whether its refined form has to iterate as well, and at what times the tolerance the last
-        iterations stop, which leaves room for what a certificate finds beside.
+        Whether the refined operator has to iterate as well; and the factor of the tolerance at
+        which the last iterations stop, as the certificate adds rounding of costs or one update.
     """
     if form.symmetric:
         return False, BEFORE_LAST_UPDATE
@@ -339,36 +343,36 @@ def aim_of(budget: Budget, costs: CostFacts, form: Form) -> tuple[bool, float]:
 
 
 def iterate(budget: Budget, problem: OneProblem, iterations: Iterations, aim: float) -> None:
-    """Iterate until the term has converged, at `aim` tolerances, or is out of budget.
+    """Iterate until the marginal error is `aim` times the tolerance, or the budget is spent.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at the final epsilon.
     """
     budget.converged, budget.stopped_by = False, "max_iterations"
-    if budget.left() <= 0:
+    if budget.iterations_left() <= 0:
         return
 
     def watch(error: float, taken: int) -> bool:
         budget.iterations = taken
         if budget.progress is not None:
             budget.progress(taken, error)
-        return budget.left() <= 0
+        return budget.iterations_left() <= 0
 
     told = run_one(iterations, watch)
     error = told.marginal_error
-    if budget.timed_out or (budget.left() <= 0 and error > LOOSEST_DEFAULT):
+    if budget.timed_out or (budget.iterations_left() <= 0 and error > LOOSEST_DEFAULT):
         return
     costs = problem.operator.costs
-    budget.admit(problem.operator, rounding_floor(costs, told.size, budget.epsilon))
+    budget.allow_for_rounding(problem.operator, rounding_floor(costs, told.size, budget.epsilon))
     budget.converged = error <= aim * budget.tolerance
-    if not budget.converged and budget.left() > 0:
+    if not budget.converged and budget.iterations_left() > 0:
         budget.stopped_by = "rounding"
 
 
-def go_on(
+def continue_from(
     budget: Budget, problem: OneProblem, iterations: Iterations, candidate: Tensor, aim: float
 ) -> None:
-    """Iterate at the final epsilon from a column potential (m,), to `aim` tolerances.
+    """Continue at the final epsilon from a column potential (m,), to `aim` times the tolerance.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at the final epsilon.
@@ -380,35 +384,35 @@ def go_on(
 def certify_solved(
     budget: Budget, problem: OneProblem, iterations: Iterations, aim: float, *, refine: bool
 ) -> Certificate:
-    """Certify, and go on where that falls short.
+    """Certify, and continue to iterate where the certificate misses the tolerance.
 
-    A certificate may find a larger marginal error than the iterations did, whose sums are less
-    accurate: then it takes exact updates, and if these do not suffice iterations go on, aiming
-    lower.
+    A certificate may find a larger marginal error than the iterations, whose sums are less
+    accurate. Then its updates are done in float64, and if that does not suffice, iterations
+    continue to a lower tolerance.
     """
     last = problem.evaluated(iterations.vectors, budget.epsilon)
-    certificate = prove(budget, problem, last, polished=False, refine=refine)
+    certificate = certify_last(budget, problem, last, polished=False, refine=refine)
     missed = budget.settled and certificate.marginal_error > budget.tolerance
     if missed and (refine or certificate.hidden > HIDDEN * budget.tolerance):
-        certificate = prove(budget, problem, last, polished=True, refine=refine)
+        certificate = certify_last(budget, problem, last, polished=True, refine=refine)
     for _ in range(MOST_TRIES):
         if not budget.converged or certificate.marginal_error <= budget.tolerance:
             return certificate
         aim *= TOLERANCE_AIM * budget.tolerance / certificate.marginal_error
-        go_on(budget, problem, iterations, certificate.g, aim)
+        continue_from(budget, problem, iterations, certificate.g, aim)
         last = problem.evaluated(iterations.vectors, budget.epsilon)
-        certificate = prove(budget, problem, last, polished=True, refine=refine)
+        certificate = certify_last(budget, problem, last, polished=True, refine=refine)
     if certificate.marginal_error > budget.tolerance:
         budget.stopped_by = "rounding"
     return certificate
 
 
-def prove(
+def certify_last(
     budget: Budget, problem: OneProblem, last: Evaluated, *, polished: bool, refine: bool
 ) -> Certificate:
-    """Certify the potentials evaluated last; if `polished`, as well as they can be.
+    """Certify the potentials evaluated last; if `polished`, with updates in float64.
 
-    Without `refine` a scaling within the tolerance is taken as it is.
+    Without `refine` a scaling within the tolerance is accepted.
     """
     operator, epsilon = problem.operator, budget.epsilon
     if problem.symmetric:

@@ -1,7 +1,8 @@
-"""The solve of a comparison: all terms of its divergence, by the way that its size asks for.
+"""The solve of a comparison of two datasets: the choice of a route by its size.
 
-Small ones have their terms side by side (`small`), equal clouds are one term, and others take their
-terms in turn (`divergence`).
+The terms of small problems are solved all at once (`small`), equal clouds are one term, and other
+problems solve their terms in turn (`divergence`). Distances, losses and derivatives all call
+`solve`; given matrices have their own, `solver.matrix.transport`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from otdd_flash.errors import EpsilonOutOfRange
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.solver.divergence import (
     Divergence,
-    Known,
+    GradientCallbacks,
     Potentials,
-    Pulled,
     Solved,
+    SolvedTerms,
     solve_divergence,
     solve_identical,
 )
@@ -23,8 +24,8 @@ from otdd_flash.solver.schedules.geomloss import GeomlossSchedule, at_diameter
 from otdd_flash.solver.small.route import backend_of, is_small, solve_small
 from otdd_flash.solver.term.result import SolverProgress
 
-# Most by which costs that float64 knows no better may move the plan and its marginals: what a solve
-# has to reach by default.
+# The largest effect on the marginals that the rounding of costs in float64 may have: as large as
+# the default tolerance.
 MOST_GROWTH = 1e-3
 
 
@@ -33,10 +34,10 @@ def solve(
     options: Schedule,
     *,
     start: Potentials | None = None,
-    known: Known | None = None,
+    known: SolvedTerms | None = None,
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
-    pulled: Pulled | None = None,
+    gradient_callbacks: GradientCallbacks | None = None,
 ) -> Divergence:
     """Solve the divergence of two datasets, or without debiasing the cross term alone.
 
@@ -46,11 +47,11 @@ def solve(
         comparison: two datasets, with class distances and epsilon.
         options: how to solve and when to stop.
         start: potentials to start from at this epsilon, by term.
-        known: self terms that need no solve, though small ones get one with the others: the caller
-            answers for their being of these clouds at this cost.
-        progress: told of every iteration.
+        known: self terms that are solved already, though small problems solve them again; the
+            caller guarantees that they are of these clouds at this cost.
+        progress: called in every iteration.
         solved: called after each term, as solved(name, operator, term).
-        pulled: told instead, where a solve has the gradient by the points at hand.
+        gradient_callbacks: called instead, if the solve computes the gradients by points itself.
 
     Raises:
         InputError: the block of W of a self term is not symmetric, an allocation fails, or epsilon
@@ -65,7 +66,12 @@ def solve(
         small = None
         if not identical and isinstance(options, Converged) and is_small(comparison, options):
             small = solve_small(
-                comparison, options, start=start, progress=progress, solved=solved, pulled=pulled
+                comparison,
+                options,
+                start=start,
+                progress=progress,
+                solved=solved,
+                gradient_callbacks=gradient_callbacks,
             )
         if small is not None:
             backend = backend_of(comparison)
@@ -80,7 +86,7 @@ def solve(
                 solved=solved,
             )
         else:
-            # All of them, before the first takes its time.
+            # Check all blocks of W before the first term is solved.
             for term in comparison.terms:
                 comparison.block(term)
             divergence = solve_divergence(
@@ -96,7 +102,7 @@ def solve(
 
 
 def _check_error(comparison: Comparison, error: float) -> None:
-    """Refuse an epsilon at which the error of costs alone moves the marginals.
+    """Refuse an epsilon at which the error of costs alone moves the marginals by `MOST_GROWTH`.
 
     Raises:
         EpsilonOutOfRange: it does.

@@ -1,4 +1,8 @@
-"""Clouds as tensors: checked, and compared."""
+"""Checks of point clouds that are given as tensors, and the `Comparison` made of them.
+
+The tensor entry points call it: `loss`, `losses`, `potentials`, `transport_map` and `hessian`. Each
+user error is raised here, once, under the name of the argument.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from otdd_flash.features.file_features import FileFeatures
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.samples import LabeledSamples
 
-# Points, masses and labels of a side; uniform masses and one class for None.
+# Points, masses and labels of a side; None stands for uniform masses, or for one class.
 TensorSide = tuple[Tensor, Tensor | None, Tensor | None]
 
 # How far from 1 given masses may sum: float32 rounding of many of them, and nothing worse.
@@ -31,7 +35,10 @@ def compared_tensors(
     debias: bool,
     resident: bool = True,
 ) -> Comparison:
-    """Check what `sinkhorn_loss` is given; arguments and errors as there, and of `Comparison`."""
+    """Check the arguments of `sinkhorn_loss` and compare both sides; errors as there.
+
+    The other arguments are those of `Comparison.between`.
+    """
     (x, a, labels_x), (y, b, labels_y) = of_x, of_y
     _check_clouds(x, y)
     _check_one_device(x, y)
@@ -49,9 +56,9 @@ def compared_tensors(
 
 
 def type_of(comparison: Comparison) -> torch.dtype:
-    """Return the type of the number that a loss returns: float64 if a cloud is, else float32."""
+    """Return the type of a loss: float64 if a cloud is, else float32."""
     x, y = (side.features.dtype for side in comparison.given)
-    # Files may hold half types, which points in memory have left.
+    # Files may hold float16 or bfloat16; points in memory are float32 or float64.
     return torch.promote_types(torch.promote_types(x, y), torch.float32)
 
 
@@ -79,7 +86,7 @@ def check_batch(of_x: TensorSide, of_y: TensorSide) -> None:
 
 
 def _check_clouds(x: Tensor, y: Tensor) -> None:
-    """Refuse what is no cloud (n, d), and say what it may be instead."""
+    """Refuse shapes other than (n, d), with the way out for each."""
     for name, one, other in (("x", x, y), ("y", y, x)):
         shape = tuple(one.shape)
         if one.ndim == 3 and other.ndim == 2:
@@ -136,13 +143,13 @@ def _samples(
     classes: int,
     masses: Tensor | None,
 ) -> LabeledSamples:
-    """One side; `called` names the arguments of its points and of its masses."""
+    """Check one side; `called` names the arguments of its points and of its masses."""
     names = tuple(map(str, range(classes)))
     weights = None if masses is None else masses.detach()
     if isinstance(points, FileFeatures):
         points.check()
     points = points.detach()
-    # Others are refused.
+    # Other layouts are refused by `LabeledSamples`.
     points = points.contiguous() if points.layout == torch.strided else points
     try:
         samples = LabeledSamples(points, labels, names, weights, name=called[0])
@@ -173,7 +180,7 @@ def class_totals_of(
         1 if labels is None or not labels.numel() else int(labels.max()) + 1
         for labels in (labels_x, labels_y)
     )
-    # Labels can only imply too few classes, so what fits the table is right.
+    # Labels can only imply too few classes, so a number that fits the table is right.
     seen = seen_x + seen_y
     if table is not None and table.shape != (seen, seen):
         larger = table.ndim == 2 and table.shape[0] == table.shape[1] > seen

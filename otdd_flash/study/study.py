@@ -57,7 +57,7 @@ from otdd_flash.plugins import blamed_on
 from otdd_flash.sampling.subsampling import LEVEL, check_count
 from otdd_flash.solver.schedules.base import Schedule
 from otdd_flash.solver.schedules.converged import Converged
-from otdd_flash.solver.term.tolerance import DEFAULT_RELATIVE, once_default, refuse_both
+from otdd_flash.solver.term.tolerance import DEFAULT_RELATIVE, default_hint, refuse_both
 from otdd_flash.study.measures import MEASURES, measure_that_chooses, measures_named
 from otdd_flash.study.networks import Transfer, build_body, build_head
 from otdd_flash.study.result import StudyResult, gather
@@ -398,7 +398,7 @@ def _note(folder: Path, known: Mapping[str, Any] | None, setup: Setup) -> None:
         shown = ", ".join(different[:6]) + (", ..." if len(different) > 6 else "")
         # If epsilon differs and the folder has the default of earlier versions, the message says
         # how to give it.
-        earlier = once_default(known.get("epsilon")) if "epsilon" in different else ""
+        earlier = default_hint(known.get("epsilon")) if "epsilon" in different else ""
         raise InputError(
             f"{folder} holds a study with other settings: {shown} differ; give it the same, "
             f"or another folder{earlier}"

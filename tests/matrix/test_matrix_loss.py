@@ -96,7 +96,9 @@ def test_the_gradient_is_the_plan_in_the_type_of_the_costs(dtype: torch.dtype) -
     assert costs.grad.dtype == dtype
     expected = otdd.matrix_transport(costs.detach(), epsilon=EPSILON)
     potentials = expected.term.f, expected.term.g
-    scaled = expected._comparison.tiles("xy").plan_entries(*potentials, EPSILON, torch.float64)
+    scaled = expected._comparison.torch_operator("xy").plan_entries(
+        *potentials, EPSILON, torch.float64
+    )
     torch.testing.assert_close(costs.grad.double() / 2.0**100, scaled, rtol=2**-8, atol=0)
 
 

@@ -29,11 +29,11 @@ from otdd_flash.solver.evidence import (
     growth_of,
     hidden_after_update,
     oscillation_slack,
-    outwards,
+    oscillations,
     perturbed_spread,
     share_of_costs,
-    swings,
     updated_gap,
+    widen_bounds,
 )
 
 EPSILON = 0.5
@@ -81,7 +81,7 @@ def test_oscillation_bounds_a_cross_term(swing: float, near: float) -> None:
     columns = reference.plan(cost, a, b, f, g, SMALL).sum(0)
     dual = reference.dual_value(cost, a, b, f, g, SMALL)
     truth, _, _ = reference.entropic_transport(cost, a, b, SMALL)
-    (osc,) = swings(g, b == 0, EVERY)
+    (osc,) = oscillations(g, b == 0, EVERY)
     found = oscillation_bound(dual, distance(columns, b), osc, number(SPREAD))
     assert_nearly_attained(truth - dual, found - dual, 0.99)
 
@@ -97,7 +97,7 @@ def test_oscillation_bounds_a_self_term() -> None:
     rows = reference.plan(cost, a, a, f, f, SMALL).sum(1)
     dual = reference.dual_value(cost, a, a, f, f, SMALL)
     truth, _, _ = reference.entropic_transport(cost, a, a, SMALL)
-    (osc,) = swings(f, a == 0, EVERY)
+    (osc,) = oscillations(f, a == 0, EVERY)
     found = oscillation_bound(number(0), 2 * distance(rows, a), osc, number(SPREAD))
     assert_nearly_attained(truth - dual, found, 0.98)
 
@@ -114,7 +114,7 @@ def test_oscillation_bounds_what_sums_that_are_off_hide() -> None:
     for sums, masses in ((plan.sum(1), a), (plan.sum(0), b)):
         assert float((masses / sums - 1).abs().max()) <= 1.001 * share
     truth, _, _ = reference.entropic_transport(cost, a, b, SMALL)
-    each = swings(torch.cat((f, g)), torch.cat((a, b)) == 0, slice(0, 2), slice(2, 4))
+    each = oscillations(torch.cat((f, g)), torch.cat((a, b)) == 0, slice(0, 2), slice(2, 4))
     found = oscillation_slack(share, each[0] + each[1], number(SPREAD))
     assert_nearly_attained(4 * (truth - (a @ f + b @ g)), found)
 
@@ -222,7 +222,7 @@ def moved_outwards(
     cost, a, b = drawn(7, 5)
     one, other = map(number, ends)
     facts = matrix_operator(cost, a, b).costs
-    return outwards(facts, sums, (one, other), number(mean), number(size), EPSILON)
+    return widen_bounds(facts, sums, (one, other), number(mean), number(size), EPSILON)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

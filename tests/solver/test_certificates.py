@@ -25,8 +25,8 @@ from otdd_flash.solver.certificate import (
     SelfNumbers,
     certify,
     certify_self,
+    conclude_many,
     find_lost,
-    hides_little,
     self_evidence,
     self_plan,
 )
@@ -150,7 +150,7 @@ def test_self_terms_side_by_side_say_where_a_point_is_lost() -> None:
     numbers = SelfNumbers(*(torch.zeros(2) for _ in SelfNumbers._fields))
     numbers = numbers._replace(mass=torch.ones(2), gap=torch.full((2,), 0.25), lost=lost)
     sums = Marginals(*(torch.zeros(1) for _ in range(4)), 0.0, 2.0**-10, 0.0)
-    _, error, fine = hides_little(numbers, sums, 2.0**-24, 1.0)
+    _, error, fine = conclude_many(numbers, sums, 2.0**-24, 1.0)
     assert fine.tolist() == [True, False]
     assert (error - 2 * lost).tolist() == [0.25 + 2.0**-9] * 2
 
@@ -228,6 +228,6 @@ def test_terms_side_by_side_say_where_their_plans_would_be_evaluated_once_more()
         row_gap=torch.tensor([0.25, 0.25, 0.25]),
     )
     sums = Marginals(*(torch.zeros(1) for _ in range(4)), 0.0, 2.0**-10, 0.0)
-    _, error, fine = hides_little(numbers, sums, 2.0**-24, 1.0)
+    _, error, fine = conclude_many(numbers, sums, 2.0**-24, 1.0)
     assert fine.tolist() == [True, False, False]
     assert (error - numbers.lost).tolist() == [0.25 + 2.0**-9] * 3

@@ -21,7 +21,7 @@ from otdd_flash.solver.evidence import (
     filled_value,
     filling_of,
     fitting_scale,
-    sums_without,
+    off_diagonal_sums,
 )
 
 SIZES = [(1, 1), (1, 7), (33, 20)]
@@ -128,7 +128,7 @@ def test_the_interval_of_a_diagonal() -> None:
     f, errors = torch.linspace(-1, 1, 9).double(), torch.linspace(0, 0.1, 9).double()
     rows = torch.full_like(a, 100.0)
     diagonal = diagonal_of(a, f, cost.diagonal(), 0.5)
-    ends = sums_without(diagonal, rows, 0.125, errors / 0.5)
+    ends = off_diagonal_sums(diagonal, rows, 0.125, errors / 0.5)
     for sign, end in zip((-1, 1), ends, strict=True):
         moved = cost + torch.diag(sign * errors)
         entries = reference.plan(moved, a, a, f, f, 0.5).diagonal()

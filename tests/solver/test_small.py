@@ -166,8 +166,8 @@ def test_what_rounding_hides_is_refused() -> None:
 def test_gradients_by_points(labels: bool, debias: bool) -> None:
     x, y = side(18, 0, labels=labels, weights=True), side(13, 1, labels=labels)
     found: list[Tensor] = []
-    pulled = {0: found.append, 1: found.append}
-    solved(problem(x, y, 0.5, debias=debias), pulled=pulled)
+    gradient_callbacks = {0: found.append, 1: found.append}
+    solved(problem(x, y, 0.5, debias=debias), gradient_callbacks=gradient_callbacks)
     points = [one.features.double().requires_grad_() for one in (x, y)]
     labelled = {"labels_x": x.labels, "labels_y": y.labels, "class_table": table()}
     options = {"epsilon": 0.5, "debias": debias, "options": Converged(tolerance=1e-9)}
@@ -228,7 +228,7 @@ def test_nothing_that_is_recorded_asks_the_device(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Recorded, "run", run)
     x, y = side(12, 0, weights=True), side(9, 1)
-    solved(problem(x, y, 0.5), pulled={0: list, 1: list})
+    solved(problem(x, y, 0.5), gradient_callbacks={0: list, 1: list})
     assert {"_prepare", "_iterate", "_certify", "_pull"} <= set(launched)
 
 

@@ -1,4 +1,8 @@
-"""A cost matrix with masses: checked, on the device, with the operators of its terms."""
+"""A cost matrix with its masses: checked, moved to the device, with an operator for each term.
+
+`transport`, `loss` and `plan` build one by `MatrixComparison.prepare` and solve it;
+`operators.comparison` is the same for point clouds.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +33,12 @@ from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.real_numbers import in_double, in_floating_point, real_tensor
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 
-# What `matrix_transport` takes for costs.
+# The types of the costs that `matrix_transport` takes.
 Costs = Tensor | np.ndarray[Any, Any] | CostBlocks
 
 HELD_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Unit roundoffs, of the largest entry, up to which a matrix counts as symmetric.
+# A matrix counts as symmetric up to so many unit roundoffs of its largest entry.
 SYMMETRIC_UNITS = 64
 
 
@@ -47,7 +51,7 @@ class SelfCosts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MatrixComparison:
-    """Costs C (n, m) between masses a and b; `prepare` makes one.
+    """Costs C (n, m) between masses a and b, and costs within both sides for a divergence.
 
     Attributes:
         source: C, stored or computed in blocks, on the device.
@@ -76,7 +80,7 @@ class MatrixComparison:
     ) -> MatrixComparison:
         """Check a matrix and its masses, and move them to the device.
 
-        Without `compute` that is the device of the costs, with this precision.
+        Without `compute` that is the device of the costs, and `precision` counts.
 
         Raises:
             InputError: no matrix, masses that do not fit it or do not sum to 1, or self costs that
@@ -121,7 +125,7 @@ class MatrixComparison:
 
     @cached_property
     def facts(self) -> MatrixFacts:
-        """Facts of the costs from one pass over them.
+        """Range, mean and forbidden pairs of the costs, from one pass over them.
 
         Raises:
             InputError: an entry is no cost, a point with mass has only forbidden pairs, or the
@@ -141,21 +145,21 @@ class MatrixComparison:
 
     @property
     def offset(self) -> Offset:
-        """What is added to the value of a cross term alone: nothing."""
+        """The separable terms of the cost, which a matrix does not have."""
         return NO_OFFSET
 
     def operator(self, term: str) -> Operator:
-        """The operator of the term "xy", "xx" or "yy"; that of the cross term is kept.
+        """Build the operator of the term "xy", "xx" or "yy"; that of the cross term is cached.
 
         Raises:
             InputError: as for `facts`.
         """
-        return self._cross if term == "xy" else self._executed(self.tiles(term))
+        return self._cross if term == "xy" else self._executed(self.torch_operator(term))
 
-    def tiles(self, term: str) -> TorchOperator[GivenCosts]:
-        """The cost of a term in PyTorch, for products with a solved plan."""
+    def torch_operator(self, term: str) -> TorchOperator[GivenCosts]:
+        """Return the PyTorch operator of a term, for products with its solved plan."""
         if term == "xy":
-            return self._cross_tiles
+            return self._cross_torch
         assert self.self_costs is not None
         side = SIDES[term][0]
         (matrix, errors), masses = self.self_costs[side], (self.a, self.b)[side]
@@ -163,10 +167,10 @@ class MatrixComparison:
 
     @cached_property
     def _cross(self) -> Operator:
-        return self._executed(self._cross_tiles)
+        return self._executed(self._cross_torch)
 
     @cached_property
-    def _cross_tiles(self) -> TorchOperator[GivenCosts]:
+    def _cross_torch(self) -> TorchOperator[GivenCosts]:
         return matrix_operator(self.source, self.a, self.b, dtype=self.dtype, facts=self.facts)
 
     @cached_property
@@ -174,7 +178,7 @@ class MatrixComparison:
         """Whether passes run in Triton kernels.
 
         Raises:
-            InputError: they cannot.
+            InputError: Triton was asked for and cannot run.
         """
         held = isinstance(self.source, HeldCosts)
         if not held and self.compute.backend == "auto":
@@ -187,12 +191,12 @@ class MatrixComparison:
             )
         return found
 
-    def _executed(self, tiles: TorchOperator[GivenCosts]) -> Operator:
+    def _executed(self, operator: TorchOperator[GivenCosts]) -> Operator:
         if not self.in_triton:
-            return tiles
+            return operator
         from otdd_flash.operators.matrix_kernel import MatrixKernelOperator
 
-        return MatrixKernelOperator(tiles)
+        return MatrixKernelOperator(operator)
 
 
 def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
@@ -209,7 +213,7 @@ def relative_to_mean(multiple: float, facts: MatrixFacts) -> float:
 
 
 def given_matrix(name: str, given: Any) -> Tensor:
-    """Return a matrix (n, m), detached, in a type that costs are stored in.
+    """Check a matrix (n, m); return it detached, in a type that costs are stored in.
 
     Raises:
         InputError: it is no real matrix, or has no rows or columns.
@@ -221,7 +225,7 @@ def given_matrix(name: str, given: Any) -> Tensor:
 
 
 def checked_masses(name: str, given: Any, size: int) -> Tensor:
-    """Return masses (size,) float64 that sum to 1; uniform for None.
+    """Check masses (size,); return them in float64, divided by their sum; None is uniform.
 
     Raises:
         InputError: another shape, a mass that is negative or not finite, or another sum.
@@ -247,7 +251,7 @@ def checked_masses(name: str, given: Any, size: int) -> Tensor:
 def checked_self_costs(
     given: Sequence[Tensor], sizes: tuple[int, int], device: torch.device
 ) -> tuple[SelfCosts, SelfCosts]:
-    """Return the costs within both sides, (n, n) and (m, m), on the device.
+    """Check the costs within both sides, (n, n) and (m, m); return them on the device.
 
     Raises:
         InputError: another shape, an entry that is not finite, or no symmetry.
@@ -269,7 +273,7 @@ def _asymmetry(name: str, matrix: Tensor) -> Tensor:
     """Return max_j |C_ij - C_ji| / 2 (n,), float64.
 
     Raises:
-        InputError: an entry is not finite, or differs by more than roundings from its mirror image.
+        InputError: an entry is not finite, or differs by more than rounding from its mirror image.
     """
     errors = torch.empty(len(matrix), dtype=torch.float64, device=matrix.device)
     largest = 0.0

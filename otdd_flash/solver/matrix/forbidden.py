@@ -1,5 +1,7 @@
 """Forbidden pairs, of cost +inf: whether the masses admit a plan, and an upper bound of its cost.
 
+`transport.solve_matrix` calls `short_rows` before the solve and `upper_bound` after it.
+
 There is no plan if some rows have more mass than all columns that they may use (Hall's condition,
 for masses). Sinkhorn updates then increase the potentials of these rows without end, so that
 sorting rows by their increase puts such a set first.
@@ -28,18 +30,20 @@ from otdd_flash.operators.given_costs import GivenCosts, exact_blocks
 from otdd_flash.operators.torch_operator import TorchOperator
 from otdd_flash.solver.adjoint import MOST_HELD
 from otdd_flash.solver.conjugate_gradients import inverse
-from otdd_flash.solver.evidence import DOUBLE_UNIT, outwards
+from otdd_flash.solver.evidence import DOUBLE_UNIT, widen_bounds
 from otdd_flash.solver.schur import CGOptions, SchurSystem, solve
 from otdd_flash.solver.tensors import MASS_TOLERANCE
 from otdd_flash.solver.term.result import TransportTerm
 
-# An epsilon over the range of the costs at which costs hardly matter, only which pairs are allowed.
+# An epsilon, over the range of the costs, so large that only the allowed pairs matter, not their
+# costs.
 ABOVE_COSTS = 2.0**10
 
-# Numbers of updates after which rows are sorted, and the marginal error that shows a plan to exist.
-LOOKS, NEAR = (3, 10, 30, 100, 300), 1e-4
+# Numbers of updates after which rows are sorted and checked, and the marginal error below which a
+# plan is taken to exist.
+CHECKED_UPDATES, FEASIBLE_ERROR = (3, 10, 30, 100, 300), 1e-4
 
-# Options of the linear system, and unit roundoffs that the marginals of Q may be off by.
+# Options of the linear system, and the unit roundoffs by which marginals of Q may be wrong.
 EXACT, MOST_UNITS = CGOptions(tolerance=1e-13, max_iterations=500), 64
 
 
@@ -49,15 +53,15 @@ def short_rows(operator: TorchOperator[GivenCosts]) -> Tensor:
     epsilon = ABOVE_COSTS * (facts.spread or 1.0)
     g = torch.zeros_like(b, dtype=operator.dtype)
     f = operator.softmin_rows(g, epsilon)
-    for update in range(LOOKS[-1]):
+    for update in range(CHECKED_UPDATES[-1]):
         g = operator.softmin_columns(f, epsilon)
         updated = operator.softmin_rows(g, epsilon)
         rise = torch.where(a > 0, (updated - f).double(), -math.inf)
         f = updated
         missing = a * (1 - torch.exp(-rise / epsilon)).clamp_min(0)
-        if float(missing.sum()) < NEAR:
+        if float(missing.sum()) < FEASIBLE_ERROR:
             break
-        if update + 1 in LOOKS:
+        if update + 1 in CHECKED_UPDATES:
             found = _short_prefix(operator, rise.argsort(descending=True))
             if len(found):
                 return found
@@ -65,7 +69,7 @@ def short_rows(operator: TorchOperator[GivenCosts]) -> Tensor:
 
 
 def _short_prefix(operator: TorchOperator[GivenCosts], order: Tensor) -> Tensor:
-    """Return the first rows of an order (n,) up to where they lack most mass; none if none lack."""
+    """Return the first rows of an order (n,) that exceed their columns' mass most, or none."""
     a, b = operator.a, operator.b
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
@@ -83,7 +87,10 @@ def _short_prefix(operator: TorchOperator[GivenCosts], order: Tensor) -> Tensor:
 
 
 def upper_bound(operator: TorchOperator[GivenCosts], term: TransportTerm) -> float:
-    """Return an upper bound of OT_epsilon for masses equal to a and b up to rounding, or inf."""
+    """Return an upper bound of OT_epsilon from the Newton step, or inf if that fails.
+
+    It holds for masses that are a and b up to rounding.
+    """
     a, b, epsilon = operator.a, operator.b, term.epsilon
     f = torch.where(a > 0, term.f.double(), 0)
     g = torch.where(b > 0, term.g.double(), 0)
@@ -93,7 +100,7 @@ def upper_bound(operator: TorchOperator[GivenCosts], term: TransportTerm) -> flo
     sums = operator.marginals(f, g, epsilon)
     per_row = inverse(products.rows)[:, None]
     u, v = torch.zeros_like(a), torch.zeros_like(b)
-    # Twice: the second step removes the rounding of the first.
+    # Two steps: the second removes the rounding error of the first.
     for _ in range(2):
         s = a - products.rows * (1 + u) - products.times(v[:, None])[:, 0]
         t = b - products.columns * (1 + v) - products.transposed_times(u[:, None])[:, 0]
@@ -111,7 +118,7 @@ def upper_bound(operator: TorchOperator[GivenCosts], term: TransportTerm) -> flo
     value = float(a @ (f + epsilon * u) + b @ (g + epsilon * v))
     size = float(a @ (f.abs() + epsilon * u.abs()) + b @ (g.abs() + epsilon * v.abs()))
     mean_error = float(a @ sums.row_errors + b @ sums.column_errors)
-    return outwards(operator.costs, sums, (value, value), mean_error, size, epsilon)[1]
+    return widen_bounds(operator.costs, sums, (value, value), mean_error, size, epsilon)[1]
 
 
 def _least_change(operator: TorchOperator[GivenCosts], u: Tensor, v: Tensor) -> float:
@@ -130,10 +137,10 @@ def _least_change(operator: TorchOperator[GivenCosts], u: Tensor, v: Tensor) -> 
 
 
 class ExactProducts:
-    """Products with the plan of f (n,) and g (m,), in float64, recomputed for each.
+    """Float64 products with the plan of f (n,) and g (m,), for operators whose own are less exact.
 
     Values are shifted to be positive, so that epsilon times their logarithm can be added to a
-    potential: the marginals of that plan are the products.
+    potential: the marginals of that plan are the products. Each product evaluates the plan anew.
     """
 
     half_products = None

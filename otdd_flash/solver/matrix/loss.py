@@ -1,6 +1,6 @@
 """OT_epsilon and S_epsilon of cost matrices as differentiable functions of tensors.
 
-By the envelope theorem potentials count as constants. The dual value of the given potentials
+By the envelope theorem potentials are held fixed. The dual value of the given potentials
 
     D = <a, f> + <b, g> + epsilon (1 - sum_ij P_ij),    r = P 1,  c = P^T 1,
 
@@ -63,7 +63,8 @@ def matrix_loss(
     """Compute OT_epsilon(C), or S_epsilon with costs within both sides, for autograd.
 
     Differentiable once, by matrices and masses. The gradient by C is the plan: the backward pass
-    makes it from f and g, scaled before it is rounded to the type of C, in one buffer of its size.
+    computes it from f and g, scaled before it is rounded to the type of C, in one buffer of its
+    size.
     The forward pass keeps nothing of that size. Gradients are exact for the dual value of the
     potentials that the solver returned; those by masses are the ones along the simplex, with
     <a, gradient> = 0.
@@ -139,7 +140,8 @@ class LossGradient:
         needs: inputs to differentiate by.
 
     Attributes:
-        groups: groups between which gradients by masses are undetermined, once the term is solved.
+        groups: groups of points between which gradients by masses are undetermined; None before
+            the cross term is solved.
     """
 
     def __init__(self, comparison: MatrixComparison, needs: frozenset[str]) -> None:
@@ -167,9 +169,9 @@ class LossGradient:
         for key, name in COSTS.items():
             if key in self._needs:
                 term = self._terms[name]
-                tiles = comparison.tiles(name)
-                found[key] = tiles.plan_entries(
-                    term.f, term.g, term.epsilon, tiles.source.costs.dtype, scale * SHARES[name]
+                operator = comparison.torch_operator(name)
+                found[key] = operator.plan_entries(
+                    term.f, term.g, term.epsilon, operator.source.costs.dtype, scale * SHARES[name]
                 )
         for key, gradient in self._by_masses.items():
             masses = comparison.a if key == "a" else comparison.b

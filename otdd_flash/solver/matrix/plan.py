@@ -35,7 +35,7 @@ from otdd_flash.solver.schur import DEFAULTS, CGOptions, largest
 from otdd_flash.solver.solved_gradient import Inputs, Solved
 from otdd_flash.solver.term.result import TransportTerm
 
-# Masses of a side, or 1 for all; and an iteration over rows and their entries.
+# Masses of a side, or 1 for all; and a function that iterates over rows and their entries.
 Weights = Tensor | float
 Tiles = Callable[[], Iterator[tuple[slice, Tensor]]]
 
@@ -103,7 +103,7 @@ def matrix_plan(
             what, required = "gradients by masses", options.require_convergence
             report_groups(groups, what, required=required)
         dtype = torch.promote_types(comparison.source.dtype, torch.float32)
-        plan = comparison.tiles("xy").plan_entries(term.f, term.g, term.epsilon, dtype)
+        plan = comparison.torch_operator("xy").plan_entries(term.f, term.g, term.epsilon, dtype)
         plan = plan.to(costs.device)
     if not inputs.tensors:
         return plan
@@ -142,14 +142,14 @@ class PlanGradient:
         potentials = self._everywhere()
         entries = Entries(
             (a, b),
-            lambda weighted: held_plan(self._tiles(weighted), *potentials, epsilon),
+            lambda weighted: held_plan(self._operator(weighted), *potentials, epsilon),
             epsilon,
         )
         unit = largest(cotangent)
         (left, right), tiles = self._weighted_tiles(entries, potentials)
         # Factors that turn entries of the tiles into a_i e_ij b_j.
         of_rows, of_columns = a / left, b / right
-        # s_i = sum_j e_ij G_ij b_j and t_j = sum_i a_i e_ij G_ij, over `unit`.
+        # s_i = sum_j e_ij G_ij b_j and t_j = sum_i a_i e_ij G_ij, divided by `unit`.
         s, t = torch.empty_like(a), torch.zeros_like(b)
         for rows, e in tiles():
             weighted = e * (cotangent[rows] / unit)
@@ -177,31 +177,31 @@ class PlanGradient:
     def _weighted_tiles(
         self, entries: Entries, potentials: tuple[Tensor, Tensor]
     ) -> tuple[tuple[Weights, Weights], Tiles]:
-        """Return masses, and an iteration over rows of e times these masses; read only.
+        """Return weights of both sides, and an iteration over rows of e times these; read only.
 
-        A small plan is one tile, which is stored already.
+        A small plan is stored as one tile, times its masses.
         """
         if (plan := entries.small) is not None:
             return entries.masses, lambda: iter([(slice(0, len(plan)), plan)])
-        operator, at = self._tiles(entries.whole), (*potentials, self._term.epsilon)
+        operator, at = self._operator(entries.whole), (*potentials, self._term.epsilon)
         return (1.0, 1.0), lambda: operator.exact_tiles(*at)
 
     def _everywhere(self) -> tuple[Tensor, Tensor]:
-        """Return f (n,) and g (m,), with softmins of the others at points without mass."""
+        """Return f (n,) and g (m,), extended to points without mass by the softmin."""
         comparison, (f, g) = self._comparison, (self._term.f, self._term.g)
         if bool((comparison.a > 0).all()) and bool((comparison.b > 0).all()):
             return f, g
-        tiles, epsilon = comparison.tiles("xy"), self._term.epsilon
+        operator, epsilon = comparison.torch_operator("xy"), self._term.epsilon
         return (
-            torch.where(comparison.a > 0, f, tiles.softmin_rows(g, epsilon)),
-            torch.where(comparison.b > 0, g, tiles.softmin_columns(f, epsilon)),
+            torch.where(comparison.a > 0, f, operator.softmin_rows(g, epsilon)),
+            torch.where(comparison.b > 0, g, operator.softmin_columns(f, epsilon)),
         )
 
-    def _tiles(self, weighted: bool) -> TorchOperator[GivenCosts]:
-        """Return the operator with the given masses, or if not `weighted`, with equal ones."""
+    def _operator(self, weighted: bool) -> TorchOperator[GivenCosts]:
+        """Return the operator with the given masses, or with equal ones if not `weighted`."""
         comparison = self._comparison
         if weighted:
-            return comparison.tiles("xy")
+            return comparison.torch_operator("xy")
         masses = (torch.full_like(side, 1 / len(side)) for side in (comparison.a, comparison.b))
         return matrix_operator(
             comparison.source, *masses, dtype=comparison.dtype, facts=comparison.facts

@@ -1,4 +1,4 @@
-"""The result of a solve for a cost matrix, with its two files."""
+"""The result of `matrix_transport`: value, bounds and plan, saved in two files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class MatrixTransport:
     def f(self) -> Tensor:
         """Row potential (n,), in units of the cost; inf at a mass of 0 without allowed pairs.
 
-        The offsets between groups of points that exchange almost no mass balance these flows.
+        Offsets between groups of points that exchange almost no mass are set to balance the flows
+        between these groups.
 
         Raises:
             ConvergenceError: convergence was required, and the masses do not determine potentials.
@@ -100,7 +101,7 @@ class MatrixTransport:
 
     @property
     def tolerance(self) -> float | None:
-        """The marginal error that was enough; None where the width of the solver bounds decided."""
+        """The stopping tolerance; None where the width of the solver bounds decided."""
         return self.term.tolerance
 
     @property
@@ -110,7 +111,7 @@ class MatrixTransport:
 
     @property
     def passes(self) -> float:
-        """Sweeps over the matrix, without the one for its range and mean."""
+        """Evaluations of all entries, without the pass for their range and mean."""
         return self.term.passes
 
     @property
@@ -130,7 +131,7 @@ class MatrixTransport:
         It has the type of the potentials, and is 0 at forbidden pairs and at masses of 0.
         """
         comparison = self._comparison
-        return comparison.tiles("xy").plan_entries(
+        return comparison.torch_operator("xy").plan_entries(
             self.term.f, self.term.g, self.epsilon, comparison.dtype
         )
 
@@ -157,11 +158,11 @@ class MatrixTransport:
     @cached_property
     def transport_cost(self) -> float:
         """The transport cost <C, P>, in units of the cost."""
-        tiles, term, total = self._comparison.tiles("xy"), self.term, 0.0
-        for rows, plan in tiles.exact_tiles(term.f, term.g, self.epsilon):
+        operator, term, total = self._comparison.torch_operator("xy"), self.term, 0.0
+        for rows, plan in operator.exact_tiles(term.f, term.g, self.epsilon):
             costs = self._comparison.source.rows(rows).double()
-            paid = torch.where(costs < math.inf, costs * plan, 0) @ tiles.b
-            total += float(tiles.a[rows] @ paid)
+            paid = torch.where(costs < math.inf, costs * plan, 0) @ operator.b
+            total += float(operator.a[rows] @ paid)
         return total
 
     @takes()
@@ -230,7 +231,7 @@ class MatrixTransport:
 
     @cached_property
     def _settled(self) -> TransportTerm:
-        """The term with potentials balanced between groups of points; without a plan as it is."""
+        """The term with balanced offsets between groups of points; as it is if there is no plan."""
         term, groups = settled_matrix(self._comparison, self.term)
         report_groups(groups, "potentials", required=self._required)
         return term
@@ -245,7 +246,7 @@ class MatrixTransport:
         if given.ndim not in (1, 2) or len(given) != size:
             raise InputError(f"values must be ({size},) or ({size}, k), got {shown(given)}")
         columns = given[:, None] if given.ndim == 1 else given
-        plan = self._comparison.tiles("xy").plan(self.term.f, self.term.g, self.epsilon)
+        plan = self._comparison.torch_operator("xy").plan(self.term.f, self.term.g, self.epsilon)
         found = plan.applied(columns, transposed=transposed)
         return found.values[:, 0] if given.ndim == 1 else found.values
 

@@ -1,4 +1,8 @@
-"""Entropic transport for a given cost matrix: the entry point."""
+"""Entropic transport for a given cost matrix: the entry point `matrix_transport`, and its solve.
+
+`loss` and `plan` call `solve_matrix` as well. Its terms are solved by recorded CUDA graphs where
+these apply, else by `solver.divergence`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ from otdd_flash.solver.schedules.geomloss import GeomlossSchedule
 from otdd_flash.solver.term.result import SolverProgress, TransportTerm
 from otdd_flash.solver.term.tolerance import epsilon_given_as, refuse_both
 
-# The most iterations for masses that admit no plan, and the most rows that a message names.
+# Most iterations for masses that admit no plan, and most rows that a message names.
 INFEASIBLE_ITERATIONS, NAMED = 1, 5
 
 
@@ -102,7 +106,7 @@ def matrix_transport(
 
 
 def check_one_epsilon(epsilon: float | None, relative: float | None) -> None:
-    """Require one of `epsilon` and `epsilon_relative`.
+    """Require exactly one of `epsilon` and `epsilon_relative`.
 
     Raises:
         InputError: neither is given, or both are.
@@ -122,7 +126,7 @@ def solve_matrix(
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
 ) -> tuple[Divergence, Tensor]:
-    """Solve, and return rows (k,) with more mass than the columns they may use.
+    """Solve a comparison; return the divergence, and the rows (k,) of `short_rows`.
 
     Raises:
         InputError: as `matrix_transport`.
@@ -136,9 +140,9 @@ def solve_matrix(
     else:
         given = "epsilon", epsilon
     short, chosen = comparison.a.new_empty(0, dtype=torch.int64), options
-    forbidden, tiles = comparison.facts.forbidden, comparison.tiles("xy")
+    forbidden, torch_operator = comparison.facts.forbidden, comparison.torch_operator("xy")
     if forbidden:
-        short = short_rows(tiles)
+        short = short_rows(torch_operator)
     if len(short) and isinstance(options, Converged):
         most = min(options.max_iterations, INFEASIBLE_ITERATIONS)
         chosen = replace(options, max_iterations=most)
@@ -151,7 +155,7 @@ def solve_matrix(
         return replace(divergence, xy=term), short
     if forbidden:
         term = divergence.xy
-        bounds = term.bounds[0], upper_bound(tiles, term)
+        bounds = term.bounds[0], upper_bound(torch_operator, term)
         divergence = replace(divergence, xy=replace(term, bounds=bounds))
     return divergence, short
 
@@ -165,7 +169,7 @@ def _solved(
     progress: SolverProgress | None,
     solved: Solved | None,
 ) -> Divergence:
-    """Solve for OT_epsilon, or with self costs for S_epsilon.
+    """Solve for OT_epsilon, or for S_epsilon if there are self costs.
 
     Raises:
         InputError: epsilon or a tolerance is out of reach at this precision, a start of another
@@ -217,7 +221,7 @@ def _recorded(
 
 
 def _check_epsilon(comparison: MatrixComparison, epsilon: float) -> None:
-    """Refuse an epsilon that costs cannot be divided by in their type."""
+    """Refuse an epsilon that the type cannot hold, or over which the largest cost overflows."""
     dtype = comparison.dtype
     most, largest = torch.finfo(dtype).max / 4, comparison.facts.extreme
     way_out = "" if dtype == torch.float64 else ", or set precision=double"

@@ -1,1 +1,1 @@
-"""The options of a solve, one file for each way to solve; `solver.divergence` solves by them."""
+"""The options `solver=`, one file for each way to solve a term; `solver.divergence` reads them."""

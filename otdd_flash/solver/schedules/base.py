@@ -1,4 +1,4 @@
-"""What options of all solves share, `solver=`: a marginal error, and whether it is required."""
+"""The options that all ways to solve share: the tolerance, and whether convergence is required."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from otdd_flash.arguments import MarginalError, check_fields
 
-# Aimed at where no tolerance is given.
+# The marginal error to reach where no tolerance is given.
 DEFAULT_TOLERANCE = 1e-3
 
 
@@ -15,7 +15,7 @@ DEFAULT_TOLERANCE = 1e-3
 class Schedule:
     """The options of one way to solve the terms of a divergence.
 
-    `SOLVES` of `solver.divergence` says which function solves a term as they ask.
+    `SOLVES` of `solver.divergence` maps each class to the function that solves a term.
 
     Attributes:
         name: as `solver.schedule=NAME` and in results.
@@ -37,5 +37,5 @@ class Schedule:
 
     @property
     def asked_tolerance(self) -> float:
-        """The marginal error to aim at; `reachable_tolerance` is what rounding makes of it."""
+        """The tolerance, or its default; `reachable_tolerance` adjusts it to rounding."""
         return DEFAULT_TOLERANCE if self.tolerance is None else self.tolerance

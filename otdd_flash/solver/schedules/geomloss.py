@@ -4,18 +4,18 @@ Potentials start as f = T(0), g = T'(0) at epsilon = diameter^2. Then, for every
 
     diameter^2, diameter^2, scaling^2 diameter^2, scaling^4 diameter^2, ..., epsilon
 
-both are averaged at once with the updates of each other, as in Algorithm 3.5 of Feydy 2020,
-Geometric data analysis, beyond convolutions:
+both are averaged with their updates, simultaneously, as in Algorithm 3.5 of Feydy 2020, Geometric
+data analysis, beyond convolutions:
 
-    f <- (f + T(g)) / 2,  g <- (g + T'(f)) / 2,        of a self term  f <- (f + T(f)) / 2,
+    f <- (f + T(g)) / 2,  g <- (g + T'(f)) / 2,        in a self term  f <- (f + T(f)) / 2,
 
 and last f <- T(g), g <- T'(f). The value is <a, f> + <b, g> at these, whatever the marginals of
 their plan. It is that library's number and no bound of OT_epsilon: where the schedule ends before
-its plan has the right marginals, `bounds` hold OT_epsilon and need not hold the value.
+its plan has the right marginals, `bounds` contain OT_epsilon but not necessarily the value.
 
 `diameter` defaults to the diagonal of the box around the features, as there. The original OTDD code
-hands labels over as one more coordinate, so that its diameter is the diagonal of a box with one
-more side, the highest class index; `blur` there is epsilon^(1/2) here.
+passes labels as one more coordinate, so that its diameter is the diagonal of a box with one more
+side, the highest class index; `blur` there is epsilon^(1/2) here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GeomlossSchedule(Schedule):
 
 
 def at_diameter(options: GeomlossSchedule, x: Tensor, y: Tensor) -> GeomlossSchedule:
-    """Return the options with the diameter of two clouds (n, d) and (m, d) if they have none.
+    """Return the options, with the diameter of two clouds (n, d) and (m, d) if none is set.
 
     Raises:
         InputError: that is 0.
@@ -80,8 +80,8 @@ def solve_by_schedule(
 ) -> TransportTerm:
     """Run the schedule: the value is geomloss's, bounds and plan are certified.
 
-    The refined form of `operator` runs throughout, from nothing whatever `start` is; `progress` is
-    called once, at the end. Other arguments are as for `solver.solve.solve_term`.
+    The refined form of `operator` runs throughout; `start` is not used; `progress` is called once,
+    at the end. Other arguments are as for `solver.solve.solve_term`.
     """
     assert options.diameter is not None
     refined = operator.refined
@@ -112,15 +112,15 @@ def solve_by_schedule(
 
 
 def schedule(epsilon: float, diameter: float, scaling: float) -> list[float]:
-    """Every epsilon of the loop, in order, from diameter^2 down to `epsilon` itself."""
-    # Steps of the blur, sqrt(epsilon), counted as there: rounding can decide about a last one.
+    """Return every epsilon of the loop, in order, from diameter^2 down to `epsilon` itself."""
+    # Steps of the blur, sqrt(epsilon), computed as there: rounding may decide about a last one.
     top, bottom = 2 * math.log(diameter), 2 * math.log(math.sqrt(epsilon))
     between = np.exp(np.arange(top, bottom, 2 * math.log(scaling)))
     return [diameter**2, *between.tolist(), epsilon]
 
 
 def box_diagonal(x: Tensor, y: Tensor) -> float:
-    """The diagonal of the smallest box around two clouds (n, d), (m, d).
+    """Return the diagonal of the smallest box around two clouds (n, d), (m, d).
 
     Raises:
         InputError: it is 0.
@@ -137,7 +137,7 @@ def box_diagonal(x: Tensor, y: Tensor) -> float:
 
 
 def _cross(operator: Operator, epsilons: list[float]) -> tuple[Tensor, Tensor]:
-    """The last f (n,) and g (m,)."""
+    """Run the updates of a cross term; return the last f (n,) and g (m,)."""
     f = torch.zeros_like(operator.a, dtype=operator.costs.dtype)
     g = torch.zeros_like(operator.b, dtype=operator.costs.dtype)
     f, g = _updates(operator, f, g, epsilons[0])
@@ -153,7 +153,7 @@ def _updates(operator: Operator, f: Tensor, g: Tensor, epsilon: float) -> tuple[
 
 
 def _self(operator: Operator, epsilons: list[float]) -> Tensor:
-    """The last f (n,)."""
+    """Run the updates of a self term; return the last f (n,)."""
     f = torch.zeros_like(operator.a, dtype=operator.costs.dtype)
     f = operator.softmin_self(f, epsilons[0])
     for epsilon in epsilons:

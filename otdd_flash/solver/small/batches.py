@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otdd_flash.cost.class_table import ROUNDING
 from otdd_flash.operators.score_pool import UNIT, Room
-from otdd_flash.solver.certificate import hides_little
+from otdd_flash.solver.certificate import conclude_many
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import Batch, TermRead, kept
@@ -124,7 +124,7 @@ def _solve(
             proved = (apart <= ROUNDING * largest).all(1)
         values = torch.zeros(problems, dtype=torch.float64)
         for read, evidence in zip(reads, found.evidence, strict=True):
-            value, error, holds = hides_little(read.numbers, evidence.sums, UNIT, epsilon)
+            value, error, holds = conclude_many(read.numbers, evidence.sums, UNIT, epsilon)
             values += value if read.cross else -value / 2
             proved &= holds & read.within(error)
         fine = proved.to(batch.points[0].device)[:, None, None] if wanted else proved

@@ -90,7 +90,7 @@ def solve_recorded_matrix(
             (facts.mean, *facts.range),
             epsilon,
             options,
-            known=comparison.tiles("xy").costs,
+            known=comparison.torch_operator("xy").costs,
             start=start,
             progress=progress,
         )

@@ -16,7 +16,7 @@ from otdd_flash.memory import ASSUMED_FREE, budget_in_bytes, free_memory
 from otdd_flash.operators.comparison import Comparison
 from otdd_flash.operators.score_pool import UNIT, Room, ScorePool
 from otdd_flash.solver.certificate import PlanEvidence, conclude, shows_rounding
-from otdd_flash.solver.divergence import Potentials, Pulled, Solved
+from otdd_flash.solver.divergence import GradientCallbacks, Potentials, Solved
 from otdd_flash.solver.evidence import rounding_floor
 from otdd_flash.solver.schedules.converged import Converged
 from otdd_flash.solver.small.pooled_solve import (
@@ -117,7 +117,7 @@ def solve_small(
     start: Potentials | None = None,
     progress: SolverProgress | None = None,
     solved: Solved | None = None,
-    pulled: Pulled | None = None,
+    gradient_callbacks: GradientCallbacks | None = None,
 ) -> dict[str, TransportTerm] | None:
     """The terms of a divergence, or None where one of them needs another solve.
 
@@ -127,7 +127,7 @@ def solve_small(
         start: potentials to start from, by term.
         progress: called whenever the device was asked, for every term.
         solved: called after each term, as solved(name, operator, term).
-        pulled: called instead, each with the gradient by the points of its side.
+        gradient_callbacks: called instead, each with the gradient by the points of its side.
 
     Raises:
         InputError: rounding alone exceeds the tolerance at this epsilon and precision.
@@ -141,8 +141,8 @@ def solve_small(
         )
         if small is None:
             return None
-        if pulled is not None:
-            for place, take in pulled.items():
+        if gradient_callbacks is not None:
+            for place, take in gradient_callbacks.items():
                 take(solve.gradient(place)[0, : sizes[place]])
         elif solved is not None:
             assert isinstance(solve.pool, ScorePool)

@@ -1,5 +1,5 @@
-"""What is asked of one transport problem, and the term that it ends with.
+"""One transport term: its stopping rule and its result.
 
-`tolerance` has epsilon and the marginal error at which `solver.solve` stops, as the user gave them
-and as rounding allows them; `result` is the term, with what `solver.certificate` proved of it.
+`tolerance` resolves epsilon and the marginal error at which `solver.solve` stops, from what the
+user gave and rounding allows; `result` is the solved term, with the bounds of `solver.certificate`.
 """

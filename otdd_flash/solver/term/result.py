@@ -17,7 +17,7 @@ SolverProgress = Callable[[str, int, float], None]
 # progress(iteration, marginal_error), of one term.
 TermProgress = Callable[[int, float], None]
 
-# What ended a solve. `rounding`: at this precision the bounds cannot get narrower or the marginals
+# Why a solve ended. `rounding`: at this precision the bounds cannot get narrower or the marginals
 # better; `schedule`: the fixed number of updates was done; `infeasible`: no plan has these masses
 # without forbidden pairs.
 StoppedBy = Literal[
@@ -30,7 +30,7 @@ StoppedBy = Literal[
     "infeasible",
 ]
 
-# What a summary holds of a term, besides its bounds.
+# The fields of a term in its summary, besides its bounds.
 SUMMARIZED = (
     "value",
     "marginal_error",
@@ -44,7 +44,7 @@ SUMMARIZED = (
 
 @dataclass(frozen=True, eq=False)
 class TransportTerm:
-    """OT_epsilon between two clouds, with the proof of its accuracy.
+    """OT_epsilon between two clouds: potentials, value, and bounds of its errors.
 
     Attributes:
         f: (n,) row potential, in units of the cost.
@@ -54,12 +54,12 @@ class TransportTerm:
             outside of `bounds`.
         bounds: solver bounds (lower, upper): an interval that holds OT_epsilon.
         marginal_error: bound of the larger of ||P 1 - a||_1, ||P^T 1 - b||_1, rounding included.
-        tolerance: the marginal error that was enough, as asked for or as rounding allows; None
-            where the width of the solver bounds decided.
+        tolerance: the stopping tolerance, as asked for or as rounding allows; None where the width
+            of the solver bounds decided.
         iterations: updates of both potentials, the certifying one included.
-        passes: sweeps over the n x m scores, those of samples and certification included.
-        converged: whether what the options ask for was reached.
-        stopped_by: what ended the solve.
+        passes: evaluations of the n x m scores, those of samples and certification included.
+        converged: whether the goal of the options was reached.
+        stopped_by: why the solve ended.
     """
 
     f: Tensor
@@ -86,12 +86,12 @@ class TransportTerm:
         asked: float,
         unless_converged: StoppedBy,
     ) -> TransportTerm:
-        """The term that a certificate proves, and what it took to get there.
+        """Build the term from its certificate and the work done.
 
-        `asked` is the tolerance before rounding made it `tolerance`.
+        `asked` is the tolerance of the options, which rounding may have raised to `tolerance`.
 
         Raises:
-            InputError: rounding may hide more of the marginals than is of use.
+            InputError: the undetectable part of the marginal error is too large.
         """
         check_usable(certificate.hidden, epsilon, certificate.f.dtype)
         converged = certificate.marginal_error <= tolerance
@@ -125,7 +125,7 @@ class TransportTerm:
     def from_dict(
         cls, f: Tensor, g: Tensor, epsilon: float, summary: Mapping[str, Any]
     ) -> TransportTerm:
-        """The term of these potentials, n and m, of which `summary` says the rest."""
+        """Restore a term from its potentials, (n,) and (m,), and the `summary` of `to_dict`."""
         low, high = summary["bounds"]
         # Infinite bounds, which JSON cannot hold, are null in files.
         low, high = -math.inf if low is None else low, math.inf if high is None else high
@@ -133,11 +133,11 @@ class TransportTerm:
         return cls(f, g, epsilon, bounds=(low, high), **numbers)
 
     def to_dict(self) -> dict[str, Any]:
-        """What result.json says of one term."""
+        """Return the summary of the term for result.json."""
         numbers = {key: getattr(self, key) for key in SUMMARIZED}
         return {"value": numbers.pop("value"), "bounds": list(self.bounds), **numbers}
 
 
 def largest_tolerance(tolerances: Iterable[float | None]) -> float | None:
-    """The largest that is there; None where the width of the solver bounds decided."""
+    """Return the largest tolerance that is not None; None if all are."""
     return max((known for known in tolerances if known is not None), default=None)

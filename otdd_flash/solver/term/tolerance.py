@@ -1,9 +1,8 @@
-"""Epsilon and the marginal error: as the user gave them, and as the arithmetic can hold them.
+"""Epsilon and the tolerance of a term: resolved from the user's settings, checked against rounding.
 
-Entry points settle epsilon here; errors name the setting and the unit in which it was given.
-`solver.solve` and `solver.small` take from here where the iterations of a term end, and at which
-marginal error a solve stops; `solver.certificate` and `term.result` refuse what rounding leaves
-nothing of.
+Entry points resolve epsilon here; errors name the setting and the unit in which it was given.
+`solver.solve` and `solver.small` take the stopping rule of the iterations and of the term from
+here; `solver.certificate` and `term.result` refuse plans that are within rounding.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from otdd_flash.formulas.decision import Goal
 from otdd_flash.formulas.evidence import MOST_ERROR
 from otdd_flash.solver.schedules.converged import Converged
 
-# Of the mean cost: the regularisation where none is given.
+# The default epsilon, over the mean cost.
 DEFAULT_RELATIVE = 0.01
-# What it was in earlier versions, in units of the cost.
+# The default epsilon of earlier versions, in units of the cost.
 EARLIER_DEFAULT = 0.1
 
-# How far the default tolerance gives way to rounding. With more the marginals would say little of
-# the plan.
+# The largest tolerance that rounding may raise the default one to. With a larger marginal error a
+# plan would say little of the optimal one.
 LOOSEST_DEFAULT = 0.1
 
 # The marginal error that an advised epsilon should have, half of the most that is accepted.
@@ -32,7 +31,7 @@ AMPLE = LOOSEST_DEFAULT / 2
 
 
 def refuse_both(epsilon: float | None, relative: float | None) -> None:
-    """Refuse two regularisations, of which one would have to win.
+    """Refuse `epsilon` and `epsilon_relative` together.
 
     Raises:
         InputError: both are given.
@@ -44,8 +43,8 @@ def refuse_both(epsilon: float | None, relative: float | None) -> None:
         )
 
 
-def once_default(epsilon: object) -> str:
-    """How to go on from what an earlier version computed by its default, "" for another value."""
+def default_hint(epsilon: object) -> str:
+    """Return a hint that `epsilon` is the default of earlier versions; "" for another value."""
     if epsilon != EARLIER_DEFAULT:
         return ""
     return (
@@ -54,13 +53,13 @@ def once_default(epsilon: object) -> str:
     )
 
 
-def settled_epsilon(
+def resolve_epsilon(
     epsilon: float | None, relative: float | None, mean_cost: Callable[[], float]
 ) -> tuple[str, float, float]:
-    """Return the setting's name, its value, and the regularisation in units of the cost.
+    """Return the setting's name, its value, and the epsilon that follows, in units of the cost.
 
-    Where neither is given it is `DEFAULT_RELATIVE` of the mean cost, and 1 where that is 0, as for
-    a cost without any extent.
+    By default epsilon is `DEFAULT_RELATIVE` of the mean cost, and 1 where that is 0, as for a cost
+    that is 0 everywhere.
 
     Args:
         epsilon: in units of the cost, or None.
@@ -76,7 +75,7 @@ def settled_epsilon(
     mean = mean_cost()
     if relative is None:
         value = DEFAULT_RELATIVE * mean
-        # NaN is left to those who say where it comes from.
+        # A NaN passes: it is reported later, with its cause.
         return "epsilon_relative", DEFAULT_RELATIVE, 1.0 if value <= 0 else value
     if not mean > 0:
         raise InputError(
@@ -87,12 +86,12 @@ def settled_epsilon(
 
 @contextmanager
 def epsilon_given_as(name: str, given: float, epsilon: float) -> Iterator[None]:
-    """Say of an epsilon that is out of range what the user called it.
+    """Raise errors of this epsilon again under the user's setting and unit.
 
     Args:
         name: of the setting.
         given: its value.
-        epsilon: the regularisation that it means; others are left to their own names.
+        epsilon: its value in units of the cost; errors of another epsilon pass unchanged.
 
     Raises:
         EpsilonOutOfRange: as it was raised inside, under that name.
@@ -114,11 +113,11 @@ def regularised(
     mean_cost: Callable[[], float],
     standardized: float,
 ) -> Iterator[float]:
-    """Settle the regularisation of datasets, and name it in errors of the block as it was given.
+    """Resolve the epsilon of datasets, and name it in errors of the block as it was given.
 
-    Arguments and errors as for `settled_epsilon` and `epsilon_of_datasets`.
+    Arguments and errors as for `resolve_epsilon` and `epsilon_of_datasets`.
     """
-    name, given, used = settled_epsilon(epsilon, relative, mean_cost)
+    name, given, used = resolve_epsilon(epsilon, relative, mean_cost)
     with epsilon_of_datasets(name, given, used, mean_cost, standardized):
         yield used
 
@@ -127,17 +126,17 @@ def regularised(
 def epsilon_of_datasets(
     name: str, given: float, epsilon: float, mean_cost: Callable[[], float], standardized: float
 ) -> Iterator[None]:
-    """`epsilon_given_as`, with the ways out that datasets have beside another value.
+    """Raise errors as `epsilon_given_as`, with further advice that applies to datasets.
 
     Args:
         name: of the setting.
         given: its value.
-        epsilon: the regularisation that it means.
+        epsilon: its value in units of the cost.
         mean_cost: computes the mean cost; called where that epsilon is too small.
-        standardized: about what the mean cost is of standardized features.
+        standardized: about the mean cost of standardized features.
 
     Raises:
-        EpsilonOutOfRange: as it was raised inside, with these.
+        EpsilonOutOfRange: as it was raised inside, with that advice.
     """
     with epsilon_given_as(name, given, epsilon):
         try:
@@ -157,12 +156,12 @@ def epsilon_of_datasets(
 
 
 def or_double(dtype: torch.dtype) -> str:
-    """The way out by float64, in a list of ways, where it is not what was refused."""
+    """Return the advice to use float64, as part of a list; "" if it is used already."""
     return "" if dtype == torch.float64 else ", set precision=double"
 
 
 def goal_of(options: Converged, epsilon: float, aim: float) -> Goal:
-    """When the iterations of a term end; the certificate is the last one."""
+    """Return the stopping criterion of a term's iterations; the certificate counts as the last."""
     asked = options.asked_tolerance
     gives_way = options.tolerance is None or options.bound_width is not None
     most = LOOSEST_DEFAULT if options.bound_width is None else MOST_ERROR
@@ -173,15 +172,13 @@ def goal_of(options: Converged, epsilon: float, aim: float) -> Goal:
 def reachable_tolerance(
     options: Converged, floor: float, epsilon: float, dtype: torch.dtype
 ) -> float:
-    """The marginal error to stop at: the tolerance, or what rounding lets the marginals reach.
+    """Return the marginal error to stop at: the tolerance, or the least that rounding allows.
 
-    The default tolerance gives way to rounding up to `LOOSEST_DEFAULT`. Where the width of the
-    bounds decides, no marginal error was asked for: the lowest that rounding allows is then as good
-    as a lower one.
+    Rounding may raise the default tolerance up to `LOOSEST_DEFAULT`. Where the width of the bounds
+    decides, no marginal error was asked for, and the least that rounding allows is always accepted.
 
     Raises:
-        InputError: as `check_reachable`, where the tolerance does not give way or rounding leaves
-            nothing of the plan.
+        InputError: as `check_reachable`, where the tolerance may not be raised, or not so far.
     """
     asked, least = options.asked_tolerance, 2 * floor
     most = LOOSEST_DEFAULT if options.bound_width is None else MOST_ERROR
@@ -192,7 +189,7 @@ def reachable_tolerance(
 
 
 def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch.dtype) -> None:
-    """Refuse a tolerance below what rounding lets the marginals reach.
+    """Refuse a tolerance below the marginal error that rounding allows.
 
     `floor`, the marginal error that rounding causes, counts twice: it is part of the reported
     error, and the measured rest cannot fall below it either.
@@ -211,7 +208,7 @@ def check_reachable(tolerance: float, floor: float, epsilon: float, dtype: torch
 
 
 def check_usable(hidden: float, epsilon: float, dtype: torch.dtype) -> None:
-    """Refuse a plan of which rounding may hide more than `LOOSEST_DEFAULT`.
+    """Refuse a plan whose undetectable marginal error `hidden` exceeds `LOOSEST_DEFAULT`.
 
     Raises:
         InputError: `hidden` does.
@@ -230,7 +227,7 @@ def check_usable(hidden: float, epsilon: float, dtype: torch.dtype) -> None:
 def rounded_away(
     hidden: float, epsilon: float, dtype: torch.dtype, enough: float = AMPLE
 ) -> EpsilonOutOfRange:
-    """The error where rounding moves the marginals by so much; at the advised epsilon, `enough`."""
+    """Return the error for marginals that rounding moves by `hidden`; by `enough` as advised."""
     advised = epsilon * hidden / enough
     if not advised < float("inf"):
         return EpsilonOutOfRange(
@@ -247,7 +244,7 @@ def rounded_away(
 
 
 def _or_double(hidden: float, enough: float, dtype: torch.dtype) -> str:
-    """Say that float64 is a way out, where it is one; else ""."""
+    """Return the advice to use float64 where that would do, else ""."""
     gained = torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
     return " or set precision=double" if dtype != torch.float64 and hidden * gained < enough else ""
 
